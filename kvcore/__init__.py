@@ -1,0 +1,44 @@
+"""kvcore: one framework-neutral schema for the key-value caches of language models, on pluggable backends.
+
+Names are loaded at first use, so that ``import kvcore`` imports neither numpy, torch nor jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BackendInfo": "kvcore.plugins",
+    "Cache": "kvcore.cache",
+    "CacheSpec": "kvcore.spec",
+    "LayerSpec": "kvcore.spec",
+    "Request": "kvcore.manager",
+    "create_cache": "kvcore.cache",
+    "hookimpl": "kvcore.plugins",
+    "to_numpy": "kvcore.arrays",
+    "use_backend": "kvcore.plugins",
+}
+_MODULES = ("errors", "plan", "plugins", "spec")
+
+__all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 - the table above is the list
+
+if TYPE_CHECKING:
+    from kvcore import errors, plan, plugins, spec
+    from kvcore.arrays import to_numpy
+    from kvcore.cache import Cache, create_cache
+    from kvcore.manager import Request
+    from kvcore.plugins import BackendInfo, hookimpl, use_backend
+    from kvcore.spec import CacheSpec, LayerSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"kvcore.{name}")
+    raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

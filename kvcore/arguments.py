@@ -1,0 +1,84 @@
+"""Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get."""
+
+from typing import Any
+
+import numpy as np
+
+from kvcore.errors import NonFiniteError, ShapeError
+from kvcore.ops import Ops
+from kvcore.spec.codes import CODES, RULES
+from kvcore.spec.components import Component
+
+Array = Any
+FLOATS = ("float32", "bfloat16")
+INTEGERS = ("int32", "int64")
+
+
+def dtype_name(array: Array) -> str:
+    """The dtype's name in every framework: ``float32``, ``bfloat16``, ``int32`` …"""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:
+    """The array on the ops' device, if its shape (None: any) and dtype fit.
+
+    Raises:
+        ShapeError: not an array, or another shape, dtype or device.
+    """
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ShapeError(got=type(array).__name__, where=where, allowed="an array of the backend or of NumPy")
+    got = tuple(array.shape)
+    if len(got) != len(shape) or any(want not in (None, size) for size, want in zip(got, shape, strict=True)):
+        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+        raise ShapeError(got=f"shape {list(got)}", where=where, allowed=f"shape {wanted}")
+    if dtype_name(array) not in dtypes:
+        raise ShapeError(got=f"dtype {dtype_name(array)}", where=where, allowed=", ".join(dtypes))
+    return ops.asarray(array)
+
+
+def check_float(
+    ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False
+) -> Array:
+    """A float input: fp32, or bf16 unless ``only_fp32``."""
+    return check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
+
+
+def check_weight(ops: Ops, array: Array, where: str, size: int) -> Array:
+    """A vector of ``size`` float weights."""
+    return check_array(ops, array, where, (size,), FLOATS)
+
+
+def check_indices(ops: Ops, array: Array, where: str, tokens: int) -> Array:
+    """Entry indices [tokens, k], int32 or int64."""
+    return check_array(ops, array, where, (tokens, None), INTEGERS)
+
+
+def check_finite(host: np.ndarray[Any, Any], where: str, component: Component) -> None:
+    """Refuse values that a format cannot hold faithfully: NaN, infinities, and what a two-level scale would clip.
+
+    Raises:
+        NonFiniteError: with the first offending value.
+    """
+    values = host.astype(np.float32)
+    limit = largest_value(component)
+    bad = ~(np.abs(values) <= limit)
+    if bad.any():
+        first = np.argwhere(bad)[0]
+        raise NonFiniteError(
+            got=f"{values[tuple(first)]} at {first.tolist()}",
+            where=where,
+            allowed=f"finite values up to {limit:g} in magnitude (check=True)",
+        )
+
+
+def largest_value(component: Component) -> float:
+    """Largest magnitude that every format of a component stores without clipping."""
+    limits = [CODES["fp32"].largest]
+    for part in component.parts:
+        for field in part.format.fields:
+            if field.group is not None and field.rule in RULES and field.rule == "e4m3":
+                scale = getattr(component, "global_scale", 1.0)
+                limits.append(CODES[field.code].largest * CODES["e4m3"].largest * scale)
+            elif field.is_value and field.group is None:
+                limits.append(CODES[field.code].largest)
+    return min(limits)

@@ -1,0 +1,52 @@
+"""The records of the built-in backends. Nothing here imports a framework."""
+
+from collections.abc import Iterator
+
+from kvcore.ops import Backend
+from kvcore.plugins import BackendInfo, hookimpl
+from kvcore.spec.model import ROLES
+
+EVERYTHING = frozenset({*ROLES, "attend", "select", "packed", "planar", "tpu_tile"})
+
+
+def _load_reference() -> Backend:
+    from kvcore.backends.reference import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+def _load_torch() -> Backend:
+    from kvcore.backends.torch_triton import TorchBackend
+
+    return TorchBackend()
+
+
+def _runs() -> None:
+    return None
+
+
+@hookimpl
+def kvcore_backends() -> Iterator[BackendInfo]:
+    """The backends that come with kvcore."""
+    yield BackendInfo(
+        name="reference",
+        summary="NumPy, written to be read; what every other backend is checked against",
+        requires=("numpy", "ml_dtypes"),
+        devices=("cpu",),
+        capabilities=EVERYTHING,
+        priority=None,
+        install="pip install kvcore",
+        probe=_runs,
+        load=_load_reference,
+    )
+    yield BackendInfo(
+        name="torch_triton",
+        summary="torch, in place: plain operations on the CPU",
+        requires=("torch",),
+        devices=("cpu",),
+        capabilities=EVERYTHING,
+        priority=50,
+        install='pip install "kvcore[torch]"',
+        probe=_runs,
+        load=_load_torch,
+    )

@@ -1,0 +1,99 @@
+"""The reference backend: the verbs bound to a plan, on the CPU, in place."""
+
+import numpy as np
+
+from kvcore.backends.reference import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.errors import BackendError
+from kvcore.plan import CachePlan
+from kvcore.pools import allocate
+from kvcore.spec import TAIL_OF
+
+
+class ReferenceOps:
+    """Every verb of ``kvcore.ops.Ops`` on NumPy arrays."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan = plan
+        self.device = "cpu"
+
+    encode = encoding.encode
+    decode = encoding.decode
+    pack_page = encoding.pack_page
+    unpack_page = encoding.unpack_page
+    append_window = window.append_window
+    append_tail = tail.append_tail
+    append_index_tail = tail.append_index_tail
+    gather_window = window.gather_window
+    compress = tail.compress
+    flush = tail.flush
+    store_entries = entries.store_entries
+    store_role = entries.store_role
+    closed = entries.closed
+    gather_entries = entries.gather_entries
+    gather_all_entries = entries.gather_all_entries
+    index_scores = indexer.index_scores
+    select = indexer.select
+    attend = attention.attend
+    append_kv = classic.append_kv
+    gather_kv = classic.gather_kv
+    mask = classic.mask
+    attend_kv = classic.attend_kv
+    reset_slots = life.reset_slots
+    copy_slots = life.copy_slots
+    copy_blocks = life.copy_blocks
+    gather_rows = life.gather_rows
+    read_ring = life.read_ring
+    restore_ring = life.restore_ring
+    digest_rows = life.digest_rows
+
+    def allocate(self):
+        """Fresh pools for the plan."""
+
+        def make(units, size, fresh, region, buffer):
+            pool = np.zeros((units, size), np.uint8)
+            if fresh is not None:
+                pool[:] = np.frombuffer(fresh, np.uint8)
+            return pool
+
+        return allocate(self.plan, make)
+
+    def asarray(self, array):
+        """A NumPy array as it is."""
+        return np.asarray(array)
+
+    def index(self, host):
+        """The step index as it is."""
+        return host
+
+    def component(self, layer, role):
+        """The layer's component of that role, or None."""
+        return getattr(self.plan.spec.all_layers[layer], role)
+
+    def tail_of(self, role):
+        """The role whose rows are compressed into ``role``."""
+        return TAIL_OF[role]
+
+    def global_scale(self, layer, role):
+        """The component's global scale, 1 where it has none."""
+        return getattr(self.component(layer, role), "global_scale", 1.0)
+
+    def encode_rows(self, region, values, global_scale=1.0):
+        """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
+        flat = values.reshape(len(values) * region.heads, region.format.dim)
+        return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
+
+
+class ReferenceBackend:
+    """Creates ``ReferenceOps``."""
+
+    name = "reference"
+
+    def create(self, plan, *, device=None, check=False):
+        """Bind the verbs to a plan."""
+        if device not in (None, "cpu"):
+            raise BackendError(got=device, where="device", allowed="None or 'cpu' for backend='reference'")
+        return ReferenceOps(plan)
+
+    def default_layout(self, device):
+        """Packed, like the engines."""
+        return "packed"

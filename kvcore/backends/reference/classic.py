@@ -1,0 +1,70 @@
+"""Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
+
+import numpy as np
+
+from kvcore.backends.reference import rows as place
+from kvcore.backends.reference.attention import softmax_sum
+from kvcore.backends.reference.encoding import DTYPES
+from kvcore.ops import Attention
+
+
+def append_kv(ops, pools, layer, index, k, v):
+    """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+        place.append(pools, region, index, ops.encode_rows(region, values))
+    return pools
+
+
+def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns):
+    """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    component = ops.component(layer, "kv")
+    requests = len(index.slots)
+    positions = np.full((requests, columns), -1, np.int32)
+    gathered = []
+    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+        own = None if values is None else ops.encode_rows(region, values)
+        dense = np.zeros((requests, columns, region.heads, region.format.dim), DTYPES[region.format.value_code])
+        for request in range(requests):
+            seen = component.visible(int(index.starts[request]), int(index.lengths[request]))
+            for column, position in enumerate(seen):
+                stored = place.read(pools, region, index, request, position, own)
+                dense[request, column] = ops.decode(region.format, stored)
+                positions[request, column] = position
+        gathered.append(dense)
+    return gathered[0], gathered[1], positions
+
+
+def mask(ops, layer, index, *, columns):
+    """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+    component = ops.component(layer, "kv")
+    seen = np.zeros((len(index.positions), columns), bool)
+    for token, (request, query) in enumerate(zip(index.request_index, index.positions, strict=True)):
+        if request < 0:
+            continue
+        rows = component.visible(int(index.starts[request]), int(index.lengths[request]))
+        for column, position in enumerate(rows):
+            seen[token, column] = component.first_visible(int(query)) <= position <= query
+    return seen
+
+
+def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+    """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+    component = ops.component(layer, "kv")
+    tokens, heads, dim = q.shape
+    keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
+    seen = ops.mask(layer, index, columns=columns)
+    scale = np.float32(dim**-0.5 if scale is None else scale)
+    out = np.zeros((tokens, heads, values.shape[3]), np.float32)
+    lse = np.full((tokens, heads), -np.inf, np.float32)
+    for token, request in enumerate(index.request_index):
+        for head in range(heads if request >= 0 else 0):
+            rows = seen[token]
+            key_head, value_head = head * component.key_heads // heads, head * values.shape[2] // heads
+            out[token, head], lse[token, head] = softmax_sum(
+                q[token, head, None].astype(np.float32),
+                keys[request, rows, key_head].astype(np.float32),
+                values[request, rows, value_head].astype(np.float32),
+                None if sink is None else sink[head, None],
+                scale,
+            )
+    return Attention(out.astype(q.dtype), lse)

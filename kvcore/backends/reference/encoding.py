@@ -1,0 +1,207 @@
+"""Values to canonical rows and back, by the format table alone.
+
+Storing is exact: scales come from exponent bits or one product, divisions are IEEE-rounded, values are clamped to the
+code's range before they are cast (ml_dtypes would give NaN), and a group with a non-finite value stores a NaN scale and
+zero codes, so that the fault stays in its row and is seen.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from kvcore.spec import FORMATS, Field, Format, block_layout
+from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, NF4_LEVELS
+
+DTYPES = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+    "e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
+}
+BITS = {32: np.uint32, 16: np.uint16, 8: np.uint8, 4: np.uint8}
+
+NF4 = np.array(NF4_LEVELS, np.float32)
+NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
+
+
+def encode(ops, format, values, global_scale=1.0):
+    """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
+    format = sized(format, values.shape[1])
+    values = np.asarray(values).astype(np.float32)
+    if format.hadamard:
+        values = hadamard(values)
+    rows = np.zeros((len(values), format.row), np.uint8)
+    channel = 0
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        channels = values[:, channel : channel + field.dims]
+        channel += field.dims
+        if field.group is None:
+            put(rows, format, field.name, to_bytes(channels, field.code))
+            continue
+        codes, scales = quantise(channels, field, format, global_scale)
+        put(rows, format, field.name, codes)
+        put(rows, format, "scales", scales)
+    return rows
+
+
+def decode(ops, format, rows, dim=None, global_scale=1.0):
+    """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
+    format = sized(format, dim)
+    channels = []
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        values = from_bytes(take(rows, format, field.name), field.code)
+        if field.group is not None:
+            scales = scale_values(take(rows, format, "scales"), format.field("scales").code, global_scale, format)
+            width = field.group or field.dims
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = values * np.repeat(scales, width, axis=1)[:, : field.dims]
+        channels.append(values)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
+
+
+def pack_page(ops, format, rows):
+    """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
+    format = sized(format, None)
+    layout = block_layout(format, len(rows), "packed")
+    page = np.zeros(layout.nbytes, np.uint8)
+    for place in layout.places:
+        for r, row in enumerate(take(rows, format, place.field)):
+            start = place.base + r * place.stride
+            page[start : start + place.nbytes] = row
+    return page
+
+
+def unpack_page(ops, format, page, rows):
+    """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
+    format = sized(format, None)
+    out = np.zeros((rows, format.row), np.uint8)
+    for place in block_layout(format, rows, "packed").places:
+        for r in range(rows):
+            start = place.base + r * place.stride
+            first, last = format.byte_range(place.field)
+            out[r, first:last] = page[start : start + place.nbytes]
+    return out
+
+
+def quantise(channels, field: Field, format: Format, global_scale):
+    """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
+    width = field.group or field.dims
+    padded = np.zeros((len(channels), field.groups * width), np.float32)
+    padded[:, : field.dims] = channels
+    groups = padded.reshape(len(channels), field.groups, width)
+    amax = np.abs(groups).max(axis=2, initial=0)
+    finite = np.isfinite(amax)
+    amax = np.maximum(np.where(finite, amax, 0), np.float32(format.amax_floor))
+    scales, scale_bits = scale_of(amax, field, global_scale)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        ratios = np.where(finite[:, :, None], groups / scales[:, :, None], 0)
+    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.dims], field.code, clamp=True)
+    # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
+    if not finite.all() and field.code == "nf4":
+        codes[~np.repeat(finite, width // 2, axis=1)[:, : codes.shape[1]]] = 0
+    scale_bits = np.where(finite, scale_bits, CODES[field.scale].nan).astype(BITS[CODES[field.scale].bits])
+    return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
+
+
+def scale_of(amax, field: Field, global_scale):
+    """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
+    product = amax * np.float32(1 / CODES[field.code].largest)
+    if field.rule == "pow2":
+        bits = product.view(np.uint32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        scales = (exponent << 23).astype(np.uint32).view(np.float32)
+        return scales, exponent if field.scale == "e8m0" else scales.view(np.uint32)
+    if field.rule == "e4m3":
+        relative = np.clip(product / np.float32(global_scale), np.float32(E4M3_SCALE_SMALLEST), np.float32(448))
+        stored = relative.astype(DTYPES["e4m3"])
+        return stored.astype(np.float32) * np.float32(global_scale), stored.view(np.uint8)
+    scales = amax if field.rule == "absmax" else product
+    return scales, scales.view(np.uint32)
+
+
+def scale_values(stored, code: str, global_scale, format: Format):
+    """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
+    if code == "e8m0":
+        exponent = stored.astype(np.uint32)
+        bits = np.where(exponent == 0, 0x00400000, exponent << 23)
+        return np.where(exponent == 0xFF, 0x7FC00000, bits).astype(np.uint32).view(np.float32)
+    scales = from_bytes(stored, code)
+    return scales * np.float32(global_scale) if format.global_scaled else scales
+
+
+def to_bytes(values, code: str, clamp: bool = False):
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    if code == "nf4":
+        # A value on a midpoint takes the lower level: "left" counts the midpoints strictly below it.
+        return pack_nibbles(np.searchsorted(NF4_MIDPOINTS, values, side="left").astype(np.uint8))
+    if clamp:
+        values = np.clip(values, -CODES[code].largest, CODES[code].largest)
+    if code == "int8":
+        return np.rint(values).astype(np.int8).view(np.uint8)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        bits = np.ascontiguousarray(values.astype(DTYPES[code])).view(BITS[CODES[code].bits])
+    if code == "e2m1":
+        return pack_nibbles(bits & 0xF)
+    bits = np.where(np.isnan(values), CODES[code].nan, bits).astype(bits.dtype)
+    return bits.view(np.uint8).reshape(len(values), values.shape[1] * bits.itemsize)
+
+
+def from_bytes(stored, code: str):
+    """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
+    stored = np.ascontiguousarray(stored)
+    if code == "nf4":
+        return NF4[unpack_nibbles(stored)]
+    if code == "e2m1":
+        return unpack_nibbles(stored).view(DTYPES["e2m1"]).astype(np.float32)
+    return stored.view(DTYPES[code]).astype(np.float32)
+
+
+def pack_nibbles(codes):
+    """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_nibbles(stored):
+    """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
+    return np.stack([stored & 0xF, stored >> 4], axis=2).reshape(len(stored), 2 * stored.shape[1])
+
+
+def hadamard(values):
+    """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
+    rows, dim = values.shape
+    stride = 1
+    while stride < dim:
+        pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
+        values = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(rows, dim)
+        stride *= 2
+    return to_bf16(values * np.float32(dim**-0.5))
+
+
+def to_bf16(values):
+    """fp32 rounded to bf16, still as fp32."""
+    with np.errstate(over="ignore"):
+        return values.astype(DTYPES["bf16"]).astype(np.float32)
+
+
+def sized(format, dim) -> Format:
+    """The format by name or record, sized for ``dim`` where it has no size of its own."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    return format if dim is None else format.for_dim(dim)
+
+
+def take(rows, format: Format, name: str):
+    """A field's bytes out of canonical rows."""
+    first, last = format.byte_range(name)
+    return rows[:, first:last]
+
+
+def put(rows, format: Format, name: str, stored) -> None:
+    """Write a field's bytes into canonical rows."""
+    first, last = format.byte_range(name)
+    rows[:, first:last] = stored

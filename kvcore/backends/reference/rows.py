@@ -1,0 +1,93 @@
+"""Where rows lie: from (request, position or entry) to a place in the pools, and canonical rows in and out of it.
+
+An address is a pure function of the slot, the position and the block table. Nothing is counted on the way.
+"""
+
+import numpy as np
+
+from kvcore.plan import Region
+
+
+def locate(region: Region, index, request: int, number: int) -> tuple[int, int]:
+    """(unit, row in the unit) of row ``number`` of a request, or (-1, -1) if it has none.
+
+    ``number`` is a position, or an entry's number in a paged component of compressed entries.
+    """
+    if request < 0 or number < 0:
+        return -1, -1
+    if region.growth == "slot":
+        return int(index.slots[request]), number % region.rows
+    column = number // region.rows
+    if column >= index.block_table.shape[1]:
+        return -1, -1
+    return int(index.block_table[request, column]), number % region.rows
+
+
+def load(pools, region: Region, unit: int, row: int):
+    """Canonical rows [heads, row_bytes] of one position or entry; zeros where the unit is -1."""
+    rows = np.zeros((region.heads, region.format.row), np.uint8)
+    if unit < 0:
+        return rows
+    for place in region.unit.places:
+        first, last = region.format.byte_range(place.field)
+        buffer = pools[region.buffers[place.buffer][0]][unit]
+        for head in range(region.heads):
+            start = place.base + (row * region.heads + head) * place.stride
+            stored = buffer[start : start + place.nbytes]
+            rows[head, first:last] = join_bytes(stored) if place.split else stored
+    return rows
+
+
+def store(pools, region: Region, unit: int, row: int, rows) -> None:
+    """Write canonical rows [heads, row_bytes] at one position or entry; nothing happens where the unit is -1."""
+    if unit < 0:
+        return
+    for place in region.unit.places:
+        first, last = region.format.byte_range(place.field)
+        buffer = pools[region.buffers[place.buffer][0]][unit]
+        for head in range(region.heads):
+            start = place.base + (row * region.heads + head) * place.stride
+            stored = rows[head, first:last]
+            buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
+
+
+def split_bytes(stored):
+    """Little-endian 16-bit elements -> all high bytes, then all low bytes."""
+    return np.concatenate([stored[1::2], stored[0::2]])
+
+
+def join_bytes(stored):
+    """The inverse of ``split_bytes``."""
+    half = len(stored) // 2
+    return np.stack([stored[half:], stored[:half]], axis=1).reshape(-1)
+
+
+def first_token(index, request: int) -> int:
+    """Row of a request's first new token among the step's tokens: tokens come request by request."""
+    return int((index.lengths[:request] - index.starts[:request]).sum())
+
+
+def read(pools, region: Region, index, request: int, number: int, own=None):
+    """Canonical rows [heads, row_bytes] of position ``number``: from the step's ``own`` rows if it is new, else stored.
+
+    Args:
+        own: canonical rows [T, heads, row_bytes] of the step's tokens, or None to read everything from the pools.
+    """
+    start = int(index.starts[request])
+    if own is not None and number >= start:
+        return own[first_token(index, request) + number - start]
+    return load(pools, region, *locate(region, index, request, number))
+
+
+def append(pools, region: Region, index, rows) -> None:
+    """Store canonical rows [T, heads, row_bytes] of the step's tokens at their positions.
+
+    More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has one
+    writer. Padding tokens write nowhere.
+    """
+    for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
+        if request < 0:
+            continue
+        if region.growth == "slot" and position < index.lengths[request] - region.rows:
+            continue
+        store(pools, region, *locate(region, index, int(request), int(position)), rows[token])

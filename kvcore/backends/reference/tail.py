@@ -1,0 +1,121 @@
+"""The tails: raw rows of tokens awaiting compression, and the compression itself."""
+
+import numpy as np
+
+from kvcore.backends.reference import rows as place
+from kvcore.backends.reference.encoding import to_bf16
+from kvcore.spec import Rope
+
+
+def append_tail(ops, pools, layer, index, kv, score):
+    """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
+    return _append(ops, pools, layer, index, kv, score, "tail")
+
+
+def append_index_tail(ops, pools, layer, index, kv, score):
+    """The same for the indexer's compressor."""
+    return _append(ops, pools, layer, index, kv, score, "index_tail")
+
+
+def _append(ops, pools, layer, index, kv, score, role):
+    (region,) = ops.plan.region(layer, role)
+    place.append(pools, region, index, ops.encode_rows(region, np.concatenate([kv, score], axis=1)))
+    return pools
+
+
+def compress(
+    ops, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6
+):
+    """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
+
+    DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
+    """
+    component = ops.component(layer, ops.tail_of(role))
+    d, m = component.dim, component.ratio
+    (region,) = ops.plan.region(layer, ops.tail_of(role))
+    own = ops.encode_rows(region, np.concatenate([kv, score], axis=1))
+    exact = ops.component(layer, role).parts[0].format.value_code == "fp32"
+    latents = np.zeros((closed, d), np.float32)
+    for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, closed, role), strict=True)):
+        if request < 0:
+            continue
+        keys, scores = [], []
+        for position in window_of(entry, m, overlap=component.overlap):
+            raw = place.read(pools, region, index, request, position, own)[0].view(np.float32)
+            # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
+            carry = component.overlap and position < entry * m
+            half = slice(0, d) if carry or not component.overlap else slice(d, 2 * d)
+            keys.append(raw[: component.width][half])
+            scores.append(raw[component.width :][half])
+        latents[row] = pool(np.stack(keys), np.stack(scores))
+    latents = latents if exact else to_bf16(latents)
+    if norm_weight is not None:
+        latents = rms_norm(latents, norm_weight, eps)
+        latents = latents if exact else to_bf16(latents)
+    return latents
+
+
+def flush(
+    ops,
+    pools,
+    layer,
+    index,
+    kv,
+    score,
+    index_kv=None,
+    index_score=None,
+    *,
+    closed,
+    norm_weight=None,
+    eps=1e-6,
+    rope=None,
+    index_norm_weight=None,
+):
+    """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
+    streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
+    for role, stream_kv, stream_score, weight in streams:
+        if stream_kv is None:
+            continue
+        latents = ops.compress(
+            pools, layer, index, stream_kv, stream_score, closed=closed, role=role, norm_weight=weight, eps=eps
+        )
+        component = ops.component(layer, role)
+        if rope is not None:
+            _, entries = ops.closed(layer, index, closed, role)
+            latents = rotate(latents, entries * component.ratio, rope)
+            latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
+        ops.store_role(pools, layer, role, index, latents)
+    return pools
+
+
+def window_of(entry, ratio, *, overlap):
+    """Positions that entry ``entry`` is pooled from; the first entry has no window before its own."""
+    first = entry - 1 if overlap and entry > 0 else entry
+    return range(int(first) * ratio, (int(entry) + 1) * ratio)
+
+
+def pool(keys, scores):
+    """Softmax-weighted sum over rows, [rows, d] each, separately for every channel; no row with weight gives 0."""
+    largest = scores.max(axis=0)
+    largest = np.where(np.isneginf(largest), 0, largest)
+    weights = np.exp(scores - largest)
+    total = weights.sum(axis=0)
+    products = np.where(weights == 0, 0, weights * keys).sum(axis=0)
+    return products / np.where(total == 0, 1, total)
+
+
+def rms_norm(values, weight, eps):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
+    mean = np.mean(values * values, axis=-1, keepdims=True, dtype=np.float32)
+    return values * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * np.asarray(weight, np.float32)
+
+
+def rotate(values, positions, rope):
+    """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
+    frequencies = np.asarray(rope.inverse_frequencies if isinstance(rope, Rope) else rope, np.float32)
+    angles = positions.astype(np.float32)[:, None] * frequencies
+    cos, sin = np.cos(angles), np.sin(angles)
+    head, pairs = np.split(values, [values.shape[1] - 2 * len(frequencies)], axis=1)
+    even, odd = pairs[:, 0::2], pairs[:, 1::2]
+    turned = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2).reshape(pairs.shape)
+    return np.concatenate([head, turned], axis=1)

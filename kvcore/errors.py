@@ -1,0 +1,72 @@
+"""Every error that kvcore raises on purpose, in one small tree.
+
+Each error is also the built-in that fits, so that callers who know nothing of kvcore can still catch it. A message has
+four parts: what was got, where, what is allowed, and what to do.
+"""
+
+
+class KvcoreError(Exception):
+    """Base of all kvcore errors.
+
+    Attributes:
+        got: the offending value, as text.
+        where: the argument, field or path that held it, for example ``layers[1].window.dim``.
+        allowed: what would have been accepted.
+        hint: what to do next; may be empty.
+    """
+
+    def __init__(self, *, got: object, where: str, allowed: str, hint: str = "") -> None:
+        self.got = got if isinstance(got, str) else repr(got)
+        self.where = where
+        self.allowed = allowed
+        self.hint = hint
+        text = f"{where}: got {self.got}; allowed: {allowed}."
+        super().__init__(f"{text} {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        parts = {"got": self.got, "where": self.where, "allowed": self.allowed, "hint": self.hint}
+        return _rebuild, (type(self), parts)
+
+
+def _rebuild(kind: type[KvcoreError], parts: dict[str, str]) -> KvcoreError:
+    return kind(**parts)
+
+
+class SpecError(KvcoreError, ValueError):
+    """A spec, format, layout or plan request that cannot be built."""
+
+
+class ShapeError(KvcoreError, ValueError):
+    """An argument of a verb has the wrong shape, dtype, device or kind."""
+
+
+class RequestError(KvcoreError, ValueError):
+    """A request that is released, stale, or belongs to another cache."""
+
+
+class RollbackError(KvcoreError, ValueError):
+    """A truncation deeper than what the rings still hold."""
+
+
+class SnapshotError(KvcoreError, ValueError):
+    """A saved or exported state that is damaged or belongs to another spec."""
+
+
+class NonFiniteError(KvcoreError, ValueError):
+    """NaN or infinity (or a value beyond a clipping format's range) met under ``check=True``."""
+
+
+class StepError(KvcoreError, RuntimeError):
+    """A step used out of turn: nested, closed, incomplete, or a verb that the layer does not have."""
+
+
+class BackendError(KvcoreError, RuntimeError):
+    """A backend that is unknown, cannot run here, or was registered twice."""
+
+
+class OutOfBlocks(KvcoreError, MemoryError):
+    """The paged pools cannot hold the tokens asked for; nothing was taken."""
+
+
+class OutOfSlots(KvcoreError, MemoryError):
+    """Every request slot is taken; nothing was changed."""

@@ -1,0 +1,334 @@
+"""The verbs that a backend implements, as one typed Protocol.
+
+Writers take pools and return pools (torch and NumPy work in place and return the same object, JAX returns new arrays);
+readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked at the door
+(``handle`` and ``cache``), so verbs trust them.
+
+Letters: T tokens of the step, Q its requests in mapping order, d row channels, C ring rows, n columns of an output.
+Rows older than the step are read from the pools; where a verb takes the step's own rows (``rows``, ``kv``, ``k`` …)
+positions from the step are read from those instead, since the ring may not hold them yet. Rows that are invalid (padding,
+beyond a length, unwritten, index -1) read as exact zeros with position -1; they are selected away, never multiplied.
+"""
+
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from kvcore.plan import CachePlan
+from kvcore.pools import Pools
+from kvcore.spec import BlockLayout, Format, Rope
+
+Array: TypeAlias = Any
+"""An array of the backend's framework."""
+
+
+class StepIndex(NamedTuple):
+    """Where one step's tokens lie: int32 arrays on the backend's device, a pytree, the same for every layer.
+
+    Attributes:
+        positions: [T] absolute position of each token, -1 for padding; tokens come request by request.
+        request_index: [T] row of each token's request in the arrays below, -1 for padding.
+        slots: [Q] slot of each request, -1 for padding.
+        starts: [Q] length of each request before the step.
+        lengths: [Q] length after it; a request's new tokens have positions starts .. lengths - 1.
+        block_table: [Q, max_blocks] block numbers in order of history, -1 beyond the request's blocks.
+    """
+
+    positions: Array
+    request_index: Array
+    slots: Array
+    starts: Array
+    lengths: Array
+    block_table: Array
+
+
+class WindowRows(NamedTuple):
+    """Decoded ring rows in position order: values [Q, C, d], positions [Q, C] int32 (-1 = no row)."""
+
+    values: Array
+    positions: Array
+
+
+class SelectedEntries(NamedTuple):
+    """Decoded entries by index: values [T, k, d], valid [T, k] bool."""
+
+    values: Array
+    valid: Array
+
+
+class AllEntries(NamedTuple):
+    """Decoded entries of every request: values [Q, n, d], counts [Q] int32, positions [Q, n] int32 (m·i, or -1)."""
+
+    values: Array
+    counts: Array
+    positions: Array
+
+
+class RawRows(NamedTuple):
+    """Canonical rows: rows [Q, n, row_bytes] uint8, positions [Q, n] int32 (-1 and zero bytes where there is none)."""
+
+    rows: Array
+    positions: Array
+
+
+class Closed(NamedTuple):
+    """Entries that the step completes, request by request: request_index [n], entry_index [n], both int32."""
+
+    request_index: Array
+    entry_index: Array
+
+
+class Attention(NamedTuple):
+    """Attention output: out [T, H, d] in the query's dtype, lse [T, H] fp32 (natural log, sink excluded)."""
+
+    out: Array
+    lse: Array
+
+
+class RingView(NamedTuple):
+    """A ring's raw buffers, zero-copy: ``buffers`` maps a part's buffer name to [slots, bytes of a slot] uint8."""
+
+    format: Format
+    layout: BlockLayout
+    buffers: dict[str, Array]
+    slots: Array
+    slot_rows: int
+    lengths: Array
+
+
+class PagedView(NamedTuple):
+    """A paged pool's raw buffers, zero-copy: ``buffers`` maps a part's buffer name to [blocks, bytes of a block] uint8."""
+
+    format: Format
+    layout: BlockLayout
+    buffers: dict[str, Array]
+    block_table: Array
+    block_rows: int
+    counts: Array
+
+
+class Ops(Protocol):
+    """All verbs of one backend, bound to one plan and device."""
+
+    plan: CachePlan
+    device: str
+
+    def allocate(self) -> Pools:
+        """Fresh pools for the plan."""
+        ...
+
+    def asarray(self, array: Any) -> Array:
+        """A NumPy array (bf16 as ml_dtypes) as an array of the framework on the device; its own arrays pass through."""
+        ...
+
+    def index(self, host: StepIndex) -> StepIndex:
+        """The step index on the device, from NumPy int32 arrays."""
+        ...
+
+    def encode(self, format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
+        """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
+        ...
+
+    def decode(self, format: str | Format, rows: Array, dim: int | None = None, global_scale: float = 1.0) -> Array:
+        """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
+        ...
+
+    def pack_page(self, format: str | Format, rows: Array) -> Array:
+        """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
+        ...
+
+    def unpack_page(self, format: str | Format, page: Array, rows: int) -> Array:
+        """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
+        ...
+
+    def append_window(self, pools: Pools, layer: int, index: StepIndex, rows: Array) -> Pools:
+        """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
+        ...
+
+    def append_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
+        """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
+        ...
+
+    def append_index_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
+        """The same for the indexer's compressor."""
+        ...
+
+    def gather_window(self, pools: Pools, layer: int, index: StepIndex, rows: Array | None = None) -> WindowRows:
+        """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
+        ...
+
+    def compress(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Array,
+        score: Array,
+        *,
+        closed: int,
+        role: str = "entries",
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+    ) -> Array:
+        """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
+
+        Softmax over the window's rows separately for every channel, weighted sum, RMS norm if a weight is given. With
+        overlap the rows are the previous window's carry halves, then this window's cur halves. Bf16 rounding as in the
+        published inference code (after pooling and after the norm), none where entries are stored as fp32.
+        """
+        ...
+
+    def flush(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Array,
+        score: Array,
+        index_kv: Array | None = None,
+        index_score: Array | None = None,
+        *,
+        closed: int,
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Array | None = None,
+        index_norm_weight: Array | None = None,
+    ) -> Pools:
+        """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
+        ...
+
+    def store_entries(
+        self, pools: Pools, layer: int, index: StepIndex, entries: Array, index_keys: Array | None = None
+    ) -> Pools:
+        """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
+        ...
+
+    def closed(self, layer: int, index: StepIndex, count: int) -> Closed:
+        """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
+        ...
+
+    def gather_entries(self, pools: Pools, layer: int, index: StepIndex, indices: Array) -> SelectedEntries:
+        """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
+        ...
+
+    def gather_all_entries(self, pools: Pools, layer: int, index: StepIndex, *, columns: int, role: str) -> AllEntries:
+        """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+        ...
+
+    def index_scores(
+        self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int
+    ) -> Array:
+        """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
+        ...
+
+    def select(self, scores: Array, k: int) -> Array:
+        """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+        ...
+
+    def attend(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        selected: Array | None = None,
+        *,
+        rows: Array | None = None,
+        sink: Array | None = None,
+        scale: float | None = None,
+    ) -> Attention:
+        """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V.
+
+        ``sink`` [H] adds exp(sink) to the denominator once. Scale is d^-0.5 unless given. No key: out 0, lse -inf.
+        """
+        ...
+
+    def append_kv(self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array) -> Pools:
+        """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+        ...
+
+    def gather_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        columns: int,
+    ) -> tuple[Array, Array, Array]:
+        """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+        ...
+
+    def mask(self, layer: int, index: StepIndex, *, columns: int) -> Array:
+        """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+        ...
+
+    def attend_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        columns: int,
+        sink: Array | None = None,
+        scale: float | None = None,
+    ) -> Attention:
+        """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+        ...
+
+    def reset_slots(self, pools: Pools, slots: Array) -> Pools:
+        """Make slots [n] as if never used; -1 is ignored."""
+        ...
+
+    def copy_slots(self, pools: Pools, sources: Array, targets: Array) -> Pools:
+        """Copy whole slots; all sources are read before any target is written."""
+        ...
+
+    def copy_blocks(self, pools: Pools, sources: Array, targets: Array) -> Pools:
+        """Copy whole blocks; all sources are read before any target is written."""
+        ...
+
+    def gather_rows(
+        self,
+        pools: Pools,
+        layer: int,
+        role: str,
+        index: StepIndex,
+        rows: tuple[Array, ...] | None = None,
+        *,
+        columns: int,
+    ) -> RawRows:
+        """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
+        ...
+
+    def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Array:
+        """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
+        ...
+
+    def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Array) -> Pools:
+        """Put back what ``read_ring`` saved."""
+        ...
+
+    def digest_rows(self, raw: RawRows, salt: int) -> Array:
+        """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
+        ...
+
+
+class Backend(Protocol):
+    """What a plug-in's ``load`` returns."""
+
+    name: str
+
+    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> Ops:
+        """Bind the verbs to a plan and a device.
+
+        Raises:
+            BackendError: the device or the plan's layout is not supported.
+        """
+        ...
+
+    def default_layout(self, device: str | None) -> str:
+        """The layout that ``layout="auto"`` means."""
+        ...

@@ -1,0 +1,287 @@
+"""From a spec and a budget to blocks, slots and bytes: integers only, exact to the byte.
+
+Two things scale a cache and nothing else: slots grow with requests, blocks grow with history. A plan lists one region
+for every stream of rows that a layer owns; pools are allocated from the regions and every verb addresses through them.
+"""
+
+from fractions import Fraction
+from functools import cached_property
+
+import msgspec
+
+from kvcore.errors import OutOfBlocks, SpecError
+from kvcore.spec.components import Component, Growth
+from kvcore.spec.formats import Format
+from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
+from kvcore.spec.model import CacheSpec
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The pool of one stream of rows.
+
+    Attributes:
+        layer: number of the layer that owns it.
+        role: the component's role.
+        part: ``""``, or ``key`` / ``value``.
+        format: of one row, sized.
+        heads: rows stored for every position or entry.
+        growth: ``slot`` or ``block``: what a unit of the pool is.
+        rows: positions or entries that one unit holds.
+        layout: how a unit's rows are laid out.
+    """
+
+    layer: int
+    role: str
+    part: str
+    format: Format
+    heads: int
+    growth: Growth
+    rows: int
+    layout: str
+
+    @cached_property
+    def unit(self) -> BlockLayout:
+        """Layout of one unit (a slot's ring, or a block): ``rows * heads`` format rows."""
+        return block_layout(self.format, self.rows * self.heads, self.layout)
+
+    @cached_property
+    def buffers(self) -> dict[str, tuple[str, int]]:
+        """Buffer of the layout -> (key in the pools, bytes of a unit)."""
+        part = f"{self.part}_" if self.part else ""
+        return {name: (f"{self.layer}.{self.role}.{part}{name}", size) for name, size in self.unit.buffers}
+
+
+class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """How much of everything a cache takes.
+
+    Attributes:
+        spec: what is planned.
+        slots: requests that fit at once.
+        blocks: blocks of the paged components, shared by all of a request's layers; 0 if the spec pages nothing.
+        max_tokens: tokens that one request can hold at most, or None where nothing bounds it.
+        max_draft_tokens: D, the drafts that every ring keeps room for.
+        layout: ``packed``, ``planar`` or ``tpu_tile``.
+        regions: every pool, in canonical order.
+    """
+
+    spec: CacheSpec
+    slots: int
+    blocks: int
+    max_tokens: int | None
+    max_draft_tokens: int
+    layout: str
+    regions: tuple[Region, ...]
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all layers, padding included."""
+        return sum(region.unit.nbytes for region in self.regions if region.growth == "slot")
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, padding included."""
+        return sum(region.unit.nbytes for region in self.regions if region.growth == "block")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools together."""
+        return self.slots * self.slot_bytes + self.blocks * self.block_bytes
+
+    @property
+    def rollback_tokens(self) -> int:
+        """How far below the highest position ever written a request can be truncated once a ring has wrapped."""
+        declared = [component.largest_drafts() for _, _, component in self.spec.components()]
+        if all(drafts is None for drafts in declared):
+            return self.max_draft_tokens
+        rings = [component.ring_rows(self.max_draft_tokens) for _, _, component in self.spec.components()]
+        spans = [component.span for _, _, component in self.spec.components()]
+        return min(rows - span for rows, span in zip(rings, spans, strict=True) if rows is not None and span is not None)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a request of ``tokens`` tokens holds."""
+        return -(-tokens // self.spec.block_tokens) if self.blocks else 0
+
+    def units(self, region: Region) -> int:
+        """Units of a region's pool: slots or blocks."""
+        return self.slots if region.growth == "slot" else self.blocks
+
+    def region(self, layer: int, role: str) -> tuple[Region, ...]:
+        """The parts of a layer's own or shared pool of ``role``."""
+        return self._by_role[self.spec.owner(layer, role), role]
+
+    @cached_property
+    def _by_role(self) -> dict[tuple[int, str], tuple[Region, ...]]:
+        found: dict[tuple[int, str], tuple[Region, ...]] = {}
+        for region in self.regions:
+            key = region.layer, region.role
+            found[key] = (*found.get(key, ()), region)
+        return found
+
+    def __repr__(self) -> str:
+        name = self.spec.name or "unnamed spec"
+        gib = self.nbytes / 2**30
+        return f"CachePlan({name}: {self.blocks} blocks × {self.spec.block_tokens} tokens, {self.slots} slots, {gib:.3f} GiB)"
+
+
+def plan_cache(
+    spec: CacheSpec,
+    *,
+    max_requests: int,
+    max_tokens: int | None = None,
+    budget_bytes: int | None = None,
+    max_draft_tokens: int = 0,
+    layout: str = "packed",
+) -> CachePlan:
+    """Work out a cache that holds ``max_tokens``, or the largest one within ``budget_bytes``.
+
+    Args:
+        spec: what each layer holds.
+        max_requests: slots, 1 or more.
+        max_tokens: tokens that the paged pools hold over all requests (rounded up to whole blocks); also the longest
+            request where a layer stores K-V contiguously per slot.
+        budget_bytes: bytes for everything; give this or ``max_tokens``, not both.
+        max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
+        layout: ``packed``, ``planar`` or ``tpu_tile``.
+
+    Raises:
+        SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
+        OutOfBlocks: the budget does not hold the slots and one block.
+    """
+    if not isinstance(spec, CacheSpec):
+        raise SpecError(got=spec, where="spec", allowed="a CacheSpec", hint="kvcore.spec.presets has ready-made ones.")
+    _check_count("max_requests", max_requests, 1)
+    _check_count("max_draft_tokens", max_draft_tokens, 0)
+    if layout not in LAYOUTS:
+        raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
+    _check_drafts(spec, max_draft_tokens)
+    bounded = any(_is_bounded(component) for _, _, component in spec.components())
+    if (max_tokens is None) == (budget_bytes is None) and (bounded or max_tokens is not None):
+        raise SpecError(
+            got=f"max_tokens={max_tokens}, budget_bytes={budget_bytes}",
+            where="max_tokens, budget_bytes",
+            allowed="one of the two",
+        )
+
+    def plan(blocks: int, tokens: int | None) -> CachePlan:
+        paged = any(component.growth == "block" for _, _, component in spec.components())
+        return CachePlan(
+            spec=spec,
+            slots=max_requests,
+            blocks=blocks if paged else 0,
+            max_tokens=tokens if bounded else None,
+            max_draft_tokens=max_draft_tokens,
+            layout=layout,
+            regions=_regions(spec, tokens if bounded else None, max_draft_tokens, layout),
+        )
+
+    if max_tokens is not None:
+        _check_count("max_tokens", max_tokens, 1)
+        blocks = -(-max_tokens // spec.block_tokens)
+        paged = any(component.growth == "block" for _, _, component in spec.components())
+        return plan(blocks, blocks * spec.block_tokens if paged else max_tokens)
+    if budget_bytes is None:
+        return plan(0, None)
+    _check_count("budget_bytes", budget_bytes, 1)
+    return _largest(plan, spec, budget_bytes, bounded)
+
+
+def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
+    """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing."""
+    _check_count("tokens", tokens, 0)
+    totals: dict[str, int] = {}
+    for _, role, component in spec.components():
+        rows = 0 if component.shared_from is not None else len(component.live(tokens))
+        totals[role] = totals.get(role, 0) + rows * row_bytes(component)
+    return totals
+
+
+def bytes_per_token(spec: CacheSpec) -> Fraction:
+    """Logical bytes that every further token of history costs, exactly; what is bounded by a window costs nothing."""
+    slope = Fraction(0)
+    for _, _, component in spec.components():
+        if component.shared_from is None and component.span is None:
+            slope += Fraction(row_bytes(component), component.tokens_per_row)
+    return slope
+
+
+def row_bytes(component: Component) -> int:
+    """Bytes of one row over all parts and heads, pads of the format included."""
+    return sum(part.heads * part.format.row for part in component.parts)
+
+
+def _largest(plan: object, spec: CacheSpec, budget: int, bounded: bool) -> CachePlan:
+    """The plan with most blocks within the budget: ``nbytes`` grows with blocks, so bisect."""
+
+    def at(blocks: int) -> CachePlan:
+        return plan(blocks, blocks * spec.block_tokens)  # type: ignore[operator]
+
+    if not bounded:
+        return at(0)
+    if at(1).nbytes > budget:
+        raise OutOfBlocks(
+            got=f"{budget} bytes",
+            where="budget_bytes",
+            allowed=f"{at(1).nbytes} bytes or more: {at(1).slots} slots and one block",
+            hint="Lower max_requests or raise the budget.",
+        )
+    low, high = 1, 2
+    while at(high).nbytes <= budget:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle).nbytes <= budget else (low, middle)
+    return at(low)
+
+
+def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> tuple[Region, ...]:
+    regions: list[Region] = []
+    for layer, role, component in spec.components():
+        if component.shared_from is not None:
+            continue
+        for part in component.parts:
+            regions.append(
+                Region(
+                    layer=layer,
+                    role=role,
+                    part=part.name,
+                    format=part.format,
+                    heads=part.heads,
+                    growth=component.growth,
+                    rows=_unit_rows(spec, component, tokens, drafts),
+                    layout=layout,
+                )
+            )
+    return tuple(regions)
+
+
+def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int) -> int:
+    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that."""
+    if component.growth == "block":
+        return spec.block_tokens // component.tokens_per_row
+    rows = component.ring_rows(drafts)
+    if rows is None:
+        assert tokens is not None
+        return tokens
+    return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
+
+
+def _is_bounded(component: Component) -> bool:
+    """True if the component's pool limits how long a request can be."""
+    return component.growth == "block" or component.span is None
+
+
+def _check_drafts(spec: CacheSpec, drafts: int) -> None:
+    for layer, role, component in spec.components():
+        largest = component.largest_drafts()
+        if largest is not None and drafts > largest:
+            raise SpecError(
+                got=drafts,
+                where="max_draft_tokens",
+                allowed=f"0 to {largest}: {spec.path(layer)}.{role}.rows is {component.declared_rows}",
+                hint="Leave rows out to have the ring sized for max_draft_tokens.",
+            )
+
+
+def _check_count(where: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(got=value, where=where, allowed=f"an integer, {least} or more")

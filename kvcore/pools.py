@@ -1,0 +1,88 @@
+"""The named buffers of one plan: a mapping ``"L.role.field"`` -> byte array, with nothing else in it.
+
+Arrays belong to the backend (NumPy, torch, JAX); this module never looks inside. Every array is ``uint8`` of shape
+[units, bytes of a unit].
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvcore.errors import ShapeError
+from kvcore.plan import CachePlan, Region
+
+
+class Pools(Mapping[str, Any]):
+    """An immutable mapping from pool name to array; backends that work in place change the arrays, not the mapping."""
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def replace(self, arrays: Mapping[str, Any]) -> "Pools":
+        """A copy with some arrays exchanged."""
+        return Pools({**self._arrays, **arrays})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def __repr__(self) -> str:
+        return f"Pools({len(self)} arrays, {self.nbytes} bytes)"
+
+
+def allocate(plan: CachePlan, make: Callable[[int, int, bytes | None, Region, str], Any]) -> Pools:
+    """Build the pools of a plan.
+
+    Args:
+        plan: what to allocate.
+        make: called with (units, unit bytes, fresh bytes of a unit or None for zeros, region, buffer) for every
+            buffer; returns the array.
+    """
+    arrays: dict[str, Any] = {}
+    for region in plan.regions:
+        for buffer, (name, size) in region.buffers.items():
+            arrays[name] = make(plan.units(region), size, fresh_unit(region, buffer), region, buffer)
+    return Pools(arrays)
+
+
+def fresh_unit(region: Region, buffer: str) -> bytes | None:
+    """What one unit of a buffer holds before anything is written; None means zeros.
+
+    Only a tail differs from zeros: its scores start at -inf, so that a row that was never written weighs nothing.
+    """
+    fills = {field.name: field.fill for field in region.format.fields}
+    if not any(fills[place.field] for place in region.unit.places if place.buffer == buffer):
+        return None
+    unit = bytearray(dict(region.unit.buffers)[buffer])
+    for place in region.unit.places:
+        if place.buffer == buffer and fills[place.field]:
+            row = struct.pack("<f", fills[place.field]) * (place.nbytes // 4)
+            for r in range(region.unit.rows):
+                start = place.base + r * place.stride
+                unit[start : start + place.nbytes] = row
+    return bytes(unit)
+
+
+def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
+    """Accept pools that came back from an op: same names, shapes and dtypes; ShapeError otherwise."""
+    if set(pools) != set(like):
+        odd = sorted(set(pools) ^ set(like))
+        raise ShapeError(got=odd, where="pools", allowed="exactly the names of cache.pools")
+    for name, array in pools.items():
+        want = like[name]
+        got = getattr(array, "shape", None), str(getattr(array, "dtype", None))
+        if got != (want.shape, str(want.dtype)):
+            raise ShapeError(got=got, where=f"pools[{name!r}]", allowed=f"shape {want.shape}, dtype {want.dtype}")
+    return pools if isinstance(pools, Pools) else Pools(pools)

@@ -1,0 +1,40 @@
+"""What a cache is: components, layers, formats, layouts, presets. Data only; no framework, no arrays."""
+
+from kvcore.spec import presets
+from kvcore.spec.codec import from_json, json_schema, to_json
+from kvcore.spec.components import KV, Component, Entries, IndexKeys, Part, Tail, Window
+from kvcore.spec.formats import FORMATS, Field, Format, tail_format
+from kvcore.spec.hf_config import from_hf_config
+from kvcore.spec.layout import LAYOUTS, BlockLayout, Place, address, block_layout
+from kvcore.spec.model import ROLES, TAIL_OF, CacheSpec, LayerSpec
+from kvcore.spec.rope import Rope, Yarn
+
+__all__ = [
+    "FORMATS",
+    "KV",
+    "LAYOUTS",
+    "ROLES",
+    "TAIL_OF",
+    "BlockLayout",
+    "CacheSpec",
+    "Component",
+    "Entries",
+    "Field",
+    "Format",
+    "IndexKeys",
+    "LayerSpec",
+    "Part",
+    "Place",
+    "Rope",
+    "Tail",
+    "Window",
+    "Yarn",
+    "address",
+    "block_layout",
+    "from_hf_config",
+    "from_json",
+    "json_schema",
+    "presets",
+    "tail_format",
+    "to_json",
+]

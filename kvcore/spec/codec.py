@@ -1,0 +1,70 @@
+"""Specs as JSON, both ways, with errors that name the path."""
+
+import re
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from kvcore.errors import SpecError
+from kvcore.spec.model import CacheSpec
+
+SCHEMA_VERSION = 1
+
+
+def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
+    """The spec as JSON text with its schema version; ``from_json`` gives the same spec back."""
+    document = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(spec)}
+    text = msgspec.json.encode(document)
+    return (msgspec.json.format(text, indent=indent) if indent else text).decode()
+
+
+def from_json(text: str | bytes) -> CacheSpec:
+    """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
+    try:
+        document: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+        raise SpecError(got=str(error), where="spec JSON", allowed="one JSON object") from error
+    if not isinstance(document, dict):
+        raise SpecError(got=type(document).__name__, where="spec JSON", allowed="one JSON object")
+    version = document.pop("schema_version", None)
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise SpecError(
+            got=version, where="schema_version", allowed=f"{SCHEMA_VERSION}", hint="Update kvcore to read newer specs."
+        )
+    try:
+        return msgspec.convert(document, CacheSpec)
+    except msgspec.ValidationError as error:
+        raise _with_path(error) from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of spec documents, as published in the package (``spec/schema.json``)."""
+    return msgspec.json.decode(resources.files("kvcore.spec").joinpath("schema.json").read_bytes())
+
+
+def build_json_schema() -> dict[str, Any]:
+    """The JSON Schema worked out from the classes; the published file must equal it."""
+    schema = msgspec.json.schema(CacheSpec)
+    spec = schema["$defs"]["CacheSpec"]
+    spec["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **spec["properties"]}
+    spec["required"] = ["schema_version", *spec["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "kvcore cache spec", **schema}
+
+
+def _with_path(error: msgspec.ValidationError) -> SpecError:
+    text, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    cause = error.__cause__
+    if isinstance(cause, SpecError):
+        where = f"{path}.{cause.where}" if path else cause.where
+        return SpecError(got=cause.got, where=where, allowed=cause.allowed, hint=cause.hint)
+    field = re.search(r"field `(.+?)`", text)
+    if field:
+        path = f"{path}.{field[1]}" if path else field[1]
+    kind = re.match(r"Expected `(.+?)`, got `(.+?)`", text)
+    if kind:
+        return SpecError(got=kind[2], where=path or "spec JSON", allowed=kind[1])
+    missing = "missing" in text
+    got, allowed = ("nothing", "a value: the field is required") if missing else (text, "the fields of the JSON Schema")
+    return SpecError(got=got, where=path or "spec JSON", allowed=allowed)

@@ -1,0 +1,107 @@
+"""The element codes and scale rules that formats are built from: two tables, read by everything.
+
+A code says how one channel is written in bits; a scale rule says how the scale of a group of channels is found from its
+largest magnitude. Neither knows any format, layout or framework.
+"""
+
+import msgspec
+
+from kvcore.errors import SpecError
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """How one element is stored.
+
+    Attributes:
+        bits: width of one element; 4-bit elements are packed two to a byte, the even one in the low nibble.
+        largest: largest finite magnitude; encoders clamp to it where a scale is in use. 0 for codes without values.
+        significand: significant bits of a value, used to work out whether decoding is exact in bf16.
+        nan: bits of the one NaN that encoders write, or None where the code has none.
+    """
+
+    name: str
+    bits: int
+    largest: float = 0.0
+    significand: int = 0
+    nan: int | None = None
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """How a group's scale follows from ``amax``, the group's largest magnitude (never below the format's floor).
+
+    Attributes:
+        power_of_two: the scale is a power of two, so that it neither rounds values nor limits bf16 decoding.
+        meaning: the rule as a formula; ``largest`` is the element code's.
+    """
+
+    name: str
+    power_of_two: bool
+    meaning: str
+
+
+CODES: dict[str, Code] = {
+    code.name: code
+    for code in (
+        Code(name="fp32", bits=32, largest=3.4028234663852886e38, significand=24, nan=0x7FC00000),
+        Code(name="bf16", bits=16, largest=3.3895313892515355e38, significand=8, nan=0x7FC0),
+        Code(name="fp16", bits=16, largest=65504.0, significand=11, nan=0x7E00),
+        Code(name="e4m3", bits=8, largest=448.0, significand=4, nan=0x7F),
+        Code(name="e8m0", bits=8, significand=1, nan=0xFF),
+        Code(name="int8", bits=8, largest=127.0, significand=7),
+        Code(name="e2m1", bits=4, largest=6.0, significand=2),
+        Code(name="nf4", bits=4, largest=1.0, significand=24),
+        Code(name="zero", bits=8),
+    )
+}
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(name="pow2", power_of_two=True, meaning="smallest power of two >= amax * fp32(1/largest), from bits"),
+        Rule(name="fp32", power_of_two=False, meaning="amax * fp32(1/largest), in fp32"),
+        Rule(
+            name="e4m3",
+            power_of_two=False,
+            meaning="e4m3(clip(amax * fp32(1/largest) / global_scale, 2^-9, 448)), to nearest",
+        ),
+        Rule(name="absmax", power_of_two=False, meaning="amax, in fp32"),
+    )
+}
+
+E4M3_SCALE_SMALLEST = 2.0**-9
+"""Smallest e4m3 scale that is not zero: the lower clip of the ``e4m3`` rule."""
+
+NF4_LEVELS: tuple[float, ...] = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The sixteen NormalFloat levels, code 0 first (QLoRA, arXiv 2305.14314, appendix E)."""
+
+E2M1_LEVELS: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The e2m1 magnitudes, code 0 first; bit 3 of a code is the sign."""
+
+
+def code(name: str, *, where: str) -> Code:
+    """Look a code up; an unknown one is refused, never reinterpreted as a similar one."""
+    if name not in CODES:
+        raise SpecError(
+            got=name,
+            where=where,
+            allowed=", ".join(CODES),
+            hint="e4m3 means e4m3fn (bias 7, no infinities); e4m3fnuz is another encoding and is not supported.",
+        )
+    return CODES[name]

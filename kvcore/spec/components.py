@@ -1,0 +1,330 @@
+"""The components that a layer's cache is composed of, and what each declares about itself.
+
+Every question that reset, planning, fork, save, transfer and rollback ask (how does it grow, which rows are live at a
+length, what is a row, how is it restored, how is it sharded) is answered here, as data, by the component. Nothing else
+keeps a list of components.
+
+Notation: p is a token's absolute position, L a request's length in tokens, m a ratio (tokens per entry), D the largest
+number of draft tokens that a rollback may undo.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from kvcore.errors import SpecError
+from kvcore.spec.formats import FORMATS, Format, tail_format
+
+Growth = Literal["slot", "block"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One stream of rows of a component: ``heads`` rows of ``format`` a position (or entry)."""
+
+    name: str
+    heads: int
+    format: Format
+
+
+class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all components declare. Subclasses override what differs; the defaults are those of a ring in a slot."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The component's streams of rows; a single one is called ``""``."""
+        raise NotImplementedError
+
+    @property
+    def growth(self) -> Growth:
+        """``slot``: grows with requests. ``block``: grows with history."""
+        return "slot"
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Positions from one row to the next: 1, or the ratio for compressed entries."""
+        return 1
+
+    @property
+    def span(self) -> int | None:
+        """Most rows that can be live at once in a ring; None if nothing is ever overwritten."""
+        return None
+
+    @property
+    def shared_from(self) -> int | None:
+        """Layer whose pool this component reads; None if it owns its pool."""
+        return None
+
+    @property
+    def restore(self) -> Literal["retain", "checkpoint", "replay"]:
+        """How it comes back on a prefix hit: kept in shared blocks, copied from a checkpoint, or replayed."""
+        return "checkpoint"
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """True if a checkpoint of a request's state contains this component."""
+        return self.restore == "checkpoint"
+
+    @property
+    def sharding(self) -> Literal["by_request", "by_block", "replicated"]:
+        """How its rows spread over devices under context parallelism."""
+        return "replicated" if self.growth == "slot" else "by_block"
+
+    def live(self, length: int) -> range:
+        """Rows (positions, or entry numbers) that later tokens can need when a request is ``length`` tokens long."""
+        raise NotImplementedError
+
+    def visible(self, start: int, length: int) -> range:
+        """Positions that the queries of a step from ``start`` to ``length`` may see; its live rows if it has none."""
+        return self.live(length) if start == length else range(self.first_visible(start), length)
+
+    def first_visible(self, position: int) -> int:
+        """First position that the query at ``position`` may see."""
+        return 0
+
+    def ring_rows(self, drafts: int) -> int | None:
+        """Rows of a ring that survives a rollback of ``drafts`` tokens; None if the component is not a ring."""
+        return None if self.span is None else self.declared_rows or self.span + drafts
+
+    @property
+    def declared_rows(self) -> int | None:
+        """Rows that the spec fixes for a ring, or None for the default."""
+        return None
+
+    def largest_drafts(self) -> int | None:
+        """Largest D that the declared rows allow; None if the spec does not fix them."""
+        return None if self.span is None or self.declared_rows is None else self.declared_rows - self.span
+
+
+class Window(Component, frozen=True, kw_only=True):
+    """Sliding window of latent rows: one ring a slot, row of position p at ``slot * C + p mod C``.
+
+    A query sees the last ``window`` positions, its own included. ``C = window + D`` unless ``rows`` says otherwise.
+    Source: DeepSeek-V4 paper section 2.3.3 and the published inference code, ring slot = t mod window.
+    """
+
+    dim: int
+    window: int
+    format: str = "v4_584"
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "dim", "window")
+        _check_rows(self)
+        FORMATS[self.format].for_dim(self.dim)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", 1, FORMATS[self.format].for_dim(self.dim)),)
+
+    @property
+    def span(self) -> int:
+        return self.window
+
+    def live(self, length: int) -> range:
+        return range(max(0, length - self.window), length)
+
+    def first_visible(self, position: int) -> int:
+        return max(0, position + 1 - self.window)
+
+    @property
+    def declared_rows(self) -> int | None:
+        return self.rows
+
+
+class Tail(Component, frozen=True, kw_only=True):
+    """Tokens awaiting compression: one ring a slot of raw fp32 rows, kv then score, at ``slot * R + p mod R``.
+
+    With ``overlap`` (CSA) a row holds two streams of ``dim`` channels: ``carry``, what the token adds to the next
+    window's entry, then ``cur``, what it adds to its own. The score already holds its positional bias.
+    ``R = 2m - 1 + max(D, 1)`` with overlap and ``m - 1 + max(D, 1)`` without, unless ``rows`` says otherwise.
+    Source: DeepSeek-V4 paper sections 2.3.1 and 2.3.2.
+    """
+
+    dim: int
+    ratio: int
+    overlap: bool
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "dim", "ratio")
+        if not isinstance(self.overlap, bool):
+            raise SpecError(got=self.overlap, where="overlap", allowed="true or false")
+        _check_rows(self)
+
+    @property
+    def width(self) -> int:
+        """Channels of kv, and of score, in one row."""
+        return 2 * self.dim if self.overlap else self.dim
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", 1, tail_format(self.width)),)
+
+    @property
+    def span(self) -> int:
+        return 2 * self.ratio - 1 if self.overlap else self.ratio - 1
+
+    def live(self, length: int) -> range:
+        closed = length // self.ratio
+        first = closed - 1 if self.overlap else closed
+        return range(max(0, first * self.ratio), length)
+
+    @property
+    def declared_rows(self) -> int | None:
+        return self.rows
+
+    def ring_rows(self, drafts: int) -> int:
+        return self.rows or self.span + max(drafts, 1)
+
+
+class Entries(Component, frozen=True, kw_only=True):
+    """Compressed latent entries in paged blocks: entry i at ``table[i div E] * E + i mod E``, i = p div ratio.
+
+    There are ``L div ratio`` of them; entry i is visible to the query at p iff ``i < (p + 1) div ratio``.
+    """
+
+    dim: int
+    ratio: int
+    format: str = "v4_584"
+    share: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "dim", "ratio")
+        _check_share(self)
+        FORMATS[self.format].for_dim(self.dim)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", 1, FORMATS[self.format].for_dim(self.dim)),)
+
+    @property
+    def growth(self) -> Growth:
+        return "block"
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.ratio
+
+    @property
+    def shared_from(self) -> int | None:
+        return self.share
+
+    @property
+    def restore(self) -> Literal["retain", "checkpoint", "replay"]:
+        return "retain"
+
+    def live(self, length: int) -> range:
+        return range(length // self.ratio)
+
+
+class IndexKeys(Entries, frozen=True, kw_only=True):
+    """The lightning indexer's keys, one for every compressed entry and addressed like it.
+
+    ``heads`` and ``topk`` describe the queries: scores are ``sum_h weight_h * relu(q_h . key)``, and the ``topk`` best
+    entries are attended to. Source: DeepSeek-V4 paper section 2.3.1.
+    """
+
+    heads: int
+    topk: int
+    format: str = "index_fp4_68_h"
+    global_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        Entries.__post_init__(self)
+        _positive(self, "heads", "topk")
+        if not isinstance(self.global_scale, (int, float)) or not 0 < self.global_scale < float("inf"):
+            raise SpecError(got=self.global_scale, where="global_scale", allowed="a finite number above 0")
+
+
+class KV(Component, frozen=True, kw_only=True):
+    """Keys and values of a classic attention layer.
+
+    Neither ``window`` nor ``chunk``: every earlier position is visible. ``window``: the last ``window`` positions, the
+    query's own included. ``chunk``: the positions of the query's own chunk.
+
+    Storage: ``paged`` (blocks, ratio 1), ``slot`` (contiguous, row p of a slot), or ``ring`` (row p mod C of a slot,
+    C = window or chunk, plus D).
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int | None = None
+    value_dim: int | None = None
+    storage: Literal["paged", "slot", "ring"] = "paged"
+    window: int | None = None
+    chunk: int | None = None
+    key_format: str = "bf16"
+    value_format: str | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "key_heads", "key_dim")
+        for name in ("value_heads", "value_dim", "window", "chunk"):
+            if getattr(self, name) is not None:
+                _positive(self, name)
+        if self.storage not in ("paged", "slot", "ring"):
+            raise SpecError(got=self.storage, where="storage", allowed="paged, slot, ring")
+        if self.window is not None and self.chunk is not None:
+            raise SpecError(got=(self.window, self.chunk), where="chunk", allowed="window or chunk, not both")
+        if self.storage == "ring" and self.window is None and self.chunk is None:
+            raise SpecError(got=self.storage, where="storage", allowed="ring only with a window or a chunk")
+        for part in self.parts:
+            if part.format.hadamard or part.format.global_scaled:
+                raise SpecError(got=part.format.name, where=f"{part.name}_format", allowed="a format for K-V rows")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        value_format = FORMATS[self.value_format or self.key_format]
+        return (
+            Part("key", self.key_heads, FORMATS[self.key_format].for_dim(self.key_dim)),
+            Part("value", self.value_heads or self.key_heads, value_format.for_dim(self.value_dim or self.key_dim)),
+        )
+
+    @property
+    def growth(self) -> Growth:
+        return "block" if self.storage == "paged" else "slot"
+
+    @property
+    def span(self) -> int | None:
+        return (self.window or self.chunk) if self.storage == "ring" else None
+
+    @property
+    def restore(self) -> Literal["retain", "checkpoint", "replay"]:
+        return "retain" if self.storage == "paged" else "checkpoint"
+
+    def live(self, length: int) -> range:
+        if self.storage != "ring" or length == 0:
+            return range(length)
+        return range(self.first_visible(length - 1), length)
+
+    def visible(self, start: int, length: int) -> range:
+        return super().visible(start, length) if self.storage == "ring" else range(length)
+
+    def first_visible(self, position: int) -> int:
+        if self.window is not None:
+            return max(0, position + 1 - self.window)
+        return position // self.chunk * self.chunk if self.chunk is not None else 0
+
+
+def _positive(component: Component, *names: str) -> None:
+    for name in names:
+        value = getattr(component, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SpecError(got=value, where=name, allowed="an integer, 1 or more")
+
+
+def _check_share(component: Entries) -> None:
+    share = component.share
+    if share is not None and (not isinstance(share, int) or isinstance(share, bool) or share < 0):
+        raise SpecError(got=share, where="share", allowed="a layer number, 0 or more, or null")
+
+
+def _check_rows(component: Window | Tail) -> None:
+    """Fewer rows than the live span plus the new token's own would overwrite rows that are still needed."""
+    if component.rows is None:
+        return
+    _positive(component, "rows")
+    least = component.span + (1 if isinstance(component, Tail) else 0)
+    if component.rows < least:
+        raise SpecError(
+            got=component.rows, where="rows", allowed=f"{least} or more", hint=f"{least} rows allow max_draft_tokens=0."
+        )

