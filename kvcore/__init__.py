@@ -21,7 +21,22 @@ _HOMES = {
 }
 _MODULES = ("errors", "plan", "plugins", "spec")
 
-__all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 - the table above is the list
+__all__ = [
+    "BackendInfo",
+    "Cache",
+    "CacheSpec",
+    "LayerSpec",
+    "Request",
+    "__version__",
+    "create_cache",
+    "errors",
+    "hookimpl",
+    "plan",
+    "plugins",
+    "spec",
+    "to_numpy",
+    "use_backend",
+]
 
 if TYPE_CHECKING:
     from kvcore import errors, plan, plugins, spec

@@ -15,7 +15,7 @@ INTEGERS = ("int32", "int64")
 
 
 def dtype_name(array: Array) -> str:
-    """The dtype's name in every framework: ``float32``, ``bfloat16``, ``int32`` …"""
+    """The dtype's name, the same in every framework: ``float32``, ``bfloat16``, ``int32`` and so on."""
     return str(array.dtype).removeprefix("torch.")
 
 
@@ -36,9 +36,7 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     return ops.asarray(array)
 
 
-def check_float(
-    ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False
-) -> Array:
+def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False) -> Array:
     """A float input: fp32, or bf16 unless ``only_fp32``."""
     return check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
 

@@ -1,22 +1,23 @@
 """A cache: a plan, its pools, a backend's verbs, and the requests that live in them."""
 
-import operator
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
 from kvcore.errors import ShapeError, StepError
-from kvcore.handle import LayerHandle
 from kvcore.manager import Manager, Request
-from kvcore.ops import Backend, Ops, StepIndex
+from kvcore.open_step import Step
+from kvcore.ops import Backend, Ops
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.pools import Pools, check_same_tree
 from kvcore.spec import CacheSpec
 from kvcore.step import Row, build_index
+from kvcore.tokens import as_mapping, parse_tokens, token_ids
 
 Tokens = int | Sequence[int]
 
@@ -49,21 +50,20 @@ def create_cache(
         check: refuse non-finite input and unfinished steps; slower.
 
     Raises:
-        SpecError: the spec or the figures cannot be planned. BackendError: no backend fits, with every candidate's reason.
+        SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
         OutOfBlocks: the budget is too small.
     """
     if prefix != "off":
         raise ShapeError(got=prefix, where="prefix", allowed="'off'", hint="Prefix reuse is not available yet.")
-    sizes = {
-        "max_requests": max_requests,
-        "max_tokens": max_tokens,
-        "budget_bytes": budget_bytes,
-        "max_draft_tokens": max_draft_tokens,
-    }
-    plan = plan_cache(spec, **sizes, layout="packed" if layout == "auto" else layout)
     chosen = choose_backend(backend, device)
-    if layout == "auto" and chosen.default_layout(device) != plan.layout:
-        plan = plan_cache(spec, **sizes, layout=chosen.default_layout(device))
+    plan = plan_cache(
+        spec,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        budget_bytes=budget_bytes,
+        max_draft_tokens=max_draft_tokens,
+        layout=chosen.default_layout(device) if layout == "auto" else layout,
+    )
     return Cache(plan, chosen, chosen.create(plan, device=device, check=check), check=check)
 
 
@@ -73,7 +73,7 @@ class Cache:
     Attributes:
         spec: what each layer holds.
         plan: blocks, slots and bytes.
-        ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, step.index, rows)``.
+        ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
         backend: the backend; ``backend.name`` says which.
         check: whether input is checked for finiteness and steps for completeness.
     """
@@ -103,6 +103,14 @@ class Cache:
     def replace_pools(self, pools: Pools) -> None:
         """Take what a handle's verb returned; nothing is checked."""
         self._pools = pools
+
+    def end_step(self) -> None:
+        """Let the next step begin; called by the step that ends."""
+        self._step = None
+
+    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        """The backend's array as NumPy."""
+        return to_numpy(array)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +142,7 @@ class Cache:
             OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids.
         """
         if tokens is not None:
-            _token_ids(tokens, "admit: tokens")
+            token_ids(tokens, "admit: tokens")
         with self._lock:
             request = self._manager.admit()
             self._pools = self.ops.reset_slots(self._pools, self._slots([request.slot]))
@@ -161,10 +169,12 @@ class Cache:
         """
         with self._lock:
             self._no_open_step("step")
-            if not isinstance(tokens, Mapping):
-                raise ShapeError(got=type(tokens).__name__, where="step", allowed="a mapping {request: new tokens}")
-            requests = [self._manager.check(request, "step") for request in tokens]
-            parsed = [_parse_tokens(value, f"step[{request.id}]") for request, value in zip(requests, tokens.values(), strict=True)]
+            given = as_mapping(tokens)
+            requests = [self._manager.check(request, "step") for request in given]
+            parsed = [
+                parse_tokens(value, f"step: request {request.id}")
+                for request, value in zip(requests, given.values(), strict=True)
+            ]
             counts = [count for count, _ in parsed]
             taken = self._manager.take_blocks(requests, counts)
             try:
@@ -173,7 +183,7 @@ class Cache:
                     for request, count in zip(requests, counts, strict=True)
                 ]
                 host = build_index(rows, max_blocks=self.plan.blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
-                self._step = Step(self, requests, rows, [ids for _, ids in parsed], taken, host)
+                self._step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], taken, host)
             except BaseException:
                 self._manager.give_back_blocks(requests, taken)
                 raise
@@ -223,7 +233,7 @@ class Cache:
             return digest.combine([(row.length, lane) for row, lane in zip(rows, lanes, strict=True)])
 
     def asarray(self, array: Any) -> Any:
-        """A NumPy array (bf16 as ml_dtypes) as the backend's array on its device: the inverse of ``kvcore.to_numpy``."""
+        """A NumPy array (bf16 as ml_dtypes) as the backend's array on its device; inverse of ``kvcore.to_numpy``."""
         return self.ops.asarray(array)
 
     def __repr__(self) -> str:
@@ -231,166 +241,10 @@ class Cache:
         return f"Cache({self.backend.name} on {self.ops.device}: {live} of {self.plan.slots} requests, {self.plan})"
 
     def _slots(self, slots: list[int]) -> Any:
-        import numpy as np
-
         return self.ops.asarray(np.array(slots, np.int32))
 
     def _no_open_step(self, verb: str) -> None:
         if self._step is not None:
-            raise StepError(got=f"{verb} while a step is open", where="cache", allowed="one step at a time, then others")
-
-
-class Step:
-    """One step of a cache: new tokens of some requests, through all layers.
-
-    Attributes:
-        cache: the cache it belongs to.
-        rows: each request's part, as host integers.
-        index: positions, slots, lengths and block table on the device, for functional use.
-        pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
-    """
-
-    def __init__(
-        self,
-        cache: Cache,
-        requests: list[Request],
-        rows: list[Row],
-        ids: list[list[int] | None],
-        taken: list[int],
-        host: StepIndex,
-    ) -> None:
-        self.cache = cache
-        self.rows = rows
-        self.index = cache.ops.index(host)
-        self.pools_replaced = False
-        self._requests = requests
-        self._ids = ids
-        self._taken = taken
-        self._layers: dict[int, LayerHandle] = {}
-        self._open = True
-
-    @property
-    def positions(self) -> Any:
-        """[T] int32 absolute position of every token, -1 for padding."""
-        return self.index.positions
-
-    @property
-    def request_index(self) -> Any:
-        """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
-        return self.index.request_index
-
-    def layer(self, number: int) -> LayerHandle:
-        """The handle of layer ``number``; draft layers follow the main ones."""
-        self.check_open()
-        count = len(self.cache.spec.all_layers)
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
-            raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
-        if number not in self._layers:
-            self._layers[number] = LayerHandle(self, number)
-        return self._layers[number]
-
-    def check_open(self) -> None:
-        """Refuse to go on after commit or abort."""
-        if not self._open:
-            raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
-
-    def commit(self) -> None:
-        """Make the step's tokens part of their requests; refused, and rolled back, if a layer did not get them.
-
-        Raises:
-            StepError: new tokens reached no window, tail or kv of some layer.
-        """
-        self.check_open()
-        try:
-            self._check_complete()
-            for handle in self._layers.values():
-                handle.commit()
-        except BaseException:
-            self.abort()
-            raise
-        self._close()
-        for request, row, ids in zip(self._requests, self.rows, self._ids, strict=True):
-            self.cache._manager.commit(request, row.new, ids)
-
-    def abort(self) -> None:
-        """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
-        self.check_open()
-        try:
-            for handle in self._layers.values():
-                handle.abort()
-        finally:
-            self._close()
-            manager = self.cache._manager
-            manager.give_back_blocks(self._requests, self._taken)
-            if self.pools_replaced:
-                for request, row in zip(self._requests, self.rows, strict=True):
-                    manager.disturb(request, row.length)
-
-    def __enter__(self) -> "Step":
-        self.check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._open:
-            return
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
-    def _close(self) -> None:
-        self._open = False
-        self.cache._step = None
-
-    def _check_complete(self) -> None:
-        if self.pools_replaced or not any(row.new for row in self.rows):
-            return
-        main = range(len(self.cache.spec.layers))
-        drafts = range(len(main), len(self.cache.spec.all_layers))
-        # A draft model may be stepped alone; then the main layers get their tokens in a step of their own.
-        if not any(number in self._layers for number in main) and any(number in self._layers for number in drafts):
-            return
-        for number in main:
-            missing = self.layer(number).missing()
-            if missing:
-                raise StepError(
-                    got=f"no rows for {', '.join(missing)}",
-                    where=f"commit: {self.cache.spec.path(number)}",
-                    allowed="every window, tail and kv gets the step's tokens",
-                    hint="The step was rolled back. Call append_* for this layer before the step ends.",
-                )
-            unflushed = self.layer(number).unflushed() if self.cache.check else []
-            if unflushed:
-                raise StepError(
-                    got=f"{', '.join(unflushed)} closed but not stored",
-                    where=f"commit: {self.cache.spec.path(number)}",
-                    allowed="flush or store_entries before the step ends (check=True)",
-                )
-
-
-def _parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
-    """(count, ids or None) of a step's value for one request."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ShapeError(got=value, where=where, allowed="an integer, 0 or more, or a sequence of token ids")
-        return value, None
-    ids = _token_ids(value, where)
-    return len(ids), ids
-
-
-def _token_ids(value: object, where: str) -> list[int]:
-    allowed = "an integer, 0 or more, or a sequence of token ids"
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
-        raise ShapeError(got=value, where=where, allowed=allowed)
-    ids: list[int] = []
-    for token in value:  # type: ignore[attr-defined]
-        try:
-            number = operator.index(token)
-        except TypeError:
-            number = -1
-        if number < 0 or isinstance(token, bool):
-            raise ShapeError(got=token, where=where, allowed="token ids, integers 0 or more")
-        ids.append(number)
-    return ids
+            raise StepError(
+                got=f"{verb} while a step is open", where="cache", allowed="one step at a time, then others"
+            )

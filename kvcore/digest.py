@@ -1,9 +1,9 @@
 """The content digest: what two caches hold, as numbers that every backend can compute.
 
-Bytes are read as little-endian 32-bit words. Each word is mixed with the place it holds (which region, position and word
-of the row), and the mixed words are summed modulo 2^32, in two lanes with different seeds. Sums do not depend on order,
-so any backend can compute them in parallel; neither 64-bit integers nor unsigned shifts are needed. It detects damage and
-mix-ups; it is not cryptographic. The mixer is murmur3's 32-bit finaliser.
+Bytes are read as little-endian 32-bit words. Each word is mixed with the place it holds (region, position, word of the
+row), and the mixed words are summed modulo 2^32, in two lanes with different seeds. Sums do not depend on order, so
+any backend can compute them in parallel; neither 64-bit integers nor unsigned shifts are needed. It detects damage
+and mix-ups; it is not cryptographic. The mixer is murmur3's 32-bit finaliser.
 """
 
 import hashlib

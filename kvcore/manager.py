@@ -1,75 +1,92 @@
 """Requests over time, as host integers: slots, blocks, lengths. Knows no arrays.
 
-Everything is all-or-nothing: an error leaves every integer as it was. A request is an (index, generation) handle, so that
-a stale one is refused rather than read as its slot's next owner.
+Everything is all-or-nothing: an error leaves every integer as it was. A request is a handle with an id that is never
+reused, and its slot has a generation, so that a stale one is refused rather than read as its slot's next owner.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvcore.counts import is_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(kw_only=True)
+class Place:
+    """What a live request holds.
+
+    Attributes:
+        slot: holds its windows and tails.
+        generation: how often that slot had been taken before.
+        length: tokens committed.
+        high_water: highest length that any row was ever written for.
+        cached_tokens: tokens that admission found already cached.
+        blocks: block numbers in order of history.
+        tokens: ids so far, or None once a step gave only a count.
+    """
+
+    slot: int
+    generation: int
+    length: int = 0
+    high_water: int = 0
+    cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    tokens: list[int] | None = field(default_factory=list[int])
+
+
 class Request:
-    """One request's place in a cache. Hashable by identity; after ``release`` only ``id`` may be used.
+    """One request of a cache, from ``cache.admit()``. Hashable; after ``release`` only ``id`` may be used.
 
     Attributes:
         id: number that is never reused within a cache.
     """
 
-    id: int
-    _slot: int
-    _generation: int
-    _manager: "Manager" = field(repr=False)
-    _length: int = 0
-    _high_water: int = 0
-    _cached_tokens: int = 0
-    _blocks: list[int] = field(default_factory=list, repr=False)
-    _tokens: list[int] | None = field(default_factory=list, repr=False)
-    _released: bool = False
+    __slots__ = ("_manager", "id")
+
+    def __init__(self, id: int, manager: "Manager") -> None:
+        self.id = id
+        self._manager = manager
 
     @property
     def slot(self) -> int:
         """The slot that holds the request's windows and tails."""
-        return self._live()._slot
+        return self._manager.place(self).slot
 
     @property
     def generation(self) -> int:
         """How often the slot had been taken before."""
-        return self._live()._generation
+        return self._manager.place(self).generation
 
     @property
     def length(self) -> int:
         """Tokens committed."""
-        return self._live()._length
+        return self._manager.place(self).length
 
     @property
     def cached_tokens(self) -> int:
         """Tokens that admission found already cached."""
-        return self._live()._cached_tokens
+        return self._manager.place(self).cached_tokens
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """Block numbers, in order of history."""
-        return tuple(self._live()._blocks)
+        return tuple(self._manager.place(self).blocks)
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """Token ids so far, or None if some step gave only a count."""
-        known = self._live()._tokens
+        known = self._manager.place(self).tokens
         return None if known is None else tuple(known)
 
-    def _live(self) -> "Request":
-        if self._released:
-            raise RequestError(
-                got=f"request {self.id}, released",
-                where="request",
-                allowed="a live request",
-                hint="Admit a new one; a released request's slot belongs to others.",
-            )
-        return self
+    def of(self, manager: "Manager") -> bool:
+        """True if this manager admitted the request."""
+        return self._manager is manager
+
+    def __repr__(self) -> str:
+        if not self._manager.is_live(self):
+            return f"Request({self.id}, released)"
+        return f"Request({self.id}: {self.length} tokens in slot {self.slot})"
 
 
 class Manager:
@@ -80,7 +97,7 @@ class Manager:
         self._free_slots = list(range(plan.slots - 1, -1, -1))
         self._free_blocks = list(range(plan.blocks - 1, -1, -1))
         self._generations = [0] * plan.slots
-        self._requests: dict[int, Request] = {}
+        self._places: dict[Request, Place] = {}
         self._next_id = 0
 
     @property
@@ -96,7 +113,11 @@ class Manager:
     @property
     def requests(self) -> tuple[Request, ...]:
         """Live requests in order of admission."""
-        return tuple(self._requests.values())
+        return tuple(self._places)
+
+    def is_live(self, request: Request) -> bool:
+        """True between admission and release."""
+        return request in self._places
 
     def admit(self) -> Request:
         """Give out a slot. Blocks are taken by steps.
@@ -106,16 +127,16 @@ class Manager:
         """
         if not self._free_slots:
             raise OutOfSlots(
-                got=f"request number {len(self._requests) + 1}",
+                got=f"request number {len(self._places) + 1}",
                 where="admit",
                 allowed=f"{self.plan.slots} requests at once (max_requests)",
                 hint="Release a request first.",
             )
         slot = self._free_slots.pop()
-        request = Request(id=self._next_id, _slot=slot, _generation=self._generations[slot], _manager=self)
+        request = Request(self._next_id, self)
+        self._places[request] = Place(slot=slot, generation=self._generations[slot])
         self._generations[slot] += 1
         self._next_id += 1
-        self._requests[request.id] = request
         return request
 
     def check(self, request: object, where: str = "request") -> Request:
@@ -126,9 +147,22 @@ class Manager:
         """
         if not isinstance(request, Request):
             raise RequestError(got=request, where=where, allowed="a Request from cache.admit()")
-        if request._manager is not self:
-            raise RequestError(got=f"request {request.id} of another cache", where=where, allowed="this cache's requests")
-        return request._live()
+        if not request.of(self):
+            raise RequestError(
+                got=f"request {request.id} of another cache", where=where, allowed="requests of this cache"
+            )
+        if request not in self._places:
+            raise RequestError(
+                got=f"request {request.id}, released",
+                where=where,
+                allowed="a live request",
+                hint="Admit a new one: a released request's slot belongs to others.",
+            )
+        return request
+
+    def place(self, request: Request) -> Place:
+        """What a live request holds."""
+        return self._places[self.check(request)]
 
     def take_blocks(self, requests: Sequence[Request], new: Sequence[int]) -> list[int]:
         """Extend each request's blocks for its new tokens; all of them or none.
@@ -140,17 +174,18 @@ class Manager:
             OutOfBlocks: the free blocks do not suffice, or a request would outgrow what one may hold.
         """
         limit = self.plan.max_tokens
-        for request, count in zip(requests, new, strict=True):
-            if limit is not None and request._length + count > limit:
+        places = [self._places[request] for request in requests]
+        for request, place, count in zip(requests, places, new, strict=True):
+            if limit is not None and place.length + count > limit:
                 raise OutOfBlocks(
-                    got=f"{request._length + count} tokens in request {request.id}",
+                    got=f"{place.length + count} tokens in request {request.id}",
                     where="step",
                     allowed=f"{limit} tokens in one request (max_tokens)",
                     hint="Create the cache with a larger max_tokens.",
                 )
         needs = [
-            max(0, self.plan.blocks_for(request._length + count) - len(request._blocks))
-            for request, count in zip(requests, new, strict=True)
+            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
+            for place, count in zip(places, new, strict=True)
         ]
         if sum(needs) > len(self._free_blocks):
             raise OutOfBlocks(
@@ -159,27 +194,30 @@ class Manager:
                 allowed=f"{len(self._free_blocks)} free blocks of {self.plan.blocks}",
                 hint="Release or truncate requests, or bring fewer tokens in this step.",
             )
-        for request, need in zip(requests, needs, strict=True):
-            request._blocks += [self._free_blocks.pop() for _ in range(need)]
+        for place, need in zip(places, needs, strict=True):
+            place.blocks += [self._free_blocks.pop() for _ in range(need)]
         return needs
 
     def give_back_blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Undo ``take_blocks``."""
-        for request, count in zip(requests, counts, strict=True):
-            self._keep_blocks(request, len(request._blocks) - count)
+        for request, count in zip(reversed(requests), reversed(counts), strict=True):
+            place = self._places[request]
+            self._keep_blocks(place, len(place.blocks) - count)
 
     def commit(self, request: Request, new: int, tokens: Sequence[int] | None) -> None:
         """Make a step's tokens part of the request."""
-        request._length += new
-        request._high_water = max(request._high_water, request._length)
+        place = self._places[request]
+        place.length += new
+        place.high_water = max(place.high_water, place.length)
         if tokens is None and new:
-            request._tokens = None
-        elif tokens is not None and request._tokens is not None:
-            request._tokens += tokens
+            place.tokens = None
+        elif tokens is not None and place.tokens is not None:
+            place.tokens += tokens
 
     def disturb(self, request: Request, length: int) -> None:
-        """Note that rows up to ``length`` were written although the step did not commit."""
-        request._high_water = max(request._high_water, length)
+        """Note that rows up to ``length`` may have been written although the step did not commit."""
+        place = self._places[request]
+        place.high_water = max(place.high_water, length)
 
     def truncate(self, request: Request, length: int) -> None:
         """Shorten a request: exact for every component, or refused.
@@ -188,35 +226,35 @@ class Manager:
             RollbackError: ``length`` is not between 0 and the request's length, or rings have overwritten rows that the
                 shorter request needs.
         """
-        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= request._length:
-            raise RollbackError(got=length, where="truncate", allowed=f"0 to {request._length}, the request's length")
+        place = self._places[request]
+        if not is_count(length) or length > place.length:
+            raise RollbackError(got=length, where="truncate", allowed=f"0 to {place.length}, the request's length")
         deepest = self.deepest_truncation(request)
         if length < deepest:
             raise RollbackError(
                 got=length,
                 where="truncate",
-                allowed=f"{deepest} to {request._length}",
+                allowed=f"{deepest} to {place.length}",
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
-        request._length = length
-        self._keep_blocks(request, self.plan.blocks_for(length))
-        if request._tokens is not None:
-            del request._tokens[length:]
+        place.length = length
+        self._keep_blocks(place, self.plan.blocks_for(length))
+        if place.tokens is not None:
+            del place.tokens[length:]
 
     def deepest_truncation(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts: 0 until a ring has wrapped, then D below the highest position."""
-        rings = [region.rows for region in self.plan.regions if region.growth == "slot"]
-        if all(request._high_water <= rows for rows in rings):
+        place = self._places[request]
+        if all(place.high_water <= region.rows for region in self.plan.regions if region.growth == "slot"):
             return 0
-        return min(request._length, max(0, request._high_water - self.plan.rollback_tokens))
+        return min(place.length, max(0, place.high_water - self.plan.rollback_tokens))
 
     def release(self, request: Request) -> None:
         """Take back a request's slot and blocks."""
-        self._keep_blocks(request, 0)
-        del self._requests[request.id]
-        self._free_slots.append(request._slot)
-        request._released = True
+        place = self._places.pop(request)
+        self._keep_blocks(place, 0)
+        self._free_slots.append(place.slot)
 
-    def _keep_blocks(self, request: Request, count: int) -> None:
-        while len(request._blocks) > count:
-            self._free_blocks.append(request._blocks.pop())
+    def _keep_blocks(self, place: Place, count: int) -> None:
+        while len(place.blocks) > count:
+            self._free_blocks.append(place.blocks.pop())

@@ -1,13 +1,14 @@
 """The verbs that a backend implements, as one typed Protocol.
 
 Writers take pools and return pools (torch and NumPy work in place and return the same object, JAX returns new arrays);
-readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked at the door
-(``handle`` and ``cache``), so verbs trust them.
+readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked
+at the door (``handle`` and ``cache``), so verbs trust them.
 
 Letters: T tokens of the step, Q its requests in mapping order, d row channels, C ring rows, n columns of an output.
 Rows older than the step are read from the pools; where a verb takes the step's own rows (``rows``, ``kv``, ``k`` …)
-positions from the step are read from those instead, since the ring may not hold them yet. Rows that are invalid (padding,
-beyond a length, unwritten, index -1) read as exact zeros with position -1; they are selected away, never multiplied.
+positions from the step are read from those instead, since the ring may not hold them yet. Rows that are invalid
+(padding, beyond a length, unwritten, index -1) read as exact zeros with position -1; they are selected away, never
+multiplied.
 """
 
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -84,7 +85,7 @@ class Attention(NamedTuple):
 
 
 class RingView(NamedTuple):
-    """A ring's raw buffers, zero-copy: ``buffers`` maps a part's buffer name to [slots, bytes of a slot] uint8."""
+    """A ring's raw buffers, zero-copy: ``buffers`` maps a buffer's name to [slots, bytes of a slot] uint8."""
 
     format: Format
     layout: BlockLayout
@@ -95,7 +96,7 @@ class RingView(NamedTuple):
 
 
 class PagedView(NamedTuple):
-    """A paged pool's raw buffers, zero-copy: ``buffers`` maps a part's buffer name to [blocks, bytes of a block] uint8."""
+    """A paged pool's raw buffers, zero-copy: ``buffers`` maps a buffer's name to [blocks, bytes of a block] uint8."""
 
     format: Format
     layout: BlockLayout
@@ -117,6 +118,10 @@ class Ops(Protocol):
 
     def asarray(self, array: Any) -> Array:
         """A NumPy array (bf16 as ml_dtypes) as an array of the framework on the device; its own arrays pass through."""
+        ...
+
+    def join(self, kv: Array, score: Array) -> Array:
+        """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
         ...
 
     def index(self, host: StepIndex) -> StepIndex:

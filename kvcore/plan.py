@@ -9,6 +9,7 @@ from functools import cached_property
 
 import msgspec
 
+from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
 from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import Format
@@ -95,7 +96,9 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.max_draft_tokens
         rings = [component.ring_rows(self.max_draft_tokens) for _, _, component in self.spec.components()]
         spans = [component.span for _, _, component in self.spec.components()]
-        return min(rows - span for rows, span in zip(rings, spans, strict=True) if rows is not None and span is not None)
+        return min(
+            rows - span for rows, span in zip(rings, spans, strict=True) if rows is not None and span is not None
+        )
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of ``tokens`` tokens holds."""
@@ -118,9 +121,8 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found
 
     def __repr__(self) -> str:
-        name = self.spec.name or "unnamed spec"
-        gib = self.nbytes / 2**30
-        return f"CachePlan({name}: {self.blocks} blocks × {self.spec.block_tokens} tokens, {self.slots} slots, {gib:.3f} GiB)"
+        blocks = f"{self.blocks} blocks × {self.spec.block_tokens} tokens"
+        return f"CachePlan({self.spec.name or 'unnamed'}: {blocks}, {self.slots} slots, {self.nbytes / 2**30:.3f} GiB)"
 
 
 def plan_cache(
@@ -147,10 +149,9 @@ def plan_cache(
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
         OutOfBlocks: the budget does not hold the slots and one block.
     """
-    if not isinstance(spec, CacheSpec):
-        raise SpecError(got=spec, where="spec", allowed="a CacheSpec", hint="kvcore.spec.presets has ready-made ones.")
-    _check_count("max_requests", max_requests, 1)
-    _check_count("max_draft_tokens", max_draft_tokens, 0)
+    _check_spec(spec)
+    check_count(SpecError, "max_requests", max_requests, 1)
+    check_count(SpecError, "max_draft_tokens", max_draft_tokens, 0)
     if layout not in LAYOUTS:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     _check_drafts(spec, max_draft_tokens)
@@ -175,19 +176,19 @@ def plan_cache(
         )
 
     if max_tokens is not None:
-        _check_count("max_tokens", max_tokens, 1)
+        check_count(SpecError, "max_tokens", max_tokens, 1)
         blocks = -(-max_tokens // spec.block_tokens)
         paged = any(component.growth == "block" for _, _, component in spec.components())
         return plan(blocks, blocks * spec.block_tokens if paged else max_tokens)
     if budget_bytes is None:
         return plan(0, None)
-    _check_count("budget_bytes", budget_bytes, 1)
+    check_count(SpecError, "budget_bytes", budget_bytes, 1)
     return _largest(plan, spec, budget_bytes, bounded)
 
 
 def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
     """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing."""
-    _check_count("tokens", tokens, 0)
+    check_count(SpecError, "tokens", tokens, 0)
     totals: dict[str, int] = {}
     for _, role, component in spec.components():
         rows = 0 if component.shared_from is not None else len(component.live(tokens))
@@ -234,24 +235,21 @@ def _largest(plan: object, spec: CacheSpec, budget: int, bounded: bool) -> Cache
 
 
 def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> tuple[Region, ...]:
-    regions: list[Region] = []
-    for layer, role, component in spec.components():
-        if component.shared_from is not None:
-            continue
-        for part in component.parts:
-            regions.append(
-                Region(
-                    layer=layer,
-                    role=role,
-                    part=part.name,
-                    format=part.format,
-                    heads=part.heads,
-                    growth=component.growth,
-                    rows=_unit_rows(spec, component, tokens, drafts),
-                    layout=layout,
-                )
-            )
-    return tuple(regions)
+    return tuple(
+        Region(
+            layer=layer,
+            role=role,
+            part=part.name,
+            format=part.format,
+            heads=part.heads,
+            growth=component.growth,
+            rows=_unit_rows(spec, component, tokens, drafts),
+            layout=layout,
+        )
+        for layer, role, component in spec.components()
+        if component.shared_from is None
+        for part in component.parts
+    )
 
 
 def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int) -> int:
@@ -270,6 +268,11 @@ def _is_bounded(component: Component) -> bool:
     return component.growth == "block" or component.span is None
 
 
+def _check_spec(spec: object) -> None:
+    if not isinstance(spec, CacheSpec):
+        raise SpecError(got=spec, where="spec", allowed="a CacheSpec", hint="kvcore.spec.presets has ready-made ones.")
+
+
 def _check_drafts(spec: CacheSpec, drafts: int) -> None:
     for layer, role, component in spec.components():
         largest = component.largest_drafts()
@@ -280,8 +283,3 @@ def _check_drafts(spec: CacheSpec, drafts: int) -> None:
                 allowed=f"0 to {largest}: {spec.path(layer)}.{role}.rows is {component.declared_rows}",
                 hint="Leave rows out to have the ring sized for max_draft_tokens.",
             )
-
-
-def _check_count(where: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(got=value, where=where, allowed=f"an integer, {least} or more")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcore.counts import is_count
 from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 
@@ -75,6 +76,6 @@ def closed_count(rows: Sequence[Row], ratio: int) -> int:
 def _padded(where: str, given: int | None, needed: int) -> int:
     if given is None:
         return needed
-    if not isinstance(given, int) or isinstance(given, bool) or given < needed:
+    if not is_count(given, needed):
         raise ShapeError(got=given, where=where, allowed=f"{needed} or more, for this step")
     return given

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvcore.counts import is_count
 from kvcore.errors import SpecError
 from kvcore.spec.model import CacheSpec
 
@@ -22,13 +23,11 @@ def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
 def from_json(text: str | bytes) -> CacheSpec:
     """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
     try:
-        document: Any = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+        document = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         raise SpecError(got=str(error), where="spec JSON", allowed="one JSON object") from error
-    if not isinstance(document, dict):
-        raise SpecError(got=type(document).__name__, where="spec JSON", allowed="one JSON object")
     version = document.pop("schema_version", None)
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if not is_count(version) or version != SCHEMA_VERSION:
         raise SpecError(
             got=version, where="schema_version", allowed=f"{SCHEMA_VERSION}", hint="Update kvcore to read newer specs."
         )

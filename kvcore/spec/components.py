@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from kvcore.counts import check_count, is_count
 from kvcore.errors import SpecError
 from kvcore.spec.formats import FORMATS, Format, tail_format
 
@@ -79,6 +80,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def first_visible(self, position: int) -> int:
         """First position that the query at ``position`` may see."""
+        del position
         return 0
 
     def ring_rows(self, drafts: int) -> int | None:
@@ -147,7 +149,7 @@ class Tail(Component, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _positive(self, "dim", "ratio")
-        if not isinstance(self.overlap, bool):
+        if self.overlap not in (True, False):
             raise SpecError(got=self.overlap, where="overlap", allowed="true or false")
         _check_rows(self)
 
@@ -232,7 +234,7 @@ class IndexKeys(Entries, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         Entries.__post_init__(self)
         _positive(self, "heads", "topk")
-        if not isinstance(self.global_scale, (int, float)) or not 0 < self.global_scale < float("inf"):
+        if not _is_positive_number(self.global_scale):
             raise SpecError(got=self.global_scale, where="global_scale", allowed="a finite number above 0")
 
 
@@ -305,16 +307,18 @@ class KV(Component, frozen=True, kw_only=True):
         return position // self.chunk * self.chunk if self.chunk is not None else 0
 
 
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
 def _positive(component: Component, *names: str) -> None:
     for name in names:
-        value = getattr(component, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpecError(got=value, where=name, allowed="an integer, 1 or more")
+        check_count(SpecError, name, getattr(component, name), 1)
 
 
 def _check_share(component: Entries) -> None:
     share = component.share
-    if share is not None and (not isinstance(share, int) or isinstance(share, bool) or share < 0):
+    if share is not None and not is_count(share):
         raise SpecError(got=share, where="share", allowed="a layer number, 0 or more, or null")
 
 

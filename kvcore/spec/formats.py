@@ -6,7 +6,7 @@ but in ``layout``. Encoders, decoders, sizes, planners and kernels all read this
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import msgspec
 
@@ -38,15 +38,33 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of this field in one row; 4-bit elements take half a byte."""
-        return ((self.dims or 0) * CODES[self.code].bits + 7) // 8
+        return ((self.dims or 0) * self.element.bits + 7) // 8
+
+    @property
+    def size(self) -> int:
+        """``dims`` of a sized field."""
+        assert self.dims is not None, "a field is sized by Format.for_dim"
+        return self.dims
+
+    @property
+    def width(self) -> int:
+        """Channels that share one scale, in a sized field that has scales."""
+        return self.group or self.size
 
     @property
     def groups(self) -> int:
-        """Scales that this field needs; the last group may be short."""
-        if self.group is None:
-            return 0
-        width = self.group or (self.dims or 0)
-        return -(-(self.dims or 0) // width)
+        """Scales that a sized field needs; the last group may be short."""
+        return 0 if self.group is None else -(-self.size // self.width)
+
+    @property
+    def element(self) -> Code:
+        """The code of the elements."""
+        return CODES[self.code]
+
+    @property
+    def scale_element(self) -> Code:
+        """The code of the scales of a field that has scales."""
+        return CODES[self.scale or ""]
 
     @property
     def is_value(self) -> bool:
@@ -95,7 +113,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if field.dims is not None and field.dims < 1:
             raise SpecError(got=field.dims, where=f"{where}: dims", allowed="1 or more")
         if field.dims is not None and (field.dims * kind.bits) % 8:
-            raise SpecError(got=field.dims, where=f"{where}: dims", allowed="whole bytes: an even number of 4-bit codes")
+            raise SpecError(
+                got=field.dims, where=f"{where}: dims", allowed="whole bytes: an even number of 4-bit codes"
+            )
         if field.group is None:
             return
         if field.rule not in RULES:
@@ -132,9 +152,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for field in self.fields:
             if not field.is_value:
                 continue
-            bits = CODES[field.code].significand
+            bits = field.element.significand
             if field.group is not None and not RULES[field.rule or ""].power_of_two:
-                bits += CODES[field.scale or ""].significand
+                bits += field.scale_element.significand
             if bits > CODES["bf16"].significand or self.global_scaled:
                 return "fp32"
         return "bf16"
@@ -162,7 +182,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return _sized(self, dim)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _sized(format: Format, dim: int) -> Format:
     if format.dim is not None:
         if format.dim != dim:
@@ -184,9 +204,12 @@ class Formats(Mapping[str, Format]):
 
     def __getitem__(self, name: str) -> Format:
         """The format called ``name``; SpecError lists the known ones."""
-        if not isinstance(name, str) or name not in self._formats:
+        if name not in self._formats:
             raise SpecError(
-                got=name, where="format", allowed=", ".join(self._formats), hint="Register others with FORMATS.register."
+                got=name,
+                where="format",
+                allowed=", ".join(self._formats),
+                hint="Register others with FORMATS.register.",
             )
         return self._formats[name]
 
@@ -229,7 +252,9 @@ def _plain(name: str) -> Format:
     return Format(name=name, fields=(Field(name="codes", dims=None, code=name),), planes=(("codes",),))
 
 
-def _index(name: str, codes: Field, scales: Field, floor: float, *, global_scaled: bool = False) -> tuple[Format, Format]:
+def _index(
+    name: str, codes: Field, scales: Field, floor: float, *, global_scaled: bool = False
+) -> tuple[Format, Format]:
     """An indexer-key format and its ``_h`` twin, which rotates keys before encoding."""
     plain = Format(
         name=name,
@@ -338,7 +363,7 @@ FORMATS = Formats(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def tail_format(width: int) -> Format:
     """The compressor's raw row: ``width`` fp32 kv values, then as many scores; a fresh row has score -inf."""
     return Format(
@@ -349,8 +374,3 @@ def tail_format(width: int) -> Format:
         ),
         planes=(("kv", "score"),),
     )
-
-
-def element(field: Field) -> Code:
-    """The code record of a field's elements."""
-    return CODES[field.code]

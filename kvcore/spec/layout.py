@@ -5,7 +5,7 @@ them. All three are lossless: what one stores, another reads back to the same ca
 definition, so only ``packed``, which must be byte-exact with the CUDA engines' pages, stores them.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import msgspec
 
@@ -52,7 +52,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
         return sum(size for _, size in self.buffers)
 
 
-@lru_cache(maxsize=None)
+@cache
 def block_layout(format: Format, rows: int, layout: str) -> BlockLayout:
     """Lay out a block of ``rows`` rows of a sized format."""
     if layout not in LAYOUTS:

@@ -4,11 +4,13 @@ Cross-component rules are checked here, once, with the full path in the error; a
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import cast
 
 import msgspec
 
+from kvcore.counts import check_count
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Component, Entries, IndexKeys, Tail, Window
 
@@ -56,18 +58,10 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         """Check every rule that spans components."""
         for group in ("layers", "draft_layers"):
-            given = getattr(self, group)
-            if isinstance(given, LayerSpec) or not isinstance(given, (list, tuple)):
-                raise SpecError(got=given, where=group, allowed="a sequence of LayerSpec")
-            msgspec.structs.force_setattr(self, group, tuple(given))
-            for number, layer in enumerate(given):
-                if not isinstance(layer, LayerSpec):
-                    raise SpecError(got=layer, where=f"{group}[{number}]", allowed="a LayerSpec")
+            msgspec.structs.force_setattr(self, group, _layer_specs(group, getattr(self, group)))
         if not self.layers and not self.draft_layers:
             raise SpecError(got="no layers", where="layers", allowed="one layer or more")
-        tokens = self.block_tokens
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise SpecError(got=tokens, where="block_tokens", allowed="an integer, 1 or more")
+        check_count(SpecError, "block_tokens", self.block_tokens, 1)
         for number, layer in enumerate(self.all_layers):
             self._check_layer(number, layer)
 
@@ -100,7 +94,14 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _check_layer(self, number: int, layer: LayerSpec) -> None:
         path = self.path(number)
-        kinds = {"window": Window, "tail": Tail, "entries": Entries, "index_tail": Tail, "index_keys": IndexKeys, "kv": KV}
+        kinds = {
+            "window": Window,
+            "tail": Tail,
+            "entries": Entries,
+            "index_tail": Tail,
+            "index_keys": IndexKeys,
+            "kv": KV,
+        }
         components = dict(layer.components())
         if not components:
             raise SpecError(got="no components", where=path, allowed="at least one of " + ", ".join(ROLES))
@@ -148,3 +149,15 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(got=source, where=where, allowed=f"a layer that owns {role}")
         if msgspec.structs.replace(owner, share=source) != component:
             raise SpecError(got=component, where=f"{path}.{role}", allowed=f"the fields of layer {source}: {owner}")
+
+
+def _layer_specs(group: str, given: object) -> tuple[LayerSpec, ...]:
+    """The layers as a tuple, from a list or a tuple of LayerSpec."""
+    if not isinstance(given, (list, tuple)):
+        raise SpecError(got=given, where=group, allowed="a sequence of LayerSpec")
+    layers: list[LayerSpec] = []
+    for number, layer in enumerate(cast("Sequence[object]", given)):
+        if not isinstance(layer, LayerSpec):
+            raise SpecError(got=layer, where=f"{group}[{number}]", allowed="a LayerSpec")
+        layers.append(layer)
+    return tuple(layers)

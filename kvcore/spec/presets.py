@@ -1,7 +1,7 @@
 """Ready-made specs: DeepSeek-V4 and V4.1, a tiny twin of each, and classic decoders.
 
-The figures are the published configurations' (DeepSeek-V4 paper section 4.2.1, DeepSeek-V4.1 paper section 4.2.1 and the
-released config files). Only this file, the format table and tests may know them.
+The figures are the published configurations' (section 4.2.1 of the DeepSeek-V4 and V4.1 papers, and the released
+config files). Only this file, the format table and tests may know them.
 """
 
 from collections.abc import Mapping
@@ -116,7 +116,7 @@ def classic(
         value_format=value_format,
     )
     if window is None:
-        return CacheSpec(layers=[LayerSpec(kv=full)] * layers, block_tokens=block_tokens, name=name)
+        return CacheSpec(layers=(LayerSpec(kv=full),) * layers, block_tokens=block_tokens, name=name)
     sliding = KV(
         key_heads=key_heads,
         key_dim=key_dim,
@@ -128,7 +128,7 @@ def classic(
         value_format=value_format,
     )
     kinds = [full if full_every and (number + 1) % full_every == 0 else sliding for number in range(layers)]
-    return CacheSpec(layers=[LayerSpec(kv=kind) for kind in kinds], block_tokens=block_tokens, name=name)
+    return CacheSpec(layers=tuple(LayerSpec(kv=kind) for kind in kinds), block_tokens=block_tokens, name=name)
 
 
 def llama_3_8b(*, key_format: str = "bf16", value_format: str | None = None, block_tokens: int = 256) -> CacheSpec:
@@ -179,7 +179,7 @@ def deepseek_v3_2(*, format: str = "v32_656", block_tokens: int = 64) -> CacheSp
         entries=Entries(dim=576, ratio=1, format=format),
         index_keys=IndexKeys(dim=128, ratio=1, heads=64, topk=2048, format="index_fp8_132_fp32scale"),
     )
-    return CacheSpec(layers=[layer] * 61, block_tokens=block_tokens, name="deepseek_v3_2")
+    return CacheSpec(layers=(layer,) * 61, block_tokens=block_tokens, name="deepseek_v3_2")
 
 
 PRESETS = {
@@ -208,8 +208,8 @@ def _v4(
     chosen = _formats(formats, V4_FORMATS)
     # The smallest ratio of a V4 schedule is the overlapping, indexed one (CSA); larger ones are HCA.
     overlapping = min(ratio for ratio in ratios if ratio)
-    layers = [v4_layer(ratio, overlap=ratio == overlapping, formats=chosen, **sizes) for ratio in ratios]
-    drafts = [v4_layer(0, overlap=False, formats=chosen, **sizes)] if draft else []
+    layers = tuple(v4_layer(ratio, overlap=ratio == overlapping, formats=chosen, **sizes) for ratio in ratios)
+    drafts = (v4_layer(0, overlap=False, formats=chosen, **sizes),) if draft else ()
     return CacheSpec(layers=layers, draft_layers=drafts, block_tokens=block_tokens, name=name)
 
 
@@ -241,7 +241,7 @@ def _v41(
                 ),
             )
     return CacheSpec(
-        layers=layers, draft_layers=[LayerSpec(window=ring)] * drafts, block_tokens=block_tokens, name=name
+        layers=tuple(layers), draft_layers=(LayerSpec(window=ring),) * drafts, block_tokens=block_tokens, name=name
     )
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import msgspec
 
+from kvcore.counts import is_count
 from kvcore.errors import SpecError
 
 
@@ -31,7 +32,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         """An odd dim has no pairs."""
-        if not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
+        if not is_count(self.dim, 2) or self.dim % 2:
             raise SpecError(got=self.dim, where="rope.dim", allowed="an even integer, 2 or more")
         if not self.theta > 0:
             raise SpecError(got=self.theta, where="rope.theta", allowed="more than 0")

@@ -61,6 +61,10 @@ class ReferenceOps:
         """A NumPy array as it is."""
         return np.asarray(array)
 
+    def join(self, kv, score):
+        """Kv and score [T, width] side by side."""
+        return np.concatenate([kv, score], axis=1)
+
     def index(self, host):
         """The step index as it is."""
         return host

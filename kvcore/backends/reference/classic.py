@@ -60,7 +60,7 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None
         for head in range(heads if request >= 0 else 0):
             rows = seen[token]
             key_head, value_head = head * component.key_heads // heads, head * values.shape[2] // heads
-            out[token, head], lse[token, head] = softmax_sum(
+            out[token, head : head + 1], lse[token, head : head + 1] = softmax_sum(
                 q[token, head, None].astype(np.float32),
                 keys[request, rows, key_head].astype(np.float32),
                 values[request, rows, value_head].astype(np.float32),

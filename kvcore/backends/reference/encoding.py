@@ -36,8 +36,8 @@ def encode(ops, format, values, global_scale=1.0):
     for field in format.fields:
         if not field.is_value:
             continue
-        channels = values[:, channel : channel + field.dims]
-        channel += field.dims
+        channels = values[:, channel : channel + field.size]
+        channel += field.size
         if field.group is None:
             put(rows, format, field.name, to_bytes(channels, field.code))
             continue
@@ -57,9 +57,8 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
             scales = scale_values(take(rows, format, "scales"), format.field("scales").code, global_scale, format)
-            width = field.group or field.dims
             with np.errstate(invalid="ignore", over="ignore"):
-                values = values * np.repeat(scales, width, axis=1)[:, : field.dims]
+                values = values * np.repeat(scales, field.width, axis=1)[:, : field.size]
         channels.append(values)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
@@ -91,27 +90,27 @@ def unpack_page(ops, format, page, rows):
 
 def quantise(channels, field: Field, format: Format, global_scale):
     """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
-    width = field.group or field.dims
-    padded = np.zeros((len(channels), field.groups * width), np.float32)
-    padded[:, : field.dims] = channels
-    groups = padded.reshape(len(channels), field.groups, width)
+    padded = np.zeros((len(channels), field.groups * field.width), np.float32)
+    padded[:, : field.size] = channels
+    groups = padded.reshape(len(channels), field.groups, field.width)
     amax = np.abs(groups).max(axis=2, initial=0)
     finite = np.isfinite(amax)
     amax = np.maximum(np.where(finite, amax, 0), np.float32(format.amax_floor))
     scales, scale_bits = scale_of(amax, field, global_scale)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
         ratios = np.where(finite[:, :, None], groups / scales[:, :, None], 0)
-    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.dims], field.code, clamp=True)
+    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if not finite.all() and field.code == "nf4":
-        codes[~np.repeat(finite, width // 2, axis=1)[:, : codes.shape[1]]] = 0
-    scale_bits = np.where(finite, scale_bits, CODES[field.scale].nan).astype(BITS[CODES[field.scale].bits])
+        codes[~np.repeat(finite, field.width // 2, axis=1)[:, : codes.shape[1]]] = 0
+    scale = field.scale_element
+    scale_bits = np.where(finite, scale_bits, np.uint32(scale.nan or 0)).astype(BITS[scale.bits])
     return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
 
 
 def scale_of(amax, field: Field, global_scale):
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
-    product = amax * np.float32(1 / CODES[field.code].largest)
+    product = amax * np.float32(1 / field.element.largest)
     if field.rule == "pow2":
         bits = product.view(np.uint32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
@@ -148,7 +147,7 @@ def to_bytes(values, code: str, clamp: bool = False):
         bits = np.ascontiguousarray(values.astype(DTYPES[code])).view(BITS[CODES[code].bits])
     if code == "e2m1":
         return pack_nibbles(bits & 0xF)
-    bits = np.where(np.isnan(values), CODES[code].nan, bits).astype(bits.dtype)
+    bits = np.where(np.isnan(values), bits.dtype.type(CODES[code].nan or 0), bits)
     return bits.view(np.uint8).reshape(len(values), values.shape[1] * bits.itemsize)
 
 

@@ -66,8 +66,6 @@ def gather_all_entries(ops, pools, layer, index, *, columns, role="entries"):
     for request in range(requests):
         for entry in range(min(int(counts[request]), columns)):
             stored = place.read(pools, region, index, request, entry)
-            values[request, entry] = ops.decode(
-                region.format, stored, global_scale=ops.global_scale(layer, role)
-            )[0]
+            values[request, entry] = ops.decode(region.format, stored, global_scale=ops.global_scale(layer, role))[0]
             positions[request, entry] = entry * component.ratio
     return AllEntries(values, counts, positions)

@@ -82,8 +82,8 @@ def read(pools, region: Region, index, request: int, number: int, own=None):
 def append(pools, region: Region, index, rows) -> None:
     """Store canonical rows [T, heads, row_bytes] of the step's tokens at their positions.
 
-    More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has one
-    writer. Padding tokens write nowhere.
+    More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
+    one writer. Padding tokens write nowhere.
     """
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:

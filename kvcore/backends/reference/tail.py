@@ -23,9 +23,7 @@ def _append(ops, pools, layer, index, kv, score, role):
     return pools
 
 
-def compress(
-    ops, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6
-):
+def compress(ops, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.

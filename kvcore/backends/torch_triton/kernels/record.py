@@ -1,0 +1,175 @@
+"""What a kernel must know of a region at compile time, as one hashable record of numbers.
+
+A kernel takes the record as a ``constexpr`` argument and branches on it while it is compiled, so a new format, role or
+layout is a new specialisation of the same source. All byte numbers are of one unit (a slot or a block) of a pool.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvcore.plan import Region
+from kvcore.spec import Field
+from kvcore.spec.codes import CODES, RULES
+from kvcore.spec.layout import Place
+
+PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4}
+
+
+class Lane(NamedTuple):
+    """Where a field lies: byte k of row r of unit u is at ``u * unit + base + r * stride + k``."""
+
+    unit: int
+    base: int
+    stride: int
+
+
+class RowRecord(NamedTuple):
+    """A region whose rows are at most one scaled field, then at most one plain field.
+
+    Attributes:
+        dim: channels of a row; the first ``quant`` are scaled codes, the others plain.
+        width: channels that share a scale, as a tile dimension: a power of two.
+        tiles: groups of ``width`` in a tile of whole rows, a power of two.
+        heads: rows of the pool for every position or entry.
+        rows: positions or entries that a unit holds.
+        paged: unit = block, else slot.
+        code, rule, scale: names from the format's scaled field, "" without one.
+        groups: scales of a row; ``pad`` zero bytes follow them.
+        floor_bits: bits of the smallest group maximum, fp32.
+        inverse: fp32(1 / largest magnitude of the code); ``largest`` is that magnitude.
+        global_scale: of formats with two-level scales, else 1.
+        hadamard: rows are rotated before they are encoded.
+        plain: code of the plain field, "" without one.
+        exact: decoding is exact in bf16; else rows are decoded to fp32.
+        codes_at, scales_at, plain_at: the fields' places.
+    """
+
+    dim: int
+    quant: int
+    width: int
+    tiles: int
+    heads: int
+    rows: int
+    paged: bool
+    code: str
+    rule: str
+    scale: str
+    groups: int
+    pad: int
+    floor_bits: int
+    inverse: float
+    largest: float
+    global_scale: float
+    hadamard: bool
+    plain: str
+    exact: bool
+    codes_at: Lane
+    scales_at: Lane
+    plain_at: Lane
+
+
+class RegionBuffers(NamedTuple):
+    """Keys in the pools of the buffers that hold codes, scales and plain channels; absent fields repeat another's."""
+
+    codes: str
+    scales: str
+    plain: str
+
+
+@lru_cache(maxsize=None)
+def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
+    """The record of a region and its pools' names, or None where the kernels do not cover its format or layout."""
+    places = {place.field: place for place in region.unit.places}
+    if any(place.split for place in places.values()):
+        return None
+    values = [field for field in region.format.fields if field.is_value]
+    scaled = [field for field in values if field.group is not None]
+    plain = [field for field in values if field.group is None]
+    if len(scaled) > 1 or len(plain) > 1 or values != scaled + plain:
+        return None
+    if not all(field.code in PLAIN_BYTES for field in plain):
+        return None
+    dim = region.format.dim or 0
+    tile = power_of_two(dim)
+    quant = scaled[0] if scaled else None
+    width = (quant.group if quant else 0) or tile
+    if width & (width - 1):
+        return None
+    pad = _pad(places, quant)
+    if pad is None or (quant is not None and quant.groups + pad > tile // width):
+        return None
+    record = RowRecord(
+        dim=dim,
+        quant=(quant.dims or 0) if quant else 0,
+        width=width,
+        tiles=tile // width,
+        heads=region.heads,
+        rows=region.rows,
+        paged=region.growth == "block",
+        code=quant.code if quant else "",
+        rule=(quant.rule or "") if quant else "",
+        scale=(quant.scale or "") if quant else "",
+        groups=quant.groups if quant else 0,
+        pad=pad,
+        floor_bits=int(np.float32(region.format.amax_floor).view(np.int32)),
+        inverse=float(np.float32(1 / CODES[quant.code].largest)) if quant else 1.0,
+        largest=CODES[quant.code].largest if quant else 0.0,
+        global_scale=float(np.float32(global_scale)) if region.format.global_scaled else 1.0,
+        hadamard=region.format.hadamard,
+        plain=plain[0].code if plain else "",
+        exact=region.format.value_code == "bf16",
+        codes_at=_lane(region, places.get(quant.name) if quant else None),
+        scales_at=_lane(region, places.get("scales")),
+        plain_at=_lane(region, places.get(plain[0].name) if plain else None),
+    )
+    if not _aligned(record):
+        return None
+    some = next(iter(places.values()))
+    names = [
+        region.buffers[places.get(name, some).buffer][0]
+        for name in (quant.name if quant else "", "scales", plain[0].name if plain else "")
+    ]
+    return record, RegionBuffers(*names)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below ``value``, at least 1."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def power_of_two_scaled(record: RowRecord) -> bool:
+    """True if the record's scales are powers of two."""
+    return bool(record.rule) and RULES[record.rule].power_of_two
+
+
+def native(device: torch.device) -> bool:
+    """True where the hardware rounds to fp8 and bf16 itself; elsewhere kernels round by integer arithmetic."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _lane(region: Region, place: Place | None) -> Lane:
+    if place is None:
+        return Lane(0, 0, 0)
+    return Lane(dict(region.unit.buffers)[place.buffer], place.base, place.stride)
+
+
+def _pad(places: dict[str, Place], quant: Field | None) -> int | None:
+    """Bytes of padding that follow the scales, 0 without padding, None where padding lies elsewhere."""
+    if "pad" not in places:
+        return 0
+    pad, scales = places["pad"], places.get("scales")
+    if scales is None or quant is None or SCALE_BYTES[quant.scale or ""] != 1:
+        return None
+    follows = (pad.buffer, pad.base, pad.stride) == (scales.buffer, scales.base + scales.nbytes, scales.stride)
+    return pad.nbytes if follows else None
+
+
+def _aligned(record: RowRecord) -> bool:
+    """Elements of more than one byte must lie on their own alignment."""
+    plain = PLAIN_BYTES.get(record.plain, 1)
+    scale = SCALE_BYTES.get(record.scale, 1)
+    return not any(n % plain for n in record.plain_at) and not any(n % scale for n in record.scales_at)

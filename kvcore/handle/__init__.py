@@ -1,0 +1,15 @@
+"""One layer in one step: the verbs that a model calls.
+
+The handle is the door: it checks every argument, then calls the backend's verbs with the step's index.
+"""
+
+from kvcore.handle.inspect import InspectionVerbs
+from kvcore.handle.latent import LatentVerbs
+from kvcore.handle.reading import ReadingVerbs
+
+
+class LayerHandle(LatentVerbs, ReadingVerbs, InspectionVerbs):
+    """One layer's cache during one step, from ``step.layer(i)``; it ends with the step."""
+
+
+__all__ = ["LayerHandle"]

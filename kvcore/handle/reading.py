@@ -1,0 +1,122 @@
+"""Verbs that read: indexer scores, selection, attention; and the classic layers' keys and values."""
+
+from kvcore.arguments import check_float, check_indices, check_weight
+from kvcore.counts import check_count
+from kvcore.errors import ShapeError
+from kvcore.handle.state import LayerState
+from kvcore.ops import Array, Attention
+from kvcore.spec import KV, Entries, IndexKeys
+
+
+class ReadingVerbs(LayerState):
+    """T tokens of the step (padding included), Q requests, H query heads, n columns."""
+
+    def index_scores(self, q: Array, weights: Array) -> Array:
+        """Indexer scores: q [T, H, d], weights [T, H] -> [T, n] fp32, -inf where an entry is not visible.
+
+        ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate.
+        """
+        keys = self._component("index_keys", IndexKeys)
+        self._require_entries("index_keys", "index_scores")
+        q = check_float(self._ops, q, "index_scores: q", (self._tokens, None, keys.dim))
+        weights = check_float(self._ops, weights, "index_scores: weights", (self._tokens, q.shape[1]))
+        columns = max((row.length // keys.ratio for row in self._step.rows), default=0)
+        return self._ops.index_scores(self._pools, self._layer, self._index, q, weights, columns=columns)
+
+    def select(self, scores: Array, k: int) -> Array:
+        """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
+        self._step.check_open()
+        scores = check_float(self._ops, scores, "select: scores", (self._tokens, None))
+        check_count(ShapeError, "select: k", k, 0)
+        return self._ops.select(scores, k)
+
+    def attend(
+        self, q: Array, selected: Array | None = None, sink: Array | None = None, scale: float | None = None
+    ) -> Attention:
+        """Attention of the step's queries to this layer's cache.
+
+        Latent layers: q [T, H, d] against the window and the selected entries (None: every visible one; [T, 0]: none).
+        Classic layers: q [T, H, key_dim], out [T, H, value_dim]; ``selected`` does not apply.
+
+        Args:
+            q: fp32 or bf16, already rotated; nothing is rotated inside.
+            selected: [T, k] int32 or int64, distinct per token; -1 and invisible ones are ignored.
+            sink: [H] fp32 logits that count in the denominator only.
+            scale: of the logits; the key dim to the power -0.5 unless given.
+
+        Returns:
+            out in q's dtype, and lse [T, H] fp32 without the sink; 0 and -inf for a query without keys.
+        """
+        self._step.check_open()
+        if self._spec.kv is not None:
+            return self._attend_kv(q, selected, sink, scale)
+        component = self._spec.window or self._component("entries", Entries)
+        q = check_float(self._ops, q, "attend: q", (self._tokens, None, component.dim))
+        if selected is not None:
+            self._component("entries", Entries)
+            selected = check_indices(self._ops, selected, "attend: selected", self._tokens)
+        if self._spec.window is not None:
+            self._require("window", "attend")
+        if self._spec.entries is not None:
+            self._require_entries("entries", "attend")
+        rows = self._unwritten("window")
+        return self._ops.attend(
+            self._pools,
+            self._layer,
+            self._index,
+            q,
+            selected,
+            rows=rows[0] if rows else None,
+            sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", q.shape[1]),
+            scale=scale,
+        )
+
+    def append_kv(self, k: Array, v: Array) -> None:
+        """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
+        kv = self._component("kv", KV)
+        arrays: list[Array] = []
+        for part, array in zip(kv.parts, (k, v), strict=True):
+            shape = (self._tokens, part.heads, part.format.dim)
+            arrays.append(check_float(self._ops, array, f"append_kv: {part.name}", shape))
+            self._check(arrays[-1], f"append_kv: {part.name}", kv)
+        self._append("kv", tuple(arrays))
+
+    def gather_kv(self) -> tuple[Array, Array, Array]:
+        """Rows that the step's queries may see, in position order: k, v [Q, n, heads, dim], positions [Q, n]."""
+        kv = self._component("kv", KV)
+        index, rows = self._state("kv")
+        k, v = rows or (None, None)
+        columns = self._kv_columns(kv, ended="kv" in self._own)
+        return self._ops.gather_kv(self._pools, self._layer, index, k, v, columns=columns)
+
+    def mask(self) -> Array:
+        """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""
+        kv = self._component("kv", KV)
+        return self._ops.mask(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+
+    def _kv_columns(self, kv: KV, *, ended: bool) -> int:
+        rows = self._step.rows
+        return max((len(kv.visible(row.start, row.length if ended else row.start)) for row in rows), default=0)
+
+    def _attend_kv(self, q: Array, selected: Array | None, sink: Array | None, scale: float | None) -> Attention:
+        kv = self._component("kv", KV)
+        q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
+        heads = q.shape[1]
+        for part in kv.parts:
+            if heads % part.heads:
+                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {part.heads}")
+        if selected is not None:
+            raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
+        self._require("kv", "attend")
+        k, v = self._unwritten("kv") or (None, None)
+        return self._ops.attend_kv(
+            self._pools,
+            self._layer,
+            self._index,
+            q,
+            k,
+            v,
+            columns=self._kv_columns(kv, ended=True),
+            sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", heads),
+            scale=scale,
+        )

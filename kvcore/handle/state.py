@@ -1,0 +1,172 @@
+"""What a handle remembers of its step: the rows it was given, and which of them the rings hold already.
+
+A step reads old rows from the pools and new rows from itself. A ring row is written at once only while nothing in the
+step can still need the row it overwrites, and at commit otherwise; what was overwritten at once is put back if the step
+fails. This is the one place that knows that rule.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvcore.arguments import check_finite
+from kvcore.errors import StepError
+from kvcore.ops import Array, StepIndex
+from kvcore.pools import Pools
+from kvcore.spec import ROLES, Component, LayerSpec, Tail
+from kvcore.step import at_start, closed_count
+
+if TYPE_CHECKING:
+    from kvcore.open_step import Step
+
+
+class LayerState:
+    """One layer's part in one step: what was appended, stored, overwritten, and what still waits for the commit."""
+
+    def __init__(self, step: "Step", layer: int) -> None:
+        self._step = step
+        self._layer = layer
+        self._spec: LayerSpec = step.cache.spec.all_layers[layer]
+        self._ops = step.cache.ops
+        # Role -> the step's own rows as given, one array a stream; present once the role was appended to.
+        self._own: dict[str, tuple[Array, ...]] = {}
+        self._waiting: list[str] = []
+        self._overwritten: dict[str, Array] = {}
+        # Paged roles whose closing entries were stored in this step.
+        self._stored: set[str] = set()
+
+    def missing(self) -> list[str]:
+        """Roles that new tokens should have reached but did not: what a commit refuses."""
+        needed = [role for role in ("window", "tail", "kv") if getattr(self._spec, role) is not None]
+        return [role for role in needed if role not in self._own and not (role == "tail" and "entries" in self._stored)]
+
+    def unstored(self) -> list[str]:
+        """Own paged roles with entries that close in this step and were not stored yet."""
+        return [
+            role
+            for role in ("entries", "index_keys")
+            if getattr(self._spec, role) is not None and not self._shares(role) and self._awaits_entries(role)
+        ]
+
+    def commit(self) -> None:
+        """Write the ring rows that had to wait."""
+        for role in self._waiting:
+            self._write(role)
+        self._waiting.clear()
+
+    def abort(self) -> None:
+        """Put back the ring rows that were overwritten."""
+        for role, saved in self._overwritten.items():
+            self._replace(self._ops.restore_ring(self._pools, self._layer, role, self._index, saved))
+        self._overwritten.clear()
+
+    @property
+    def _tokens(self) -> int:
+        """Token rows of every input, padding included."""
+        return len(self._index.positions)
+
+    @property
+    def _index(self) -> StepIndex:
+        return self._step.index
+
+    @property
+    def _pools(self) -> Pools:
+        self._step.check_open()
+        return self._step.cache.pools
+
+    @property
+    def _where(self) -> str:
+        return f"step.layer({self._layer})"
+
+    def _replace(self, pools: Pools) -> None:
+        self._step.cache.replace_pools(pools)
+
+    def _component(self, role: str, kind: type = Component) -> Any:
+        """The layer's component of that role and kind, or a StepError that lists what the layer has."""
+        self._step.check_open()
+        component = getattr(self._spec, role) if role in ROLES else None
+        if not isinstance(component, kind):
+            has = ", ".join(found for found, _ in self._spec.components())
+            raise StepError(got=f"role {role!r}", where=self._where, allowed=f"a component of the layer: {has}")
+        return component
+
+    def _require(self, role: str, verb: str) -> None:
+        """Verbs that see the step's new tokens need them appended first."""
+        if self._tokens and role not in self._own:
+            raise StepError(
+                got=f"{verb} before append_{role}", where=self._where, allowed=f"append_{role}, then {verb}"
+            )
+
+    def _require_entries(self, role: str, verb: str) -> None:
+        """Verbs that let a query see the entries it completes need those stored first."""
+        owner = self._owner(role)
+        if owner._awaits_entries(role):
+            raise StepError(
+                got=f"{verb} while entries that close in this step are not stored",
+                where=self._where,
+                allowed=f"step.layer({owner._layer}).flush or store_entries, then {verb}",
+            )
+
+    def _shares(self, role: str) -> bool:
+        return getattr(self._spec, role).shared_from is not None
+
+    def _owner(self, role: str) -> "LayerState":
+        """The handle of the layer that owns the pool a role reads."""
+        return self._step.layer(self._step.cache.spec.owner(self._layer, role))
+
+    def _awaits_entries(self, role: str) -> bool:
+        return role not in self._stored and closed_count(self._step.rows, getattr(self._spec, role).ratio) > 0
+
+    def _append(self, role: str, arrays: tuple[Array, ...]) -> None:
+        """Take the step's rows of a role, and write them as soon as that is safe."""
+        if role in self._own:
+            raise StepError(got=f"a second append to {role}", where=self._where, allowed="one append a step")
+        component = getattr(self._spec, role)
+        if component.span is None:
+            self._own[role] = arrays
+            self._write(role)
+            return
+        plan = self._step.cache.plan
+        rows = plan.region(self._layer, role)[0].rows
+        # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
+        # back on abort; a closing tail window needs all of its span.
+        at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
+        wraps = plan.max_tokens is None or rows < plan.max_tokens
+        if wraps and max((row.new for row in self._step.rows), default=0) > at_once:
+            self._own[role] = arrays
+            self._waiting.append(role)
+            return
+        self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
+        self._own[role] = arrays
+        self._write(role)
+
+    def _write(self, role: str) -> None:
+        append = {
+            "window": self._ops.append_window,
+            "tail": self._ops.append_tail,
+            "index_tail": self._ops.append_index_tail,
+            "kv": self._ops.append_kv,
+        }[role]
+        self._replace(append(self._pools, self._layer, self._index, *self._own[role]))
+
+    def _unwritten(self, role: str) -> tuple[Array, ...] | None:
+        """The step's own rows where the ring does not hold them yet; None: the pools have everything."""
+        return self._own[role] if role in self._waiting else None
+
+    def _state(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
+        """(index, own rows) to read a role with: the start of the step before its append, the end after it."""
+        self._step.check_open()
+        return (self._index, self._unwritten(role)) if role in self._own else (at_start(self._index), None)
+
+    def _paged_index(self, role: str) -> StepIndex:
+        """The index to read entries with: their count of before the step until the step's entries are stored."""
+        if self._owner(role)._awaits_entries(role):
+            return self._index._replace(lengths=self._index.starts)
+        return self._index
+
+    def _lengths(self, index: StepIndex) -> list[int]:
+        """Host lengths that match an index from ``_state`` or ``_paged_index``."""
+        ended = index.lengths is self._index.lengths
+        return [row.length if ended else row.start for row in self._step.rows]
+
+    def _check(self, array: Array, where: str, component: Component) -> None:
+        if self._step.cache.check:
+            check_finite(self._step.cache.to_host(array), where, component)

@@ -1,0 +1,172 @@
+"""One layer of the cache as ``transformers`` models call it.
+
+A model calls ``update`` once a layer and forward, and attends to what it returns: the rows that its new tokens may see,
+in position order, new ones last. How many there are and where they begin it asked before, through ``get_mask_sizes``;
+both answers come from the component's ``visible``. New rows come back as stored, so a quantised cache quantises them for
+the forward that writes them too, and a prompt's logits do not depend on how it was cut into chunks.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcore.spec import KV, LayerSpec, Window
+
+if TYPE_CHECKING:
+    from kvcore.interop.transformers.cache import KVCache
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(CacheLayerMixin):
+    """What all layers answer alike. B rows of the batch, S new tokens each."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner: "KVCache", number: int, component: KV | Window) -> None:
+        super().__init__()
+        self.owner = owner
+        self.number = number
+        self.component = component
+        self.is_initialized = True
+        self.is_sliding = component.window is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``crop`` can undo tokens: always where nothing is overwritten, else up to ``max_draft_tokens``."""
+        return self.owner.can_undo
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: pools are allocated with the cache."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(rows that ``update`` will return, position of the first)."""
+        visible = self._visible(query_length)
+        return len(visible), visible.start
+
+    def get_seq_length(self) -> int:
+        """Tokens of every row before the forward that is under way, if one is."""
+        return self.owner.length
+
+    def get_max_length(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.owner.max_length
+
+    def _visible(self, new: int) -> range:
+        return self.component.visible(self.owner.length, self.owner.length + new)
+
+
+class ClassicLayer(Layer):
+    """Keys and values of full, sliding or chunked attention."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim]."""
+        owner = self.owner
+        with owner.forward(self.number, key_states) as handle:
+            handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
+            k, v, _ = handle.gather_kv()
+            keys = owner.take(k, key_states.dtype).transpose(1, 2).contiguous()
+            values = owner.take(v, value_states.dtype).transpose(1, 2).contiguous()
+            owner.finish(self.number)
+        return keys, values
+
+
+class LatentLayer(Layer):
+    """A window of latent rows that serve as key and value: DeepSeek-V4's sliding layers."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice."""
+        with self.owner.forward(self.number, key_states) as handle:
+            rows = self._append(handle, key_states)
+            self.owner.finish(self.number)
+        return rows, rows
+
+    def _append(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
+        owner, (batch, _, new, _) = self.owner, latents.shape
+        held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
+        first = self._visible(new).start - (owner.length - held)
+        before = owner.take(handle.gather_window().values[:, first:held], latents.dtype)
+        rows = owner.give(latents.flatten(0, 2))
+        handle.append_window(rows)
+        ops, form = owner.kv.ops, self.component.parts[0].format
+        stored = owner.take(ops.decode(form, ops.encode(form, rows)), latents.dtype)
+        return torch.cat([before, stored.unflatten(0, (batch, new))], dim=1).unsqueeze(1)
+
+
+class CompressedLayer(LatentLayer):
+    """A window, compressed entries and, with an indexer, its keys: DeepSeek-V4's CSA and HCA layers.
+
+    The model compresses and rotates: it asks for the tokens of the windows that close (``store_compression_weights``),
+    for the window before them (``update_overlap_state``), and hands over finished entries
+    (``update_compressor_states``). Tokens wait in the tails, whose score holds the positional bias as everywhere in
+    kvcore; the model adds the bias itself, so it is taken off again on the way out. In fp32 that may move a waiting
+    token's score by one rounding.
+    """
+
+    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, compressor: Any) -> None:
+        super().__init__(owner, number, spec.window)
+        # transformers' names for the two compressors -> role, component and [ratio, width] bias of its tail.
+        self.tails = {"compressor": ("tail", spec.tail, compressor.position_bias)}
+        if spec.index_tail is not None:
+            self.tails["indexer"] = ("index_tail", spec.index_tail, compressor.indexer.position_bias)
+        self._carry: dict[str, tuple[torch.Tensor, torch.Tensor] | tuple[None, None]] = {}
+        self._entries: Any = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice. The compressor follows."""
+        with self.owner.forward(self.number, key_states) as handle:
+            rows = self._append(handle, key_states)
+        return rows, rows
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Add new projections [B, S, width]; return those of the windows that close, and the first one's position."""
+        role, tail, bias = self.tails[name]
+        start, ratio = self.owner.length, tail.ratio
+        with self.owner.forward_part(self.number) as handle:
+            raw = self.owner.take(handle.gather_rows(role).rows)
+            live = raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
+            old_kv, old_score = live.split(tail.width, dim=-1)
+            positions = torch.arange(start, start + kv.shape[1], device=kv.device)
+            score = gate.float() + bias[positions % ratio]
+            append = handle.append_tail if role == "tail" else handle.append_index_tail
+            append(self.owner.give(kv.float().flatten(0, 1)), self.owner.give(score.flatten(0, 1)))
+        waiting = start % ratio
+        carried = live.shape[1] - waiting
+        self._carry[name] = (
+            (old_kv[:, :carried, : tail.dim], old_score[:, :carried, : tail.dim]) if carried else (None, None)
+        )
+        kv = torch.cat([old_kv[:, carried:].to(kv.dtype), kv], dim=1)
+        gate = torch.cat([(old_score[:, carried:] - bias[:waiting]).to(gate.dtype), gate], dim=1)
+        usable = kv.shape[1] // ratio * ratio
+        return kv[:, :usable], gate[:, :usable], start - waiting
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """What the window before the closing ones adds to the first: kv and biased score [B, ratio, dim], or Nones."""
+        return self._carry[name]
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Store finished entries (or index keys) [B, closed, dim]; return all of them [B, n, dim]."""
+        rows = self.owner.give(compressed.flatten(0, 1))
+        with self.owner.forward_part(self.number) as handle:
+            if name == "compressor":
+                self._entries = rows
+                handle.store_entries(rows)
+                gathered = handle.gather_all_entries()
+            else:
+                handle.store_entries(self._entries, rows)
+                gathered = handle.gather_all_index_keys()
+            values = self.owner.take(gathered.values, compressed.dtype)
+            if name == next(reversed(self.tails)):
+                self.owner.finish(self.number)
+        return values
+
+
+def _by_token(states: torch.Tensor) -> torch.Tensor:
+    """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
+    return states.transpose(1, 2).flatten(0, 1)

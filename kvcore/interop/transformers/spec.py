@@ -1,0 +1,65 @@
+"""The spec of a ``transformers`` model's cache, in formats of the user's choice.
+
+A model attends to the rows as plain numbers, so the default format is its own dtype: the cache then holds exactly the
+values that the model's own cache would hold.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvcore.errors import SpecError
+from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec, from_hf_config
+
+KEYS = ("window", "entries", "index_keys", "key", "value")
+"""What ``formats`` may name: a role of a compressed-attention layer, or one side of a classic layer."""
+
+
+def cache_spec(config: Any, formats: str | Mapping[str, str] | None = None, *, default: str = "bf16") -> CacheSpec:
+    """The spec for a configuration, its formats replaced.
+
+    Args:
+        config: the model's configuration; a multimodal one's text decoder counts.
+        formats: one format for everything, or by name: ``window``, ``entries``, ``index_keys``, ``key``, ``value``.
+        default: format of whatever ``formats`` leaves out.
+
+    Raises:
+        SpecError: the model type or a format is not supported.
+    """
+    chosen = dict.fromkeys(KEYS, formats) if isinstance(formats, str) else dict(formats or {})
+    for key in chosen:
+        if key not in KEYS:
+            raise SpecError(got=key, where="formats", allowed=", ".join(KEYS))
+    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    spec = from_hf_config(decoder)
+    layers = tuple(_adapted(layer, lambda key: chosen.get(key, default)) for layer in spec.layers)
+    # The models of transformers do not run draft layers.
+    return msgspec.structs.replace(spec, layers=layers, draft_layers=())
+
+
+def _adapted(layer: LayerSpec, choose: Callable[[str], str]) -> LayerSpec:
+    changed: dict[str, Any] = {}
+    for role, component in layer.components():
+        if isinstance(component, KV):
+            changed[role] = _adapted_kv(component, choose)
+        elif hasattr(component, "format"):
+            changed[role] = msgspec.structs.replace(component, format=choose(role))
+    keys = changed.get("index_keys")
+    if keys is not None and FORMATS[keys.format].hadamard:
+        raise SpecError(
+            got=keys.format,
+            where="formats['index_keys']",
+            allowed="a format without rotation",
+            hint="The model scores unrotated keys; rotated ones suit index_scores, which rotates the query too.",
+        )
+    return msgspec.structs.replace(layer, **changed)
+
+
+def _adapted_kv(kv: KV, choose: Callable[[str], str]) -> KV:
+    kv = msgspec.structs.replace(kv, key_format=choose("key"), value_format=choose("value"))
+    if kv.chunk is None:
+        return kv
+    # Left padding shifts where a row's chunks begin, and the cache is not told of padding. A window as long as a chunk
+    # holds every position that a shifted chunk can need; the model's mask picks from it.
+    return msgspec.structs.replace(kv, chunk=None, window=kv.chunk, storage="ring")

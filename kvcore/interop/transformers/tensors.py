@@ -1,0 +1,36 @@
+"""Tensors of the model to arrays of the cache's backend and back; nothing is copied between torch and torch."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from kvcore import Cache, to_numpy
+
+ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
+
+
+def to_cache(cache: Cache, tensor: torch.Tensor) -> Any:
+    """A float tensor as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
+    tensor = tensor.detach()
+    if tensor.dtype not in ACCEPTED:
+        tensor = tensor.float()
+    if uses_torch(cache):
+        return tensor
+    return cache.asarray(to_numpy(tensor))
+
+
+def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An array of any backend as a tensor, converted to ``dtype`` if one is given."""
+    if not isinstance(array, torch.Tensor):
+        host = to_numpy(array)
+        bits = host.view(np.int16) if host.dtype == ml_dtypes.bfloat16 else host
+        array = torch.from_numpy(bits)
+        array = array.view(torch.bfloat16) if bits is not host else array
+    return array.to(device=device, dtype=dtype)
+
+
+def uses_torch(cache: Cache) -> bool:
+    """Whether the pools are torch tensors, so that the model's tensors can be handed over as they are."""
+    return all(isinstance(pool, torch.Tensor) for pool in cache.pools.values())

@@ -1,0 +1,145 @@
+"""One step of a cache, open: from ``cache.step`` until commit or abort."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvcore.counts import is_count
+from kvcore.errors import ShapeError, StepError
+from kvcore.handle import LayerHandle
+from kvcore.manager import Manager, Request
+from kvcore.ops import StepIndex
+from kvcore.step import Row
+
+if TYPE_CHECKING:
+    from kvcore.cache import Cache
+
+
+class Step:
+    """One step of a cache: new tokens of some requests, through all layers.
+
+    Attributes:
+        cache: the cache it belongs to.
+        rows: each request's part, as host integers.
+        index: positions, slots, lengths and block table on the device, for functional use.
+        pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+    """
+
+    def __init__(
+        self,
+        cache: "Cache",
+        manager: Manager,
+        requests: list[Request],
+        rows: list[Row],
+        ids: list[list[int] | None],
+        taken: list[int],
+        host: StepIndex,
+    ) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.index = cache.ops.index(host)
+        self.pools_replaced = False
+        self._manager = manager
+        self._requests = requests
+        self._ids = ids
+        self._taken = taken
+        self._layers: dict[int, LayerHandle] = {}
+        self._open = True
+
+    @property
+    def positions(self) -> Any:
+        """[T] int32 absolute position of every token, -1 for padding."""
+        return self.index.positions
+
+    @property
+    def request_index(self) -> Any:
+        """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
+        return self.index.request_index
+
+    def layer(self, number: int) -> LayerHandle:
+        """The handle of layer ``number``; draft layers follow the main ones."""
+        self.check_open()
+        count = len(self.cache.spec.all_layers)
+        if not is_count(number) or number >= count:
+            raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
+        if number not in self._layers:
+            self._layers[number] = LayerHandle(self, number)
+        return self._layers[number]
+
+    def check_open(self) -> None:
+        """Refuse to go on after commit or abort."""
+        if not self._open:
+            raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
+
+    def commit(self) -> None:
+        """Make the step's tokens part of their requests; refused, and rolled back, if a layer did not get them.
+
+        Raises:
+            StepError: new tokens reached no window, tail or kv of some layer.
+        """
+        self.check_open()
+        try:
+            self._check_complete()
+            for handle in self._layers.values():
+                handle.commit()
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        for request, row, ids in zip(self._requests, self.rows, self._ids, strict=True):
+            self._manager.commit(request, row.new, ids)
+
+    def abort(self) -> None:
+        """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
+        self.check_open()
+        try:
+            for handle in self._layers.values():
+                handle.abort()
+        finally:
+            self._close()
+            self._manager.give_back_blocks(self._requests, self._taken)
+            if self.pools_replaced:
+                for request, row in zip(self._requests, self.rows, strict=True):
+                    self._manager.disturb(request, row.length)
+
+    def __enter__(self) -> "Step":
+        self.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._open:
+            return
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+    def _close(self) -> None:
+        self._open = False
+        self.cache.end_step()
+
+    def _check_complete(self) -> None:
+        if self.pools_replaced or not any(row.new for row in self.rows):
+            return
+        main = range(len(self.cache.spec.layers))
+        drafts = range(len(main), len(self.cache.spec.all_layers))
+        # A draft model may be stepped alone; then the main layers get their tokens in a step of their own.
+        if not any(number in self._layers for number in main) and any(number in self._layers for number in drafts):
+            return
+        for number in main:
+            missing = self.layer(number).missing()
+            if missing:
+                raise StepError(
+                    got=f"no rows for {', '.join(missing)}",
+                    where=f"commit: {self.cache.spec.path(number)}",
+                    allowed="every window, tail and kv gets the step's tokens",
+                    hint="The step was rolled back. Call append_* for this layer before the step ends.",
+                )
+            unstored = self.layer(number).unstored() if self.cache.check else []
+            if unstored:
+                raise StepError(
+                    got=f"{', '.join(unstored)} closed but not stored",
+                    where=f"commit: {self.cache.spec.path(number)}",
+                    allowed="flush or store_entries before the step ends (check=True)",
+                )

@@ -1,0 +1,39 @@
+"""What callers give as tokens, checked: counts, token ids, and the mapping that opens a step."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from kvcore.counts import is_count
+from kvcore.errors import ShapeError
+
+
+def parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
+    """(count, ids or None) of a step's value for one request: a count >= 0 or a sequence of token ids."""
+    if isinstance(value, int) and is_count(value):
+        return value, None
+    ids = token_ids(value, where)
+    return len(ids), ids
+
+
+def token_ids(value: object, where: str) -> list[int]:
+    """A sequence of token ids as plain integers."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise ShapeError(got=value, where=where, allowed="an integer, 0 or more, or a sequence of token ids")
+    ids: list[int] = []
+    for token in cast("Iterable[Any]", value):
+        try:
+            number = operator.index(token)
+        except TypeError:
+            number = -1
+        if not is_count(number) or isinstance(token, bool):
+            raise ShapeError(got=token, where=where, allowed="token ids, integers 0 or more")
+        ids.append(number)
+    return ids
+
+
+def as_mapping(value: object) -> Mapping[object, object]:
+    """The argument of ``cache.step``, if it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise ShapeError(got=type(value).__name__, where="step", allowed="a mapping {request: new tokens}")
+    return cast("Mapping[object, object]", value)
