@@ -13,9 +13,11 @@ _HOMES = {
     "Cache": "kvcore.cache",
     "CacheSpec": "kvcore.spec",
     "LayerSpec": "kvcore.spec",
+    "Periodic": "kvcore.prefix",
     "Request": "kvcore.manager",
     "create_cache": "kvcore.cache",
     "hookimpl": "kvcore.plugins",
+    "load": "kvcore.loading",
     "to_numpy": "kvcore.arrays",
     "use_backend": "kvcore.plugins",
 }
@@ -26,11 +28,13 @@ __all__ = [
     "Cache",
     "CacheSpec",
     "LayerSpec",
+    "Periodic",
     "Request",
     "__version__",
     "create_cache",
     "errors",
     "hookimpl",
+    "load",
     "plan",
     "plugins",
     "spec",
@@ -42,8 +46,10 @@ if TYPE_CHECKING:
     from kvcore import errors, plan, plugins, spec
     from kvcore.arrays import to_numpy
     from kvcore.cache import Cache, create_cache
+    from kvcore.loading import load
     from kvcore.manager import Request
     from kvcore.plugins import BackendInfo, hookimpl, use_backend
+    from kvcore.prefix import Periodic
     from kvcore.spec import CacheSpec, LayerSpec
 
 

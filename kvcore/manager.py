@@ -6,7 +6,9 @@ reused, and its slot has a generation, so that a stale one is refused rather tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvcore.blocks import BlockAllocator
 from kvcore.counts import is_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
@@ -22,8 +24,10 @@ class Place:
         length: tokens committed.
         high_water: highest length that any row was ever written for.
         cached_tokens: tokens that admission found already cached.
+        stored: tokens whose paged rows were taken over at admission, which replayed tokens do not write again.
         blocks: block numbers in order of history.
         tokens: ids so far, or None once a step gave only a count.
+        keys: keys of the full blocks of ``tokens``, as far as they were worked out.
     """
 
     slot: int
@@ -31,8 +35,22 @@ class Place:
     length: int = 0
     high_water: int = 0
     cached_tokens: int = 0
+    stored: int = 0
     blocks: list[int] = field(default_factory=list[int])
     tokens: list[int] | None = field(default_factory=list[int])
+    keys: list[bytes] = field(default_factory=list[bytes])
+
+
+class Growth(NamedTuple):
+    """What one request got for a step: blocks added, and shared blocks replaced by copies (place in the list, old one).
+
+    Attributes:
+        added: blocks appended to its list.
+        replaced: (column, old block) of blocks that others read too and that this step writes into.
+    """
+
+    added: int
+    replaced: tuple[tuple[int, int], ...]
 
 
 class Request:
@@ -95,7 +113,7 @@ class Manager:
     def __init__(self, plan: CachePlan) -> None:
         self.plan = plan
         self._free_slots = list(range(plan.slots - 1, -1, -1))
-        self._free_blocks = list(range(plan.blocks - 1, -1, -1))
+        self.blocks = BlockAllocator(plan.blocks)
         self._generations = [0] * plan.slots
         self._places: dict[Request, Place] = {}
         self._next_id = 0
@@ -107,8 +125,8 @@ class Manager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that steps can still take."""
-        return len(self._free_blocks)
+        """Blocks that steps can still take, cached ones that nobody holds included."""
+        return self.blocks.available
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -164,45 +182,45 @@ class Manager:
         """What a live request holds."""
         return self._places[self.check(request)]
 
-    def take_blocks(self, requests: Sequence[Request], new: Sequence[int]) -> list[int]:
-        """Extend each request's blocks for its new tokens; all of them or none.
+    def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
+        """Get each request the blocks that its new tokens need; all of them or none.
 
-        Returns:
-            How many blocks each request got, for ``give_back_blocks``.
+        A block that others read too is replaced by a fresh one if the step writes into it; the caller copies the bytes.
 
         Raises:
             OutOfBlocks: the free blocks do not suffice, or a request would outgrow what one may hold.
         """
-        limit = self.plan.max_tokens
         places = [self._places[request] for request in requests]
         for request, place, count in zip(requests, places, new, strict=True):
-            if limit is not None and place.length + count > limit:
-                raise OutOfBlocks(
-                    got=f"{place.length + count} tokens in request {request.id}",
-                    where="step",
-                    allowed=f"{limit} tokens in one request (max_tokens)",
-                    hint="Create the cache with a larger max_tokens.",
-                )
-        needs = [
+            self._check_limit(request, place.length + count)
+        added = [
             max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
             for place, count in zip(places, new, strict=True)
         ]
-        if sum(needs) > len(self._free_blocks):
-            raise OutOfBlocks(
-                got=f"{sum(needs)} more blocks",
-                where="step",
-                allowed=f"{len(self._free_blocks)} free blocks of {self.plan.blocks}",
-                hint="Release or truncate requests, or bring fewer tokens in this step.",
-            )
-        for place, need in zip(places, needs, strict=True):
-            place.blocks += [self._free_blocks.pop() for _ in range(need)]
-        return needs
+        shared = [self._shared_column(place, count) for place, count in zip(places, new, strict=True)]
+        fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
+        grown: list[Growth] = []
+        for place, count, column in zip(places, added, shared, strict=True):
+            replaced = () if column is None else ((column, place.blocks[column]),)
+            if column is not None:
+                place.blocks[column] = next(fresh)
+            place.blocks += [next(fresh) for _ in range(count)]
+            grown.append(Growth(count, replaced))
+        return grown
 
-    def give_back_blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Undo ``take_blocks``."""
-        for request, count in zip(reversed(requests), reversed(counts), strict=True):
+    def shrink(self, requests: Sequence[Request], grown: Sequence[Growth]) -> None:
+        """Undo ``grow``."""
+        for request, growth in zip(reversed(requests), reversed(grown), strict=True):
             place = self._places[request]
-            self._keep_blocks(place, len(place.blocks) - count)
+            self._keep_blocks(place, len(place.blocks) - growth.added)
+            for column, old in growth.replaced:
+                self.blocks.drop([place.blocks[column]])
+                place.blocks[column] = old
+
+    def settle(self, grown: Sequence[Growth]) -> None:
+        """Let go of the shared blocks that a committed step replaced."""
+        for growth in grown:
+            self.blocks.drop([old for _, old in growth.replaced])
 
     def commit(self, request: Request, new: int, tokens: Sequence[int] | None) -> None:
         """Make a step's tokens part of the request."""
@@ -238,9 +256,11 @@ class Manager:
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
         place.length = length
+        place.stored = min(place.stored, length)
         self._keep_blocks(place, self.plan.blocks_for(length))
         if place.tokens is not None:
             del place.tokens[length:]
+            del place.keys[length // self.plan.spec.block_tokens :]
 
     def deepest_truncation(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts: 0 until a ring has wrapped, then D below the highest position."""
@@ -255,6 +275,62 @@ class Manager:
         self._keep_blocks(place, 0)
         self._free_slots.append(place.slot)
 
+    def take_over(
+        self, request: Request, *, length: int, stored: int, blocks: Sequence[int], tokens: Sequence[int] | None
+    ) -> None:
+        """Start a fresh request from shared blocks, plus one of its own where ``length`` ends inside a block.
+
+        Raises:
+            OutOfBlocks: that one block is not to be had; nothing was taken.
+        """
+        place = self._places[request]
+        self._check_limit(request, length)
+        for block in blocks:
+            self.blocks.hold(block)
+        try:
+            own = self.blocks.take(max(0, self.plan.blocks_for(length) - len(blocks)))
+        except OutOfBlocks:
+            self.blocks.drop(blocks)
+            raise
+        place.blocks = [*blocks, *own]
+        place.length = place.high_water = length
+        place.stored = stored
+        place.tokens = None if tokens is None else list(tokens)
+
+    def fork(self, request: Request) -> Request:
+        """A request with the same history: blocks are held by both, the slot is a new one.
+
+        Raises:
+            OutOfSlots: none is free.
+        """
+        source = self._places[request]
+        fork = self.admit()
+        place = self._places[fork]
+        for block in source.blocks:
+            self.blocks.hold(block)
+        place.length, place.high_water, place.stored = source.length, source.high_water, source.stored
+        place.blocks, place.keys = list(source.blocks), list(source.keys)
+        place.tokens = None if source.tokens is None else list(source.tokens)
+        return fork
+
+    def _check_limit(self, request: Request, length: int) -> None:
+        limit = self.plan.max_tokens
+        if limit is not None and length > limit:
+            raise OutOfBlocks(
+                got=f"{length} tokens in request {request.id}",
+                where="step",
+                allowed=f"{limit} tokens in one request (max_tokens)",
+                hint="Create the cache with a larger max_tokens.",
+            )
+
+    def _shared_column(self, place: Place, new: int) -> int | None:
+        """Column of the block that ``new`` tokens start in, if others read it; taken-over rows are not written."""
+        first = max(place.length, place.stored)
+        column = first // self.plan.spec.block_tokens
+        writes = new > 0 and place.length + new > first and column < len(place.blocks)
+        return column if writes and self.blocks.is_shared(place.blocks[column]) else None
+
     def _keep_blocks(self, place: Place, count: int) -> None:
-        while len(place.blocks) > count:
-            self._free_blocks.append(place.blocks.pop())
+        dropped = place.blocks[count:]
+        del place.blocks[count:]
+        self.blocks.drop(dropped[::-1])

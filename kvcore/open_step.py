@@ -1,12 +1,14 @@
 """One step of a cache, open: from ``cache.step`` until commit or abort."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvcore.content import Own
 from kvcore.counts import is_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.handle import LayerHandle
-from kvcore.manager import Manager, Request
+from kvcore.manager import Growth, Manager, Request
 from kvcore.ops import StepIndex
 from kvcore.step import Row
 
@@ -31,7 +33,7 @@ class Step:
         requests: list[Request],
         rows: list[Row],
         ids: list[list[int] | None],
-        taken: list[int],
+        grown: list[Growth],
         host: StepIndex,
     ) -> None:
         self.cache = cache
@@ -41,7 +43,7 @@ class Step:
         self._manager = manager
         self._requests = requests
         self._ids = ids
-        self._taken = taken
+        self._grown = grown
         self._layers: dict[int, LayerHandle] = {}
         self._open = True
 
@@ -79,14 +81,20 @@ class Step:
         self.check_open()
         try:
             self._check_complete()
+            for number, request in enumerate(self._requests):
+                self.cache.keep_boundaries(
+                    request, self.rows[number], self._ids[number], self._own_rows(number), written=self.pools_replaced
+                )
             for handle in self._layers.values():
                 handle.commit()
         except BaseException:
             self.abort()
             raise
         self._close()
+        self._manager.settle(self._grown)
         for request, row, ids in zip(self._requests, self.rows, self._ids, strict=True):
             self._manager.commit(request, row.new, ids)
+            self.cache.publish(request)
 
     def abort(self) -> None:
         """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
@@ -96,7 +104,7 @@ class Step:
                 handle.abort()
         finally:
             self._close()
-            self._manager.give_back_blocks(self._requests, self._taken)
+            self._manager.shrink(self._requests, self._grown)
             if self.pools_replaced:
                 for request, row in zip(self._requests, self.rows, strict=True):
                     self._manager.disturb(request, row.length)
@@ -114,6 +122,21 @@ class Step:
             self.commit()
         else:
             self.abort()
+
+    def _own_rows(self, number: int) -> Callable[[int], Own]:
+        """Length -> one request's rows that still wait, cut at that length."""
+        first = sum(row.new for row in self.rows[:number])
+
+        def until(length: int) -> Own:
+            last = first + length - self.rows[number].start
+            waiting = [(layer, handle.waiting_rows()) for layer, handle in self._layers.items()]
+            return {
+                (layer, role): tuple(array[first:last] for array in arrays)
+                for layer, roles in waiting
+                for role, arrays in roles.items()
+            }
+
+        return until
 
     def _close(self) -> None:
         self._open = False

@@ -31,6 +31,7 @@ class StepIndex(NamedTuple):
         starts: [Q] length of each request before the step.
         lengths: [Q] length after it; a request's new tokens have positions starts .. lengths - 1.
         block_table: [Q, max_blocks] block numbers in order of history, -1 beyond the request's blocks.
+        stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
     """
 
     positions: Array
@@ -39,6 +40,7 @@ class StepIndex(NamedTuple):
     starts: Array
     lengths: Array
     block_table: Array
+    stored: Array
 
 
 class WindowRows(NamedTuple):
@@ -314,6 +316,10 @@ class Ops(Protocol):
 
     def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Array) -> Pools:
         """Put back what ``read_ring`` saved."""
+        ...
+
+    def store_rows(self, pools: Pools, layer: int, role: str, index: StepIndex, raw: RawRows) -> Pools:
+        """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
         ...
 
     def digest_rows(self, raw: RawRows, salt: int) -> Array:

@@ -18,12 +18,14 @@ class Row(NamedTuple):
         start: its length before the step.
         new: tokens that the step brings, 0 or more.
         blocks: its block numbers after the step's allocation, in order of history.
+        stored: tokens whose paged rows were taken over at admission.
     """
 
     slot: int
     start: int
     new: int
     blocks: Sequence[int]
+    stored: int = 0
 
     @property
     def length(self) -> int:
@@ -53,14 +55,16 @@ def build_index(
     starts = np.zeros(requests, np.int32)
     lengths = np.zeros(requests, np.int32)
     block_table = np.full((requests, max_blocks), -1, np.int32)
+    stored = np.zeros(requests, np.int32)
     first = 0
     for number, row in enumerate(rows):
         positions[first : first + row.new] = np.arange(row.start, row.length)
         request_index[first : first + row.new] = number
         slots[number], starts[number], lengths[number] = row.slot, row.start, row.length
+        stored[number] = row.stored
         block_table[number, : len(row.blocks)] = row.blocks
         first += row.new
-    return StepIndex(positions, request_index, slots, starts, lengths, block_table)
+    return StepIndex(positions, request_index, slots, starts, lengths, block_table, stored)
 
 
 def at_start(index: StepIndex) -> StepIndex:

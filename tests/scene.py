@@ -47,7 +47,9 @@ def compressed(
     )
 
 
-def stored(ratio: int, *, format: str = "fp32", dim: int = DIM, key_format: str = "fp32", key_dim: int = DIM) -> LayerSpec:
+def stored(
+    ratio: int, *, format: str = "fp32", dim: int = DIM, key_format: str = "fp32", key_dim: int = DIM
+) -> LayerSpec:
     """Entries and index keys that the caller compresses: no tail, no window."""
     return LayerSpec(
         entries=Entries(dim=dim, ratio=ratio, format=format),
@@ -61,7 +63,9 @@ def classic(storage: str = "paged", *, heads: int = 2, dim: int = 4, **fields: A
     return LayerSpec(kv=KV(key_heads=heads, key_dim=dim, storage=storage, **fields))
 
 
-def create(layers: Sequence[LayerSpec] | CacheSpec, backend: str, *, block_tokens: int = 8, **sizes: Any) -> kvcore.Cache:
+def create(
+    layers: Sequence[LayerSpec] | CacheSpec, backend: str, *, block_tokens: int = 8, **sizes: Any
+) -> kvcore.Cache:
     """A cache of two requests and 64 tokens unless told otherwise, poisoned before use."""
     spec = layers if isinstance(layers, CacheSpec) else CacheSpec(layers=layers, block_tokens=block_tokens)
     if not {"max_tokens", "budget_bytes"} & set(sizes):
@@ -147,9 +151,7 @@ def fill_layer(handle: Any, layer: LayerSpec, tokens: np.ndarray, *, gate: float
         store(handle, layer)
     if layer.kv is not None:
         keys, values = layer.kv.parts
-        handle.append_kv(
-            filled(tokens, keys.heads, keys.format.dim), -filled(tokens, values.heads, values.format.dim)
-        )
+        handle.append_kv(filled(tokens, keys.heads, keys.format.dim), -filled(tokens, values.heads, values.format.dim))
 
 
 def store(handle: Any, layer: LayerSpec) -> None:
@@ -175,10 +177,10 @@ def read(
         return reader(step, layer, **options)
 
 
-def window_of(step: Any, layer: int = 0) -> list[dict[int, float]]:
+def window_of(step: Any, layer: int = 0, *, rtol: float = 0.0) -> list[dict[int, float]]:
     """Position -> value of each request's window, in order."""
     gathered = step.layer(layer).gather_window()
-    return rows_of(gathered.values, gathered.positions)
+    return rows_of(gathered.values, gathered.positions, rtol=rtol)
 
 
 def kv_of(step: Any, layer: int = 0) -> list[dict[int, float]]:
@@ -219,11 +221,11 @@ def _entries(step: Any, layer: int, gathered: Any) -> list[list[float]]:
     return [list(rows.values()) for rows in found]
 
 
-def rows_of(values: Any, positions: Any) -> list[dict[int, float]]:
+def rows_of(values: Any, positions: Any, *, rtol: float = 0.0) -> list[dict[int, float]]:
     """[Q, n, ...] values and [Q, n] positions -> position -> value for each request.
 
-    Checks what every gather promises: valid rows first and in position order, all channels of a row alike, and rows
-    without a position exactly zero.
+    Checks what every gather promises: valid rows first and in position order, all channels of a row alike (within
+    ``rtol``, where fields are rounded differently), and rows without a position exactly zero.
     """
     values = kvcore.to_numpy(values).astype(np.float64)
     positions = kvcore.to_numpy(positions)
@@ -234,7 +236,7 @@ def rows_of(values: Any, positions: Any) -> list[dict[int, float]]:
         assert (places[count:] == -1).all(), "an invalid row before a valid one"
         assert (np.diff(places[:count]) > 0).all(), "positions out of order"
         assert not channels[count:].any(), "an invalid row that is not zero"
-        assert (channels[:count] == channels[:count, :1]).all(), "channels of one row differ"
+        assert np.allclose(channels[:count], channels[:count, :1], rtol=rtol, atol=0), "channels of one row differ"
         found.append(dict(zip(places[:count].tolist(), channels[:count, 0].tolist(), strict=True)))
     return found
 

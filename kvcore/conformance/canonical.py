@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvcore.plan import CachePlan, Region
+from kvcore.spec import Format
 
 Bytes = np.ndarray
 POISON = 0xFF
@@ -45,6 +46,12 @@ def write_rows(pools: Mapping[str, Bytes], region: Region, units: Bytes, numbers
             stored = np.concatenate([stored[..., 1::2], stored[..., 0::2]], axis=2)
         offsets = _offsets(place, region.rows * region.heads).reshape(region.rows, region.heads, place.nbytes)
         pools[region.buffers[place.buffer][0]][units[:, None, None], offsets[numbers]] = stored
+
+
+def untouched(rows: Bytes, format: Format) -> Bytes:
+    """[...] True where a row of [..., row_bytes] is still poison; pads, which some layouts don't store, don't count."""
+    stored = [format.byte_range(field.name) for field in format.fields if field.name != "pad"]
+    return np.logical_and.reduce([(rows[..., first:last] == POISON).all(axis=-1) for first, last in stored])
 
 
 def _offsets(place, count: int) -> Bytes:

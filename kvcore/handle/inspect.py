@@ -5,7 +5,7 @@ from kvcore.errors import StepError
 from kvcore.handle.state import LayerState
 from kvcore.ops import Array, PagedView, RawRows, RingView
 from kvcore.plan import Region
-from kvcore.spec import Entries, Tail, Window
+from kvcore.spec import Entries, Window
 
 
 class InspectionVerbs(LayerState):
@@ -21,8 +21,7 @@ class InspectionVerbs(LayerState):
             index, rows = self._paged_index(role), None
         else:
             index, rows = self._state(role)
-        if rows is not None and isinstance(component, Tail):
-            rows = (self._ops.join(*rows),)
+            rows = None if rows is None else self._parts(role)
         columns = max((len(component.live(length)) for length in self._lengths(index)), default=0)
         return self._ops.gather_rows(self._pools, self._layer, role, index, rows, columns=columns)
 

@@ -46,6 +46,10 @@ class LayerState:
             if getattr(self._spec, role) is not None and not self._shares(role) and self._awaits_entries(role)
         ]
 
+    def waiting_rows(self) -> dict[str, tuple[Array, ...]]:
+        """Rows that the rings do not hold yet, by role, one array a part (a tail's kv and score side by side)."""
+        return {role: self._parts(role) for role in self._waiting}
+
     def commit(self) -> None:
         """Write the ring rows that had to wait."""
         for role in self._waiting:
@@ -150,6 +154,11 @@ class LayerState:
     def _unwritten(self, role: str) -> tuple[Array, ...] | None:
         """The step's own rows where the ring does not hold them yet; None: the pools have everything."""
         return self._own[role] if role in self._waiting else None
+
+    def _parts(self, role: str) -> tuple[Array, ...]:
+        """The step's own rows as ``gather_rows`` takes them: one array for every part of the component."""
+        own = self._own[role]
+        return (self._ops.join(*own),) if isinstance(getattr(self._spec, role), Tail) else own
 
     def _state(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
         """(index, own rows) to read a role with: the start of the step before its append, the end after it."""

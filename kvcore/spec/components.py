@@ -14,6 +14,7 @@ import msgspec
 
 from kvcore.counts import check_count, is_count
 from kvcore.errors import SpecError
+from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format, tail_format
 
 Growth = Literal["slot", "block"]
@@ -112,7 +113,7 @@ class Window(Component, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _positive(self, "dim", "window")
         _check_rows(self)
-        FORMATS[self.format].for_dim(self.dim)
+        _row_format(self.format, self.dim)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -149,7 +150,7 @@ class Tail(Component, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _positive(self, "dim", "ratio")
-        if self.overlap not in (True, False):
+        if not _is_flag(self.overlap):
             raise SpecError(got=self.overlap, where="overlap", allowed="true or false")
         _check_rows(self)
 
@@ -193,7 +194,7 @@ class Entries(Component, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _positive(self, "dim", "ratio")
         _check_share(self)
-        FORMATS[self.format].for_dim(self.dim)
+        _row_format(self.format, self.dim)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -234,8 +235,9 @@ class IndexKeys(Entries, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         Entries.__post_init__(self)
         _positive(self, "heads", "topk")
-        if not _is_positive_number(self.global_scale):
-            raise SpecError(got=self.global_scale, where="global_scale", allowed="a finite number above 0")
+        if not _is_scale(self.global_scale):
+            raise SpecError(got=self.global_scale, where="global_scale", allowed="a number above 0, normal in fp32")
+        msgspec.structs.force_setattr(self, "global_scale", float(self.global_scale))
 
 
 class KV(Component, frozen=True, kw_only=True):
@@ -269,17 +271,28 @@ class KV(Component, frozen=True, kw_only=True):
             raise SpecError(got=(self.window, self.chunk), where="chunk", allowed="window or chunk, not both")
         if self.storage == "ring" and self.window is None and self.chunk is None:
             raise SpecError(got=self.storage, where="storage", allowed="ring only with a window or a chunk")
-        for part in self.parts:
-            if part.format.hadamard or part.format.global_scaled:
-                raise SpecError(got=part.format.name, where=f"{part.name}_format", allowed="a format for K-V rows")
+        value_at = (
+            "key_format" if self.value_format is None else "value_format",
+            "key_dim" if self.value_dim is None else "value_dim",
+        )
+        for part, at in zip(self._named_parts(), (("key_format", "key_dim"), value_at), strict=True):
+            _, _, name, dim = part
+            format = _row_format(name, dim, *at)
+            if format.hadamard or format.global_scaled:
+                raise SpecError(got=name, where=at[0], allowed="a format for K-V rows")
+
+    def _named_parts(self) -> tuple[tuple[str, int, str, int], ...]:
+        """(part, heads, format's name, dim) of keys and of values, the values' defaults filled in."""
+        value_format = self.key_format if self.value_format is None else self.value_format
+        value_heads, value_dim = self.value_heads or self.key_heads, self.value_dim or self.key_dim
+        return (
+            ("key", self.key_heads, self.key_format, self.key_dim),
+            ("value", value_heads, value_format, value_dim),
+        )
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        value_format = FORMATS[self.value_format or self.key_format]
-        return (
-            Part("key", self.key_heads, FORMATS[self.key_format].for_dim(self.key_dim)),
-            Part("value", self.value_heads or self.key_heads, value_format.for_dim(self.value_dim or self.key_dim)),
-        )
+        return tuple(Part(part, heads, FORMATS[name].for_dim(dim)) for part, heads, name, dim in self._named_parts())
 
     @property
     def growth(self) -> Growth:
@@ -307,13 +320,33 @@ class KV(Component, frozen=True, kw_only=True):
         return position // self.chunk * self.chunk if self.chunk is not None else 0
 
 
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_scale(value: object) -> bool:
+    """True for a positive normal number of fp32, so that a product with it loses no bits to subnormals."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 2.0**-126 <= value <= CODES["fp32"].largest
 
 
 def _positive(component: Component, *names: str) -> None:
     for name in names:
         check_count(SpecError, name, getattr(component, name), 1)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
+    """The format sized for ``dim``; an error names the component's field that is at fault."""
+    try:
+        format = FORMATS[name]
+    except SpecError as error:
+        raise SpecError(got=name, where=format_at, allowed=error.allowed, hint=error.hint) from None
+    try:
+        return format.for_dim(dim)
+    except SpecError as error:
+        allowed = f"{error.allowed}, for format {name}"
+        raise SpecError(got=dim, where=dim_at, allowed=allowed, hint=error.hint) from None
 
 
 def _check_share(component: Entries) -> None:

@@ -204,7 +204,7 @@ class Formats(Mapping[str, Format]):
 
     def __getitem__(self, name: str) -> Format:
         """The format called ``name``; SpecError lists the known ones."""
-        if name not in self._formats:
+        if name not in self:
             raise SpecError(
                 got=name,
                 where="format",
@@ -214,7 +214,7 @@ class Formats(Mapping[str, Format]):
         return self._formats[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._formats
+        return isinstance(name, str) and name in self._formats
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._formats)

@@ -59,6 +59,8 @@ def block_layout(format: Format, rows: int, layout: str) -> BlockLayout:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     if rows < 1:
         raise SpecError(got=rows, where="rows of a block", allowed="1 or more")
+    if format.row_bytes is None:
+        raise SpecError(got=format.name, where="format", allowed="a sized format", hint="Call for_dim(dim) first.")
     places, buffers = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile}[layout](format, rows)
     return BlockLayout(format=format, layout=layout, rows=rows, places=tuple(places), buffers=tuple(buffers))
 

@@ -106,7 +106,8 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not components:
             raise SpecError(got="no components", where=path, allowed="at least one of " + ", ".join(ROLES))
         for role, component in components.items():
-            if not isinstance(component, kinds[role]):
+            # IndexKeys are Entries, but not in the place of entries: JSON could not tell them apart.
+            if type(component) is not kinds[role]:
                 raise SpecError(got=component, where=f"{path}.{role}", allowed=f"a {kinds[role].__name__}")
             if self.block_tokens % component.tokens_per_row:
                 raise SpecError(
@@ -118,6 +119,12 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for paged, tail in TAIL_OF.items():
             self._check_pair(path, components, paged, tail)
         keys, entries = layer.index_keys, layer.entries
+        if layer.window is not None and entries is not None and layer.window.dim != entries.dim:
+            raise SpecError(
+                got=entries.dim,
+                where=f"{path}.entries.dim",
+                allowed=f"{layer.window.dim}, the dim of the window: a query attends to both",
+            )
         if keys is not None and (entries is None or entries.ratio != keys.ratio):
             got = "no entries" if entries is None else f"ratio {keys.ratio}"
             allowed = "entries beside it" if entries is None else f"{entries.ratio}, the ratio of entries"

@@ -2,10 +2,10 @@
 
 import pytest
 import scene
+from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks
-from scene import numbered
 
 KINDS = {
     "full paged": scene.classic(),
@@ -81,7 +81,8 @@ def test_cls_06_as_many_rows_as_the_mask_announces(backend):
     for draft in (6, 7, 8):
         with cache.step({a: 1}) as step:
             scene.fill(step, [draft])
-            for layer, held in ((0, numbered(draft - 3, draft)), (1, numbered(draft // 4 * 4, draft)), (2, numbered(0, draft))):
+            for layer, first in ((0, draft - 3), (1, draft // 4 * 4), (2, 0)):
+                held = numbered(first, draft)
                 keys, _, positions = step.layer(layer).gather_kv()
                 mask = kvcore.to_numpy(step.layer(layer).mask())
                 assert scene.kv_of(step, layer) == [held]

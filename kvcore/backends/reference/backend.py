@@ -42,6 +42,7 @@ class ReferenceOps:
     copy_slots = life.copy_slots
     copy_blocks = life.copy_blocks
     gather_rows = life.gather_rows
+    store_rows = life.store_rows
     read_ring = life.read_ring
     restore_ring = life.restore_ring
     digest_rows = life.digest_rows

@@ -175,11 +175,12 @@ def hadamard(values):
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
     rows, dim = values.shape
     stride = 1
-    while stride < dim:
-        pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
-        values = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(rows, dim)
-        stride *= 2
-    return to_bf16(values * np.float32(dim**-0.5))
+    with np.errstate(invalid="ignore", over="ignore"):
+        while stride < dim:
+            even, odd = np.moveaxis(values.reshape(rows, dim // (2 * stride), 2, stride), 2, 0)
+            values = np.stack([even + odd, even - odd], axis=2).reshape(rows, dim)
+            stride *= 2
+        return to_bf16(values * np.float32(dim**-0.5))
 
 
 def to_bf16(values):

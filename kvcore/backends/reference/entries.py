@@ -19,9 +19,11 @@ def store_entries(ops, pools, layer, index, entries, index_keys=None):
 def store_role(ops, pools, layer, role, index, values):
     """Store the entries that the step completes in the pool of one role."""
     (region,) = ops.plan.region(layer, role)
+    ratio = ops.component(layer, role).ratio
     rows = ops.encode_rows(region, values, ops.global_scale(layer, role))
     for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, len(values), role), strict=True)):
-        place.store(pools, region, *place.locate(region, index, int(request), int(entry)), rows[row])
+        if request >= 0 and (entry + 1) * ratio > index.stored[request]:
+            place.store(pools, region, *place.locate(region, index, int(request), int(entry)), rows[row])
 
 
 def closed(ops, layer, index, count, role="entries"):

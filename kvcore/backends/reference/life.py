@@ -57,6 +57,21 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns):
     return RawRows(out, positions)
 
 
+def store_rows(ops, pools, layer, role, index, raw):
+    """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
+    step = ops.component(layer, role).tokens_per_row
+    for request in range(len(raw.positions)):
+        for row, position in zip(raw.rows[request], raw.positions[request], strict=True):
+            first = 0
+            for region in ops.plan.region(layer, role):
+                last = first + region.heads * region.format.row
+                number = int(position) // step if position >= 0 else -1
+                stored = row[first:last].reshape(region.heads, region.format.row)
+                place.store(pools, region, *place.locate(region, index, request, number), stored)
+                first = last
+    return pools
+
+
 def read_ring(ops, pools, layer, role, index):
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
     return [

@@ -88,6 +88,8 @@ def append(pools, region: Region, index, rows) -> None:
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:
             continue
-        if region.growth == "slot" and position < index.lengths[request] - region.rows:
+        overwritten = region.growth == "slot" and position < index.lengths[request] - region.rows
+        taken_over = region.growth == "block" and position < index.stored[request]
+        if overwritten or taken_over:
             continue
         store(pools, region, *locate(region, index, int(request), int(position)), rows[token])

@@ -96,9 +96,11 @@ def pool(keys, scores):
     """Softmax-weighted sum over rows, [rows, d] each, separately for every channel; no row with weight gives 0."""
     largest = scores.max(axis=0)
     largest = np.where(np.isneginf(largest), 0, largest)
-    weights = np.exp(scores - largest)
+    # Scores can lie further apart than fp32 reaches, and a row without weight may hold anything.
+    with np.errstate(over="ignore", invalid="ignore"):
+        weights = np.exp(scores - largest)
+        products = np.where(weights == 0, 0, weights * keys).sum(axis=0)
     total = weights.sum(axis=0)
-    products = np.where(weights == 0, 0, weights * keys).sum(axis=0)
     return products / np.where(total == 0, 1, total)
 
 

@@ -1,9 +1,9 @@
 """``KVCache``: a kvcore cache that a ``transformers`` model takes as ``cache=``.
 
 One forward of the model is one kvcore step over all rows of the batch. The step opens at the first layer's update and
-commits when the last layer has what it needs. A forward that fails in between leaves the cache as it was: at once if the
-cache itself refused, else when the next forward (or crop, reset, reorder) begins. Until the commit ``get_seq_length``
-answers with the length before the forward, which is what masks and positions are made from.
+commits when the last layer has what it needs. A forward that fails in between leaves the cache as it was: at once if
+the cache itself refused, else when the next forward (or crop, reset, reorder) begins. Until the commit
+``get_seq_length`` answers with the length before the forward, which is what masks and positions are made from.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

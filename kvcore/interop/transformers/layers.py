@@ -2,9 +2,10 @@
 
 A model calls ``update`` once a layer and forward, and attends to what it returns: the rows that its new tokens may see,
 in position order, new ones last. How many there are and where they begin it asked before, through ``get_mask_sizes``;
-both answers come from the component's ``visible``. New rows come back as stored, so a quantised cache quantises them for
-the forward that writes them too, and a prompt's logits do not depend on how it was cut into chunks.
+both answers come from the component's ``visible``. New rows come back as stored, so a quantised cache quantises them
+for the forward that writes them too, and a prompt's logits do not depend on how it was cut into chunks.
 """
+# ruff: noqa: ARG002 - the signatures are those that models call
 
 from typing import TYPE_CHECKING, Any
 

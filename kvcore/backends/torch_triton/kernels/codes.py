@@ -4,8 +4,15 @@
 from integer arithmetic on the fp32 encoding, which also holds on older GPUs and in the interpreter.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
+
+from kvcore.spec.codes import NF4_LEVELS
+
+_LEVELS = np.array(NF4_LEVELS, np.float32)
+LEVELS = tl.constexpr(tuple(float(level) for level in _LEVELS))
+MIDPOINTS = tl.constexpr(tuple(float(middle) for middle in (_LEVELS[1:] + _LEVELS[:-1]) / np.float32(2)))
 
 
 @triton.jit
@@ -79,22 +86,19 @@ def int8_code(x):
 @triton.jit
 def nf4_code(x):
     """fp32 in [-1, 1] -> NF4 code as int32: how many midpoints between levels lie strictly below."""
-    code = (x > -0.8480964303016663).to(tl.int32)
-    code += (x > -0.6106347441673279).to(tl.int32)
-    code += (x > -0.4599952697753906).to(tl.int32)
-    code += (x > -0.33967942).to(tl.int32)
-    code += (x > -0.23460741).to(tl.int32)
-    code += (x > -0.13791174).to(tl.int32)
-    code += (x > -0.045525018125772476).to(tl.int32)
-    code += (x > 0.03979014977812767).to(tl.int32)
-    code += (x > 0.12025525).to(tl.int32)
-    code += (x > 0.2035212516784668).to(tl.int32)
-    code += (x > 0.2920137643814087).to(tl.int32)
-    code += (x > 0.38931253).to(tl.int32)
-    code += (x > 0.5016634166240692).to(tl.int32)
-    code += (x > 0.6427869200706482).to(tl.int32)
-    code += (x > 0.8614784181118011).to(tl.int32)
+    code = tl.zeros_like(x).to(tl.int32)
+    for k in tl.static_range(15):
+        code += (x > MIDPOINTS[k]).to(tl.int32)
     return code
+
+
+@triton.jit
+def nf4_value(code):
+    """NF4 code (int32) -> its level as fp32."""
+    value = tl.zeros_like(code).to(tl.float32)
+    for k in tl.static_range(16):
+        value = tl.where(code == k, LEVELS[k], value)
+    return value
 
 
 @triton.jit

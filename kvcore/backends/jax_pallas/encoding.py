@@ -1,0 +1,282 @@
+"""Values to canonical rows and back, by the format table alone.
+
+The same bytes as the reference, eagerly and under ``jit``. XLA is free with arithmetic where NumPy is not: it turns a
+division by a constant or by a broadcast array into a product with the reciprocal (a quarter of the quotients change),
+drops fp32 -> bf16 -> fp32 round trips, and on the CPU reads subnormals as zero. So quotients are corrected, rounding to
+bf16 is ``reduce_precision``, and powers of two are applied to exponent bits.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvcore.spec import FORMATS, Field, Format, block_layout
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS
+
+DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "e4m3": jnp.float8_e4m3fn,
+    "int8": jnp.int8,
+}
+BITS = {32: jnp.uint32, 16: jnp.uint16, 8: jnp.uint8}
+
+NF4 = np.array(NF4_LEVELS, np.float32)
+NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
+E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
+SIGN, INFINITY, MANTISSA = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FFFFF)
+FP32_ONE = 127  # biased exponent of 1.0
+LARGE = np.float32(2.0**100)
+
+
+def encode(format, values, global_scale=1.0):
+    """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
+    format = sized(format, values.shape[1])
+    values = values.astype(jnp.float32)
+    if format.hadamard:
+        values = hadamard(values)
+    stored = {}
+    channel = 0
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        channels = values[:, channel : channel + field.dims]
+        channel += field.dims
+        if field.group is None:
+            stored[field.name] = to_bytes(channels, field.code)
+        else:
+            stored[field.name], stored["scales"] = quantise(channels, field, format, global_scale)
+    zeros = {field.name: jnp.zeros((len(values), field.nbytes), jnp.uint8) for field in format.fields}
+    return jnp.concatenate([stored.get(field.name, zeros[field.name]) for field in format.fields], axis=1)
+
+
+def decode(format, rows, dim=None, global_scale=1.0):
+    """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
+    format = sized(format, dim)
+    channels = []
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        values = from_bytes(take(rows, format, field.name), field.code)
+        if field.group is not None:
+            scale_code = format.field("scales").code
+            width = field.group or field.dims
+            stored = take(rows, format, "scales")
+            if scale_code == "e8m0":
+                values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.dims])
+            else:
+                scales = scale_values(stored, scale_code, global_scale, format)
+                values = values * jnp.repeat(scales, width, axis=1)[:, : field.dims]
+        channels.append(values)
+    return jnp.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
+
+
+def pack_page(format, rows):
+    """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
+    format = sized(format, None)
+    layout = block_layout(format, len(rows), "packed")
+    page = jnp.zeros(layout.nbytes, jnp.uint8)
+    for place in layout.places:
+        where = place.base + place.stride * np.arange(len(rows))[:, None] + np.arange(place.nbytes)[None]
+        page = page.at[where].set(take(rows, format, place.field))
+    return page
+
+
+def unpack_page(format, page, rows):
+    """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
+    format = sized(format, None)
+    fields = {}
+    for place in block_layout(format, rows, "packed").places:
+        where = place.base + place.stride * np.arange(rows)[:, None] + np.arange(place.nbytes)[None]
+        fields[place.field] = page[where]
+    return jnp.concatenate([fields[field.name] for field in format.fields], axis=1)
+
+
+def quantise(channels, field: Field, format: Format, global_scale):
+    """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
+    width = field.group or field.dims
+    padded = jnp.pad(channels, ((0, 0), (0, field.groups * width - field.dims)))
+    groups = padded.reshape(len(channels), field.groups, width)
+    amax = jnp.max(jnp.abs(groups), axis=2)
+    finite = jnp.isfinite(amax)
+    amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(format.amax_floor))
+    scales, scale_bits = scale_of(amax, field, global_scale)
+    if field.rule == "pow2":
+        ratios = over_power(groups, (bits_of(scales) >> 23)[:, :, None])
+    else:
+        ratios = divide(groups, scales[:, :, None])
+    ratios = jnp.where(finite[:, :, None], ratios, 0)
+    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.dims], field.code, clamp=True)
+    # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
+    if field.code == "nf4":
+        codes = jnp.where(jnp.repeat(finite, width // 2, axis=1)[:, : codes.shape[1]], codes, np.uint8(0))
+    scale_bits = jnp.where(finite, scale_bits, CODES[field.scale].nan).astype(BITS[CODES[field.scale].bits])
+    return codes, bytes_of(scale_bits)
+
+
+def scale_of(amax, field: Field, global_scale):
+    """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
+    product = amax * np.float32(1 / CODES[field.code].largest)
+    if field.rule == "pow2":
+        bits = bits_of(product)
+        exponent = (bits >> 23) + ((bits & MANTISSA) != 0).astype(jnp.uint32)
+        scales = from_bits(exponent << 23)
+        return scales, exponent if field.scale == "e8m0" else bits_of(scales)
+    if field.rule == "e4m3":
+        relative = product if global_scale == 1 else divide(product, jnp.full_like(product, global_scale))
+        stored = jnp.clip(relative, np.float32(E4M3_SCALE_SMALLEST), np.float32(448)).astype(DTYPES["e4m3"])
+        return stored.astype(jnp.float32) * np.float32(global_scale), lax.bitcast_convert_type(stored, jnp.uint8)
+    scales = amax if field.rule == "absmax" else product
+    return scales, bits_of(scales)
+
+
+def scale_values(stored, code: str, global_scale, format: Format):
+    """Stored scale bytes [rows, groups · size], fp32 or e4m3 -> fp32 [rows, groups]."""
+    scales = from_bytes(stored, code)
+    return scales * np.float32(global_scale) if format.global_scaled else scales
+
+
+def to_bytes(values, code: str, clamp: bool = False):
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    if code == "nf4":
+        # A value on a midpoint takes the lower level: only midpoints strictly below it count.
+        return pack_nibbles(jnp.sum(values[:, :, None] > NF4_MIDPOINTS[None, None], axis=2, dtype=jnp.uint8))
+    if clamp:
+        values = jnp.clip(values, np.float32(-CODES[code].largest), np.float32(CODES[code].largest))
+    if code == "int8":
+        return lax.bitcast_convert_type(jnp.rint(values).astype(jnp.int8), jnp.uint8)
+    if code == "e2m1":
+        return pack_nibbles(e2m1_codes(values))
+    if code == "fp32":
+        bits = bits_of(values)
+        # Told by bits: arithmetic on a NaN might not see it where fast mathematics is on.
+        return bytes_of(jnp.where(bits & ~SIGN > INFINITY, np.uint32(CODES[code].nan), bits))
+    bits = lax.bitcast_convert_type(values.astype(DTYPES[code]), BITS[CODES[code].bits])
+    return bytes_of(jnp.where(jnp.isnan(values), CODES[code].nan, bits).astype(bits.dtype))
+
+
+def from_bytes(stored, code: str):
+    """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
+    if code == "nf4":
+        return jnp.asarray(NF4)[unpack_nibbles(stored)]
+    if code == "e2m1":
+        return jnp.asarray(E2M1)[unpack_nibbles(stored)]
+    size = CODES[code].bits // 8
+    if size > 1:
+        stored = stored.reshape(len(stored), stored.shape[1] // size, size)
+    return lax.bitcast_convert_type(stored, DTYPES[code]).astype(jnp.float32)
+
+
+def e2m1_codes(values):
+    """fp32 within ±6 -> e2m1 bits as uint8: the magnitude counts the midpoints below it, ties go to the even code."""
+    magnitude = jnp.abs(values)
+    codes = (bits_of(values) >> 28 & 8).astype(jnp.uint8)
+    for midpoint, tie_goes_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
+        above = magnitude >= np.float32(midpoint) if tie_goes_up else magnitude > np.float32(midpoint)
+        codes += above.astype(jnp.uint8)
+    return codes
+
+
+def pack_nibbles(codes):
+    """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_nibbles(stored):
+    """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
+    return jnp.stack([stored & 0xF, stored >> 4], axis=2).reshape(len(stored), 2 * stored.shape[1])
+
+
+def hadamard(values):
+    """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
+    rows, dim = values.shape
+    stride = 1
+    while stride < dim:
+        pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
+        values = jnp.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        values = values.reshape(rows, dim)
+        stride *= 2
+    return to_bf16(values * np.float32(dim**-0.5))
+
+
+def to_bf16(values):
+    """fp32 rounded to bf16, still as fp32. XLA may drop a cast there and back; it keeps ``reduce_precision``."""
+    return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+
+
+def divide(values, by):
+    """The correctly rounded quotient, by > 0; ``by`` may broadcast.
+
+    A quotient within an ulp is corrected by its exact remainder: products of 12-bit halves are exact in fp32, whether
+    or not the compiler fuses them with the subtraction. Quotients too small for any code to see may be off.
+    """
+    # Beyond 2^126 the reciprocal would be subnormal, which XLA reads as zero.
+    shrink = jnp.where(by > LARGE, np.float32(2.0**-64), np.float32(1))
+    values, by = values * shrink, by * shrink
+    inverse = np.float32(1) / by
+    quotient = values * inverse
+    high, low = _halves(quotient)
+    by_high, by_low = _halves(by)
+    remainder = values - high * by_high - high * by_low - low * by_high - low * by_low
+    return quotient + remainder * inverse
+
+
+def _halves(values):
+    """values = high + low exactly, 12 significant bits each."""
+    high = from_bits(bits_of(values) & np.uint32(0xFFFFF000))
+    return high, values - high
+
+
+def over_power(values, exponent):
+    """Values / 2^(exponent - 127), exactly while the quotient is normal; exponent uint32, 1 to 253, broadcasts."""
+    bits = bits_of(values)
+    # A subnormal is its mantissa times 2^-149, and the mantissa as a number is normal.
+    mantissa = (bits & MANTISSA).astype(jnp.float32)
+    small = mantissa * from_bits(jnp.maximum(105 - exponent.astype(jnp.int32), 0).astype(jnp.uint32) << 23)
+    small = from_bits(bits_of(small) | bits & SIGN)
+    normal = values * from_bits((2 * FP32_ONE - exponent) << 23)
+    return jnp.where(bits & INFINITY == 0, small, normal)
+
+
+def times_power(values, exponent):
+    """Values · 2^(exponent - 127) for values of at most 4 significant bits, exactly; exponent uint8, 255 means NaN."""
+    bits = bits_of(values)
+    exponent = exponent.astype(jnp.int32)
+    raised = (bits >> 23 & 0xFF).astype(jnp.int32) + exponent - FP32_ONE
+    mantissa = bits & MANTISSA
+    normal = raised.astype(jnp.uint32) << 23 | mantissa
+    subnormal = (mantissa | np.uint32(0x800000)) >> jnp.clip(1 - raised, 0, 31).astype(jnp.uint32)
+    scaled = jnp.where(raised > 0, jnp.where(raised >= 255, INFINITY, normal), subnormal)
+    scaled = jnp.where(bits & ~SIGN == 0, np.uint32(0), scaled) | bits & SIGN
+    invalid = (exponent == 255) | (bits & ~SIGN > INFINITY)
+    return from_bits(jnp.where(invalid, np.uint32(CODES["fp32"].nan), scaled))
+
+
+def bits_of(values):
+    """fp32 -> uint32."""
+    return lax.bitcast_convert_type(values, jnp.uint32)
+
+
+def from_bits(bits):
+    """uint32 -> fp32."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def bytes_of(bits):
+    """Unsigned integers [rows, n] -> little-endian bytes [rows, n · size]."""
+    if bits.dtype.itemsize == 1:
+        return bits
+    return lax.bitcast_convert_type(bits, jnp.uint8).reshape(len(bits), bits.shape[1] * bits.dtype.itemsize)
+
+
+def sized(format, dim) -> Format:
+    """The format by name or record, sized for ``dim`` where it has no size of its own."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    return format if dim is None else format.for_dim(dim)
+
+
+def take(rows, format: Format, name: str):
+    """A field's bytes out of canonical rows."""
+    first, last = format.byte_range(name)
+    return rows[:, first:last]

@@ -1,0 +1,102 @@
+"""Attention over the window and the compressed entries, straight from the pools (DeepSeek-V4 paper section 2.3.3)."""
+
+import torch
+
+from kvcore.backends.torch_triton import rows as place
+from kvcore.ops import Attention
+
+
+def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+    """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+    tokens, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    if not tokens or not len(index.slots):
+        return Attention(out, lse)
+    sources = []
+    if ops.component(layer, "window") is not None:
+        sources.append(window_source(ops, pools, layer, index, rows))
+    if ops.component(layer, "entries") is not None:
+        sources.append(entries_source(ops, pools, layer, index, selected))
+    for some in place.portions(tokens, dim * sum(columns for columns, _ in sources)):
+        keys, seen = zip(*(read(some) for _, read in sources), strict=True)
+        keys, seen = place.blank(torch.cat(keys, dim=1), torch.cat(seen, dim=1)), torch.cat(seen, dim=1)
+        found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, scale, seen[:, None])
+        out[some] = found.to(q.dtype)
+    return Attention(out, lse)
+
+
+def window_source(ops, pools, layer, index, rows):
+    """(W, function of a slice of tokens -> window keys [t, W, d] fp32 and whether they are seen [t, W]).
+
+    Each ring is decoded once, however many of its rows a query shares with the next one.
+    """
+    (region,) = ops.plan.region(layer, "window")
+    component = ops.component(layer, "window")
+    unit = index.slots.long()[:, None].expand(-1, region.rows)
+    stored = place.load(pools, region, unit, torch.arange(region.rows, device=unit.device).expand_as(unit))
+    ring = len(unit) * region.rows
+    stored = stored.flatten(0, 1)
+    if rows is not None:
+        stored = torch.cat([stored, ops.encode_rows(region, rows)])
+    table = ops.decode_rows(region, stored)[:, 0]
+
+    def read(some):
+        request, position = index.request_index[some, None].long(), index.positions[some, None].long()
+        number = position - torch.arange(component.window - 1, -1, -1, device=position.device)
+        seen = (request >= 0) & (number >= 0)
+        line = request * region.rows + number % region.rows
+        if rows is not None:
+            new, token = place.own_token(index, request, number, len(rows))
+            line = torch.where(new, ring + token, line)
+        return table[torch.where(seen, line, 0)].to(torch.float32), seen
+
+    return component.window, read
+
+
+def entries_source(ops, pools, layer, index, selected):
+    """(k, function of a slice of tokens -> entry keys [t, k, d] fp32 and whether they are seen [t, k])."""
+    (region,) = ops.plan.region(layer, "entries")
+    component = ops.component(layer, "entries")
+    table = None
+    # A decode step with a selection reads just what it selects. Otherwise queries share entries, which are decoded once;
+    # how many there are must then be asked of the device.
+    if selected is None or len(selected) > len(index.slots):
+        most = int((index.lengths // component.ratio).max())
+        table = ops.gather_all_entries(pools, layer, index, columns=most, role="entries").values.flatten(0, 1)
+        selected = torch.arange(most, device=table.device)[None] if selected is None else selected
+    every = len(selected) != len(index.positions)
+
+    def read(some):
+        request, position = index.request_index[some, None].long(), index.positions[some, None]
+        number = (selected if every else selected[some]).long()
+        seen = (request >= 0) & (number >= 0) & (number < (position + 1) // component.ratio)
+        if table is None:
+            stored = place.read(pools, region, index, request, torch.where(seen, number, -1))
+            return ops.decode_rows(region, stored)[:, :, 0].to(torch.float32), seen
+        if not len(table):
+            return table.new_zeros((*seen.shape, table.shape[1]), dtype=torch.float32), seen
+        return table[torch.where(seen, request * most + number, 0)].to(torch.float32), seen
+
+    return selected.shape[1], read
+
+
+def softmax_sum(q, keys, values, sink, scale, seen):
+    """Attention of q [..., H, d] to keys [..., n, d] and values [..., n, e] -> out [..., H, e], lse [..., H].
+
+    The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse. ``seen``
+    [..., n] or broadcastable says which keys count; values that no query sees must be finite.
+    """
+    logits = torch.where(seen, q @ keys.transpose(-1, -2) * scale, -torch.inf)
+    if not logits.shape[-1]:
+        return q.new_zeros((*q.shape[:-1], values.shape[-1])), q.new_full(q.shape[:-1], -torch.inf)
+    largest = logits.amax(dim=-1)
+    weights = torch.exp(logits - torch.where(largest.isneginf(), 0, largest)[..., None])
+    total = weights.sum(dim=-1)
+    lse = largest + torch.log(total)
+    out = weights @ values / torch.where(total == 0, 1, total)[..., None]
+    if sink is not None:
+        # out · sigmoid(lse - sink), written so that neither exponential overflows.
+        out = torch.where(total == 0, 0, 1 / (1 + torch.exp(sink.to(torch.float32) - lse)))[..., None] * out
+    return out, lse

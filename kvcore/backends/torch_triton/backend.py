@@ -1,0 +1,161 @@
+"""The torch backend: the verbs bound to a plan and a device, in place."""
+
+import numpy as np
+import torch
+
+from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.errors import BackendError, ShapeError
+from kvcore.ops import StepIndex
+from kvcore.plan import CachePlan
+from kvcore.pools import allocate
+from kvcore.spec import TAIL_OF
+
+verb = torch.no_grad()
+"""A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
+
+
+class TorchOps:
+    """Every verb of ``kvcore.ops.Ops`` on torch tensors of one device."""
+
+    def __init__(self, plan: CachePlan, device: str = "cpu") -> None:
+        self.plan = plan
+        self.device = device
+
+    encode = verb(encoding.encode)
+    decode = verb(encoding.decode)
+    pack_page = verb(encoding.pack_page)
+    unpack_page = verb(encoding.unpack_page)
+    append_window = verb(window.append_window)
+    append_tail = verb(tail.append_tail)
+    append_index_tail = verb(tail.append_index_tail)
+    gather_window = verb(window.gather_window)
+    compress = verb(tail.compress)
+    flush = verb(tail.flush)
+    store_entries = verb(entries.store_entries)
+    store_role = verb(entries.store_role)
+    closed = verb(entries.closed)
+    gather_entries = verb(entries.gather_entries)
+    gather_all_entries = verb(entries.gather_all_entries)
+    index_scores = verb(indexer.index_scores)
+    select = verb(indexer.select)
+    attend = verb(attention.attend)
+    append_kv = verb(classic.append_kv)
+    gather_kv = verb(classic.gather_kv)
+    mask = verb(classic.mask)
+    attend_kv = verb(classic.attend_kv)
+    reset_slots = verb(life.reset_slots)
+    copy_slots = verb(life.copy_slots)
+    copy_blocks = verb(life.copy_blocks)
+    gather_rows = verb(life.gather_rows)
+    store_rows = verb(life.store_rows)
+    read_ring = verb(life.read_ring)
+    restore_ring = verb(life.restore_ring)
+    digest_rows = verb(life.digest_rows)
+
+    def allocate(self):
+        """Fresh pools for the plan."""
+
+        def make(units, size, fresh, region, buffer):
+            pool = torch.zeros((units, size), dtype=torch.uint8, device=self.device)
+            if fresh is not None:
+                pool[:] = self.bytes_of(fresh)
+            return pool
+
+        # An inference tensor could not be written to outside inference mode; an ordinary one can be in both.
+        with torch.inference_mode(False):
+            return allocate(self.plan, make)
+
+    def asarray(self, array):
+        """A NumPy array as a tensor of its own on the device, bf16 included; a tensor on the device as it is, detached.
+
+        NumPy arrays are copied: rows may wait for the commit, and the caller may change its array before.
+        """
+        if isinstance(array, torch.Tensor):
+            if array.device != torch.device(self.device):
+                raise ShapeError(
+                    got=f"a tensor on {array.device}",
+                    where="device",
+                    allowed=f"tensors on {self.device}, where the cache is, or NumPy arrays",
+                    hint=f"Move it with .to({self.device!r}).",
+                )
+            return array.detach()
+        host = np.array(array, order="C")
+        is_bf16 = host.dtype.name == "bfloat16"
+        try:
+            tensor = torch.from_numpy(host.view(np.int16) if is_bf16 else host)
+        except TypeError:
+            raise ShapeError(got=f"dtype {host.dtype}", where="array", allowed="a dtype that torch has") from None
+        return (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(self.device)
+
+    def join(self, kv, score):
+        """Kv and score [T, width] side by side."""
+        return torch.cat([kv, score], dim=1)
+
+    def index(self, host):
+        """The step index on the device, moved there as one buffer."""
+        arrays = [np.ascontiguousarray(array, np.int32) for array in host]
+        moved = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(self.device)
+        pieces = moved.split([array.size for array in arrays])
+        return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
+
+    def component(self, layer, role):
+        """The layer's component of that role, or None."""
+        return getattr(self.plan.spec.all_layers[layer], role)
+
+    def tail_of(self, role):
+        """The role whose rows are compressed into ``role``."""
+        return TAIL_OF[role]
+
+    def global_scale(self, layer, role):
+        """The component's global scale, 1 where it has none."""
+        return getattr(self.component(layer, role), "global_scale", 1.0)
+
+    def encode_rows(self, region, values, global_scale=1.0):
+        """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
+        flat = values.reshape(len(values) * region.heads, region.format.dim)
+        return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
+
+    def decode_rows(self, region, rows, global_scale=1.0):
+        """Canonical rows [..., row_bytes] of a region -> values [..., d]."""
+        flat = self.decode(region.format, rows.reshape(-1, region.format.row), global_scale=global_scale)
+        return flat.reshape(*rows.shape[:-1], region.format.dim)
+
+    def bytes_of(self, data):
+        """Host bytes as a uint8 tensor on the device."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+class TorchBackend:
+    """Creates ``TorchOps``."""
+
+    name = "torch_triton"
+
+    def create(self, plan, *, device=None, check=False):
+        """Bind the verbs to a plan and a device: the CPU, or a CUDA device by its torch name.
+
+        Raises:
+            BackendError: another device, or one that is not there.
+        """
+        return TorchOps(plan, checked_device(device))
+
+    def default_layout(self, device):
+        """Packed, like the engines."""
+        return "packed"
+
+
+def checked_device(device) -> str:
+    """The device's full name; ``cuda`` is torch's current CUDA device."""
+    kind, _, number = str(device or "cpu").partition(":")
+    if kind == "cpu" and device in (None, "cpu"):
+        return "cpu"
+    if kind != "cuda" or (":" in str(device) and not number.isdecimal()):
+        raise BackendError(got=device, where="device", allowed="None, 'cpu', 'cuda' or 'cuda:N' for 'torch_triton'")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found or int(number or 0) >= found:
+        raise BackendError(
+            got=device,
+            where="device",
+            allowed=f"'cpu', or one of {found} CUDA devices" if found else "'cpu': torch finds no CUDA device",
+            hint="" if found else f"This is torch {torch.__version__}.",
+        )
+    return f"cuda:{number or torch.cuda.current_device()}"

@@ -1,0 +1,134 @@
+"""Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
+
+import torch
+
+from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.attention import softmax_sum
+from kvcore.backends.torch_triton.encoding import DTYPES
+from kvcore.ops import Attention
+
+
+def append_kv(ops, pools, layer, index, k, v):
+    """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+        place.append(pools, region, index, ops.encode_rows(region, values))
+    return pools
+
+
+def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns):
+    """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    positions = positions_of(ops.component(layer, "kv"), index, columns)
+    requests = torch.arange(len(index.slots), device=positions.device)[:, None]
+    valid = positions >= 0
+    # Where the answer is at hand, ask whether anything is to be blanked; on a GPU blank without asking.
+    complete = not positions.is_cuda and bool(valid.all())
+    gathered = []
+    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+        dense = None if values is not None else bulk(ops, pools, region, layer, index, columns)
+        if dense is None:
+            own = None if values is None else ops.encode_rows(region, values)
+            dense = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
+        gathered.append(dense if complete else place.blank(dense, valid))
+    return gathered[0], gathered[1], positions.int()
+
+
+def positions_of(component, index, columns):
+    """[Q, columns] int64 positions that the step's queries may see, ascending, then -1; see ``Component.visible``."""
+    if component.span is None:
+        first = torch.zeros_like(index.starts)
+    else:
+        # Without new tokens the last query counts: what it saw is what is live.
+        query = torch.where(index.starts == index.lengths, index.lengths - 1, index.starts)
+        first = place.first_visible(component, query).clamp(min=0)
+    return place.numbers_from(first, index.lengths - first, columns)
+
+
+def bulk(ops, pools, region, layer, index, columns):
+    """Whole units of a plain format, copied as they lie: [Q, columns, heads, dim] by position, or None if not possible.
+
+    It is what a real model's decode step waits for: whole blocks through the table, no work per row.
+    """
+    (first, *others), (value, *more) = region.unit.places, region.format.fields
+    if others or more or value.group is not None or first.split or value.code not in DTYPES:
+        return None
+    if ops.component(layer, "kv").span is not None:
+        return None
+    pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[value.code]
+    size = stored.itemsize
+    if (pool.storage_offset() + first.base) % size or first.stride % size or pool.stride(0) % size:
+        return None
+    rows = region.heads * first.stride
+    units = pool.view(stored).as_strided(
+        (len(pool), region.rows, region.heads, region.format.dim),
+        (pool.stride(0) // size, rows // size, first.stride // size, 1),
+        (pool.storage_offset() + first.base) // size,
+    )
+    if region.growth == "slot":
+        dense = units[:, :columns].index_select(0, index.slots.clamp(min=0))
+    else:
+        blocks = index.block_table[:, : -(-columns // region.rows)].clamp(min=0)
+        dense = units.index_select(0, blocks.reshape(-1))
+        dense = dense.reshape(len(blocks), -1, *dense.shape[2:])[:, :columns]
+    return dense.to(DTYPES[region.format.value_code])
+
+
+def mask(ops, layer, index, *, columns):
+    """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+    component = ops.component(layer, "kv")
+    request, query = index.request_index, index.positions[:, None]
+    position = place.of_request(positions_of(component, index, columns), request)
+    seen = (position >= place.first_visible(component, query)) & (position <= query) & (position >= 0)
+    return seen & (request >= 0)[:, None]
+
+
+def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+    """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+    tokens, heads, dim = q.shape
+    keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
+    seen = ops.mask(layer, index, columns=columns)
+    scale = dim**-0.5 if scale is None else scale
+    out = torch.zeros((tokens, heads, values.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    if not len(keys):
+        return Attention(out, lse)
+    # One product for all of a request's queries needs values that are finite also where a query doesn't look. A decode
+    # step takes its rows token by token, without asking the device anything.
+    if tokens > len(keys) and bool(values.isfinite().all()):
+        news = (index.lengths - index.starts).tolist()
+        groups = [(slice(sum(news[:r]), sum(news[: r + 1])), slice(r, r + 1)) for r in range(len(news)) if news[r]]
+    else:
+        groups = [(some, None) for some in place.portions(tokens, columns * (keys[0, 0].numel() + values[0, 0].numel()))]
+    for some, request in groups:
+        if request is None:
+            mine = index.request_index[some]
+            block = q[some, None], place.of_request(keys, mine), place.of_request(values, mine), seen[some, None]
+            place.blank(block[2], seen[some])
+        else:
+            block = q[None, some], keys[request], values[request], seen[None, some]
+        found, logs = grouped(*block, sink, scale)
+        out[some], lse[some] = found.flatten(0, 1).to(q.dtype), logs.flatten(0, 1)
+    return Attention(out, lse)
+
+
+def grouped(q, keys, values, seen, sink, scale):
+    """q [B, t, H, d] to keys [B, n, key heads, d], values [B, n, value heads, e] -> out [B, t, H, e], lse [B, t, H].
+
+    Query heads that share a key head are rows of one product.
+    """
+    batch, tokens, heads, dim = q.shape
+    if keys.shape[2] != values.shape[2]:
+        shared = torch.arange(heads, device=q.device)
+        keys = keys[:, :, shared * keys.shape[2] // heads]
+        values = values[:, :, shared * values.shape[2] // heads]
+    groups = keys.shape[2]
+    q = q.to(torch.float32).reshape(batch, tokens, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
+    sink = None if sink is None else sink.reshape(groups, heads // groups, 1)
+    out, lse = softmax_sum(
+        q,
+        keys.to(torch.float32).permute(0, 2, 1, 3)[:, :, None],
+        values.to(torch.float32).permute(0, 2, 1, 3)[:, :, None],
+        sink,
+        scale,
+        seen[:, None, None],
+    )
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)

@@ -1,0 +1,234 @@
+"""Values to canonical rows and back, by the format table alone.
+
+Storing is exact: scales come from exponent bits or one product, divisions are IEEE-rounded (by a tensor: torch turns a
+division by a scalar into a product on a GPU), values are clamped to the code's range before they are cast, and a group
+with a non-finite value stores a NaN scale and zero codes, so that the fault stays in its row and is seen.
+"""
+
+from functools import cache
+
+import torch
+from torch.nn.functional import pad
+
+from kvcore.backends.torch_triton.rows import reinterpret
+from kvcore.spec import FORMATS, Field, Format, block_layout
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
+
+E4M3_OVERFLOW = 464.0
+"""Halfway from 448 to the next step of e4m3, still rounded to 448; anything larger has no code."""
+
+
+def encode(ops, format, values, global_scale=1.0):
+    """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
+    values = ops.asarray(values)
+    format = sized(format, values.shape[1])
+    values = values.to(torch.float32).contiguous()
+    if format.hadamard:
+        values = hadamard(values)
+    rows = values.new_zeros((len(values), format.row), dtype=torch.uint8)
+    channel = 0
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        channels = values[:, channel : channel + field.size]
+        channel += field.size
+        if field.group is None:
+            put(rows, format, field.name, to_bytes(channels, field.code))
+            continue
+        codes, scales = quantise(channels, field, format, global_scale)
+        put(rows, format, field.name, codes)
+        put(rows, format, "scales", scales)
+    return rows
+
+
+def decode(ops, format, rows, dim=None, global_scale=1.0):
+    """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
+    rows = ops.asarray(rows)
+    format = sized(format, dim)
+    channels = []
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        values = from_bytes(take(rows, format, field.name), field.code)
+        if field.group is not None:
+            scales = scale_values(take(rows, format, "scales"), format.field("scales").code, global_scale, format)
+            values = values * spread(scales, field)
+        channels.append(values.to(DTYPES[format.value_code]))
+    return channels[0] if len(channels) == 1 else torch.cat(channels, dim=1)
+
+
+def pack_page(ops, format, rows):
+    """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
+    rows = ops.asarray(rows)
+    format = sized(format, None)
+    layout = block_layout(format, len(rows), "packed")
+    page = rows.new_zeros(layout.nbytes)
+    for place in layout.places:
+        page.as_strided((len(rows), place.nbytes), (place.stride, 1), place.base)[:] = take(rows, format, place.field)
+    return page
+
+
+def unpack_page(ops, format, page, rows):
+    """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
+    page = ops.asarray(page).contiguous()
+    format = sized(format, None)
+    out = page.new_zeros((rows, format.row))
+    for place in block_layout(format, rows, "packed").places:
+        start = page.storage_offset() + place.base
+        put(out, format, place.field, page.as_strided((rows, place.nbytes), (place.stride, 1), start))
+    return out
+
+
+def quantise(channels, field: Field, format: Format, global_scale):
+    """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
+    padded = pad(channels, (0, field.groups * field.width - field.size))
+    groups = padded.reshape(len(channels), field.groups, field.width)
+    amax = groups.abs().amax(dim=2)
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0).clamp(min=format.amax_floor)
+    scales, scale_bits = scale_of(amax, field, global_scale)
+    ratios = torch.where(finite[:, :, None], groups / scales[:, :, None], 0)
+    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
+    # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
+    if field.code == "nf4":
+        codes.masked_fill_(~finite.repeat_interleave(field.width // 2, dim=1)[:, : codes.shape[1]], 0)
+    scale = field.scale_element
+    scale_bits = torch.where(finite, scale_bits, scale.nan or 0).to(BITS[scale.bits])
+    return codes, scale_bits.view(torch.uint8)
+
+
+def scale_of(amax, field: Field, global_scale):
+    """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
+    product = amax * (1 / field.element.largest)
+    if field.rule == "pow2":
+        bits = product.view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        scale_bits = exponent << 23
+        return scale_bits.view(torch.float32), exponent if field.scale == "e8m0" else scale_bits
+    if field.rule == "e4m3":
+        relative = (product / torch.full_like(product, global_scale)).clamp(E4M3_SCALE_SMALLEST, CODES["e4m3"].largest)
+        stored = relative.to(DTYPES["e4m3"])
+        return stored.to(torch.float32) * global_scale, stored.view(torch.uint8)
+    scales = amax if field.rule == "absmax" else product
+    return scales, scales.view(torch.int32)
+
+
+def scale_values(stored, code: str, global_scale, format: Format):
+    """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
+    if code == "e8m0":
+        exponent = stored.to(torch.int32)
+        bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+        return torch.where(exponent == 0xFF, 0x7FC00000, bits).view(torch.float32)
+    scales = from_bytes(stored, code)
+    return scales * global_scale if format.global_scaled else scales
+
+
+def spread(scales, field: Field):
+    """Scales [rows, groups] -> [rows, dims]: each group's scale at its channels; the last group may be short."""
+    return scales[:, :, None].expand(-1, -1, field.width).flatten(1)[:, : field.size]
+
+
+def to_bytes(values, code: str, clamp: bool = False):
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    if code == "nf4":
+        # A value on a midpoint takes the lower level: bucketize counts the midpoints strictly below it.
+        edges = nf4_midpoints(values.device)
+        return pack_nibbles(torch.bucketize(values.contiguous(), edges, out_int32=True).to(torch.uint8))
+    if clamp:
+        values = values.clamp(-CODES[code].largest, CODES[code].largest)
+    if code == "int8":
+        return values.round().to(torch.int8).view(torch.uint8)
+    if code == "e2m1":
+        magnitude = torch.bucketize(values.abs(), e2m1_edges(values.device), out_int32=True)
+        # NaN has no code; like ml_dtypes, an unscaled one becomes -0.
+        magnitude = torch.where(values.isnan(), 0, magnitude)
+        negative = values.signbit() | values.isnan()
+        return pack_nibbles((magnitude + 8 * negative).to(torch.uint8))
+    bits = values.to(DTYPES[code]).contiguous().view(BITS[CODES[code].bits])
+    if code == "e4m3" and not clamp:
+        # The cast saturates; e4m3 itself has no code beyond its range but NaN of either sign.
+        bits = torch.where(values.abs() > E4M3_OVERFLOW, bits | 0x7F, bits)
+    return torch.where(values.isnan(), CODES[code].nan or 0, bits).view(torch.uint8)
+
+
+def from_bytes(stored, code: str):
+    """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
+    if code in ("nf4", "e2m1"):
+        return levels(code, stored.device)[unpack_nibbles(stored).int()]
+    return reinterpret(stored, DTYPES[code]).to(torch.float32)
+
+
+@cache
+def levels(code: str, device):
+    """The sixteen values of a 4-bit code, fp32, code 0 first."""
+    values = NF4_LEVELS if code == "nf4" else (*E2M1_LEVELS, *(-level for level in E2M1_LEVELS))
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@cache
+def nf4_midpoints(device):
+    """The fifteen midpoints of the NF4 levels, rounded to fp32."""
+    values = levels("nf4", device)
+    return (values[1:] + values[:-1]) / torch.full_like(values[1:], 2)
+
+
+@cache
+def e2m1_edges(device):
+    """Largest magnitude that still rounds down to each level: a tie goes to the even code, so up to every second one."""
+    values = torch.tensor(E2M1_LEVELS, dtype=torch.float32)
+    middle = (values[1:] + values[:-1]) / 2
+    upward = torch.arange(len(middle)) % 2 == 1
+    return torch.where(upward, middle.nextafter(torch.zeros_like(middle)), middle).to(device)
+
+
+def pack_nibbles(codes):
+    """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_nibbles(stored):
+    """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
+    return torch.stack([stored & 0xF, stored >> 4], dim=2).reshape(len(stored), 2 * stored.shape[1])
+
+
+def hadamard(values):
+    """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
+    rows, dim = values.shape
+    stride = 1
+    while stride < dim:
+        pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
+        values = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], dim=2)
+        stride *= 2
+    return to_bf16(values.reshape(rows, dim) * dim**-0.5)
+
+
+def to_bf16(values):
+    """fp32 rounded to bf16, still as fp32."""
+    return values.to(torch.bfloat16).to(torch.float32)
+
+
+def sized(format, dim) -> Format:
+    """The format by name or record, sized for ``dim`` where it has no size of its own."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    return format if dim is None else format.for_dim(dim)
+
+
+def take(rows, format: Format, name: str):
+    """A field's bytes out of canonical rows."""
+    first, last = format.byte_range(name)
+    return rows[:, first:last]
+
+
+def put(rows, format: Format, name: str, stored) -> None:
+    """Write a field's bytes into canonical rows."""
+    first, last = format.byte_range(name)
+    rows[:, first:last] = stored

@@ -1,0 +1,150 @@
+"""Gather: rows from the pools, decoded to dense arrays with their positions. Rows that don't exist read as zeros."""
+
+import triton
+import triton.language as tl
+
+from kvcore.backends.torch_triton.kernels.address import locate
+from kvcore.backends.torch_triton.kernels.rows import channels, load_rows, store_dense
+
+
+@triton.jit
+def gather_window_kernel(
+    out_ptr,
+    positions_out_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    slots_ptr,
+    lengths_ptr,
+    count,
+    WINDOW: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The last min(length, WINDOW) positions of each request, ascending: out [requests, R.rows, dim], count rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    request = row // R.rows
+    length = tl.load(lengths_ptr + request, mask=inside, other=0)
+    position = tl.maximum(length - WINDOW, 0) + row % R.rows
+    position = tl.where(inside & (position < length), position, -1)
+    unit, place = locate(request, position, slots_ptr, slots_ptr, 0, R)
+    valid = unit >= 0
+    x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    tl.store(positions_out_ptr + row, tl.where(valid, position, -1), mask=inside)
+
+
+@triton.jit
+def gather_entries_kernel(
+    out_ptr,
+    valid_out_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    indices_ptr,
+    request_ptr,
+    lengths_ptr,
+    table_ptr,
+    count,
+    picks,
+    table_columns,
+    RATIO: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Entries by logical index: indices [tokens, picks] -> out [tokens, picks, dim] and valid bytes; count rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    request = tl.load(request_ptr + row // picks, mask=inside, other=-1)
+    entry = tl.load(indices_ptr + row, mask=inside, other=-1)
+    entries = tl.load(lengths_ptr + request, mask=request >= 0, other=0) // RATIO
+    entry = tl.where((entry >= 0) & (entry < entries), entry, -1).to(tl.int32)
+    unit, place = locate(request, entry, table_ptr, table_ptr, table_columns, R)
+    valid = unit >= 0
+    x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    tl.store(valid_out_ptr + row, valid.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def gather_all_kernel(
+    out_ptr,
+    counts_out_ptr,
+    positions_out_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    lengths_ptr,
+    table_ptr,
+    count,
+    columns,
+    table_columns,
+    RATIO: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Every entry of every request: out [requests, columns, dim], counts [requests], positions [requests, columns]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    request = row // columns
+    entry = row % columns
+    entries = tl.load(lengths_ptr + request, mask=inside, other=0) // RATIO
+    tl.store(counts_out_ptr + request, entries, mask=inside & (entry == 0))
+    entry = tl.where(inside & (entry < entries), entry, -1)
+    unit, place = locate(request, entry, table_ptr, table_ptr, table_columns, R)
+    valid = unit >= 0
+    x = load_rows(unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    tl.store(positions_out_ptr + row, tl.where(valid, entry * RATIO, -1), mask=inside)
+
+
+@triton.jit
+def gather_kv_kernel(
+    out_ptr,
+    positions_out_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    slots_ptr,
+    starts_ptr,
+    lengths_ptr,
+    table_ptr,
+    count,
+    columns,
+    table_columns,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Positions that a query of the step may see: out [requests, columns, heads, dim], positions [requests, columns].
+
+    Without RING every position below the length. With it, from the first position that the step's first query sees, or
+    the last position's if the step brings no token. WINDOW and CHUNK are 0 where they don't apply.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    cell = row // R.heads
+    request = cell // columns
+    length = tl.load(lengths_ptr + request, mask=inside, other=0)
+    position = cell % columns
+    if RING:
+        start = tl.load(starts_ptr + request, mask=inside, other=0)
+        query = tl.where(start < length, start, tl.maximum(length - 1, 0))
+        if WINDOW:
+            position += tl.maximum(query + 1 - WINDOW, 0)
+        else:
+            position += query // CHUNK * CHUNK
+    position = tl.where(inside & (position < length), position, -1)
+    unit, place = locate(request, position, slots_ptr, table_ptr, table_columns, R)
+    valid = unit >= 0
+    head = row % R.heads
+    x = load_rows(unit, place * R.heads + head, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
+    tl.store(positions_out_ptr + cell, tl.where(valid, position, -1), mask=inside & (head == 0))

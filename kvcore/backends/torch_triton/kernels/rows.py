@@ -1,0 +1,233 @@
+"""One tile of rows to and from the pools: encode and store, load and decode, by a ``RowRecord``.
+
+A tile is [n, tiles, width]: n rows, their channels in groups that share a scale. Channel numbers at or above ``quant``
+are the plain field's, at or above ``dim`` filling. Bytes that lie in wider elements are addressed in those elements, so
+that the compiler sees contiguous runs and moves them in wide accesses.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.backends.torch_triton.kernels.codes import (
+    bf16_bits,
+    bits_float,
+    e2m1_code,
+    e2m1_value,
+    e4m3_code,
+    e4m3_value,
+    float_bits,
+    int8_code,
+    nf4_code,
+    nf4_value,
+    round_bf16,
+)
+
+
+@triton.jit
+def channels(R: tl.constexpr):
+    """Channel numbers of a tile: [1, tiles, width]."""
+    group = tl.arange(0, R.tiles)[None, :, None]
+    return group * R.width + tl.arange(0, R.width)[None, None, :]
+
+
+@triton.jit
+def element_offsets(unit, row, lane: tl.constexpr, SIZE: tl.constexpr):
+    """Offsets [n] (64-bit, in elements of SIZE bytes) of a field of row ``row`` [n] of units [n]."""
+    return unit.to(tl.int64) * (lane.unit // SIZE) + row.to(tl.int64) * (lane.stride // SIZE) + lane.base // SIZE
+
+
+@triton.jit
+def hadamard(x, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Rotate rows by the orthonormal Sylvester matrix: butterflies of strides 1, 2, 4 ..., one product, then bf16."""
+    n: tl.constexpr = x.shape[0]
+    for log_stride in tl.static_range(R.dim.bit_length() - 1):
+        stride: tl.constexpr = 1 << log_stride
+        pairs = tl.permute(tl.reshape(x, (n, R.dim // (2 * stride), 2, stride)), (0, 1, 3, 2))
+        low, high = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (n, R.tiles, R.width))
+    return round_bf16(x * (R.dim**-0.5), NATIVE)
+
+
+@triton.jit
+def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Group maxima (fp32 bits, finite) -> (stored bits, fp32 scale) by the record's rule."""
+    product = bits_float(tl.maximum(largest, R.floor_bits)) * R.inverse
+    if R.rule == "pow2":
+        exponent = (float_bits(product) + 0x7FFFFF) >> 23
+        scale = bits_float(exponent << 23)
+        stored = exponent if R.scale == "e8m0" else exponent << 23
+    elif R.rule == "e4m3":
+        relative = tl.div_rn(product, tl.full(product.shape, R.global_scale, tl.float32))
+        stored = e4m3_code(tl.minimum(tl.maximum(relative, 0.001953125), 448.0), NATIVE)
+        scale = e4m3_value(stored, NATIVE) * R.global_scale
+    else:
+        if R.rule == "absmax":
+            scale = bits_float(tl.maximum(largest, R.floor_bits))
+        else:
+            scale = product
+        stored = float_bits(scale)
+    return stored, scale
+
+
+@triton.jit
+def quantise(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Values [n, tiles, width] -> (codes as int32, same shape; scale bits as int32, [n, tiles])."""
+    magnitude = tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0)
+    largest = tl.max(magnitude, axis=2)
+    finite = largest < 0x7F800000
+    stored, scale = scale_of(tl.where(finite, largest, 0), R, NATIVE)
+    if R.rule == "pow2":
+        ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
+    else:
+        ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
+    ratio = tl.where(finite[:, :, None], ratio, 0.0)
+    ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
+    if R.code == "e4m3":
+        code = e4m3_code(ratio, NATIVE)
+    elif R.code == "e2m1":
+        code = e2m1_code(ratio)
+    elif R.code == "int8":
+        code = int8_code(ratio)
+    else:
+        code = tl.where(finite[:, :, None], nf4_code(ratio), 0)
+    bad: tl.constexpr = 0xFF if R.scale == "e8m0" else (0x7F if R.scale == "e4m3" else 0x7FC00000)
+    return code, tl.where(finite, stored, bad)
+
+
+@triton.jit
+def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Encode the scaled channels of x [n, tiles, width] and store codes, scales and padding."""
+    n: tl.constexpr = x.shape[0]
+    channel = channels(R)
+    code, scale = quantise(x, channel < R.quant, R, NATIVE)
+    at = element_offsets(unit, row, R.codes_at, 1)[:, None, None]
+    if R.code == "e2m1" or R.code == "nf4":
+        low, high = tl.split(tl.reshape(code, (n, R.tiles, R.width // 2, 2)))
+        half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
+        keep = valid[:, None, None] & (half < R.quant // 2)
+        tl.store(codes_ptr + at + half, (low | (high << 4)).to(tl.uint8), mask=keep)
+    else:
+        tl.store(codes_ptr + at + channel, code.to(tl.uint8), mask=valid[:, None, None] & (channel < R.quant))
+    group = tl.arange(0, R.tiles)[None, :]
+    if R.scale == "fp32":
+        target = scales_ptr.to(tl.pointer_type(tl.int32)) + element_offsets(unit, row, R.scales_at, 4)[:, None] + group
+        tl.store(target, scale, mask=valid[:, None] & (group < R.groups))
+    else:
+        scale = tl.where(group < R.groups, scale, 0).to(tl.uint8)
+        target = scales_ptr + element_offsets(unit, row, R.scales_at, 1)[:, None] + group
+        tl.store(target, scale, mask=valid[:, None] & (group < R.groups + R.pad))
+
+
+@triton.jit
+def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong."""
+    size: tl.constexpr = 4 if R.plain == "fp32" else 2
+    at = element_offsets(unit, row, R.plain_at, size)[:, None, None] + (channel - R.quant)
+    keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
+    if R.plain == "fp32":
+        bits = tl.where(x != x, 0x7FC00000, float_bits(x))
+        tl.store(plain_ptr.to(tl.pointer_type(tl.int32)) + at, bits, mask=keep)
+    elif R.plain == "bf16":
+        bits = bf16_bits(x, NATIVE).to(tl.int16)
+        tl.store(plain_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=keep)
+    else:
+        bits = x.to(tl.float16).to(tl.int16, bitcast=True)
+        bits = tl.where(x != x, 0x7E00, bits.to(tl.int32)).to(tl.int16)
+        tl.store(plain_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=keep)
+
+
+@triton.jit
+def store_rows(x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Encode x [n, tiles, width] fp32 and store it at rows [n] of units [n] where ``valid`` [n]."""
+    if R.hadamard:
+        x = hadamard(x, R, NATIVE)
+    if R.quant:
+        store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R, NATIVE)
+    if R.plain:
+        store_plain(x, channels(R), unit, row, valid, plain_ptr, R, NATIVE)
+
+
+@triton.jit
+def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Scales [n, tiles] as fp32; 0 where not ``valid``."""
+    group = tl.arange(0, R.tiles)[None, :]
+    keep = valid[:, None] & (group < R.groups)
+    if R.scale == "fp32":
+        source = scales_ptr.to(tl.pointer_type(tl.float32)) + element_offsets(unit, row, R.scales_at, 4)[:, None] + group
+        scale = tl.load(source, mask=keep, other=0.0)
+    else:
+        source = scales_ptr + element_offsets(unit, row, R.scales_at, 1)[:, None] + group
+        stored = tl.load(source, mask=keep, other=0).to(tl.int32)
+        if R.scale == "e8m0":
+            scale = bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
+        else:
+            scale = e4m3_value(stored, NATIVE) * R.global_scale
+    return scale
+
+
+@triton.jit
+def load_codes(unit, row, valid, codes_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes [n, tiles, width] as fp32 values before scaling; 0 where not ``valid``."""
+    at = element_offsets(unit, row, R.codes_at, 1)[:, None, None]
+    if R.code == "e2m1" or R.code == "nf4":
+        half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
+        byte = tl.load(codes_ptr + at + half, mask=valid[:, None, None] & (half < R.quant // 2), other=0).to(tl.int32)
+        if R.code == "e2m1":
+            low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
+        else:
+            low, high = nf4_value(byte & 15), nf4_value(byte >> 4)
+        value = tl.reshape(tl.join(low, high), (unit.shape[0], R.tiles, R.width))
+    else:
+        channel = channels(R)
+        byte = tl.load(codes_ptr + at + channel, mask=valid[:, None, None] & (channel < R.quant), other=0)
+        if R.code == "e4m3":
+            value = e4m3_value(byte.to(tl.int32), NATIVE)
+        else:
+            value = byte.to(tl.int8, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def load_plain(unit, row, valid, plain_ptr, R: tl.constexpr):
+    """The plain field's channels of a tile [n, tiles, width] as fp32; 0 elsewhere and where not ``valid``."""
+    channel = channels(R)
+    size: tl.constexpr = 4 if R.plain == "fp32" else 2
+    at = element_offsets(unit, row, R.plain_at, size)[:, None, None] + (channel - R.quant)
+    keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
+    if R.plain == "fp32":
+        value = tl.load(plain_ptr.to(tl.pointer_type(tl.float32)) + at, mask=keep, other=0.0)
+    elif R.plain == "bf16":
+        bits = tl.load(plain_ptr.to(tl.pointer_type(tl.int16)) + at, mask=keep, other=0)
+        value = bits_float(bits.to(tl.int32) << 16)
+    else:
+        value = tl.load(plain_ptr.to(tl.pointer_type(tl.float16)) + at, mask=keep, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def load_rows(unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Load and decode rows [n] of units [n]: fp32 [n, tiles, width], exact zeros where not ``valid`` [n]."""
+    if R.quant:
+        value = load_codes(unit, row, valid, codes_ptr, R, NATIVE)
+        scale = load_scales(unit, row, valid, scales_ptr, R, NATIVE)
+        if R.code == "nf4":
+            value = tl.where(valid[:, None, None], value, 0.0)
+        value = value * scale[:, :, None]
+        if R.plain:
+            channel = channels(R)
+            value = tl.where(channel < R.quant, value, load_plain(unit, row, valid, plain_ptr, R))
+    else:
+        value = load_plain(unit, row, valid, plain_ptr, R)
+    return value
+
+
+@triton.jit
+def store_dense(out_ptr, at, x, channel, keep, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Store decoded x [n, tiles, width] as rows of ``dim`` channels at element offsets ``at`` [n]: bf16 or fp32."""
+    mask = keep[:, None, None] & (channel < R.dim)
+    if R.exact:
+        # Decoding is exact in bf16, so the upper half of the fp32 number is the bf16 number, NaN included.
+        bits = (float_bits(x) >> 16).to(tl.int16)
+        tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at[:, None, None] + channel, bits, mask=mask)
+    else:
+        tl.store(out_ptr + at[:, None, None] + channel, x, mask=mask)

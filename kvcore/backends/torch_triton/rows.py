@@ -1,0 +1,183 @@
+"""Where rows lie: from (request, position or entry) to places in the pools, and canonical rows in and out of them.
+
+An address is a pure function of the slot, the position and the block table. Nothing is counted on the way, and nothing
+asks the device for a value: on a GPU a step can be queued, or captured, without waiting.
+"""
+
+import math
+
+import torch
+
+from kvcore.plan import Region
+from kvcore.spec import Place
+
+ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+TEMPORARY_ELEMENTS = 1 << 23
+"""Elements that a temporary array of the wider verbs may have: 32 MiB in fp32."""
+
+
+def locate(region: Region, index, request, number):
+    """(unit, row in the unit) of row ``number`` of a request, int64, in the arguments' common shape; unit -1 if none.
+
+    ``number`` is a position, or an entry's number in a paged component of compressed entries.
+    """
+    request, number = torch.broadcast_tensors(request, number)
+    known = (request >= 0) & (number >= 0)
+    number = number.clamp(min=0).long()
+    row = number % region.rows
+    if not len(index.slots):
+        return torch.full_like(number, -1), row
+    request = request.clamp(min=0).long()
+    if region.growth == "slot":
+        return torch.where(known, index.slots[request], -1).long(), row
+    column = number // region.rows
+    columns = index.block_table.shape[1]
+    unit = index.block_table[request, column.clamp(max=columns - 1)]
+    return torch.where(known & (column < columns), unit, -1).long(), row
+
+
+def field(pools, region: Region, place: Place):
+    """(view [n, heads, elements] of a field's bytes, windows from unit to unit, windows from row to row).
+
+    Window ``unit * a + row * b`` of the view is the field at that place, in the widest elements that its addresses are
+    multiples of. Windows overlap: read and write them by window number only.
+    """
+    pool = pools[region.buffers[place.buffer][0]]
+    row_bytes, unit_bytes, first = region.heads * place.stride, pool.stride(0), pool.storage_offset() + place.base
+    width = math.gcd(first, place.stride, unit_bytes, place.nbytes, 8)
+    grain = math.gcd(unit_bytes, row_bytes)
+    span = (region.rows - 1) * row_bytes
+    windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
+    view = pool.view(ELEMENTS[width]).as_strided(
+        (windows, region.heads, place.nbytes // width), (grain // width, place.stride // width, 1), first // width
+    )
+    return view, unit_bytes // grain, row_bytes // grain
+
+
+def load(pools, region: Region, unit, row):
+    """Canonical rows [..., heads, row_bytes] at places of shape [...]; zeros where the unit is -1."""
+    known = (unit >= 0).reshape(-1)
+    unit, row, shape = unit.clamp(min=0).reshape(-1), row.reshape(-1), unit.shape
+    rows = unit.new_zeros((len(unit), region.heads, region.format.row), dtype=torch.uint8)
+    for place in region.unit.places:
+        first, last = region.format.byte_range(place.field)
+        view, unit_step, row_step = field(pools, region, place)
+        stored = view.index_select(0, unit * unit_step + row * row_step).view(torch.uint8)
+        stored = join_bytes(stored) if place.split else stored
+        if place.nbytes == region.format.row:
+            rows = stored
+        else:
+            rows[:, :, first:last] = stored
+    return rows.masked_fill_(~known[:, None, None], 0).reshape(*shape, region.heads, region.format.row)
+
+
+def store(pools, region: Region, unit, row, rows) -> None:
+    """Write canonical rows [n, heads, row_bytes] at places [n]; nothing happens where the unit is -1.
+
+    Picking the valid rows out would need their number, which only the device knows. So an invalid row repeats a valid
+    one, to the same place with the same bytes; if there is no valid one, place (0, 0) gets back what it holds.
+    """
+    if not len(unit):
+        return
+    valid = unit >= 0
+    some = valid.any()
+    source = torch.where(valid, torch.arange(len(unit), device=unit.device), valid.int().argmax(dim=0, keepdim=True))
+    unit, row, rows = torch.where(some, unit[source], 0), torch.where(some, row[source], 0), rows[source]
+    for place in region.unit.places:
+        first, last = region.format.byte_range(place.field)
+        view, unit_step, row_step = field(pools, region, place)
+        stored = split_bytes(rows[:, :, first:last]) if place.split else rows[:, :, first:last]
+        stored = torch.where(some, reinterpret(stored, view.dtype), view[:1])
+        view.index_copy_(0, unit * unit_step + row * row_step, stored)
+
+
+def reinterpret(stored, dtype):
+    """Bytes [..., n] as elements of ``dtype``; copied where their addresses or strides don't allow a view."""
+    steps = (stored.storage_offset(), *stored.stride()[:-1])
+    if not stored.is_contiguous() or any(step % dtype.itemsize for step in steps):
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(dtype)
+
+
+def split_bytes(stored):
+    """Little-endian 16-bit elements -> all high bytes, then all low bytes, along the last axis."""
+    return torch.cat([stored[..., 1::2], stored[..., 0::2]], dim=-1)
+
+
+def join_bytes(stored):
+    """The inverse of ``split_bytes``."""
+    half = stored.shape[-1] // 2
+    return torch.stack([stored[..., half:], stored[..., :half]], dim=-1).flatten(-2)
+
+
+def of_request(values, request):
+    """Each row's request's entry of values [Q, ...]; for padding (request -1) some entry, or zeros if Q is 0."""
+    if not len(values):
+        return values.new_zeros((*request.shape, *values.shape[1:]))
+    return values[request.clamp(min=0).long()]
+
+
+def first_token(index, request):
+    """Row of each request's first new token among the step's tokens: tokens come request by request."""
+    new = (index.lengths - index.starts).long()
+    return of_request(new.cumsum(0) - new, request)
+
+
+def read(pools, region: Region, index, request, number, own=None):
+    """Canonical rows [..., heads, row_bytes] of positions ``number``: from the step's ``own`` rows if new, else stored.
+
+    Args:
+        own: canonical rows [T, heads, row_bytes] of the step's tokens, or None to read everything from the pools.
+    """
+    request, number = torch.broadcast_tensors(request, number)
+    stored = load(pools, region, *locate(region, index, request, number))
+    if own is None or not len(own):
+        return stored
+    new, token = own_token(index, request, number, len(own))
+    return torch.where(new[..., None, None], own[token], stored)
+
+
+def own_token(index, request, number, tokens):
+    """(whether a row is of the step itself, which of the step's ``tokens`` then brings it)."""
+    since = number.long() - of_request(index.starts, request)
+    new = (request >= 0) & (number >= 0) & (since >= 0)
+    return new, torch.where(new, first_token(index, request) + since, 0).clamp(max=tokens - 1)
+
+
+def append(pools, region: Region, index, rows) -> None:
+    """Store canonical rows [T, heads, row_bytes] of the step's tokens at their positions.
+
+    More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
+    one writer. Padding tokens write nowhere.
+    """
+    unit, row = locate(region, index, index.request_index, index.positions)
+    # In a ring, what a later token overwrites; in blocks, what was taken over.
+    least = index.lengths - region.rows if region.growth == "slot" else index.stored
+    left_out = index.positions < of_request(least, index.request_index)
+    store(pools, region, torch.where(left_out, -1, unit), row, rows)
+
+
+def numbers_from(first, count, columns):
+    """[Q, columns] int64 row numbers first .. first + count - 1 of every request, then -1."""
+    column = torch.arange(columns, device=first.device)
+    return torch.where(column < count[:, None], first[:, None].long() + column, -1)
+
+
+def first_visible(component, position):
+    """First position that the query at ``position`` may see: the component's own rule, on arrays."""
+    if component.window is not None:
+        return (position + 1 - component.window).clamp(min=0)
+    chunk = getattr(component, "chunk", None)
+    return torch.zeros_like(position) if chunk is None else position // chunk * chunk
+
+
+def blank(values, valid):
+    """Exact zeros where not valid, in place; ``valid`` has the leading axes of values, which may be NaN there."""
+    return values.masked_fill_(~valid.reshape(*valid.shape, *[1] * (values.ndim - valid.ndim)), 0)
+
+
+def portions(count: int, elements: int):
+    """Slices that cover ``count`` rows of ``elements`` each, none larger than a temporary array may be."""
+    size = max(1, TEMPORARY_ELEMENTS // max(1, elements))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

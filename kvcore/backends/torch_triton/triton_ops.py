@@ -1,0 +1,373 @@
+"""The verbs with Triton kernels: the write path and the gathers, one launch each where the kernels cover the format.
+
+What they don't cover (a layout that splits bytes, a third party's format) runs in the plain operations of ``TorchOps``.
+After a step's index is built nothing here allocates on the write path, asks the device for a value or looks at host
+integers that change from step to step, so a decode step can be captured in a CUDA graph.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.device_index import DeviceIndex
+from kvcore.backends.torch_triton.kernels import launch
+from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
+from kvcore.backends.torch_triton.kernels.tail import TailRecord
+from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.ops import AllEntries, SelectedEntries, WindowRows
+from kvcore.spec import Rope
+
+
+class TritonOps(TorchOps):
+    """``TorchOps`` with launches in place of the verbs that a step waits for."""
+
+    def __init__(self, plan, device="cpu"):
+        super().__init__(plan, device)
+        self._bound = {}
+        self._tails = {}
+        self._index = DeviceIndex(device)
+        self._scratch = None
+        self._old_scratch = []
+
+    def index(self, host):
+        """The step index on the device: one copy, into buffers that persist for steps of the same shape."""
+        return self._index.put(host)
+
+    @torch.no_grad()
+    def append_window(self, pools, layer, index, rows):
+        """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
+        if not self._append(pools, layer, "window", index, (rows,)):
+            return super().append_window(pools, layer, index, rows)
+        return pools
+
+    @torch.no_grad()
+    def append_kv(self, pools, layer, index, k, v):
+        """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+        if not self._append(pools, layer, "kv", index, (k, v)):
+            return super().append_kv(pools, layer, index, k, v)
+        return pools
+
+    def _append(self, pools, layer, role, index, parts):
+        bound = self.bound(layer, role)
+        if bound is None:
+            return False
+        for (record, names, paged), values in zip(bound, parts, strict=True):
+            calls().append_rows(
+                values.contiguous(),
+                index.positions,
+                index.request_index,
+                index.slots,
+                index.stored if paged else index.lengths,
+                index.block_table,
+                [pools[name] for name in names],
+                record,
+            )
+        return True
+
+    @torch.no_grad()
+    def append_tail(self, pools, layer, index, kv, score):
+        """Store raw compressor rows kv and score, [T, width] each, at slot·R + p mod R."""
+        return self._append_tail(pools, layer, index, kv, score, "tail")
+
+    @torch.no_grad()
+    def append_index_tail(self, pools, layer, index, kv, score):
+        """The same for the indexer's compressor."""
+        return self._append_tail(pools, layer, index, kv, score, "index_tail")
+
+    def _append_tail(self, pools, layer, index, kv, score, role):
+        record, name = self.tail_bound(layer, role)
+        if record is None:
+            plain = super().append_tail if role == "tail" else super().append_index_tail
+            return plain(pools, layer, index, kv, score)
+        calls().append_tail_rows(
+            kv.contiguous(),
+            score.contiguous(),
+            index.positions,
+            index.request_index,
+            index.slots,
+            index.lengths,
+            pools[name],
+            record,
+        )
+        return pools
+
+    @torch.no_grad()
+    def store_role(self, pools, layer, role, index, values):
+        """Store the entries that the step completes in the pool of one role."""
+        bound = self.bound(layer, role)
+        if bound is None:
+            return super().store_role(pools, layer, role, index, values)
+        ((record, names, _),) = bound
+        calls().store_rows(
+            values.contiguous(),
+            index.starts,
+            index.lengths,
+            index.stored,
+            index.block_table,
+            [pools[name] for name in names],
+            record,
+            self.component(layer, role).ratio,
+        )
+        return None
+
+    @torch.no_grad()
+    def flush(
+        self,
+        pools,
+        layer,
+        index,
+        kv,
+        score,
+        index_kv=None,
+        index_score=None,
+        *,
+        closed,
+        norm_weight=None,
+        eps=1e-6,
+        rope=None,
+        index_norm_weight=None,
+    ):
+        """Compress, rotate, encode and store every entry that the step completes, and its index key: one launch.
+
+        ``closed`` only says that there may be work: which entries close is read from the index on the device.
+        """
+        if closed == 0 and not capturing():
+            return pools
+        weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
+        if self._flush(pools, layer, index, kv, score, index_kv, index_score, eps, rope, append=False, **weights):
+            return pools
+        return super().flush(
+            pools, layer, index, kv, score, index_kv, index_score, closed=closed, eps=eps, rope=rope, **weights
+        )
+
+    @torch.no_grad()
+    def append_flush(
+        self,
+        pools,
+        layer,
+        index,
+        kv,
+        score,
+        index_kv=None,
+        index_score=None,
+        *,
+        closed,
+        newest=1,
+        norm_weight=None,
+        eps=1e-6,
+        rope=None,
+        index_norm_weight=None,
+    ):
+        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch in decode.
+
+        Args:
+            newest: most new tokens of a request in the step. Where it leaves no spare row in the ring, the flush reads
+                the old rows first and the tails are written by launches of their own.
+        """
+        weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
+        decode = self._is_decode(layer, index) and newest <= self._spare(layer)
+        if decode and self._flush(
+            pools, layer, index, kv, score, index_kv, index_score, eps, rope, append=True, **weights
+        ):
+            return pools
+        pools = self.flush(
+            pools, layer, index, kv, score, index_kv, index_score, closed=closed, eps=eps, rope=rope, **weights
+        )
+        pools = self.append_tail(pools, layer, index, kv, score)
+        if index_kv is not None:
+            pools = self.append_index_tail(pools, layer, index, index_kv, index_score)
+        return pools
+
+    def _flush(
+        self, pools, layer, index, kv, score, index_kv, index_score, eps, rope, *, append, norm_weight, index_norm_weight
+    ):
+        """Launch both streams; False where the kernels don't cover one of them."""
+        bounds = [self.bound(layer, "entries"), self.tail_bound(layer, "tail")]
+        if index_kv is not None:
+            bounds += [self.bound(layer, "index_keys"), self.tail_bound(layer, "index_tail")]
+        if any(bound is None or bound[0] is None for bound in bounds):
+            return False
+        if index_kv is not None and index_kv.dtype != kv.dtype:
+            return False
+        ((record, names, _),), (tail_record, tail_name), *others = bounds
+        records = [record, tail_record]
+        index_names, index_tail = [], None
+        if others:
+            ((index_record, index_names, _),), (index_tail_record, index_tail) = others
+            records += [index_record, index_tail_record]
+        scratch, arrivals = self._scratch_for(layer, index)
+        frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
+        calls().flush_rows(
+            kv.contiguous(),
+            score.contiguous(),
+            pools[tail_name],
+            [pools[name] for name in names],
+            norm_weight,
+            None if index_kv is None else index_kv.contiguous(),
+            None if index_score is None else index_score.contiguous(),
+            None if index_tail is None else pools[index_tail],
+            [pools[name] for name in index_names],
+            index_norm_weight,
+            frequencies,
+            index.positions,
+            index.request_index,
+            index.slots,
+            index.starts,
+            index.stored,
+            index.block_table,
+            scratch,
+            arrivals,
+            records,
+            float(eps),
+            append,
+        )
+        return True
+
+    @torch.no_grad()
+    def gather_window(self, pools, layer, index, rows=None):
+        """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
+        bound = self.bound(layer, "window")
+        if bound is None or rows is not None:
+            return super().gather_window(pools, layer, index, rows)
+        ((record, names, _),) = bound
+        window = self.component(layer, "window").window
+        buffers = [pools[name] for name in names]
+        return WindowRows(*calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+
+    @torch.no_grad()
+    def gather_entries(self, pools, layer, index, indices):
+        """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
+        bound = self.bound(layer, "entries")
+        if bound is None:
+            return super().gather_entries(pools, layer, index, indices)
+        ((record, names, _),) = bound
+        found = calls().gather_picked_rows(
+            indices.contiguous(),
+            index.request_index,
+            index.lengths,
+            index.block_table,
+            [pools[name] for name in names],
+            record,
+            self.component(layer, "entries").ratio,
+        )
+        return SelectedEntries(*found)
+
+    @torch.no_grad()
+    def gather_all_entries(self, pools, layer, index, *, columns, role="entries"):
+        """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+        bound = self.bound(layer, role)
+        if bound is None:
+            return super().gather_all_entries(pools, layer, index, columns=columns, role=role)
+        ((record, names, _),) = bound
+        ratio = self.component(layer, role).ratio
+        buffers = [pools[name] for name in names]
+        return AllEntries(*calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
+
+    @torch.no_grad()
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
+        """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+        bound = self.bound(layer, "kv")
+        if bound is None or k is not None or v is not None:
+            return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        component = self.component(layer, "kv")
+        ring = component.span is not None
+        window, chunk = component.window or 0, component.chunk or 0
+        place = index.slots, index.starts, index.lengths, index.block_table
+        (keys, positions), (values, _) = (
+            calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
+            for record, names, _ in bound
+        )
+        return keys, values, positions
+
+    def bound(self, layer, role):
+        """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
+        key = layer, role
+        if key not in self._bound:
+            self._bound[key] = self._bind(layer, role)
+        return self._bound[key]
+
+    def _bind(self, layer, role):
+        found = []
+        for region in self.plan.region(layer, role):
+            recorded = row_record(region, float(self.global_scale(layer, role)))
+            if recorded is None:
+                return None
+            record, buffers = recorded
+            names = sorted(set(buffers))
+            number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
+            found.append((number, names, record.paged))
+        return found
+
+    def tail_bound(self, layer, role):
+        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
+        key = layer, role
+        if key not in self._tails:
+            self._tails[key] = self._bind_tail(layer, role)
+        return self._tails[key]
+
+    def _bind_tail(self, layer, role):
+        (region,) = self.plan.region(layer, role)
+        component = self.component(layer, role)
+        if region.layout != "packed":
+            return None, ""
+        record = TailRecord(
+            width=component.width,
+            dim=component.dim,
+            ratio=component.ratio,
+            rows=region.rows,
+            slot=region.unit.nbytes // 4,
+            overlap=component.overlap,
+        )
+        ((name, _),) = region.buffers.values()
+        return launch.bind_tail(record), name
+
+    def _is_decode(self, layer, index):
+        bound, (tail, _) = self.bound(layer, "entries"), self.tail_bound(layer, "tail")
+        if bound is None or tail is None:
+            return False
+        return launch.one_token_programs(len(index.positions), len(index.slots))
+
+    def _spare(self, layer):
+        """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""
+        spare = []
+        for role in ("tail", "index_tail"):
+            component = self.component(layer, role)
+            if component is not None:
+                (region,) = self.plan.region(layer, role)
+                spare.append(region.rows - component.span)
+        return min(spare)
+
+    def _scratch_for(self, layer, index):
+        """(scratch, arrivals): rows of pooled channels, and zeroed counters, for every window that can close at once.
+
+        They are kept for the next step, and so are smaller ones that were outgrown: a captured graph may use them.
+        """
+        ratio = self.component(layer, "entries").ratio
+        rows = len(index.positions) // ratio + len(index.slots) + 1
+        size = power_of_two(self.component(layer, "entries").dim)
+        if self._scratch is None or self._scratch[0].numel() < rows * size or self._scratch[1].numel() < rows:
+            if self._scratch is not None:
+                self._old_scratch.append(self._scratch)
+            rows = power_of_two(rows)
+            self._scratch = (
+                torch.empty(rows * size, dtype=torch.float32, device=self.device),
+                torch.zeros(rows, dtype=torch.int32, device=self.device),
+            )
+        return self._scratch
+
+
+def calls():
+    """The launches: directly in eager mode, as registered operators while ``torch.compile`` traces."""
+    return torch.ops.kvcore if torch.compiler.is_compiling() else launch
+
+
+def capturing():
+    """True while launches are recorded for later steps, whose windows may close where this step's don't."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+@lru_cache(maxsize=None)
+def interpreted():
+    """True where TRITON_INTERPRET=1 runs the kernels without a GPU."""
+    return launch.INTERPRETED

@@ -1,0 +1,140 @@
+"""The block allocator: reference counts, generations, sealed blocks, and eviction of the least recently used.
+
+A block is free, held by one or more requests, or idle: sealed (its content is published under a key) with nobody holding
+it, so that it can be found again or evicted. Free, held and idle always add up to the capacity.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcore.errors import OutOfBlocks, RequestError
+
+
+@dataclass(kw_only=True)
+class BlockStatistics:
+    """What happened since the allocator was made: blocks taken, dropped, evicted; key look-ups that hit and missed."""
+
+    taken: int = 0
+    dropped: int = 0
+    evicted: int = 0
+    hits: int = 0
+    misses: int = 0
+
+
+class BlockAllocator:
+    """Who holds which of ``count`` blocks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.statistics = BlockStatistics()
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._generations = [0] * count
+        self._keys: dict[int, bytes] = {}
+        self._found: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``take`` can still give: free ones and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """Sealed blocks that nobody holds."""
+        return len(self._idle)
+
+    def generation(self, block: int) -> int:
+        """How often the block has been taken."""
+        return self._generations[block]
+
+    def take(self, count: int) -> list[int]:
+        """``count`` blocks of one holder each, free ones first, then the idle ones that were used longest ago.
+
+        Raises:
+            OutOfBlocks: fewer are available; nothing was taken.
+        """
+        if count > self.available:
+            raise OutOfBlocks(
+                got=f"{count} more blocks",
+                where="step",
+                allowed=f"{self.available} free blocks of {self.count}",
+                hint="Release or truncate requests, or bring fewer tokens in this step.",
+            )
+        free = self._free
+        while len(free) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._unseal(block)
+            self.statistics.evicted += 1
+            free.append(block)
+        taken = free[len(free) - count :]
+        del free[len(free) - count :]
+        taken.reverse()
+        for block in taken:
+            self._holders[block] = 1
+            self._generations[block] += 1
+        self.statistics.taken += count
+        return taken
+
+    def hold(self, block: int) -> None:
+        """One more holder of a held or idle block."""
+        if self._holders[block] == 0 and block not in self._keys:
+            raise RequestError(got=f"free block {block}", where="hold", allowed="a held or sealed block")
+        self._idle.pop(block, None)
+        self._holders[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> list[int]:
+        """One holder less for each block; returns those that became free (sealed ones become idle instead).
+
+        Raises:
+            RequestError: a block is not held as often as it is dropped; nothing was dropped.
+        """
+        holders = self._holders
+        freed: list[int] = []
+        for position, block in enumerate(blocks):
+            holders[block] -= 1
+            if holders[block] > 0:
+                continue
+            if holders[block] < 0:
+                self._undo_drop(blocks[: position + 1], freed)
+                raise RequestError(got=f"block {block}, dropped twice", where="drop", allowed="blocks that are held")
+            if block in self._keys:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+                freed.append(block)
+        self.statistics.dropped += len(blocks)
+        return freed
+
+    def is_shared(self, block: int) -> bool:
+        """True if writing to the block would change what somebody else, or a look-up by key, reads."""
+        return self._holders[block] > 1 or block in self._keys
+
+    def seal(self, block: int, key: bytes) -> None:
+        """Publish a full block under a key; the first block of a key stays the one that is found."""
+        if key in self._found or block in self._keys:
+            return
+        self._keys[block] = key
+        self._found[key] = block
+
+    def find(self, key: bytes) -> int | None:
+        """The sealed block of a key, or None; does not hold it."""
+        block = self._found.get(key)
+        if block is None:
+            self.statistics.misses += 1
+        else:
+            self.statistics.hits += 1
+        return block
+
+    def _unseal(self, block: int) -> None:
+        del self._found[self._keys.pop(block)]
+
+    def _undo_drop(self, blocks: Sequence[int], freed: list[int]) -> None:
+        for block in freed:
+            self._free.remove(block)
+        for block in blocks:
+            self._holders[block] += 1
+            self._idle.pop(block, None)
+            if self._holders[block] == 0 and block in self._keys:
+                self._idle[block] = None

@@ -1,0 +1,192 @@
+"""One case of a check: a plan, a step, pool contents and inputs, all on the host and all from the check's id."""
+
+import hashlib
+from functools import cached_property
+
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.backends.reference import encoding
+from kvcore.conformance import outputs
+from kvcore.conformance.canonical import poisoned, read_rows, write_rows
+from kvcore.conformance.cuts import TARGET
+from kvcore.conformance.outputs import Output
+from kvcore.conformance.shapes import Shape, Sizes
+from kvcore.ops import Ops, StepIndex
+from kvcore.plan import CachePlan, Region
+from kvcore.pools import Pools
+from kvcore.spec import Component
+from kvcore.step import Row, at_start, build_index
+
+
+class Case:
+    """What a check gives to every backend alike.
+
+    Attributes:
+        id: the check's id, from which every seed comes.
+        plan: of the small cache.
+        role: role under test.
+        shape: shape class.
+        rows: the step's requests.
+        index: the step's index on the host.
+    """
+
+    def __init__(self, id: str, plan: CachePlan, role: str, shape: Shape, sizes: Sizes) -> None:
+        self.id = id
+        self.plan = plan
+        self.role = role
+        self.shape = shape
+        self.rows = self._requests(sizes)
+        self._images: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, np.ndarray]] = {}
+
+    @cached_property
+    def index(self) -> StepIndex:
+        tokens = sum(row.new for row in self.rows) + self.shape.pad_tokens
+        requests = len(self.rows) + self.shape.pad_requests
+        return build_index(self.rows, max_blocks=self.plan.blocks, pad_tokens=tokens, pad_requests=requests)
+
+    @property
+    def tokens(self) -> int:
+        """T, padding included."""
+        return len(self.index.positions)
+
+    def component(self, role: str) -> Component:
+        """The component of the layer under test."""
+        return getattr(self.plan.spec.layers[TARGET], role)
+
+    def has(self, role: str) -> bool:
+        """True if the layer under test has the role."""
+        return getattr(self.plan.spec.layers[TARGET], role) is not None
+
+    def rng(self, name: str) -> np.random.Generator:
+        """A generator for one named input of this check: a failure reproduces alone."""
+        seed = hashlib.sha256(f"{self.id} {name}".encode()).digest()
+        return np.random.default_rng(np.frombuffer(seed, np.uint32))
+
+    def floats(self, name: str, *shape: int, dtype: np.dtype | None = None) -> np.ndarray:
+        """Normal values in the shape class's dtype."""
+        return self.rng(name).standard_normal(shape, np.float32).astype(dtype or self.shape.dtype)
+
+    def token_floats(self, name: str, *shape: int, dtype: np.dtype | None = None, wild: bool = False) -> np.ndarray:
+        """[T, *shape] values for the step's tokens; padding rows are NaN, since nobody may look at them.
+
+        Args:
+            wild: rows of very different magnitude, a row of zeros, and -0: what an encoder must get right.
+        """
+        values = self.rng(name).standard_normal((self.tokens, *shape), np.float32)
+        if wild:
+            steps = self.rng(f"{name} magnitude").integers(-12, 8, self.tokens)
+            values *= np.exp2(steps).astype(np.float32).reshape(-1, *[1] * len(shape))
+            values[1:2] = 0
+            values[..., :1] = -0.0
+        values[self.index.request_index < 0] = np.nan
+        return values.astype(dtype or self.shape.dtype)
+
+    def image(self, *, start: tuple[str, ...] = (), end: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Host pools: poison, and the live rows of some roles as they are before the step, of others as after it."""
+        key = start, end
+        if key not in self._images:
+            image = poisoned(self.plan)
+            for role in start:
+                self._fill(image, role, [row.start for row in self.rows])
+            for role in end:
+                self._fill(image, role, [row.length for row in self.rows])
+            self._images[key] = image
+        return {name: array.copy() for name, array in self._images[key].items()}
+
+    def closed(self, role: str) -> int:
+        """Entries of ``role`` that the step completes."""
+        ratio = self.component(role).tokens_per_row
+        return sum(row.length // ratio - row.start // ratio for row in self.rows)
+
+    def columns(self, role: str, *, ended: bool = True) -> int:
+        """Most rows of ``role`` that a request has live before or after the step."""
+        component = self.component(role)
+        return max((len(component.live(row.length if ended else row.start)) for row in self.rows), default=0)
+
+    def global_scale(self, role: str) -> float:
+        """The component's global scale, 1 where it has none."""
+        return getattr(self.component(role), "global_scale", 1.0)
+
+    def _requests(self, sizes: Sizes) -> tuple[Row, ...]:
+        """Slots and blocks in no order, the last of each left free: where a wrapped -1 would write."""
+        slots = self.rng("slots").permutation(self.plan.slots - 1)
+        blocks = iter(self.rng("blocks").permutation(max(self.plan.blocks - 1, 0)))
+        found: list[Row] = []
+        for slot, (start, new) in zip(slots, self.shape.requests(sizes), strict=False):
+            count = self.plan.blocks_for(start + new)
+            found.append(Row(int(slot), start, new, tuple(int(next(blocks)) for _ in range(count))))
+        return tuple(found)
+
+    def _fill(self, image: dict[str, np.ndarray], role: str, lengths: list[int]) -> None:
+        component = self.component(role)
+        for region in self.plan.region(TARGET, role):
+            places = [
+                _place(region, row, number)
+                for row, length in zip(self.rows, lengths, strict=True)
+                for number in component.live(length)
+            ]
+            units, numbers = np.array(places, np.int64).reshape(-1, 2).T
+            values = self.rng(f"{role} {region.part} rows").standard_normal(
+                (len(places) * region.heads, region.format.dim or 0), np.float32
+            )
+            encoded = encoding.encode(None, region.format, values, self.global_scale(role))
+            write_rows(image, region, units, numbers, encoded.reshape(len(places), region.heads, region.format.row))
+
+
+class Bench:
+    """A case in the hands of one backend: the same inputs on its device, its results back on the host."""
+
+    def __init__(self, case: Case, ops: Ops) -> None:
+        self.case = case
+        self.ops = ops
+        self.layer = TARGET
+        self.index = ops.index(case.index)
+
+    @property
+    def before(self) -> StepIndex:
+        """The index of the same requests before the step, without new tokens."""
+        return self.ops.index(at_start(self.case.index))
+
+    def put(self, array: np.ndarray) -> object:
+        """A copy of a host array on the backend's device."""
+        return self.ops.asarray(array.copy())
+
+    def pools(self, **filled: tuple[str, ...]) -> Pools:
+        """Pools as ``Case.image`` describes them."""
+        return self.load(self.case.image(**filled))
+
+    def load(self, image: dict[str, np.ndarray]) -> Pools:
+        """Host pools in the backend's own arrays."""
+        return Pools({name: self.put(array) for name, array in image.items()})
+
+    def hold(self, pools: Pools) -> dict[str, np.ndarray]:
+        """Pools back on the host, as [units, bytes of a unit]."""
+        return {name: to_numpy(array).reshape(len(array), -1) for name, array in pools.items()}
+
+    def stored(self, pools: Pools, *, computed: dict[str, str] | None = None) -> list[Output]:
+        """All canonical rows of all regions: what was written, and that nothing else was.
+
+        Args:
+            computed: role -> operation, for rows of the layer under test whose values were computed by the verb.
+        """
+        held = self.hold(pools)
+        found: list[Output] = []
+        for region in self.case.plan.regions:
+            name = f"{region.layer}.{region.role}" + (f".{region.part}" if region.part else "")
+            array = read_rows(held, region)
+            operation = (computed or {}).get(region.role) if region.layer == self.layer else None
+            if operation is None:
+                found.append(outputs.rows(name, array, region.format))
+            else:
+                scale = self.case.global_scale(region.role)
+                found.append(outputs.computed_rows(name, array, region.format, operation, global_scale=scale))
+        return found
+
+
+def _place(region: Region, row: Row, number: int) -> tuple[int, int]:
+    """(unit, row in it) of row ``number`` of a request."""
+    if region.growth == "slot":
+        return row.slot, number % region.rows
+    return row.blocks[number // region.rows], number % region.rows
+

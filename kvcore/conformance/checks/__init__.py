@@ -1,0 +1,91 @@
+"""The table of checks: every verb of ``kvcore.ops.Ops``, and how it is driven.
+
+One table for all who check a backend. To add a verb is to add a row here; a test compares the table with the Protocol.
+"""
+
+from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings
+from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
+from kvcore.conformance.verb import Verb
+from kvcore.spec import ROLES, TAIL_OF
+
+_INDEXED = ("entries", "index_keys")
+_COMPRESSED = (*TAIL_OF, *TAIL_OF.values())
+
+
+def _role(name, drive, role, *, roles=None, **options):
+    """A storage check of one role."""
+    return Verb(name, drive, "storage", role, roles or (role,), (role,), **options)
+
+
+VERBS: tuple[Verb, ...] = (
+    _role("append_window", rings.append_window, "window", writes=True),
+    _role("gather_window", rings.gather_window, "window"),
+    _role("append_tail", rings.append_tail, "tail", writes=True),
+    _role("join", rings.join, "tail", layouts=False),
+    _role("append_index_tail", rings.append_index_tail, "index_tail", writes=True),
+    Verb(
+        "compress",
+        compression.compress("entries"),
+        "arithmetic",
+        role="tail",
+        roles=("tail", "entries"),
+        needs=("tail", "entries"),
+        named=("entries", "tail"),
+    ),
+    Verb(
+        "compress",
+        compression.compress("index_keys"),
+        "arithmetic",
+        role="index_tail",
+        roles=_COMPRESSED,
+        needs=("index_tail", "index_keys"),
+        named=("index_keys", "index_tail"),
+    ),
+    Verb(
+        "flush",
+        compression.flush,
+        "arithmetic",
+        role="tail",
+        roles=_COMPRESSED,
+        needs=("tail", "entries"),
+        named=_INDEXED,
+        writes=True,
+    ),
+    _role("store_entries", paged.store_entries, "entries", roles=_INDEXED, named=_INDEXED, writes=True),
+    _role("closed", paged.closed, "entries", layouts=False),
+    _role("gather_entries", paged.gather_entries, "entries"),
+    _role("gather_all_entries", paged.gather_all("entries"), "entries"),
+    _role("gather_all_entries", paged.gather_all("index_keys"), "index_keys", roles=_INDEXED),
+    Verb("index_scores", indexer.index_scores, "arithmetic", "index_keys", _INDEXED, ("index_keys",)),
+    Verb("select", indexer.select, "selection", "index_keys", _INDEXED, ("index_keys",), layouts=False),
+    Verb(
+        "attend",
+        attention.attend("window"),
+        "arithmetic",
+        role="window",
+        roles=("window", "entries"),
+        needs=("window",),
+        named=("window", "entries"),
+    ),
+    Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",)),
+    _role("append_kv", classic.append_kv, "kv", writes=True),
+    _role("gather_kv", classic.gather_kv, "kv"),
+    _role("mask", classic.mask, "kv", layouts=False),
+    Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
+    *(_role("gather_rows", life.gather_rows(role), role, roles=(role, "entries")) for role in ROLES),
+    *(_role("digest_rows", life.digest_rows(role), role, roles=(role, "entries"), layouts=False) for role in ROLES),
+    *(
+        _role("restore_ring", rings.restore_ring(role), role, also=("read_ring",))
+        for role in ROLES
+        if role not in TAIL_OF
+    ),
+    *(
+        Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES)
+        for verb in (life.allocate, life.reset_slots, life.copy_slots, life.copy_blocks)
+        for role in ("window", "kv", "entries")
+    ),
+    *(_role(verb.__name__, verb, role, layouts=False) for verb in (life.asarray, life.index) for role in ("window", "kv")),
+)
+"""Checks of verbs on layers, in the order in which a report shows them."""
+
+__all__ = ["FORMAT_CHECKS", "VERBS", "FormatBench", "FormatCheck", "Verb"]

@@ -1,0 +1,56 @@
+"""Attention over the window and the compressed entries of a latent layer."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.conformance.case import Bench
+from kvcore.conformance.outputs import Output, close
+from kvcore.conformance.shapes import FP32
+
+HEADS = 3
+PICKS = 5
+
+
+def attend(role: str) -> Callable[[Bench], list[Output]]:
+    """Every visible row; picks in any order, some of them not visible; no entries at all; with a sink and a scale."""
+
+    def drive(bench: Bench) -> list[Output]:
+        case = bench.case
+        dim = case.component(role).dim
+        q = bench.put(case.token_floats("q", HEADS, dim))
+        rows = None
+        filled: dict[str, tuple[str, ...]] = {}
+        if case.has("window"):
+            rows = bench.put(case.token_floats("rows", dim))
+            filled["start"] = ("window",)
+        calls: dict[str, dict[str, object]] = {
+            "all": {},
+            "sink": {"sink": bench.put(case.floats("sink", HEADS, dtype=FP32)), "scale": 0.11},
+        }
+        if case.has("entries"):
+            filled["end"] = ("entries",)
+            calls["picks"] = {"selected": bench.put(_picks(bench))}
+            calls["none"] = {"selected": bench.put(np.zeros((case.tokens, 0), np.int32))}
+        pools = bench.pools(**filled)
+        found: list[Output] = []
+        for name, options in calls.items():
+            selected = options.pop("selected", None)
+            out, lse = bench.ops.attend(pools, bench.layer, bench.index, q, selected, rows=rows, **options)
+            found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
+            found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
+        return found
+
+    return drive
+
+
+def _picks(bench: Bench) -> np.ndarray:
+    """[T, k] distinct entries of each token in any order, -1 and entries that it may not see among them."""
+    case = bench.case
+    rng = case.rng("picks")
+    count = case.columns("entries") + 2
+    picks = np.stack([rng.permutation(count + PICKS)[:PICKS] for _ in range(case.tokens)] or [np.zeros(PICKS)])
+    picks = picks[: case.tokens].astype(np.int32)
+    picks[picks >= count] = -1
+    return picks

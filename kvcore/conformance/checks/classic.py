@@ -1,0 +1,66 @@
+"""Classic K-V layers: append, gather, mask, attend."""
+
+import math
+
+from kvcore.arrays import to_numpy
+from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.rings import kv_inputs
+from kvcore.conformance.outputs import Output, close, exact
+from kvcore.conformance.shapes import FP32
+
+
+def append_kv(bench: Bench) -> list[Output]:
+    """Keys and values of very different magnitude into poisoned pools."""
+    pools = bench.ops.append_kv(bench.pools(), bench.layer, bench.index, *kv_inputs(bench, wild=True))
+    return bench.stored(pools)
+
+
+def gather_kv(bench: Bench) -> list[Output]:
+    """Before the step from the pool alone; during it from pool and step together."""
+    pools = bench.pools(start=("kv",))
+    k, v = kv_inputs(bench, wild=True)
+    found = {
+        "before the step": bench.ops.gather_kv(pools, bench.layer, bench.before, columns=columns(bench, ended=False)),
+        "in the step": bench.ops.gather_kv(pools, bench.layer, bench.index, k, v, columns=columns(bench)),
+    }
+    return [
+        output
+        for name, (keys, values, positions) in found.items()
+        for output in (
+            exact(f"keys {name}", to_numpy(keys), "request", "row", "head", "channel"),
+            exact(f"values {name}", to_numpy(values), "request", "row", "head", "channel"),
+            exact(f"positions {name}", to_numpy(positions), "request", "row"),
+        )
+    ]
+
+
+def mask(bench: Bench) -> list[Output]:
+    """What each query may see, with a column to spare."""
+    seen = bench.ops.mask(bench.layer, bench.index, columns=columns(bench) + 1)
+    return [exact("mask", to_numpy(seen), "token", "row")]
+
+
+def attend_kv(bench: Bench) -> list[Output]:
+    """Grouped heads, alone and with a sink and a scale."""
+    case = bench.case
+    kv = case.component("kv")
+    heads = 2 * math.lcm(*[part.heads for part in kv.parts])
+    q = bench.put(case.token_floats("q", heads, kv.key_dim))
+    k, v = kv_inputs(bench)
+    pools = bench.pools(start=("kv",))
+    sink = bench.put(case.floats("sink", heads, dtype=FP32))
+    found: list[Output] = []
+    for name, options in {"plain": {}, "sink": {"sink": sink, "scale": 0.11}}.items():
+        out, lse = bench.ops.attend_kv(
+            pools, bench.layer, bench.index, q, k, v, columns=columns(bench), **options
+        )
+        found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
+        found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
+    return found
+
+
+def columns(bench: Bench, *, ended: bool = True) -> int:
+    """Most rows that the queries of a request may see."""
+    kv = bench.case.component("kv")
+    rows = bench.case.rows
+    return max((len(kv.visible(row.start, row.length if ended else row.start)) for row in rows), default=0)

@@ -1,0 +1,45 @@
+"""The lightning indexer: scores, and the choice made from them."""
+
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.conformance.case import Bench
+from kvcore.conformance.outputs import Output, close, exact, selection
+from kvcore.conformance.shapes import FP32
+
+HEADS = 3
+
+
+def index_scores(bench: Bench) -> list[Output]:
+    """Scores of every query over every entry, -inf where it is not visible."""
+    return [close("scores", to_numpy(_scores(bench)), "scores", "token", "entry")]
+
+
+def select(bench: Bench) -> list[Output]:
+    """From given scores with ties, NaN and -inf, exactly; and from the backend's own scores, up to rounding."""
+    case = bench.case
+    given = np.round(case.floats("scores", case.tokens, 9, dtype=FP32))
+    given[:, 4] = -np.inf
+    given[::2, 7] = np.nan
+    found = [
+        exact(f"top {k} of given scores", to_numpy(bench.ops.select(bench.put(given), k)), "token", "pick")
+        for k in (0, 3, 12)
+    ]
+    scores = _scores(bench)
+    topk = case.component("index_keys").topk
+    found.append(selection(f"top {topk} of own scores", to_numpy(bench.ops.select(scores, topk)), to_numpy(scores)))
+    return found
+
+
+def _scores(bench: Bench) -> object:
+    case = bench.case
+    q = case.token_floats("q", HEADS, case.component("index_keys").dim)
+    weights = case.token_floats("weights", HEADS)
+    return bench.ops.index_scores(
+        bench.pools(end=("index_keys",)),
+        bench.layer,
+        bench.index,
+        bench.put(q),
+        bench.put(weights),
+        columns=case.columns("index_keys"),
+    )

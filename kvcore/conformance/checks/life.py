@@ -1,0 +1,116 @@
+"""Life cycle: fresh pools, reset, copies, canonical rows, digests, and how arrays come and go."""
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.rings import own_rows
+from kvcore.conformance.outputs import Output, exact, rows
+from kvcore.digest import region_salt
+from kvcore.ops import RawRows
+
+
+def allocate(bench: Bench) -> list[Output]:
+    """Fresh pools: zeros, and scores of -inf in tails."""
+    return bench.stored(bench.ops.allocate())
+
+
+def reset_slots(bench: Bench) -> list[Output]:
+    """The slots of the step's requests, in no order and with a -1, out of pools full of noise."""
+    slots = np.append(bench.case.index.slots, np.int32(-1))
+    return bench.stored(bench.ops.reset_slots(_noise(bench), bench.put(slots)))
+
+
+def copy_slots(bench: Bench) -> list[Output]:
+    """Pairs that overlap: what is a target of one copy is the source of another."""
+    sources, targets = _overlapping(bench.case.plan.slots)
+    return bench.stored(bench.ops.copy_slots(_noise(bench), bench.put(sources), bench.put(targets)))
+
+
+def copy_blocks(bench: Bench) -> list[Output]:
+    """The same for blocks."""
+    sources, targets = _overlapping(bench.case.plan.blocks)
+    return bench.stored(bench.ops.copy_blocks(_noise(bench), bench.put(sources), bench.put(targets)))
+
+
+def gather_rows(role: str) -> Callable[[Bench], list[Output]]:
+    """A role's live rows as canonical bytes: stored, and, for what a step holds back, with the step's own."""
+
+    def drive(bench: Bench) -> list[Output]:
+        case, ops = bench.case, bench.ops
+        columns = case.columns(role) + 1
+        calls = {"stored": (bench.pools(end=(role,)), None)}
+        if case.component(role).growth == "slot" or role == "kv":
+            calls["with the step's own"] = (bench.pools(start=(role,)), own_rows(bench, role))
+        found: list[Output] = []
+        for name, (pools, own) in calls.items():
+            raw = ops.gather_rows(pools, bench.layer, role, bench.index, own, columns=columns)
+            found.append(exact(f"rows {name}", to_numpy(raw.rows), "request", "row", "byte"))
+            found.append(exact(f"positions {name}", to_numpy(raw.positions), "request", "row"))
+        return found
+
+    return drive
+
+
+def digest_rows(role: str) -> Callable[[Bench], list[Output]]:
+    """Digest lanes over given rows, some of them without a position."""
+
+    def drive(bench: Bench) -> list[Output]:
+        case = bench.case
+        size = sum(part.heads * part.format.row for part in case.component(role).parts)
+        shape = len(case.index.slots), case.columns(role) + 1
+        positions = case.rng("positions").integers(-1, 2**20, shape, np.int32)
+        noise = case.rng("rows").integers(0, 256, (*shape, size), np.uint8)
+        raw = RawRows(bench.put(noise), bench.put(positions))
+        lanes = to_numpy(bench.ops.digest_rows(raw, region_salt(bench.layer, role)))
+        # The lanes are 32-bit numbers; a framework without 64-bit integers may hold them in 32 bits.
+        return [exact("lanes", lanes.astype(np.int64) & 0xFFFFFFFF, "request", "lane")]
+
+    return drive
+
+
+def asarray(bench: Bench) -> list[Output]:
+    """Host arrays to the device and back, in every dtype that verbs take."""
+    dtypes = (np.float32, ml_dtypes.bfloat16, np.int32, np.uint8)
+    arrays = [bench.case.floats(f"array {i}", 3, 5).astype(np.float32).astype(dtype) for i, dtype in enumerate(dtypes)]
+    return [
+        exact(str(array.dtype), to_numpy(bench.ops.asarray(np.abs(array))), "row", "column") for array in arrays
+    ]
+
+
+def index(bench: Bench) -> list[Output]:
+    """The step index on the device, field by field."""
+    return [
+        exact(name, to_numpy(array), *["request", "block"][-np.ndim(to_numpy(array)) :])
+        for name, array in bench.index._asdict().items()
+    ]
+
+
+def _noise(bench: Bench) -> object:
+    image = bench.case.image()
+    for name, array in image.items():
+        array[:] = bench.case.rng(name).integers(0, 256, array.shape, np.uint8)
+    return bench.load(image)
+
+
+def _overlapping(units: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and targets: a swap of the first two, and a chain through the third; nothing if there are too few."""
+    if units < 4:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    return np.array([0, 1, 2], np.int32), np.array([1, 0, units - 1], np.int32)
+
+
+__all__ = [
+    "allocate",
+    "asarray",
+    "copy_blocks",
+    "copy_slots",
+    "digest_rows",
+    "gather_rows",
+    "index",
+    "reset_slots",
+    "rows",
+]

@@ -1,0 +1,128 @@
+"""A layer cut down to what one verb needs, in a small cache of its own.
+
+Checks run on cuts rather than on the whole spec, so that a check costs the same for a model of 61 layers as for a tiny
+one, and equal parts of different layers are checked once. The layer under test is the second of two, so that a verb
+that touches another layer is seen.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import msgspec
+
+from kvcore.conformance.shapes import SHAPES, Sizes
+from kvcore.plan import CachePlan, plan_cache
+from kvcore.spec import KV, CacheSpec, Component, Entries, LayerSpec, Tail, Window
+
+TARGET = 1
+"""Layer number of the layer under test in a cut."""
+
+SLOTS = 6
+"""Slots of a cut's cache: more than any shape has requests; the last one is never used."""
+
+DRAFTS = 2
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer reduced to some roles, twice, as a spec.
+
+    Attributes:
+        spec: two layers; ``TARGET`` is under test and reads the other one's pools if it shares.
+        label: second part of a check's id: the formats and figures of the named roles.
+    """
+
+    spec: CacheSpec
+    label: str
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The layer under test."""
+        return self.spec.layers[TARGET]
+
+
+def cuts(
+    spec: CacheSpec, *, roles: tuple[str, ...], needs: tuple[str, ...], named: tuple[str, ...], own: bool
+) -> Iterator[Cut]:
+    """The distinct cuts of a spec for one verb.
+
+    Args:
+        roles: roles that the verb uses where a layer has them.
+        needs: roles without which the verb does not apply.
+        named: roles that the label names.
+        own: leave out layers whose pools belong to another layer: writers have no business there.
+    """
+    seen: set[CacheSpec] = set()
+    labels: dict[str, int] = {}
+    for layer in spec.all_layers:
+        kept = {role: component for role, component in layer.components() if role in roles}
+        shares = any(component.shared_from is not None for component in kept.values())
+        if any(role not in kept for role in needs) or not kept or (own and shares):
+            continue
+        small = _two_layers(kept, spec.block_tokens)
+        if small in seen:
+            continue
+        seen.add(small)
+        label = "+".join(describe(role, kept[role]) for role in named if role in kept)
+        # Layers may differ in what the label leaves out, a window's size say: number them in order.
+        labels[label] = labels.get(label, 0) + 1
+        yield Cut(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")
+
+
+def describe(role: str, component: Component) -> str:
+    """A component in a check's id: ``v4_584`` a window, ``v4_584.m4`` entries, ``tail.m4.overlap`` a tail …"""
+    if isinstance(component, Window):
+        return component.format
+    if isinstance(component, Tail):
+        return f"{role}.m{component.ratio}" + (".overlap" if component.overlap else "")
+    if isinstance(component, Entries):
+        shared = "" if component.share is None else ".shared"
+        return f"{component.format}.m{component.ratio}{shared}"
+    assert isinstance(component, KV)
+    value = component.value_format or component.key_format
+    formats = component.key_format if value == component.key_format else f"{component.key_format}-{value}"
+    seen = "window" if component.window else "chunk" if component.chunk else "full"
+    return f"{formats}.{seen}.{component.storage}"
+
+
+def sizes(cut: Cut, role: str) -> Sizes:
+    """What the shape classes of a check of ``role`` are relative to."""
+    component: Component = getattr(cut.layer, role)
+    block = cut.spec.block_tokens
+    rows = component.ring_rows(drafts(cut.spec))
+    ratio = max(other.tokens_per_row for _, other in cut.layer.components())
+    return Sizes(full=block if rows is None else rows, ratio=ratio, block=block)
+
+
+@cache
+def plan_of(spec: CacheSpec, full: int, layout: str) -> CachePlan:
+    """A cache for every shape class of a cut, with blocks to spare."""
+    ratio = max(component.tokens_per_row for _, _, component in spec.components())
+    relative = Sizes(full=full, ratio=ratio, block=spec.block_tokens)
+    needed = max(
+        sum(-(-(start + new) // spec.block_tokens) for start, new in shape.requests(relative)) for shape in SHAPES
+    )
+    return plan_cache(
+        spec,
+        max_requests=SLOTS,
+        max_tokens=(needed + 2) * spec.block_tokens,
+        max_draft_tokens=drafts(spec),
+        layout=layout,
+    )
+
+
+def drafts(spec: CacheSpec) -> int:
+    """Draft tokens of a cut's cache: some, so that rings have spare rows, but no more than fixed rings allow."""
+    declared = [component.largest_drafts() for _, _, component in spec.components()]
+    return min([DRAFTS, *[limit for limit in declared if limit is not None]])
+
+
+def _two_layers(kept: dict[str, Component], block_tokens: int) -> CacheSpec:
+    owned = {
+        role: component if component.shared_from is None else msgspec.structs.replace(component, share=None)
+        for role, component in kept.items()
+    }
+    target = {
+        role: component if component.shared_from is None else msgspec.structs.replace(component, share=0)
+        for role, component in kept.items()
+    }
+    return CacheSpec(layers=(LayerSpec(**owned), LayerSpec(**target)), block_tokens=block_tokens)

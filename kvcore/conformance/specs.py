@@ -1,0 +1,100 @@
+"""The spec that a conformance run checks when no other is named: every role, format and storage there is, made small.
+
+Sizes are odd on purpose: blocks of 24 tokens, ratios 1, 2, 3, 4 and 8, heads and dims that differ, a declared ring, a
+shared pool, so that nothing passes because two numbers happen to be equal.
+"""
+
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, Format, IndexKeys, LayerSpec, Tail, Window
+
+NAME = "conformance"
+BLOCK_TOKENS = 24
+LATENT_DIM = 96
+INDEX_DIM = 128
+WINDOW = 7
+GLOBAL_SCALE = 0.37
+
+
+def conformance_spec() -> CacheSpec:
+    """All formats that are registered when it is called, so that a third party's format is checked like a built-in."""
+    latent = [format for format in FORMATS.values() if not _is_index(format)]
+    index = [format for format in FORMATS.values() if _is_index(format)]
+    classic = [format for format in FORMATS.values() if format.dim is None and not _is_index(format)]
+    layers = [
+        *_shared_layers(),
+        *(_latent_layer(number, format) for number, format in enumerate(latent)),
+        *(_indexed_layer(number, format) for number, format in enumerate(index)),
+        *(_classic_layer(format) for format in classic),
+        *_classic_storages(),
+    ]
+    return CacheSpec(layers=tuple(layers), block_tokens=BLOCK_TOKENS, name=NAME)
+
+
+def _is_index(format: Format) -> bool:
+    return format.dim == INDEX_DIM or format.hadamard
+
+
+def _latent_layer(number: int, format: Format) -> LayerSpec:
+    """A format as window and as entries; overlapping and plain compressors take turns."""
+    dim = format.dim or LATENT_DIM
+    ratio, overlap = ((4, True), (8, False), (3, False), (2, True))[number % 4]
+    rows = 2 * ratio + 3 if overlap else None
+    return LayerSpec(
+        window=Window(dim=dim, window=WINDOW, format=format.name),
+        tail=Tail(dim=dim, ratio=ratio, overlap=overlap, rows=rows),
+        entries=Entries(dim=dim, ratio=ratio, format=format.name),
+    )
+
+
+def _indexed_layer(number: int, format: Format) -> LayerSpec:
+    """A format as index keys beside small entries."""
+    dim = format.dim or INDEX_DIM
+    ratio, overlap = ((4, True), (2, False))[number % 2]
+    return LayerSpec(
+        tail=Tail(dim=LATENT_DIM, ratio=ratio, overlap=overlap),
+        entries=Entries(dim=LATENT_DIM, ratio=ratio, format="bf16"),
+        index_tail=Tail(dim=dim, ratio=ratio, overlap=overlap),
+        index_keys=IndexKeys(
+            dim=dim,
+            ratio=ratio,
+            heads=3,
+            topk=4,
+            format=format.name,
+            global_scale=GLOBAL_SCALE if format.global_scaled else 1.0,
+        ),
+    )
+
+
+def _shared_layers() -> list[LayerSpec]:
+    """Layer 0 with pools of ratio 1, and a layer that reads them."""
+    return [
+        LayerSpec(
+            window=Window(dim=512, window=WINDOW, format="v41_528"),
+            entries=Entries(dim=512, ratio=1, format="v41_fp4_288", share=share),
+            index_keys=IndexKeys(dim=INDEX_DIM, ratio=1, heads=3, topk=4, format="index_fp4_68", share=share),
+        )
+        for share in (None, 0)
+    ]
+
+
+def _classic_layer(format: Format) -> LayerSpec:
+    """A format for keys and values, paged: two key heads to one value head of another width."""
+    return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=1, value_dim=128, key_format=format.name))
+
+
+def _classic_storages() -> list[LayerSpec]:
+    """Every storage with every way of seeing, the values in another format than the keys."""
+    ways = [("slot", None, None), ("paged", 7, None), ("paged", None, 5), ("ring", 7, None), ("ring", None, 5)]
+    return [
+        LayerSpec(
+            kv=KV(
+                key_heads=2,
+                key_dim=64,
+                storage=storage,
+                window=window,
+                chunk=chunk,
+                key_format="int8_row",
+                value_format="bf16",
+            )
+        )
+        for storage, window, chunk in ways
+    ]

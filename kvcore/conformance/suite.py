@@ -1,0 +1,108 @@
+"""The checks of a spec: the table of verbs crossed with its roles, formats, layouts and the shape classes."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvcore.conformance.case import Bench, Case
+from kvcore.conformance.checks import FORMAT_CHECKS, VERBS, FormatBench
+from kvcore.conformance.cuts import Cut, cuts, plan_of, sizes
+from kvcore.conformance.outputs import Output
+from kvcore.conformance.shapes import SHAPES, Shape
+from kvcore.conformance.verb import Rule, Verb
+from kvcore.ops import Ops
+from kvcore.plan import CachePlan
+from kvcore.spec import LAYOUTS, CacheSpec, Format
+
+ANY_LAYOUT = "any"
+_SHAPELESS = {"allocate", "asarray", "copy_blocks", "copy_slots"}
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One check, ready to be driven on any backend's verbs.
+
+    Attributes:
+        id: ``verb/formats/layout/shape``, stable for a spec; seeds come from it.
+        verb: name of the verb.
+        rule: how results are compared.
+        needs: capabilities that a backend must declare, else the check is ``unsupported``.
+        plan: the small cache that the verbs must be bound to.
+        prepare: makes the inputs once; what it returns drives one backend's verbs and gives the outputs.
+    """
+
+    id: str
+    verb: str
+    rule: Rule
+    needs: frozenset[str]
+    plan: CachePlan
+    prepare: Callable[[], Callable[[Ops], list[Output]]]
+
+
+def checks_of(spec: CacheSpec) -> tuple[Check, ...]:
+    """Every check of a spec, formats first, then verb by verb."""
+    return (*_format_checks(spec), *_verb_checks(spec))
+
+
+def formats_of(spec: CacheSpec) -> list[Format]:
+    """The distinct sized formats of a spec, in order of first use."""
+    parts = [part.format for _, _, component in spec.components() for part in component.parts]
+    return list(dict.fromkeys(parts))
+
+
+def _format_checks(spec: CacheSpec) -> Iterator[Check]:
+    plan = _any_plan(spec)
+    for format, label in _labelled(formats_of(spec)):
+        for row in FORMAT_CHECKS:
+            id = f"{row.name}/{label}/{ANY_LAYOUT}/{row.case}"
+
+            def prepare(id=id, format=format, drive=row.drive) -> Callable[[Ops], list[Output]]:
+                return lambda ops: drive(FormatBench(id, format, ops))
+
+            yield Check(id=id, verb=row.name, rule="storage", needs=frozenset(), plan=plan, prepare=prepare)
+
+
+def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:
+    """Formats without a size of their own are told apart by the one they were given."""
+    for format in formats:
+        same = sum(other.name == format.name for other in formats)
+        yield format, format.name if same == 1 else f"{format.name}.d{format.dim}"
+
+
+def _any_plan(spec: CacheSpec) -> CachePlan:
+    """A plan to bind verbs to that touch no pool."""
+    first = spec.all_layers[0]
+    role = next(role for role, _ in first.components())
+    cut = next(iter(cuts(spec, roles=(role, "entries"), needs=(role,), named=(), own=False)))
+    return plan_of(cut.spec, sizes(cut, role).full, LAYOUTS[0])
+
+
+def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
+    seen: set[str] = set()
+    for verb in VERBS:
+        named = verb.named or (verb.role,)
+        for cut in cuts(spec, roles=verb.roles, needs=verb.needs, named=named, own=verb.writes):
+            for layout in LAYOUTS if verb.layouts else (ANY_LAYOUT,):
+                for shape in SHAPES if verb.name not in _SHAPELESS else SHAPES[-1:]:
+                    check = _check(verb, cut, layout, shape)
+                    # A layer with both of two alternative roles would be checked twice.
+                    if check.id not in seen:
+                        seen.add(check.id)
+                        yield check
+
+
+def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
+    relative = sizes(cut, verb.role)
+    plan = plan_of(cut.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout)
+    id = f"{verb.name}/{cut.label}/{layout}/{shape.name}"
+
+    def prepare() -> Callable[[Ops], list[Output]]:
+        case = Case(id, plan, verb.role, shape, relative)
+        return lambda ops: verb.drive(Bench(case, ops))
+
+    roles = {role for role, _ in cut.layer.components()}
+    capabilities = {*roles, *({verb.name, "attend"} & {"attend", "select"}), layout} - {ANY_LAYOUT}
+    if not verb.name.startswith("attend"):
+        capabilities.discard("attend")
+    return Check(
+        id=id, verb=verb.name, rule=verb.rule, needs=frozenset(capabilities), plan=plan, prepare=prepare
+    )

@@ -1,0 +1,38 @@
+"""How one verb is checked: what it needs, how it is driven, what is looked at afterwards."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from kvcore.conformance.case import Bench
+from kvcore.conformance.outputs import Output
+
+Rule = Literal["storage", "arithmetic", "selection"]
+
+
+class Verb(NamedTuple):
+    """One row of the table of checks.
+
+    Attributes:
+        name: of the verb in ``kvcore.ops.Ops``; first part of a check's id.
+        drive: calls the verb on a bench and returns everything that a mistake could show in.
+        rule: ``storage``: exact. ``arithmetic``: within the tolerance table. ``selection``: what is chosen may differ
+            where the scores agree.
+        role: the role under test; shape classes are relative to its rows.
+        roles: roles that a layer keeps when it is cut down for the check.
+        needs: roles without which a layer is left out.
+        named: roles that the check's id names; the role under test unless given.
+        writes: the verb writes to the layer's pools, so a layer that shares another's is left out.
+        layouts: check in every layout; False where the verb touches no pool.
+        also: verbs that the same drive covers.
+    """
+
+    name: str
+    drive: Callable[[Bench], list[Output]]
+    rule: Rule
+    role: str
+    roles: tuple[str, ...]
+    needs: tuple[str, ...]
+    named: tuple[str, ...] = ()
+    writes: bool = False
+    layouts: bool = True
+    also: tuple[str, ...] = ()

@@ -1,0 +1,108 @@
+"""Prefix reuse: which tokens a block's content follows from, and which lengths of a prompt can be taken over.
+
+A block is published under a key that chains the keys before it, so that equal keys mean equal tokens from the start. The
+chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]`` (the scheme that vLLM calls ``sha256_cbor``),
+started from a seed that holds the spec digest and a salt. A length can be taken over only where every component is
+restorable there: blocks by their keys, rings and tails by a checkpoint of exactly that length or by replaying tokens.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvcore.counts import check_count
+from kvcore.errors import SpecError
+from kvcore.spec import CacheSpec
+
+
+class Periodic(msgspec.Struct, frozen=True):
+    """Keep a checkpoint wherever a step ends at a multiple of ``tokens``, and at semantic points."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        """A period is a count."""
+        check_count(SpecError, "Periodic.tokens", self.tokens, 1)
+
+
+Policy = Literal["off", "full", "zero"] | Periodic
+
+
+class Restorable(NamedTuple):
+    """How much of a prompt can be taken over.
+
+    Attributes:
+        length: tokens whose state is at hand.
+        replay: how many of the last of them must be run through the model again for that.
+        exact: True if the state then equals an uninterrupted run's.
+    """
+
+    length: int
+    replay: int
+    exact: bool
+
+
+def check_policy(policy: object) -> Policy:
+    """The policy, or a SpecError that lists them."""
+    if isinstance(policy, Periodic):
+        return policy
+    if policy not in ("off", "full", "zero"):
+        raise SpecError(got=policy, where="prefix", allowed="'off', 'full', 'zero' or kvcore.Periodic(tokens)")
+    return policy  # type: ignore[return-value]
+
+
+def chain(seed: bytes, tokens: Sequence[int], block_tokens: int, extra: Sequence[str] | None = None) -> Iterator[bytes]:
+    """Keys of the full blocks of ``tokens``, in order. ``extra`` enters the first block only, like a cache salt."""
+    parent = seed
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        block = list(tokens[start : start + block_tokens])
+        keys = list(extra) if extra and start == 0 else None
+        parent = hashlib.sha256(cbor([parent, block, keys])).digest()
+        yield parent
+
+
+def point_key(parent: bytes, rest: Sequence[int]) -> bytes:
+    """Key of a checkpoint at any length: from the key of its last full block and the tokens beyond it."""
+    return hashlib.sha256(cbor([parent, list(rest), "point"])).digest()
+
+
+def seed_of(spec: CacheSpec, salt: str = "") -> bytes:
+    """Start of every chain: caches of other specs or salts never find each other's blocks."""
+    return hashlib.sha256(cbor(["kvcore", spec.digest, salt])).digest()
+
+
+def replay_tokens(spec: CacheSpec) -> int:
+    """Tokens that rebuild every ring from nothing: each layer needs its span of the layer below (W·L for V4)."""
+    spans = [
+        max(
+            (component.span or 0 for _, component in layer.components() if component.restore == "checkpoint"), default=0
+        )
+        for layer in spec.layers
+    ]
+    return sum(spans)
+
+
+def cbor(value: Any) -> bytes:
+    """Canonical CBOR (RFC 8949 section 4.2.1) of None, unsigned integers, bytes, text and lists."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _head(0, value)
+    if isinstance(value, bytes):
+        return _head(2, len(value)) + value
+    if isinstance(value, str):
+        encoded = value.encode()
+        return _head(3, len(encoded)) + encoded
+    return _head(4, len(value)) + b"".join(map(cbor, value))
+
+
+def _head(major: int, value: int) -> bytes:
+    """Major type and argument in the fewest bytes."""
+    if value < 24:
+        return bytes([major << 5 | value])
+    for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if value < 1 << 8 * size:
+            return bytes([major << 5 | code]) + value.to_bytes(size, "big")
+    raise SpecError(got=value, where="token id", allowed="an integer below 2^64")

@@ -1,0 +1,117 @@
+"""How far arithmetic may differ from the reference: one table, printed in every report.
+
+Storage has no tolerance: encoding the same values, moving and decoding give the same bytes. What is summed in another
+order may differ in its last bits, and where such a result is then stored, a last bit may tip a code over to its
+neighbour, rarely. So a computed result has a bound by the precision that it is returned in, and a stored one a bound by
+the code that it is stored in, together with the share of values that may use it.
+"""
+
+import msgspec
+
+from kvcore.spec.codes import CODES, E2M1_LEVELS, NF4_LEVELS
+from kvcore.spec.formats import Format
+
+
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """Got agrees with want where ``|got - want| <= relative·|want| + absolute·largest``.
+
+    Attributes:
+        relative: part of the wanted value.
+        absolute: part of the largest finite wanted magnitude in the same output.
+        share: part of the values that may differ by more than fp32 arithmetic does (a code tipped over), 1 for all.
+    """
+
+    relative: float
+    absolute: float
+    share: float = 1.0
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """One printed row of the table: what it bounds, in which format or precision, and the tolerance."""
+
+    operation: str
+    format: str
+    relative: float
+    absolute: float
+    share: float
+
+
+OPERATIONS: dict[str, float] = {
+    "pooling": 4e-6,  # softmax over at most a few hundred rows, weighted sum
+    "norm": 4e-6,  # the same, then one mean over the channels
+    "rope": 8e-6,  # the same, then a sine and a cosine
+    "scores": 1e-5,  # dot products over the index dim, summed over heads
+    "attention": 1e-5,  # dot products, softmax over the visible rows, weighted sum
+}
+"""Error of an operation in fp32, as a part of the value and of the largest magnitude."""
+
+TIPPED = 1 / 64
+"""Share of rounded values that may tip over: fp32 noise moves about one value in 10^4 across a bf16 boundary."""
+
+ROUNDED = {
+    "fp32": 0.0,
+    "bf16": 2.0**-7,  # one step of an 8-bit significand, relative to the value at the bottom of its binade
+    "fp16": 2.0**-10,
+}
+"""One step of a floating-point code, as a part of the value."""
+
+_STEP = {
+    # code: (step as a part of the value, largest step as a part of the largest value; doubled as a scale may tip too)
+    "e4m3": (2.0**-3, 2 * 2.0**-9 / CODES["e4m3"].largest),
+    "e2m1": (1 / 2, 2 * E2M1_LEVELS[1] / CODES["e2m1"].largest),
+    "int8": (0.0, 2 / CODES["int8"].largest),
+    "nf4": (0.0, max(high - low for low, high in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False))),
+}
+
+
+def computed(operation: str, precision: str) -> Tolerance:
+    """Of a result that a verb returns as fp32 or bf16."""
+    error = OPERATIONS[operation]
+    step = ROUNDED[precision]
+    return Tolerance(relative=error + step, absolute=error, share=TIPPED if step else 1.0)
+
+
+def stored(operation: str, format: Format) -> list[tuple[int, int, Tolerance]]:
+    """Of a result that was encoded in a format: (first channel, one past the last, tolerance) of every value field."""
+    bounds: list[tuple[int, int, Tolerance]] = []
+    channel = 0
+    # Only fp32 rows are stored unrounded; all others passed through bf16 first.
+    for field in format.fields:
+        if not field.is_value:
+            continue
+        error = OPERATIONS[operation]
+        if field.code in ROUNDED:
+            step = ROUNDED[field.code] if field.code == "fp32" else max(ROUNDED[field.code], ROUNDED["bf16"])
+            relative, absolute = step, 0.0
+        else:
+            relative, absolute = _STEP[field.code]
+            relative += ROUNDED["bf16"]
+        share = TIPPED if relative or absolute else 1.0
+        bounds.append(
+            (
+                channel,
+                channel + (field.dims or 0),
+                Tolerance(relative=relative + error, absolute=absolute + error, share=share),
+            )
+        )
+        channel += field.dims or 0
+    return bounds
+
+
+def table(formats: list[Format]) -> tuple[Bound, ...]:
+    """Every bound that applies to results in these formats, in a fixed order."""
+    rows: list[Bound] = []
+    for operation in OPERATIONS:
+        for precision in ("fp32", "bf16"):
+            rows.append(_bound(operation, precision, computed(operation, precision)))
+    for format in sorted(formats, key=lambda format: format.name):
+        fields = [field.name for field in format.fields if field.is_value]
+        for name, (_, _, tolerance) in zip(fields, stored("rope", format), strict=True):
+            row = _bound("stored", f"{format.name}.{name}", tolerance)
+            if row not in rows:
+                rows.append(row)
+    return tuple(rows)
+
+
+def _bound(operation: str, format: str, tolerance: Tolerance) -> Bound:
+    return Bound(operation=operation, format=format, **msgspec.structs.asdict(tolerance))
