@@ -1,7 +1,7 @@
 """The block allocator: reference counts, generations, sealed blocks, and eviction of the least recently used.
 
-A block is free, held by one or more requests, or idle: sealed (its content is published under a key) with nobody holding
-it, so that it can be found again or evicted. Free, held and idle always add up to the capacity.
+A block is free, held by one or more requests, or idle: sealed (its content is published under a key) with nobody
+holding it, so that it can be found again or evicted. Free, held and idle always add up to the capacity.
 """
 
 from collections import OrderedDict

@@ -9,12 +9,12 @@ import numpy as np
 
 from kvcore import digest, snapshot, transfer
 from kvcore.arrays import to_numpy
-from kvcore.content import Content, Own, read_rows, rows_at, write_rows
+from kvcore.content import Content, Own, state_at, write_rows
 from kvcore.counts import is_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError, StepError
-from kvcore.manager import Growth, Manager, Place, Request
+from kvcore.manager import Growth, Manager, Request
 from kvcore.open_step import Step
-from kvcore.ops import Backend, Ops, RawRows
+from kvcore.ops import Backend, Ops
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.pools import Pools, check_same_tree
@@ -192,7 +192,7 @@ class Cache:
                     hint="Open steps with {request: ids} rather than counts.",
                 )
             if place.length:
-                self._prefix.keep(place.tokens, self._point(request, place))
+                self._prefix.keep(place.tokens, state_at(self.ops, self._pools, self.row(request), place.length, {}))
 
     def restorable(self, tokens: Sequence[int], n: int | None = None) -> Restorable:
         """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
@@ -273,7 +273,7 @@ class Cache:
         for length in self._prefix.boundaries(row.start, row.length):
             if written and length != row.length:
                 continue
-            state = rows_at(self.ops, self._pools, row, length, own(length))
+            state = state_at(self.ops, self._pools, row, length, own(length))
             self._prefix.keep([*place.tokens, *ids][:length], state)
 
     def publish(self, request: Request) -> None:
@@ -384,16 +384,6 @@ class Cache:
         if hit.state is not None:
             self._pools = write_rows(self.ops, self._pools, self.row(request), hit.state)
         self._prefix.publish(place)
-
-    def _point(self, request: Request, place: Place) -> Content:
-        """State at the request's length: what checkpoints hold, and the paged rows beyond its full blocks."""
-        aligned = place.length // self.spec.block_tokens * self.spec.block_tokens
-        state: dict[tuple[int, str], RawRows] = {}
-        for (layer, role), raw in read_rows(self.ops, self._pools, self.row(request)).items():
-            component = getattr(self.spec.all_layers[layer], role)
-            first = 0 if component.in_checkpoint else aligned // component.tokens_per_row
-            state[layer, role] = RawRows(raw.rows[:, first:], raw.positions[:, first:])
-        return state
 
     def _rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
         """The requests' parts in a step that brings ``new`` tokens."""

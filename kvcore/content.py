@@ -26,36 +26,33 @@ def owned(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
     return (found for found in spec.components() if found[2].shared_from is None)
 
 
-def read_rows(ops: Ops, pools: Pools, row: Row, *, only_checkpoint: bool = False) -> dict[tuple[int, str], RawRows]:
-    """Live rows of one request, [1, n, row_bytes], on the device; with ``only_checkpoint`` without the paged ones."""
+def read_rows(ops: Ops, pools: Pools, row: Row) -> dict[tuple[int, str], RawRows]:
+    """Everything that one request holds: live rows of every component, [1, n, row_bytes], on the device."""
     index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
     return {
         (layer, role): ops.gather_rows(pools, layer, role, index, columns=len(component.live(row.length)))
         for layer, role, component in owned(ops.plan.spec)
-        if component.in_checkpoint or not only_checkpoint
     }
 
 
-def rows_at(
-    ops: Ops,
-    pools: Pools,
-    row: Row,
-    length: int,
-    own: Own,
-) -> dict[tuple[int, str], RawRows]:
-    """Rows of the checkpointed components as they are at ``length``, in the middle of a step from ``row.start``.
+def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tuple[int, str], RawRows]:
+    """What full blocks do not hold of a request at ``length``: rings and tails, and paged rows of a partial block.
 
     Args:
+        length: from ``row.start`` on, so it may lie in the middle of a step that is about to commit.
         own: the step's own rows of this request where the rings do not hold them yet.
     """
+    spec = ops.plan.spec
     index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.blocks))
-    return {
-        (layer, role): ops.gather_rows(
-            pools, layer, role, index, own.get((layer, role)), columns=len(component.live(length))
-        )
-        for layer, role, component in owned(ops.plan.spec)
-        if component.in_checkpoint
-    }
+    state: dict[tuple[int, str], RawRows] = {}
+    for layer, role, component in owned(spec):
+        aligned = length // spec.block_tokens * spec.block_tokens // component.tokens_per_row
+        columns = len(component.live(length))
+        if component.in_checkpoint or columns > aligned:
+            raw = ops.gather_rows(pools, layer, role, index, own.get((layer, role)), columns=columns)
+            first = 0 if component.in_checkpoint else aligned
+            state[layer, role] = RawRows(raw.rows[:, first:], raw.positions[:, first:])
+    return state
 
 
 def write_rows(ops: Ops, pools: Pools, row: Row, content: Mapping[tuple[int, str], RawRows]) -> Pools:

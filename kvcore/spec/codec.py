@@ -48,6 +48,9 @@ def build_json_schema() -> dict[str, Any]:
     spec = schema["$defs"]["CacheSpec"]
     spec["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **spec["properties"]}
     spec["required"] = ["schema_version", *spec["required"]]
+    for definition in schema["$defs"].values():
+        # The summary only: how Python indents the rest of a docstring depends on its version.
+        definition["description"] = definition["description"].partition("\n\n")[0]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "kvcore cache spec", **schema}
 
 
