@@ -51,7 +51,8 @@ def build_json_schema() -> dict[str, Any]:
     for definition in schema["$defs"].values():
         # The summary only: how Python indents the rest of a docstring depends on its version.
         definition["description"] = definition["description"].partition("\n\n")[0]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "kvcore cache spec", **schema}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "kvcore cache spec", **schema}
+    return msgspec.json.decode(msgspec.json.encode(schema))
 
 
 def _with_path(error: msgspec.ValidationError) -> SpecError:

@@ -22,6 +22,12 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
+    def __post_init__(self) -> None:
+        """All four are divided by, or are arguments of a logarithm."""
+        for name in self.__struct_fields__:
+            if not _is_above(getattr(self, name), 0):
+                raise SpecError(got=getattr(self, name), where=f"rope.yarn.{name}", allowed="a finite number above 0")
+
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Frequencies ``theta^(-2k / dim)`` for pair k, optionally stretched by YaRN."""
@@ -31,11 +37,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     yarn: Yarn | None = None
 
     def __post_init__(self) -> None:
-        """An odd dim has no pairs."""
+        """An odd dim has no pairs; YaRN divides by ln theta."""
         if not is_count(self.dim, 2) or self.dim % 2:
             raise SpecError(got=self.dim, where="rope.dim", allowed="an even integer, 2 or more")
-        if not self.theta > 0:
-            raise SpecError(got=self.theta, where="rope.theta", allowed="more than 0")
+        if not _is_above(self.theta, 1):
+            raise SpecError(got=self.theta, where="rope.theta", allowed="a finite number above 1")
 
     @cached_property
     def inverse_frequencies(self) -> tuple[float, ...]:
@@ -55,6 +61,10 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         assert self.yarn is not None
         turns = self.yarn.original_length / (2 * math.pi * beta)
         return self.dim * math.log(turns) / (2 * math.log(self.theta))
+
+
+def _is_above(value: object, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least < value < math.inf
 
 
 def _fp32(value: float) -> float:

@@ -97,7 +97,9 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None
         news = (index.lengths - index.starts).tolist()
         groups = [(slice(sum(news[:r]), sum(news[: r + 1])), slice(r, r + 1)) for r in range(len(news)) if news[r]]
     else:
-        groups = [(some, None) for some in place.portions(tokens, columns * (keys[0, 0].numel() + values[0, 0].numel()))]
+        groups = [
+            (some, None) for some in place.portions(tokens, columns * (keys[0, 0].numel() + values[0, 0].numel()))
+        ]
     for some, request in groups:
         if request is None:
             mine = index.request_index[some]

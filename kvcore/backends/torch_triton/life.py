@@ -48,7 +48,10 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns):
     regions = ops.plan.region(layer, role)
     live = [component.live(length) for length in index.lengths.tolist()]
     numbers = torch.tensor(
-        [[*range(found.start, min(found.stop, found.start + columns))] + [-1] * (columns - len(found)) for found in live],
+        [
+            [*range(found.start, min(found.stop, found.start + columns))] + [-1] * (columns - len(found))
+            for found in live
+        ],
         dtype=torch.int64,
         device=index.lengths.device,
     ).reshape(len(live), columns)

@@ -94,8 +94,8 @@ def store(pools, region: Region, unit, row, rows) -> None:
 
 def reinterpret(stored, dtype):
     """Bytes [..., n] as elements of ``dtype``; copied where their addresses or strides don't allow a view."""
-    steps = (stored.storage_offset(), *stored.stride()[:-1])
-    if not stored.is_contiguous() or any(step % dtype.itemsize for step in steps):
+    *steps, last = stored.storage_offset(), *stored.stride()
+    if last != 1 or any(step % dtype.itemsize for step in steps):
         stored = stored.clone(memory_format=torch.contiguous_format)
     return stored.view(dtype)
 

@@ -180,7 +180,20 @@ class TritonOps(TorchOps):
         return pools
 
     def _flush(
-        self, pools, layer, index, kv, score, index_kv, index_score, eps, rope, *, append, norm_weight, index_norm_weight
+        self,
+        pools,
+        layer,
+        index,
+        kv,
+        score,
+        index_kv,
+        index_score,
+        eps,
+        rope,
+        *,
+        append,
+        norm_weight,
+        index_norm_weight,
     ):
         """Launch both streams; False where the kernels don't cover one of them."""
         bounds = [self.bound(layer, "entries"), self.tail_bound(layer, "tail")]
