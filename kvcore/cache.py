@@ -53,7 +53,7 @@ def create_cache(
         prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
             ends, and semantic points); ``zero`` (blocks only, rings are replayed).
         layout: ``packed``, ``planar``, ``tpu_tile``, or ``auto`` for the backend's own choice.
-        check: refuse non-finite input and unfinished steps; slower.
+        check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
 
     Raises:
         SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
@@ -328,7 +328,7 @@ class Cache:
         """
         with self._lock:
             self._no_open_step("truncate")
-            self._manager.truncate(self._manager.check(request), length)
+            self._poison([], self._manager.truncate(self._manager.check(request), length))
 
     def release(self, request: Request) -> None:
         """End a request: its slot and blocks become free.
@@ -338,7 +338,8 @@ class Cache:
         """
         with self._lock:
             self._no_open_step("release")
-            self._manager.release(self._manager.check(request))
+            slot = self._manager.place(request).slot
+            self._poison([slot], self._manager.release(request))
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.
@@ -392,6 +393,11 @@ class Cache:
             Row(place.slot, place.length, count, tuple(place.blocks), place.stored)
             for place, count in zip(places, new, strict=True)
         ]
+
+    def _poison(self, slots: list[int], blocks: list[int]) -> None:
+        """Under ``check=True``, make what was freed unreadable."""
+        if self.check:
+            self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
 
     def _copy_replaced(self, rows: Sequence[Row], grown: Sequence[Growth]) -> None:
         """Copy on write: bring the bytes of shared blocks into the blocks that replaced them."""

@@ -237,8 +237,8 @@ class Manager:
         place = self._places[request]
         place.high_water = max(place.high_water, length)
 
-    def truncate(self, request: Request, length: int) -> None:
-        """Shorten a request: exact for every component, or refused.
+    def truncate(self, request: Request, length: int) -> list[int]:
+        """Shorten a request: exact for every component, or refused. Returns the blocks that became free.
 
         Raises:
             RollbackError: ``length`` is not between 0 and the request's length, or rings have overwritten rows that the
@@ -257,10 +257,10 @@ class Manager:
             )
         place.length = length
         place.stored = min(place.stored, length)
-        self._keep_blocks(place, self.plan.blocks_for(length))
         if place.tokens is not None:
             del place.tokens[length:]
             del place.keys[length // self.plan.spec.block_tokens :]
+        return self._keep_blocks(place, self.plan.blocks_for(length))
 
     def deepest_truncation(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts: 0 until a ring has wrapped, then D below the highest position."""
@@ -269,11 +269,11 @@ class Manager:
             return 0
         return min(place.length, max(0, place.high_water - self.plan.rollback_tokens))
 
-    def release(self, request: Request) -> None:
-        """Take back a request's slot and blocks."""
+    def release(self, request: Request) -> list[int]:
+        """Take back a request's slot and blocks. Returns the blocks that became free."""
         place = self._places.pop(request)
-        self._keep_blocks(place, 0)
         self._free_slots.append(place.slot)
+        return self._keep_blocks(place, 0)
 
     def take_over(
         self, request: Request, *, length: int, stored: int, blocks: Sequence[int], tokens: Sequence[int] | None
@@ -330,7 +330,7 @@ class Manager:
         writes = new > 0 and place.length + new > first and column < len(place.blocks)
         return column if writes and self.blocks.is_shared(place.blocks[column]) else None
 
-    def _keep_blocks(self, place: Place, count: int) -> None:
+    def _keep_blocks(self, place: Place, count: int) -> list[int]:
         dropped = place.blocks[count:]
         del place.blocks[count:]
-        self.blocks.drop(dropped[::-1])
+        return self.blocks.drop(dropped[::-1])

@@ -289,6 +289,10 @@ class Ops(Protocol):
         """Make slots [n] as if never used; -1 is ignored."""
         ...
 
+    def poison(self, pools: Pools, slots: Array, blocks: Array) -> Pools:
+        """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
+        ...
+
     def copy_slots(self, pools: Pools, sources: Array, targets: Array) -> Pools:
         """Copy whole slots; all sources are read before any target is written."""
         ...

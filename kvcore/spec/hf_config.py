@@ -14,9 +14,44 @@ from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, v4_layer
 
 CLASSIC = frozenset(
-    """cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox gpt_oss
-    granite helium llama llama4_text ministral mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2""".split()
+    (
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "helium",
+        "llama",
+        "llama4_text",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    )
 )
 """Model types whose layers hold keys and values of full, sliding or chunked attention, and nothing else."""
 
@@ -35,14 +70,14 @@ def from_hf_config(
 
     Args:
         config: a ``transformers`` configuration, or any object with the attributes of one.
-        formats: by role (``window``, ``entries``, ``index_keys``) or side (``key``, ``value``); what is left out gets the
-            engines' format where the dims fit it, else bf16.
+        formats: by role (``window``, ``entries``, ``index_keys``) or side (``key``, ``value``); what is left out gets
+            the engines' format where the dims fit it, else bf16.
         block_tokens: of the spec; None takes 256, or the next multiple of every ratio.
 
     Raises:
         SpecError: an unknown ``model_type``, a missing attribute, or an inconsistent schedule. A DeepSeek-V4
-            configuration must say its schedule: by ``compress_ratios`` (entries beyond ``num_hidden_layers`` become draft
-            layers) or by ``layer_types``.
+            configuration must say its schedule: by ``compress_ratios`` (entries beyond ``num_hidden_layers`` become
+            draft layers) or by ``layer_types``.
     """
     kind = getattr(config, "model_type", None)
     chosen = dict(formats or {})

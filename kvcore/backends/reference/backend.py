@@ -39,6 +39,7 @@ class ReferenceOps:
     mask = classic.mask
     attend_kv = classic.attend_kv
     reset_slots = life.reset_slots
+    poison = life.poison
     copy_slots = life.copy_slots
     copy_blocks = life.copy_blocks
     gather_rows = life.gather_rows

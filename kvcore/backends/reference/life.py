@@ -18,6 +18,14 @@ def reset_slots(ops, pools, slots):
     return pools
 
 
+def poison(ops, pools, slots, blocks):
+    """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
+    for region in ops.plan.regions:
+        for name, _ in region.buffers.values():
+            pools[name][slots if region.growth == "slot" else blocks] = 0xFF
+    return pools
+
+
 def copy_slots(ops, pools, sources, targets):
     """Copy whole slots; all sources are read before any target is written."""
     return _copy(ops, pools, sources, targets, "slot")

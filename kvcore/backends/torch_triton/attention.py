@@ -60,8 +60,8 @@ def entries_source(ops, pools, layer, index, selected):
     (region,) = ops.plan.region(layer, "entries")
     component = ops.component(layer, "entries")
     table = None
-    # A decode step with a selection reads just what it selects. Otherwise queries share entries, which are decoded once;
-    # how many there are must then be asked of the device.
+    # A decode step with a selection reads just what it selects. Otherwise queries share entries, which are decoded
+    # once; how many there are must then be asked of the device.
     if selected is None or len(selected) > len(index.slots):
         most = int((index.lengths // component.ratio).max())
         table = ops.gather_all_entries(pools, layer, index, columns=most, role="entries").values.flatten(0, 1)

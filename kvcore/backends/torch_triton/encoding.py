@@ -34,7 +34,10 @@ def encode(ops, format, values, global_scale=1.0):
     values = values.to(torch.float32).contiguous()
     if format.hadamard:
         values = hadamard(values)
-    rows = values.new_zeros((len(values), format.row), dtype=torch.uint8)
+    rows = torch.zeros((len(values), format.row), dtype=torch.uint8, device=values.device)
+    # Tensors without rows may have strides that no view of other elements is made from.
+    if not len(rows):
+        return rows
     channel = 0
     for field in format.fields:
         if not field.is_value:
@@ -54,6 +57,8 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     rows = ops.asarray(rows)
     format = sized(format, dim)
+    if not len(rows):
+        return torch.zeros((0, format.dim), dtype=DTYPES[format.value_code], device=rows.device)
     channels = []
     for field in format.fields:
         if not field.is_value:
@@ -183,7 +188,7 @@ def nf4_midpoints(device):
 
 @cache
 def e2m1_edges(device):
-    """Largest magnitude that still rounds down to each level: a tie goes to the even code, so up to every second one."""
+    """Largest magnitude that still rounds to each level: a tie goes to the even code, so up to every second one."""
     values = torch.tensor(E2M1_LEVELS, dtype=torch.float32)
     middle = (values[1:] + values[:-1]) / 2
     upward = torch.arange(len(middle)) % 2 == 1

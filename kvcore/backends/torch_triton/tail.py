@@ -88,7 +88,7 @@ def flush(
 
 
 def window_of(entry, ratio, *, overlap):
-    """Positions [n, rows] that entries [n] are pooled from, -1 where there is none: the first has no window before it."""
+    """Positions [n, rows] that entries [n] are pooled from, -1 where there are none: before the first entry's own."""
     before = ratio if overlap else 0
     positions = entry[:, None].long() * ratio + torch.arange(-before, ratio, device=entry.device)
     return torch.where((entry >= 0)[:, None] & (positions >= 0), positions, -1)
