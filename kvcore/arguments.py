@@ -1,5 +1,6 @@
 """Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,12 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
         raise ShapeError(got=f"shape {list(got)}", where=where, allowed=f"shape {wanted}")
     if dtype_name(array) not in dtypes:
         raise ShapeError(got=f"dtype {dtype_name(array)}", where=where, allowed=", ".join(dtypes))
-    return ops.asarray(array)
+    try:
+        return ops.asarray(array)
+    except (TypeError, RuntimeError) as error:
+        # What another framework raises where an array's data cannot be had: on a device without any, or freed.
+        held = f"{type(array).__name__} on {getattr(array, 'device', 'an unknown device')}"
+        raise ShapeError(got=held, where=where, allowed=f"an array on {ops.device}, or of NumPy") from error
 
 
 def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False) -> Array:
@@ -51,8 +57,24 @@ def check_indices(ops: Ops, array: Array, where: str, tokens: int) -> Array:
     return check_array(ops, array, where, (tokens, None), INTEGERS)
 
 
-def check_finite(host: np.ndarray[Any, Any], where: str, component: Component) -> None:
+def check_number(value: object, where: str) -> float:
+    """A finite number as a float; text, booleans and arrays with axes are none."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ShapeError(got=value, where=where, allowed="a finite number")
+    return number
+
+
+def check_finite(
+    host: np.ndarray[Any, Any], where: str, component: Component, *, minus_infinity: bool = False
+) -> None:
     """Refuse values that a format cannot hold faithfully: NaN, infinities, and what a two-level scale would clip.
+
+    Args:
+        minus_infinity: accept -inf, which as a score means no weight.
 
     Raises:
         NonFiniteError: with the first offending value.
@@ -60,6 +82,8 @@ def check_finite(host: np.ndarray[Any, Any], where: str, component: Component) -
     values = host.astype(np.float32)
     limit = largest_value(component)
     bad = ~(np.abs(values) <= limit)
+    if minus_infinity:
+        bad &= ~np.isneginf(values)
     if bad.any():
         first = np.argwhere(bad)[0]
         raise NonFiniteError(

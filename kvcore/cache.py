@@ -313,7 +313,10 @@ class Cache:
                 rows = self._rows(requests, counts)
                 host = build_index(rows, max_blocks=self.plan.blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
                 self._copy_replaced(rows, grown)
-                self._step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, host)
+                # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
+                padded = pad_tokens is not None or pad_requests is not None
+                put = getattr(self.ops, "padded_index", self.ops.index) if padded else self.ops.index
+                self._step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, put(host))
             except BaseException:
                 self._manager.shrink(requests, grown)
                 raise

@@ -34,11 +34,11 @@ class Step:
         rows: list[Row],
         ids: list[list[int] | None],
         grown: list[Growth],
-        host: StepIndex,
+        index: StepIndex,
     ) -> None:
         self.cache = cache
         self.rows = rows
-        self.index = cache.ops.index(host)
+        self.index = index
         self.pools_replaced = False
         self._manager = manager
         self._requests = requests

@@ -4,6 +4,7 @@ Two things scale a cache and nothing else: slots grow with requests, blocks grow
 for every stream of rows that a layer owns; pools are allocated from the regions and every verb addresses through them.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property
 
@@ -147,7 +148,7 @@ def plan_cache(
 
     Raises:
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
-        OutOfBlocks: the budget does not hold the slots and one block.
+        OutOfBlocks: the budget does not hold the slots and one block (one token, where nothing is paged).
     """
     _check_spec(spec)
     check_count(SpecError, "max_requests", max_requests, 1)
@@ -163,8 +164,9 @@ def plan_cache(
             allowed="one of the two",
         )
 
+    paged = any(component.growth == "block" for _, _, component in spec.components())
+
     def plan(blocks: int, tokens: int | None) -> CachePlan:
-        paged = any(component.growth == "block" for _, _, component in spec.components())
         return CachePlan(
             spec=spec,
             slots=max_requests,
@@ -178,12 +180,15 @@ def plan_cache(
     if max_tokens is not None:
         check_count(SpecError, "max_tokens", max_tokens, 1)
         blocks = -(-max_tokens // spec.block_tokens)
-        paged = any(component.growth == "block" for _, _, component in spec.components())
         return plan(blocks, blocks * spec.block_tokens if paged else max_tokens)
     if budget_bytes is None:
         return plan(0, None)
     check_count(SpecError, "budget_bytes", budget_bytes, 1)
-    return _largest(plan, spec, budget_bytes, bounded)
+    if not bounded:
+        return _checked(plan(0, None), budget_bytes, "")
+    # What is not paged grows token by token.
+    unit, name = (spec.block_tokens, "block") if paged else (1, "token of each")
+    return _largest(lambda count: plan(count, count * unit), budget_bytes, name)
 
 
 def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
@@ -210,21 +215,9 @@ def row_bytes(component: Component) -> int:
     return sum(part.heads * part.format.row for part in component.parts)
 
 
-def _largest(plan: object, spec: CacheSpec, budget: int, bounded: bool) -> CachePlan:
-    """The plan with most blocks within the budget: ``nbytes`` grows with blocks, so bisect."""
-
-    def at(blocks: int) -> CachePlan:
-        return plan(blocks, blocks * spec.block_tokens)  # type: ignore[operator]
-
-    if not bounded:
-        return at(0)
-    if at(1).nbytes > budget:
-        raise OutOfBlocks(
-            got=f"{budget} bytes",
-            where="budget_bytes",
-            allowed=f"{at(1).nbytes} bytes or more: {at(1).slots} slots and one block",
-            hint="Lower max_requests or raise the budget.",
-        )
+def _largest(at: Callable[[int], CachePlan], budget: int, unit: str) -> CachePlan:
+    """The plan of most units within the budget: ``nbytes`` grows with units, so bisect."""
+    _checked(at(1), budget, f" and one {unit}")
     low, high = 1, 2
     while at(high).nbytes <= budget:
         low, high = high, high * 2
@@ -232,6 +225,17 @@ def _largest(plan: object, spec: CacheSpec, budget: int, bounded: bool) -> Cache
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle).nbytes <= budget else (low, middle)
     return at(low)
+
+
+def _checked(smallest: CachePlan, budget: int, what: str) -> CachePlan:
+    if smallest.nbytes > budget:
+        raise OutOfBlocks(
+            got=f"{budget} bytes",
+            where="budget_bytes",
+            allowed=f"{smallest.nbytes} bytes or more: {smallest.slots} slots{what}",
+            hint="Lower max_requests or raise the budget.",
+        )
+    return smallest
 
 
 def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> tuple[Region, ...]:

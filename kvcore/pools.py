@@ -77,6 +77,8 @@ def fresh_unit(region: Region, buffer: str) -> bytes | None:
 
 def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
     """Accept pools that came back from an op: same names, shapes and dtypes; ShapeError otherwise."""
+    if not isinstance(pools, Mapping):
+        raise ShapeError(got=type(pools).__name__, where="pools", allowed="a mapping like cache.pools")
     if set(pools) != set(like):
         odd = sorted(set(pools) ^ set(like))
         raise ShapeError(got=odd, where="pools", allowed="exactly the names of cache.pools")

@@ -6,6 +6,8 @@ neighbour, rarely. So a computed result has a bound by the precision that it is 
 the code that it is stored in, together with the share of values that may use it.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from kvcore.spec.codes import CODES, E2M1_LEVELS, NF4_LEVELS
@@ -36,14 +38,27 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-OPERATIONS: dict[str, float] = {
-    "pooling": 4e-6,  # softmax over at most a few hundred rows, weighted sum
-    "norm": 4e-6,  # the same, then one mean over the channels
-    "rope": 8e-6,  # the same, then a sine and a cosine
-    "scores": 1e-5,  # dot products over the index dim, summed over heads
-    "attention": 1e-5,  # dot products, softmax over the visible rows, weighted sum
+class Operation(NamedTuple):
+    """How exact an operation is.
+
+    Attributes:
+        error: of its fp32 arithmetic, as a part of the value and of the largest magnitude.
+        roundings: to bf16 on the way to a bf16 result, each of which may tip to the neighbour.
+        mixes: it adds channels of like magnitude, so that what tipped before is large beside what is left.
+    """
+
+    error: float
+    roundings: int
+    mixes: bool = False
+
+
+OPERATIONS: dict[str, Operation] = {
+    "pooling": Operation(4e-6, 1),  # softmax over at most a few hundred rows, weighted sum
+    "norm": Operation(4e-6, 2),  # pooling, then one mean over the channels
+    "rope": Operation(8e-6, 3, mixes=True),  # pooling and norm, then a sine and a cosine
+    "scores": Operation(1e-5, 1),  # dot products over the index dim, summed over heads
+    "attention": Operation(1e-5, 1),  # dot products, softmax over the visible rows, weighted sum
 }
-"""Error of an operation in fp32, as a part of the value and of the largest magnitude."""
 
 TIPPED = 1 / 64
 """Share of rounded values that may tip over: fp32 noise moves about one value in 10^4 across a bf16 boundary."""
@@ -65,37 +80,45 @@ _STEP = {
 
 
 def computed(operation: str, precision: str) -> Tolerance:
-    """Of a result that a verb returns as fp32 or bf16."""
-    error = OPERATIONS[operation]
-    step = ROUNDED[precision]
-    return Tolerance(relative=error + step, absolute=error, share=TIPPED if step else 1.0)
+    """Of a result that a verb returns rounded to ``precision``, fp32 or bf16."""
+    return _rounded(operation, ROUNDED[precision])
 
 
 def stored(operation: str, format: Format) -> list[tuple[int, int, Tolerance]]:
     """Of a result that was encoded in a format: (first channel, one past the last, tolerance) of every value field."""
     bounds: list[tuple[int, int, Tolerance]] = []
     channel = 0
-    # Only fp32 rows are stored unrounded; all others passed through bf16 first.
     for field in format.fields:
         if not field.is_value:
             continue
-        error = OPERATIONS[operation]
+        dims = field.dims or 0
         if field.code in ROUNDED:
-            step = ROUNDED[field.code] if field.code == "fp32" else max(ROUNDED[field.code], ROUNDED["bf16"])
-            relative, absolute = step, 0.0
+            # Only fp32 rows are stored unrounded; all others passed through bf16 first.
+            step = 0.0 if field.code == "fp32" else max(ROUNDED[field.code], ROUNDED["bf16"])
+            bound = _rounded(operation, step)
         else:
+            bound = _rounded(operation, ROUNDED["bf16"])
             relative, absolute = _STEP[field.code]
-            relative += ROUNDED["bf16"]
-        share = TIPPED if relative or absolute else 1.0
-        bounds.append(
-            (
-                channel,
-                channel + (field.dims or 0),
-                Tolerance(relative=relative + error, absolute=absolute + error, share=share),
+            bound = Tolerance(
+                relative=bound.relative + relative, absolute=bound.absolute + absolute, share=bound.share
             )
-        )
-        channel += field.dims or 0
+        bounds.append((channel, channel + dims, bound))
+        channel += dims
     return bounds
+
+
+def noise(operation: str) -> float:
+    """What every value may be off by, as a part of it and of the largest: fp32 arithmetic in another order."""
+    return OPERATIONS[operation].error
+
+
+def _rounded(operation: str, step: float) -> Tolerance:
+    exactness = OPERATIONS[operation]
+    return Tolerance(
+        relative=exactness.error + step * exactness.roundings,
+        absolute=exactness.error + (2 * step if exactness.mixes else 0.0),
+        share=TIPPED if step else 1.0,
+    )
 
 
 def table(formats: list[Format]) -> tuple[Bound, ...]:

@@ -68,6 +68,8 @@ def export(cache: "Cache", request: Request) -> bytes:
 
 def import_(cache: "Cache", blob: bytes, into: Request | None) -> Request:
     """Check a blob, then make a request of it."""
+    if into is not None:
+        cache.row(into)
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
     content = {}

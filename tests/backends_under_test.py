@@ -17,7 +17,9 @@ def seed_of(check_id: str) -> int:
 
 def poison(cache: kvcore.Cache) -> None:
     """Fill every pool with 0xFF: NaN in every format, so that a read of an unwritten row is seen."""
-    cache.pools = {name: cache.asarray(np.full(tuple(pool.shape), 0xFF, np.uint8)) for name, pool in cache.pools.items()}
+    cache.pools = {
+        name: cache.asarray(np.full(tuple(pool.shape), 0xFF, np.uint8)) for name, pool in cache.pools.items()
+    }
 
 
 class Codec:

@@ -5,7 +5,19 @@ import sys
 
 import pytest
 
-HEAVY = ("numpy", "ml_dtypes", "torch", "triton", "jax", "jaxlib", "transformers", "rich", "jinja2", "hypothesis", "pytest")
+HEAVY = (
+    "numpy",
+    "ml_dtypes",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "transformers",
+    "rich",
+    "jinja2",
+    "hypothesis",
+    "pytest",
+)
 
 
 def loaded_by(statement):

@@ -11,6 +11,7 @@ from functools import cache
 import msgspec
 
 from kvcore.conformance.shapes import SHAPES, Sizes
+from kvcore.conformance.verb import Verb
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.spec import KV, CacheSpec, Component, Entries, LayerSpec, Tail, Window
 
@@ -40,29 +41,23 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.layers[TARGET]
 
 
-def cuts(
-    spec: CacheSpec, *, roles: tuple[str, ...], needs: tuple[str, ...], named: tuple[str, ...], own: bool
-) -> Iterator[Cut]:
-    """The distinct cuts of a spec for one verb.
-
-    Args:
-        roles: roles that the verb uses where a layer has them.
-        needs: roles without which the verb does not apply.
-        named: roles that the label names.
-        own: leave out layers whose pools belong to another layer: writers have no business there.
-    """
+def cuts(spec: CacheSpec, verb: Verb) -> Iterator[Cut]:
+    """The distinct cuts of a spec for one verb, in order of the layers."""
     seen: set[CacheSpec] = set()
     labels: dict[str, int] = {}
     for layer in spec.all_layers:
-        kept = {role: component for role, component in layer.components() if role in roles}
+        kept = {role: component for role, component in layer.components() if role in verb.roles}
         shares = any(component.shared_from is not None for component in kept.values())
-        if any(role not in kept for role in needs) or not kept or (own and shares):
+        if any(role not in kept for role in verb.needs) or any(getattr(layer, role) for role in verb.lacks):
+            continue
+        # A writer has no business in a pool that belongs to another layer.
+        if verb.writes and shares:
             continue
         small = _two_layers(kept, spec.block_tokens)
         if small in seen:
             continue
         seen.add(small)
-        label = "+".join(describe(role, kept[role]) for role in named if role in kept)
+        label = "+".join(describe(role, kept[role]) for role in verb.named or (verb.role,) if role in kept)
         # Layers may differ in what the label leaves out, a window's size say: number them in order.
         labels[label] = labels.get(label, 0) + 1
         yield Cut(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")

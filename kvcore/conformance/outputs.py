@@ -18,6 +18,7 @@ class Output(NamedTuple):
         axes: names of the array's axes.
         format: of canonical rows, whose last axis is bytes; None for other arrays.
         global_scale: of those rows.
+        precision: that computed values were rounded to, ``fp32`` or ``bf16``, whatever dtype they come in.
         operation: row of the tolerance table, under ``close`` and ``selection``.
         scores: [T, n] that a selection was made from.
     """
@@ -28,6 +29,7 @@ class Output(NamedTuple):
     axes: tuple[str, ...]
     format: Format | None = None
     global_scale: float = 1.0
+    precision: str = ""
     operation: str = ""
     scores: np.ndarray | None = None
 
@@ -45,16 +47,17 @@ def rows(name: str, array: np.ndarray, format: Format, *axes: str) -> Output:
     return Output(name, array, "exact", axes or ROW_AXES, format)
 
 
-def close(name: str, array: np.ndarray, operation: str, *axes: str) -> Output:
-    """Computed values, within the tolerance of their precision."""
-    return Output(name, array, "close", axes, operation=operation)
+def close(name: str, array: np.ndarray, operation: str, *axes: str, precision: str = "") -> Output:
+    """Computed values, within the tolerance of their precision: that of their dtype unless given."""
+    rounded = precision or ("fp32" if array.dtype == np.float32 else "bf16")
+    return Output(name, array, "close", axes, precision=rounded, operation=operation)
 
 
 def computed_rows(
     name: str, array: np.ndarray, format: Format, operation: str, *, global_scale: float = 1.0, axes: tuple[str, ...] = ()
 ) -> Output:
     """Canonical rows of computed values: decoded, within the tolerance of the format."""
-    return Output(name, array, "close", axes or ROW_AXES, format, global_scale, operation)
+    return Output(name, array, "close", axes or ROW_AXES, format, global_scale, operation=operation)
 
 
 def selection(name: str, indices: np.ndarray, scores: np.ndarray) -> Output:

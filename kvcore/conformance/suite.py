@@ -12,10 +12,12 @@ from kvcore.conformance.shapes import SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
-from kvcore.spec import LAYOUTS, CacheSpec, Format
+from kvcore.spec import LAYOUTS, ROLES, CacheSpec, Format
 
 ANY_LAYOUT = "any"
-_SHAPELESS = {"allocate", "asarray", "copy_blocks", "copy_slots"}
+
+CAPABILITIES = frozenset({*ROLES, *LAYOUTS, "attend", "select"})
+"""The words that a backend may declare; a check needs those of its roles, its layout and its verb."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,19 +72,17 @@ def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:
 
 def _any_plan(spec: CacheSpec) -> CachePlan:
     """A plan to bind verbs to that touch no pool."""
-    first = spec.all_layers[0]
-    role = next(role for role, _ in first.components())
-    cut = next(iter(cuts(spec, roles=(role, "entries"), needs=(role,), named=(), own=False)))
+    _, role, _ = next(spec.components())
+    cut = next(iter(cuts(spec, next(verb for verb in VERBS if verb.role == role))))
     return plan_of(cut.spec, sizes(cut, role).full, LAYOUTS[0])
 
 
 def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
     seen: set[str] = set()
     for verb in VERBS:
-        named = verb.named or (verb.role,)
-        for cut in cuts(spec, roles=verb.roles, needs=verb.needs, named=named, own=verb.writes):
+        for cut in cuts(spec, verb):
             for layout in LAYOUTS if verb.layouts else (ANY_LAYOUT,):
-                for shape in SHAPES if verb.name not in _SHAPELESS else SHAPES[-1:]:
+                for shape in SHAPES if not verb.shapes else [one for one in SHAPES if one.name in verb.shapes]:
                     check = _check(verb, cut, layout, shape)
                     # A layer with both of two alternative roles would be checked twice.
                     if check.id not in seen:
@@ -99,10 +99,5 @@ def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
         case = Case(id, plan, verb.role, shape, relative)
         return lambda ops: verb.drive(Bench(case, ops))
 
-    roles = {role for role, _ in cut.layer.components()}
-    capabilities = {*roles, *({verb.name, "attend"} & {"attend", "select"}), layout} - {ANY_LAYOUT}
-    if not verb.name.startswith("attend"):
-        capabilities.discard("attend")
-    return Check(
-        id=id, verb=verb.name, rule=verb.rule, needs=frozenset(capabilities), plan=plan, prepare=prepare
-    )
+    needs = {role for role, _ in cut.layer.components()} | {layout, verb.name.removesuffix("_kv")}
+    return Check(id=id, verb=verb.name, rule=verb.rule, needs=frozenset(needs & CAPABILITIES), plan=plan, prepare=prepare)

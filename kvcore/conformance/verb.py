@@ -1,10 +1,12 @@
 """How one verb is checked: what it needs, how it is driven, what is looked at afterwards."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvcore.conformance.case import Bench
 from kvcore.conformance.outputs import Output
+
+if TYPE_CHECKING:
+    from kvcore.conformance.case import Bench
 
 Rule = Literal["storage", "arithmetic", "selection"]
 
@@ -23,11 +25,13 @@ class Verb(NamedTuple):
         named: roles that the check's id names; the role under test unless given.
         writes: the verb writes to the layer's pools, so a layer that shares another's is left out.
         layouts: check in every layout; False where the verb touches no pool.
+        lacks: roles that a layer must not have.
+        shapes: names of the shape classes; all of them if empty.
         also: verbs that the same drive covers.
     """
 
     name: str
-    drive: Callable[[Bench], list[Output]]
+    drive: Callable[["Bench"], list[Output]]
     rule: Rule
     role: str
     roles: tuple[str, ...]
@@ -35,4 +39,6 @@ class Verb(NamedTuple):
     named: tuple[str, ...] = ()
     writes: bool = False
     layouts: bool = True
+    lacks: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvcore.arguments import check_array, check_float, check_indices, check_weight
-from kvcore.errors import StepError
+from kvcore.arguments import check_array, check_float, check_indices, check_number, check_weight
+from kvcore.errors import ShapeError, StepError
 from kvcore.handle.state import LayerState
 from kvcore.ops import AllEntries, Array, Closed, SelectedEntries, WindowRows
 from kvcore.spec import TAIL_OF, Entries, IndexKeys, Rope, Tail, Window
@@ -70,6 +70,10 @@ class LatentVerbs(LayerState):
                 weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
         if rope is not None and not isinstance(rope, Rope):
             rope = check_array(self._ops, rope, "flush: rope", (None,), ("float32",))
+        turned = 0 if rope is None else rope.dim if isinstance(rope, Rope) else 2 * len(rope)
+        narrowest = min(getattr(self._spec, role).dim for role in flushed)
+        if turned > narrowest:
+            raise ShapeError(got=f"{turned} rotated channels", where="flush: rope", allowed=f"{narrowest} or fewer")
         pools = self._ops.flush(
             self._pools,
             self._layer,
@@ -77,7 +81,7 @@ class LatentVerbs(LayerState):
             *streams,
             closed=closed_count(self._step.rows, entries.ratio),
             norm_weight=weights["entries"],
-            eps=float(eps),
+            eps=check_number(eps, "flush: eps"),
             rope=rope,
             index_norm_weight=weights["index_keys"],
         )
@@ -121,7 +125,7 @@ class LatentVerbs(LayerState):
             score,
             closed=closed,
             norm_weight=norm_weight,
-            eps=float(eps),
+            eps=check_number(eps, "compress: eps"),
         )
 
     @property
@@ -155,8 +159,8 @@ class LatentVerbs(LayerState):
         shape = (self._tokens, tail.width)
         kv = check_float(self._ops, kv, f"append_{role}: kv", shape, only_fp32=True)
         score = check_float(self._ops, score, f"append_{role}: score", shape, only_fp32=True)
-        # A score may be -inf, which is no weight; a kv row may not be.
         self._check(kv, f"append_{role}: kv", tail)
+        self._check(score, f"append_{role}: score", tail, minus_infinity=True)
         self._append(role, (kv, score))
 
     def _own_entries(self, verb: str) -> Entries:

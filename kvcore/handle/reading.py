@@ -1,6 +1,6 @@
 """Verbs that read: indexer scores, selection, attention; and the classic layers' keys and values."""
 
-from kvcore.arguments import check_float, check_indices, check_weight
+from kvcore.arguments import check_float, check_indices, check_number, check_weight
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.handle.state import LayerState
@@ -68,7 +68,7 @@ class ReadingVerbs(LayerState):
             selected,
             rows=rows[0] if rows else None,
             sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", q.shape[1]),
-            scale=scale,
+            scale=None if scale is None else check_number(scale, "attend: scale"),
         )
 
     def append_kv(self, k: Array, v: Array) -> None:
@@ -118,5 +118,5 @@ class ReadingVerbs(LayerState):
             v,
             columns=self._kv_columns(kv, ended=True),
             sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", heads),
-            scale=scale,
+            scale=None if scale is None else check_number(scale, "attend: scale"),
         )

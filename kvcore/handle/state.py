@@ -5,6 +5,7 @@ step can still need the row it overwrites, and at commit otherwise; what was ove
 fails. This is the one place that knows that rule.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from kvcore.arguments import check_finite
@@ -135,7 +136,8 @@ class LayerState:
         at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
         wraps = plan.max_tokens is None or rows < plan.max_tokens
         if wraps and max((row.new for row in self._step.rows), default=0) > at_once:
-            self._own[role] = arrays
+            # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
+            self._own[role] = copy.deepcopy(arrays)
             self._waiting.append(role)
             return
         self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
@@ -176,6 +178,6 @@ class LayerState:
         ended = index.lengths is self._index.lengths
         return [row.length if ended else row.start for row in self._step.rows]
 
-    def _check(self, array: Array, where: str, component: Component) -> None:
+    def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
         if self._step.cache.check:
-            check_finite(self._step.cache.to_host(array), where, component)
+            check_finite(self._step.cache.to_host(array), where, component, minus_infinity=minus_infinity)

@@ -38,7 +38,16 @@ def test_all_256_e4m3_codes(codec):
 
 @pytest.mark.parametrize(
     ("code", "value"),
-    [(0x00, 0), (0x01, 2.0**-9), (0x07, 7 * 2.0**-9), (0x08, 2.0**-6), (0x38, 1), (0x58, 16), (0x7E, 448), (0xFE, -448)],
+    [
+        (0x00, 0),
+        (0x01, 2.0**-9),
+        (0x07, 7 * 2.0**-9),
+        (0x08, 2.0**-6),
+        (0x38, 1),
+        (0x58, 16),
+        (0x7E, 448),
+        (0xFE, -448),
+    ],
 )
 def test_e4m3_codes_written_out(codec, code, value):
     rows = np.full((1, 528), 127, np.uint8)

@@ -48,10 +48,14 @@ def test_page_hash(codec, name, rows, dim, hashed, page_bytes, expected):
             "v4_584", 2, 512, 1152, "77 78 79 7a 7b 77 78 00 | 78 79 7a 7b 77 78 79 00", id="V4 scales of both rows"
         ),
         pytest.param("mxfp4_368", 2, 512, 0, "de 9b 41 e5", id="MXFP4 codes"),
-        pytest.param("mxfp4_368", 2, 512, 224, "7d 7d 7e 7e 7f 7f 80 80 81 81 7d 7d 7e 7e 00 00", id="MXFP4 scales, pad"),
+        pytest.param(
+            "mxfp4_368", 2, 512, 224, "7d 7d 7e 7e 7f 7f 80 80 81 81 7d 7d 7e 7e 00 00", id="MXFP4 scales, pad"
+        ),
         pytest.param("index_fp8_132", 64, 128, 0, "f0 eb e6 d8 5a 66 6c f0", id="FP8 index codes"),
         pytest.param("index_fp8_132", 64, 128, 8192, "00 00 00 3c", id="FP8 index scale 0.0078125"),
-        pytest.param("index_fp8_132_fp32scale", 64, 128, 0, "f6 f2 ec df 61 6c 72 f6", id="FP8 index codes, fp32 scale"),
+        pytest.param(
+            "index_fp8_132_fp32scale", 64, 128, 0, "f6 f2 ec df 61 6c 72 f6", id="FP8 index codes, fp32 scale"
+        ),
         pytest.param("index_fp4_68", 64, 128, 0, "de 9b 41 e5 bd 19 54 de", id="FP4 index codes"),
         pytest.param("index_fp4_68", 64, 128, 4096, "7d 7d 7e 7e", id="FP4 index scales"),
         pytest.param("v41_528", 64, 512, 0, "f8 f3 ee e0", id="V4.1 window codes"),

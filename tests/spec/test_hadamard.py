@@ -11,7 +11,9 @@ from kvcore.spec import FORMATS, Field, Format
 def dense_hadamard(size):
     """The orthonormal matrix by its definition: entry (i, j) is -1 to the number of common one bits of i and j."""
     rows, columns = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-    odd = np.array([[bin(r & c).count("1") % 2 for r, c in zip(*pair, strict=True)] for pair in zip(rows, columns, strict=True)])
+    odd = np.array(
+        [[bin(r & c).count("1") % 2 for r, c in zip(*pair, strict=True)] for pair in zip(rows, columns, strict=True)]
+    )
     return np.where(odd, -1.0, 1.0) * size**-0.5
 
 
@@ -23,6 +25,7 @@ def rotated_bf16(size):
 
 def ulps_apart(found, wanted):
     """Distance in bf16 steps between bf16 values and exact ones rounded to bf16."""
+
     def ordered(bits):
         bits = bits.astype(np.int32)
         return np.where(bits & 0x8000, -(bits & 0x7FFF), bits)

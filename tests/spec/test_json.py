@@ -47,15 +47,25 @@ def test_fields_left_out_take_their_defaults():
     assert (spec.draft_layers, spec.name) == ((), "")
     kv = spec.layers[0].kv
     assert kv is not None
-    assert (kv.storage, kv.key_format, kv.value_format, kv.value_heads, kv.window) == ("paged", "bf16", None, None, None)
+    assert (kv.storage, kv.key_format, kv.value_format, kv.value_heads, kv.window) == (
+        "paged",
+        "bf16",
+        None,
+        None,
+        None,
+    )
 
 
 BAD = [
-    pytest.param(text(layers=[{"window": WINDOW}, {"window": {**WINDOW, "windw": 8}}]), "layers[1].window.windw", id="windw"),
+    pytest.param(
+        text(layers=[{"window": WINDOW}, {"window": {**WINDOW, "windw": 8}}]), "layers[1].window.windw", id="windw"
+    ),
     pytest.param(text(blocks=3), "blocks", id="unknown key at the top"),
     pytest.param(text(layers=[{"windows": WINDOW}]), "layers[0].windows", id="unknown role"),
     pytest.param(
-        text(draft_layers=[{"kv": {"key_heads": 1, "key_dim": 4, "heads": 2}}]), "draft_layers[0].kv.heads", id="draft key"
+        text(draft_layers=[{"kv": {"key_heads": 1, "key_dim": 4, "heads": 2}}]),
+        "draft_layers[0].kv.heads",
+        id="draft key",
     ),
     pytest.param(text(layers=[{"window": {"dim": 8}}]), "layers[0].window.window", id="a missing field"),
     pytest.param('{"schema_version": 1}', "layers", id="no layers field"),
@@ -65,14 +75,20 @@ BAD = [
     pytest.param(text(layers=[{"window": {**WINDOW, "dim": "8"}}]), "layers[0].window.dim", id="a number as text"),
     pytest.param(text(layers=[{"window": {**WINDOW, "dim": 8.5}}]), "layers[0].window.dim", id="a fraction"),
     pytest.param(text(layers=[{"window": {**WINDOW, "dim": True}}]), "layers[0].window.dim", id="a boolean"),
-    pytest.param(text(layers=[{"window": {**WINDOW, "format": 8}}]), "layers[0].window.format", id="format is a number"),
+    pytest.param(
+        text(layers=[{"window": {**WINDOW, "format": 8}}]), "layers[0].window.format", id="format is a number"
+    ),
     pytest.param(text(layers=[{"window": {**WINDOW, "format": "v5"}}]), "layers[0].window.format", id="unknown format"),
     pytest.param(text(layers=[{"window": [8, 4]}]), "layers[0].window", id="a component is a list"),
     pytest.param(
-        text(layers=[{"tail": {"dim": 8, "ratio": 4, "overlap": "yes"}}]), "layers[0].tail.overlap", id="overlap as text"
+        text(layers=[{"tail": {"dim": 8, "ratio": 4, "overlap": "yes"}}]),
+        "layers[0].tail.overlap",
+        id="overlap as text",
     ),
     pytest.param(
-        text(layers=[{"kv": {"key_heads": 1, "key_dim": 4, "storage": "disk"}}]), "layers[0].kv.storage", id="storage disk"
+        text(layers=[{"kv": {"key_heads": 1, "key_dim": 4, "storage": "disk"}}]),
+        "layers[0].kv.storage",
+        id="storage disk",
     ),
     pytest.param(text(block_tokens="16"), "block_tokens", id="block_tokens as text"),
     pytest.param(text(block_tokens=0), "block_tokens", id="block_tokens 0"),
@@ -138,7 +154,9 @@ def test_presets_validate(preset):
 RULES_OF_THE_CONSTRUCTORS = {"unknown format", "block_tokens 0"}
 
 
-@pytest.mark.parametrize("document", [pytest.param(c.values[0], id=c.id) for c in BAD if c.id not in RULES_OF_THE_CONSTRUCTORS])
+@pytest.mark.parametrize(
+    "document", [pytest.param(c.values[0], id=c.id) for c in BAD if c.id not in RULES_OF_THE_CONSTRUCTORS]
+)
 def test_the_schema_rejects_bad_documents_too(document):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(document), json_schema())

@@ -12,7 +12,10 @@ ALL = [(name, DIM.get(name) or FORMATS[name].dim) for name in FORMATS if not nam
 
 INDEX_PAGE = Format(
     name="test_index_page_12",
-    fields=(Field(name="codes", dims=8, code="e4m3", group=0, scale="fp32", rule="fp32"), Field(name="scales", dims=1, code="fp32")),
+    fields=(
+        Field(name="codes", dims=8, code="e4m3", group=0, scale="fp32", rule="fp32"),
+        Field(name="scales", dims=1, code="fp32"),
+    ),
     planes=(("codes",), ("scales",)),
     amax_floor=1e-4,
 )

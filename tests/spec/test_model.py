@@ -154,7 +154,10 @@ LAYER_RULES = [
         {**CSA, "tail": {**TAIL, "ratio": 8}}, "layers[1].tail.ratio", "that of entries", id="tail of other ratio"
     ),
     pytest.param(
-        {**CSA, "index_tail": {**INDEX_TAIL, "dim": 8}}, "layers[1].index_tail.dim", "that of index_keys", id="index dim"
+        {**CSA, "index_tail": {**INDEX_TAIL, "dim": 8}},
+        "layers[1].index_tail.dim",
+        "that of index_keys",
+        id="index dim",
     ),
     pytest.param(
         {**CSA, "index_tail": {**INDEX_TAIL, "ratio": 2}},
@@ -199,7 +202,9 @@ def test_components_that_contradict_each_other(make, layer, where, message):
     [
         pytest.param({"layers": []}, "layers", "one layer or more", id="no layers"),
         pytest.param(layers(CSA, block_tokens=0), "block_tokens", "1 or more", id="block_tokens 0"),
-        pytest.param(layers(CSA, block_tokens=6), "block_tokens", "layers[0].entries.ratio is 4", id="6 is no multiple of 4"),
+        pytest.param(
+            layers(CSA, block_tokens=6), "block_tokens", "layers[0].entries.ratio is 4", id="6 is no multiple of 4"
+        ),
         pytest.param(
             layers(OTHER, {"entries": {**ENTRIES, "ratio": 3}}, block_tokens=8),
             "block_tokens",

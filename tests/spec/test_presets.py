@@ -93,7 +93,10 @@ def test_a_tiny_twin_has_every_kind_of_layer_with_true_rows(tiny, real):
     def kinds(spec):
         """Roles, row bytes and whether pools are shared: what distinguishes layers, sizes of windows aside."""
         return {
-            tuple((role, tuple(part.format.row_bytes for part in c.parts), c.shared_from is None) for role, c in layer.components())
+            tuple(
+                (role, tuple(part.format.row_bytes for part in c.parts), c.shared_from is None)
+                for role, c in layer.components()
+            )
             for layer in spec.layers
         }
 
@@ -140,9 +143,7 @@ def test_gemma_has_five_sliding_layers_to_one_full():
     assert {layer.kv.storage for layer in spec.layers if layer.kv.window} == {"ring"}
 
 
-@pytest.mark.parametrize(
-    ("preset", "window", "storage"), [("llama_3_8b", None, "paged"), ("mistral_7b", 4096, "ring")]
-)
+@pytest.mark.parametrize(("preset", "window", "storage"), [("llama_3_8b", None, "paged"), ("mistral_7b", 4096, "ring")])
 def test_uniform_classic_presets(preset, window, storage):
     spec = presets.PRESETS[preset]()
     found = {(c.key_heads, c.key_dim, c.window, c.storage, c.key_format) for _, _, c in spec.components()}

@@ -29,7 +29,9 @@ def test_frequencies_written_out(rope, pair, expected):
 
 
 def test_the_ramp_runs_from_pair_15_to_pair_25():
-    kept = [scaled / plain for scaled, plain in zip(COMPRESS.inverse_frequencies, PLAIN.inverse_frequencies, strict=True)]
+    kept = [
+        scaled / plain for scaled, plain in zip(COMPRESS.inverse_frequencies, PLAIN.inverse_frequencies, strict=True)
+    ]
     assert kept[:16] == [1.0] * 16
     assert kept[16] == pytest.approx(0.90625, rel=1e-6)
     assert kept[20] == pytest.approx(0.53125, rel=1e-6)

@@ -98,8 +98,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     width = field.group or field.dims
     padded = jnp.pad(channels, ((0, 0), (0, field.groups * width - field.dims)))
     groups = padded.reshape(len(channels), field.groups, width)
-    amax = jnp.max(jnp.abs(groups), axis=2)
-    finite = jnp.isfinite(amax)
+    # The order of magnitudes is the order of their bits, and NaN comes last; XLA's fp32 maximum may pass over a NaN.
+    amax = from_bits(jnp.max(bits_of(groups) & ~SIGN, axis=2))
+    finite = bits_of(amax) < INFINITY
     amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(format.amax_floor))
     scales, scale_bits = scale_of(amax, field, global_scale)
     if field.rule == "pow2":
@@ -213,13 +214,14 @@ def divide(values, by):
     """
     # Beyond 2^126 the reciprocal would be subnormal, which XLA reads as zero.
     shrink = jnp.where(by > LARGE, np.float32(2.0**-64), np.float32(1))
-    values, by = values * shrink, by * shrink
+    sign = bits_of(values) & SIGN
+    values, by = jnp.abs(values) * shrink, by * shrink
     inverse = np.float32(1) / by
     quotient = values * inverse
     high, low = _halves(quotient)
     by_high, by_low = _halves(by)
     remainder = values - high * by_high - high * by_low - low * by_high - low * by_low
-    return quotient + remainder * inverse
+    return from_bits(bits_of(quotient + remainder * inverse) & ~SIGN | sign)
 
 
 def _halves(values):

@@ -59,18 +59,17 @@ def entries_source(ops, pools, layer, index, selected):
     """(k, function of a slice of tokens -> entry keys [t, k, d] fp32 and whether they are seen [t, k])."""
     (region,) = ops.plan.region(layer, "entries")
     component = ops.component(layer, "entries")
-    table = None
+    shared, table, most = selected is None, None, 0
     # A decode step with a selection reads just what it selects. Otherwise queries share entries, which are decoded
     # once; how many there are must then be asked of the device.
-    if selected is None or len(selected) > len(index.slots):
+    if shared or len(selected) > len(index.slots):
         most = int((index.lengths // component.ratio).max())
         table = ops.gather_all_entries(pools, layer, index, columns=most, role="entries").values.flatten(0, 1)
-        selected = torch.arange(most, device=table.device)[None] if selected is None else selected
-    every = len(selected) != len(index.positions)
+        selected = torch.arange(most, device=table.device)[None] if shared else selected
 
     def read(some):
         request, position = index.request_index[some, None].long(), index.positions[some, None]
-        number = (selected if every else selected[some]).long()
+        number = (selected if shared else selected[some]).long()
         seen = (request >= 0) & (number >= 0) & (number < (position + 1) // component.ratio)
         if table is None:
             stored = place.read(pools, region, index, request, torch.where(seen, number, -1))

@@ -44,6 +44,7 @@ class TorchOps:
     mask = verb(classic.mask)
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
+    poison = verb(life.poison)
     copy_slots = verb(life.copy_slots)
     copy_blocks = verb(life.copy_blocks)
     gather_rows = verb(life.gather_rows)
@@ -145,10 +146,11 @@ class TorchBackend:
 
 def checked_device(device) -> str:
     """The device's full name; ``cuda`` is torch's current CUDA device."""
-    kind, _, number = str(device or "cpu").partition(":")
-    if kind == "cpu" and device in (None, "cpu"):
-        return "cpu"
-    if kind != "cuda" or (":" in str(device) and not number.isdecimal()):
+    name = "cpu" if device is None else str(device)
+    kind, colon, number = name.partition(":")
+    if name == "cpu":
+        return name
+    if kind != "cuda" or (colon and not number.isdecimal()):
         raise BackendError(got=device, where="device", allowed="None, 'cpu', 'cuda' or 'cuda:N' for 'torch_triton'")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found or int(number or 0) >= found:
@@ -158,4 +160,4 @@ def checked_device(device) -> str:
             allowed=f"'cpu', or one of {found} CUDA devices" if found else "'cpu': torch finds no CUDA device",
             hint="" if found else f"This is torch {torch.__version__}.",
         )
-    return f"cuda:{number or torch.cuda.current_device()}"
+    return f"cuda:{int(number) if number else torch.cuda.current_device()}"

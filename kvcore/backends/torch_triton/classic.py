@@ -1,5 +1,7 @@
 """Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
 
+from itertools import accumulate
+
 import torch
 
 from kvcore.backends.torch_triton import rows as place
@@ -94,12 +96,10 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None
     # One product for all of a request's queries needs values that are finite also where a query doesn't look. A decode
     # step takes its rows token by token, without asking the device anything.
     if tokens > len(keys) and bool(values.isfinite().all()):
-        news = (index.lengths - index.starts).tolist()
-        groups = [(slice(sum(news[:r]), sum(news[: r + 1])), slice(r, r + 1)) for r in range(len(news)) if news[r]]
+        groups = by_request(index, heads * columns)
     else:
-        groups = [
-            (some, None) for some in place.portions(tokens, columns * (keys[0, 0].numel() + values[0, 0].numel()))
-        ]
+        row = keys.shape[2:].numel() + values.shape[2:].numel()
+        groups = [(some, None) for some in place.portions(tokens, row * columns)]
     for some, request in groups:
         if request is None:
             mine = index.request_index[some]
@@ -112,8 +112,18 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None
     return Attention(out, lse)
 
 
+def by_request(index, elements):
+    """(slice of the step's tokens, slice of its one request) for every request, in portions of ``elements`` a token."""
+    new = (index.lengths - index.starts).tolist()
+    return [
+        (slice(first + some.start, first + some.stop), slice(request, request + 1))
+        for request, first in enumerate(accumulate(new[:-1], initial=0))
+        for some in place.portions(new[request], elements)
+    ]
+
+
 def grouped(q, keys, values, seen, sink, scale):
-    """q [B, t, H, d] to keys [B, n, key heads, d], values [B, n, value heads, e] -> out [B, t, H, e], lse [B, t, H].
+    """Attend from q [B, t, H, d] to keys [B, n, key heads, d] and values [B, n, value heads, e], as ``softmax_sum``.
 
     Query heads that share a key head are rows of one product.
     """

@@ -23,6 +23,15 @@ def reset_slots(ops, pools, slots):
     return pools
 
 
+def poison(ops, pools, slots, blocks):
+    """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
+    slots, blocks = ops.asarray(slots).long(), ops.asarray(blocks).long()
+    for region in ops.plan.regions:
+        for name, _ in region.buffers.values():
+            pools[name].index_fill_(0, slots if region.growth == "slot" else blocks, 0xFF)
+    return pools
+
+
 def copy_slots(ops, pools, sources, targets):
     """Copy whole slots; all sources are read before any target is written."""
     return _copy(ops, pools, sources, targets, "slot")
@@ -47,14 +56,8 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns):
     component = ops.component(layer, role)
     regions = ops.plan.region(layer, role)
     live = [component.live(length) for length in index.lengths.tolist()]
-    numbers = torch.tensor(
-        [
-            [*range(found.start, min(found.stop, found.start + columns))] + [-1] * (columns - len(found))
-            for found in live
-        ],
-        dtype=torch.int64,
-        device=index.lengths.device,
-    ).reshape(len(live), columns)
+    first, count = index.lengths.new_tensor([[found.start, len(found)] for found in live]).reshape(-1, 2).T
+    numbers = place.numbers_from(first, count, columns)
     own = [None] * len(regions)
     if rows is not None:
         own = [ops.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
@@ -103,7 +106,8 @@ def digest_rows(ops, raw, salt):
     words = -(-size // 4)
     place_of = torch.arange(words, device=raw.rows.device) * digest.WORD_FACTOR
     lanes = torch.zeros((requests, 2), dtype=torch.int64, device=raw.rows.device)
-    for some in place.portions(columns, requests * words):
+    # A tensor without elements may have any strides, which ``view`` refuses.
+    for some in place.portions(columns if requests else 0, requests * words):
         stored = pad(raw.rows[:, some], (0, words * 4 - size)).contiguous().view(torch.int32).long() & digest.MASK
         row_of = raw.positions[:, some, None].long() * digest.POSITION_FACTOR
         valid = (raw.positions[:, some] >= 0)[:, :, None]

@@ -30,8 +30,8 @@ class TritonOps(TorchOps):
         self._scratch = None
         self._old_scratch = []
 
-    def index(self, host):
-        """The step index on the device: one copy, into buffers that persist for steps of the same shape."""
+    def padded_index(self, host):
+        """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
         return self._index.put(host)
 
     @torch.no_grad()

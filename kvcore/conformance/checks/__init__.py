@@ -12,6 +12,14 @@ _INDEXED = ("entries", "index_keys")
 _COMPRESSED = (*TAIL_OF, *TAIL_OF.values())
 
 
+_WHOLE = ("window", "kv", "entries")
+
+
+def _with_entries(role: str) -> tuple[str, ...]:
+    """Index keys stand only beside entries."""
+    return _INDEXED if role == "index_keys" else (role,)
+
+
 def _role(name, drive, role, *, roles=None, **options):
     """A storage check of one role."""
     return Verb(name, drive, "storage", role, roles or (role,), (role,), **options)
@@ -67,24 +75,28 @@ VERBS: tuple[Verb, ...] = (
         needs=("window",),
         named=("window", "entries"),
     ),
-    Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",)),
+    Verb(
+        "attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)
+    ),
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
     _role("mask", classic.mask, "kv", layouts=False),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
-    *(_role("gather_rows", life.gather_rows(role), role, roles=(role, "entries")) for role in ROLES),
-    *(_role("digest_rows", life.digest_rows(role), role, roles=(role, "entries"), layouts=False) for role in ROLES),
+    *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
+    *(_role("digest_rows", life.digest_rows(role), role, roles=_with_entries(role), layouts=False) for role in ROLES),
     *(
         _role("restore_ring", rings.restore_ring(role), role, also=("read_ring",))
         for role in ROLES
         if role not in TAIL_OF
     ),
+    # Whole layers: each is met by the first of these roles that it has.
     *(
-        Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES)
+        Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES, shapes=("padded",))
         for verb in (life.allocate, life.reset_slots, life.copy_slots, life.copy_blocks)
-        for role in ("window", "kv", "entries")
+        for role in _WHOLE
     ),
-    *(_role(verb.__name__, verb, role, layouts=False) for verb in (life.asarray, life.index) for role in ("window", "kv")),
+    *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),
+    *(_role("asarray", life.asarray, role, layouts=False, shapes=("ragged",)) for role in _WHOLE),
 )
 """Checks of verbs on layers, in the order in which a report shows them."""
 

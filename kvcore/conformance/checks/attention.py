@@ -25,14 +25,14 @@ def attend(role: str) -> Callable[[Bench], list[Output]]:
         if case.has("window"):
             rows = bench.put(case.token_floats("rows", dim))
             filled["start"] = ("window",)
-        calls: dict[str, dict[str, object]] = {
-            "all": {},
-            "sink": {"sink": bench.put(case.floats("sink", HEADS, dtype=FP32)), "scale": 0.11},
-        }
+        sink = {"sink": bench.put(case.floats("sink", HEADS, dtype=FP32)), "scale": 0.11}
+        calls: dict[str, dict[str, object]] = {"all": {}}
         if case.has("entries"):
             filled["end"] = ("entries",)
-            calls["picks"] = {"selected": bench.put(_picks(bench))}
+            calls["picks, sink"] = {"selected": bench.put(_picks(bench)), **sink}
             calls["none"] = {"selected": bench.put(np.zeros((case.tokens, 0), np.int32))}
+        else:
+            calls["sink"] = sink
         pools = bench.pools(**filled)
         found: list[Output] = []
         for name, options in calls.items():

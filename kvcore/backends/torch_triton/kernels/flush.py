@@ -19,38 +19,53 @@ NEVER: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
-def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr):
-    """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
+def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+    """(kv, score), each [rows, c] fp32: rows ``r`` [rows] of the window that ends at ``position``; no row weighs nothing.
 
     Rows from before the step come from the tail's ring, the step's own from its inputs.
     """
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
-    r = tl.arange(0, ROWS)
     p = position + 1 - window + r
     exists = (r < window) & (p >= 0)
-    own = p >= start
     # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
-    half = tl.where(r < T.ratio, 0, T.dim) if T.overlap else tl.zeros_like(r)
-    here = (token - position + p).to(tl.int64) * T.width + half
-    there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
-    inside = (channel < T.dim)[None, :]
-    mask = exists[:, None] & inside
-    if kv_ptr.dtype.element_ty == tl.float32:
-        kv_at = tl.where(own[:, None], kv_ptr + here[:, None], tail_ptr + there[:, None]) + channel[None, :]
-        score_at = tl.where(own[:, None], score_ptr + here[:, None], tail_ptr + T.width + there[:, None])
-        kv = tl.load(kv_at, mask=mask, other=0.0)
-        score = tl.load(score_at + channel[None, :], mask=mask, other=float("-inf"))
+    half = r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
+    here = ((token - position + p).to(tl.int64) * T.width + half)[:, None] + channel[None, :]
+    inside = exists[:, None] & (channel < T.dim)[None, :]
+    if position + 1 - window >= start:
+        kv = load_float(kv_ptr + here, inside)
+        score = tl.where(inside, load_float(score_ptr + here, inside), float("-inf"))
     else:
-        new, old = mask & own[:, None], mask & (p < start)[:, None]
-        here, there = here[:, None] + channel[None, :], there[:, None] + channel[None, :]
-        kv = tl.where(new, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
+        there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
+        there = there[:, None] + channel[None, :]
+        own = (p >= start)[:, None]
+        new, old = inside & own, inside & (p < start)[:, None]
+        kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
         old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
         score = tl.where(new, load_float(score_ptr + here, new), old_score)
-    largest = tl.max(score, axis=0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    weight = tl.exp(score - largest[None, :])
-    total = tl.sum(weight, axis=0)
-    pooled = tl.sum(tl.where(weight == 0.0, 0.0, weight * kv), axis=0)
+    return kv, score
+
+
+@triton.jit
+def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr,
+         CHUNK: tl.constexpr):
+    """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
+
+    Rows are taken CHUNK at a time; what was summed is rescaled whenever a larger score turns up.
+    """
+    largest = tl.full(channel.shape, float("-inf"), tl.float32)
+    total = tl.zeros(channel.shape, tl.float32)
+    pooled = tl.zeros(channel.shape, tl.float32)
+    for first in range(0, ROWS, CHUNK):
+        r = first + tl.arange(0, CHUNK)
+        kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
+        above = tl.maximum(largest, tl.max(score, axis=0))
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp(score - finite[None, :])
+        kept = tl.exp(largest - finite)
+        total = tl.where(kept == 0.0, 0.0, total * kept) + tl.sum(weight, axis=0)
+        pooled = tl.where(kept == 0.0, 0.0, pooled * kept)
+        pooled += tl.sum(tl.where(weight == 0.0, 0.0, weight * kv), axis=0)
+        largest = above
     return pooled / tl.where(total == 0.0, 1.0, total)
 
 
@@ -58,7 +73,7 @@ def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: 
 def close_window(
     token, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr,
     stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, T: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry."""
@@ -67,7 +82,7 @@ def close_window(
     slot = tl.load(slots_ptr + request)
     start = tl.load(starts_ptr + request)
     channel = part * share + tl.arange(0, share)
-    x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS)
+    x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK)
     if R.exact:
         x = round_bf16(x, NATIVE)
     last = True
@@ -101,7 +116,7 @@ def store_entry(
     x = finish(x[None, :], entry * T.ratio, norm_ptr, frequencies_ptr, eps, R, NORM, PAIRS, NATIVE)
     unit, row = locate(one + request, entry, table_ptr, table_ptr, table_columns, R)
     x = tl.reshape(x, (1, R.tiles, R.width))
-    fresh = position >= tl.load(stored_ptr + request)
+    fresh = one + position >= one + tl.load(stored_ptr + request)
     store_rows(x, unit, row, (unit >= 0) & fresh, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
 
 
@@ -109,7 +124,7 @@ def store_entry(
 def stream(
     kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr,
     stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, T: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """One program's tokens of one stream: close windows, and with APPEND store the tokens' raw rows."""
@@ -125,7 +140,7 @@ def stream(
         if known & ((position + 1) % T.ratio == 0):
             close_window(first, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr,
                          slots_ptr, starts_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, PARTS, NATIVE)
+                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, NATIVE)
     else:
         token = first + tl.arange(0, TOKENS)
         positions = tl.load(positions_ptr + token, mask=token < count, other=-1)
@@ -136,7 +151,7 @@ def stream(
             request = tl.load(request_ptr + current)
             close_window(current, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr,
                          slots_ptr, starts_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, PARTS, NATIVE)
+                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, NATIVE)
             current = tl.min(tl.where(closes & (token > current), token, NEVER), axis=0)
 
 
@@ -150,7 +165,7 @@ def append_part(
     slot = tl.load(slots_ptr + request)
     size: tl.constexpr = (2 if T.overlap else 1) * R.tiles * R.width // PARTS
     column = part * size + tl.arange(0, size)
-    mask = (column < T.width)[None, :] & (slot >= 0)
+    mask = (column < T.width)[None, :] & (one + slot >= 0)[:, None]
     kv = load_float(kv_ptr + token.to(tl.int64) * T.width + column[None, :], mask)
     score = load_float(score_ptr + token.to(tl.int64) * T.width + column[None, :], mask)
     save_rows(kv, column, mask, one + slot, one + position, tail_ptr, T)
@@ -163,8 +178,8 @@ def flush_kernel(
     index_kv_ptr, index_score_ptr, index_tail_ptr, index_codes_ptr, index_scales_ptr, index_plain_ptr, index_norm_ptr,
     frequencies_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, stored_ptr, table_ptr, scratch_ptr, arrivals_ptr,
     count, table_columns, programs, eps,
-    T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROWS: tl.constexpr, INDEX: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX: tl.constexpr,
     PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
@@ -174,12 +189,12 @@ def flush_kernel(
                 stream(index_kv_ptr, index_score_ptr, index_tail_ptr, index_codes_ptr, index_scales_ptr,
                        index_plain_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, stored_ptr, table_ptr, count,
                        table_columns, index_norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, IT, IR,
-                       INDEX_NORM, PAIRS, INDEX_ROWS, 1, TOKENS, APPEND, NATIVE)
+                       INDEX_NORM, PAIRS, INDEX_ROWS, INDEX_CHUNK, 1, TOKENS, APPEND, NATIVE)
         else:
             stream(kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr,
                    slots_ptr, starts_ptr, stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                   arrivals_ptr, T, R, NORM, PAIRS, ROWS, PARTS, TOKENS, APPEND, NATIVE)
+                   arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, TOKENS, APPEND, NATIVE)
     else:
         stream(kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr,
                starts_ptr, stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr,
-               T, R, NORM, PAIRS, ROWS, PARTS, TOKENS, APPEND, NATIVE)
+               T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, TOKENS, APPEND, NATIVE)

@@ -385,10 +385,11 @@ def gather_kv_rows(
 
 
 class FlushShape(NamedTuple):
-    """How a flush is cut into programs."""
+    """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps."""
 
     tokens: int
     parts: int
+    chunk: int
     warps: int
 
 
@@ -401,10 +402,15 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
     """One program a token in decode, one a window in prefill; windows of many rows are split over channels."""
     decode = one_token_programs(count, requests)
     size = record.tiles * record.width
-    parts = 1
-    while tail_record.ratio * (size // parts) > 8192 and size // parts > 32:
-        parts *= 2
-    return FlushShape(1 if decode else power_of_two(tail_record.ratio), parts, 8 if size >= 512 else 4)
+    rows = window_rows(tail_record)
+    parts = max(1, min(8, size // 64)) if rows * size > 16384 else 1
+    chunk = min(rows, max(1, 4096 // (size // parts)))
+    return FlushShape(1 if decode else power_of_two(tail_record.ratio), parts, chunk, 4)
+
+
+def window_rows(tail_record: TailRecord) -> int:
+    """Rows of a window's tile."""
+    return power_of_two(2 * tail_record.ratio if tail_record.overlap else tail_record.ratio)
 
 
 @registered(("buffers", "index_buffers", "tail_buffer", "index_tail_buffer", "scratch", "arrivals"))
@@ -478,12 +484,14 @@ def flush_rows(
         t,
         bound.record,
         norm_weight is not None,
-        power_of_two(2 * t.ratio if t.overlap else t.ratio),
+        window_rows(t),
+        shape.chunk,
         shape.parts,
         it,
         index_bound.record,
         index_norm_weight is not None,
-        power_of_two(2 * it.ratio if it.overlap else it.ratio),
+        window_rows(it),
+        min(window_rows(it), max(1, 4096 // (index_bound.record.tiles * index_bound.record.width))),
         with_index,
         0 if frequencies is None else frequencies.shape[0],
         shape.tokens,

@@ -37,14 +37,19 @@ def element_offsets(unit, row, lane: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def butterfly(x, STRIDE: tl.constexpr, R: tl.constexpr):
+    """One stage of the rotation: sums and differences of channels STRIDE apart."""
+    n: tl.constexpr = x.shape[0]
+    pairs = tl.permute(tl.reshape(x, (n, R.dim // (2 * STRIDE), 2, STRIDE)), (0, 1, 3, 2))
+    low, high = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), x.shape)
+
+
+@triton.jit
 def hadamard(x, R: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate rows by the orthonormal Sylvester matrix: butterflies of strides 1, 2, 4 ..., one product, then bf16."""
-    n: tl.constexpr = x.shape[0]
-    for log_stride in tl.static_range(R.dim.bit_length() - 1):
-        stride: tl.constexpr = 1 << log_stride
-        pairs = tl.permute(tl.reshape(x, (n, R.dim // (2 * stride), 2, stride)), (0, 1, 3, 2))
-        low, high = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (n, R.tiles, R.width))
+    for stage in tl.static_range(R.dim.bit_length() - 1):
+        x = butterfly(x, 1 << stage, R)
     return round_bf16(x * (R.dim**-0.5), NATIVE)
 
 
@@ -143,7 +148,7 @@ def store_rows(x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.cons
         x = hadamard(x, R, NATIVE)
     if R.quant:
         store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R, NATIVE)
-    if R.plain:
+    if R.plain != "":
         store_plain(x, channels(R), unit, row, valid, plain_ptr, R, NATIVE)
 
 
@@ -213,7 +218,7 @@ def load_rows(unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexp
         if R.code == "nf4":
             value = tl.where(valid[:, None, None], value, 0.0)
         value = value * scale[:, :, None]
-        if R.plain:
+        if R.plain != "":
             channel = channels(R)
             value = tl.where(channel < R.quant, value, load_plain(unit, row, valid, plain_ptr, R))
     else:

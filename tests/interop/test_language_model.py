@@ -1,0 +1,61 @@
+"""SmolLM2-135M-Instruct, read from disk, on kvcore caches. The demo runs the same on more tokens and formats."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcore.interop.transformers import KVCache
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("language_model", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def smollm2(example):
+    return example.load()
+
+
+@pytest.fixture(scope="module")
+def prompts(example, smollm2):
+    _, tokenizer = smollm2
+    return tokenizer(list(example.PROMPTS), return_tensors="pt", padding=True)  # of different lengths, padded left
+
+
+def greedy(model, prompts, cache):
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(**prompts, cache=cache, **options)[:, -NEW_TOKENS:]
+
+
+def test_bf16_cache_gives_the_models_own_tokens(smollm2, prompts):
+    model, _ = smollm2
+    length = prompts.input_ids.shape[1] + NEW_TOKENS
+    own = greedy(model, prompts, DynamicCache(config=model.config))
+    ours = greedy(model, prompts, KVCache(model, batch=len(own), max_length=length))
+    assert torch.equal(own, ours)
+
+
+@pytest.mark.parametrize("form", ["fp8_row", "int8_row", "nf4_b64"])
+def test_quantised_caches_keep_the_text_likely(example, smollm2, form):
+    """Perplexity on the opening of the bundled text rises by at most a tenth; a wrong scale would multiply it."""
+    model, tokenizer = smollm2
+    text = tokenizer(example.TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :256]
+
+    def loss(cache):
+        with torch.no_grad():
+            logits = torch.cat([model(piece, cache=cache).logits[0].float() for piece in text.split(100, dim=1)])
+        return torch.nn.functional.cross_entropy(logits[:-1], text[0, 1:])
+
+    own = loss(DynamicCache(config=model.config))
+    ours = loss(KVCache(model, batch=1, max_length=256, formats=form))
+    assert ours - own <= torch.log(torch.tensor(1.1))

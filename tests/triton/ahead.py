@@ -1,0 +1,81 @@
+"""Compile a kernel for a GPU that is not there, and read what the assembler says about it."""
+
+import inspect
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+BYTES = {"codes", "scales", "plain", "index_codes", "index_scales", "index_plain", "source", "target", "fresh"}
+FLOATS = {"tail", "index_tail", "scratch", "frequencies"}
+GIVEN = {"values", "kv", "score", "index_kv", "index_score", "norm", "index_norm"}
+OUTPUTS = {"out": "bf16", "valid_out": "i8"}
+
+
+class Resources(NamedTuple):
+    """What one compiled kernel takes."""
+
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+
+
+def compiled(kernel: Any, arch: int, constants: dict[str, Any], *, given: str = "bf16", exact: bool = True, warps: int = 4):
+    """The kernel compiled with the constants that a launch would pass; ``given`` is the dtype of its float inputs."""
+    signature, attributes = {}, {}
+    for number, name in enumerate(inspect.signature(kernel.fn).parameters):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{_element(name.removesuffix('_ptr'), given, exact)}"
+            attributes[(number,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name == "eps" else "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(binary: Any) -> Resources:
+    """Registers and spills from the assembler, shared memory from the compiler."""
+    text = binary.asm["ptx"]
+    arch = re.search(r"^\.target (sm_\w+)", text, re.MULTILINE).group(1)
+    version = re.search(r"^\.version (\S+)", text, re.MULTILINE).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(text)
+        said = subprocess.run(
+            [assembler(version), "-v", f"--gpu-name={arch}", str(path), "-o", str(Path(folder, "kernel.cubin"))],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr
+    stack, stores, loads = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill", said).groups()
+    registers = int(re.search(r"Used (\d+) registers", said).group(1))
+    return Resources(registers, int(stores) + int(loads), int(stack), binary.metadata.shared, binary.metadata.num_warps)
+
+
+def assembler(version: str) -> str:
+    """The ptxas that comes with triton: the one that knows the PTX version, where there are two."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newer = folder / "ptxas-blackwell"
+    return str(newer if newer.exists() and float(version) > 8.8 else folder / "ptxas")
+
+
+def _element(name: str, given: str, exact: bool) -> str:
+    if name in BYTES:
+        return "u8"
+    if name in FLOATS:
+        return "fp32"
+    if name in GIVEN:
+        return given
+    if name == "out":
+        return "bf16" if exact else "fp32"
+    return OUTPUTS.get(name, "i32")
