@@ -50,7 +50,8 @@ def tests(session: nox.Session) -> None:
     install(session, "torch", "transformers", "report", "conformance", groups=("test",), torch=True)
     install_language_model(session)
     # one thread for each of two workers: two pools of threads on two cores wait for one another
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # and a waiting thread that spins starves the other worker
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
     session.run("pytest", "-n", "2", *session.posargs, env=threads)
 
 
@@ -78,3 +79,11 @@ def types(session: nox.Session) -> None:
     """Types: strict in the core, basic in backends and interop."""
     install(session, "torch", "transformers", "report", "conformance", groups=("types",), torch=True)
     session.run("pyright", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def docs(session: nox.Session) -> None:
+    """The documentation, warnings as errors, and every example in it."""
+    install(session, groups=("docs",))
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
+    session.run("sphinx-build", "-q", "-b", "doctest", "docs", "build/doctest")

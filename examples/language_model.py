@@ -90,7 +90,7 @@ def _run(model: Any, prompts: Any, text: torch.Tensor, form: str | None) -> tupl
     def cache(batch: int, tokens: int) -> Cache:
         if form is None:
             return DynamicCache(config=model.config)
-        return KVCache(model, batch=batch, max_length=tokens, formats=form)
+        return KVCache(model, batch=batch, max_length=tokens, formats=form, block_tokens=32)
 
     generating = cache(len(PROMPTS), length)
     size = own if form is None else float(bytes_per_token(generating.kv.spec))

@@ -68,9 +68,7 @@ def check_number(value: object, where: str) -> float:
     return number
 
 
-def check_finite(
-    host: np.ndarray[Any, Any], where: str, component: Component, *, minus_infinity: bool = False
-) -> None:
+def check_finite(host: np.ndarray[Any, Any], where: str, component: Component, *, minus_infinity: bool = False) -> None:
     """Refuse values that a format cannot hold faithfully: NaN, infinities, and what a two-level scale would clip.
 
     Args:

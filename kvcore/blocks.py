@@ -5,7 +5,7 @@ holding it, so that it can be found again or evicted. Free, held and idle always
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcore.errors import OutOfBlocks, RequestError
@@ -23,11 +23,17 @@ class BlockStatistics:
 
 
 class BlockAllocator:
-    """Who holds which of ``count`` blocks."""
+    """Who holds which of ``count`` blocks.
+
+    Attributes:
+        statistics: counts since the start.
+        on_evict: called with the key of every block that is evicted, so that what depends on it can go too.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.statistics = BlockStatistics()
+        self.on_evict: Callable[[bytes], None] | None = None
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._generations = [0] * count
@@ -41,6 +47,11 @@ class BlockAllocator:
         return len(self._free) + len(self._idle)
 
     @property
+    def free(self) -> int:
+        """Blocks that nobody holds and no key finds."""
+        return len(self._free)
+
+    @property
     def idle(self) -> int:
         """Sealed blocks that nobody holds."""
         return len(self._idle)
@@ -49,31 +60,31 @@ class BlockAllocator:
         """How often the block has been taken."""
         return self._generations[block]
 
+    def holders(self, block: int) -> int:
+        """How many hold the block."""
+        return self._holders[block]
+
+    def key(self, block: int) -> bytes | None:
+        """The key that a block is sealed under, or None."""
+        return self._keys.get(block)
+
     def take(self, count: int) -> list[int]:
         """``count`` blocks of one holder each, free ones first, then the idle ones that were used longest ago.
 
         Raises:
             OutOfBlocks: fewer are available; nothing was taken.
         """
-        if count > self.available:
-            raise OutOfBlocks(
-                got=f"{count} more blocks",
-                where="step",
-                allowed=f"{self.available} free blocks of {self.count}",
-                hint="Release or truncate requests, or bring fewer tokens in this step.",
-            )
         free = self._free
-        while len(free) < count:
-            block, _ = self._idle.popitem(last=False)
-            self._unseal(block)
-            self.statistics.evicted += 1
-            free.append(block)
-        taken = free[len(free) - count :]
-        del free[len(free) - count :]
+        if count > len(free):
+            self._evict(count - len(free))
+        split = len(free) - count
+        taken = free[split:]
+        del free[split:]
         taken.reverse()
+        holders, generations = self._holders, self._generations
         for block in taken:
-            self._holders[block] = 1
-            self._generations[block] += 1
+            holders[block] = 1
+            generations[block] += 1
         self.statistics.taken += count
         return taken
 
@@ -91,25 +102,31 @@ class BlockAllocator:
             RequestError: a block is not held as often as it is dropped; nothing was dropped.
         """
         holders = self._holders
-        freed: list[int] = []
-        for position, block in enumerate(blocks):
-            holders[block] -= 1
-            if holders[block] > 0:
-                continue
-            if holders[block] < 0:
-                self._undo_drop(blocks[: position + 1], freed)
+        unheld: list[int] = []
+        for done, block in enumerate(blocks):
+            left = holders[block] - 1
+            if left < 0:
+                for dropped in blocks[:done]:
+                    holders[dropped] += 1
                 raise RequestError(got=f"block {block}, dropped twice", where="drop", allowed="blocks that are held")
-            if block in self._keys:
-                self._idle[block] = None
-            else:
-                self._free.append(block)
-                freed.append(block)
+            holders[block] = left
+            if left == 0:
+                unheld.append(block)
         self.statistics.dropped += len(blocks)
-        return freed
+        if self._keys:
+            freed = [block for block in unheld if block not in self._keys]
+            self._idle.update(dict.fromkeys(block for block in unheld if block in self._keys))
+            unheld = freed
+        self._free += unheld
+        return unheld
 
-    def is_shared(self, block: int) -> bool:
-        """True if writing to the block would change what somebody else, or a look-up by key, reads."""
-        return self._holders[block] > 1 or block in self._keys
+    def is_shared(self, block: int, leaving: int = 0) -> bool:
+        """True if writing to the block would change what somebody else, or a look-up by key, reads.
+
+        Args:
+            leaving: how many of its holders are about to take a copy instead.
+        """
+        return self._holders[block] - leaving > 1 or block in self._keys
 
     def seal(self, block: int, key: bytes) -> None:
         """Publish a full block under a key; the first block of a key stays the one that is found."""
@@ -127,14 +144,20 @@ class BlockAllocator:
             self.statistics.hits += 1
         return block
 
-    def _unseal(self, block: int) -> None:
-        del self._found[self._keys.pop(block)]
-
-    def _undo_drop(self, blocks: Sequence[int], freed: list[int]) -> None:
-        for block in freed:
-            self._free.remove(block)
-        for block in blocks:
-            self._holders[block] += 1
-            self._idle.pop(block, None)
-            if self._holders[block] == 0 and block in self._keys:
-                self._idle[block] = None
+    def _evict(self, count: int) -> None:
+        """Make ``count`` idle blocks free, those that became idle first."""
+        if count > len(self._idle):
+            raise OutOfBlocks(
+                got=f"{count + len(self._free)} more blocks",
+                where="step",
+                allowed=f"{self.available} free blocks of {self.count}",
+                hint="Release or truncate requests, or bring fewer tokens in this step.",
+            )
+        for _ in range(count):
+            block, _ = self._idle.popitem(last=False)
+            key = self._keys.pop(block)
+            del self._found[key]
+            self._free.append(block)
+            self.statistics.evicted += 1
+            if self.on_evict is not None:
+                self.on_evict(key)

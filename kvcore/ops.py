@@ -114,6 +114,11 @@ class Ops(Protocol):
     plan: CachePlan
     device: str
 
+    @property
+    def how(self) -> str:
+        """How the verbs run, as reports say it: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter`` …"""
+        ...
+
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
         ...

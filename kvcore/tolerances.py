@@ -6,6 +6,7 @@ neighbour, rarely. So a computed result has a bound by the precision that it is 
 the code that it is stored in, together with the share of values that may use it.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -75,7 +76,7 @@ _STEP = {
     "e4m3": (2.0**-3, 2 * 2.0**-9 / CODES["e4m3"].largest),
     "e2m1": (1 / 2, 2 * E2M1_LEVELS[1] / CODES["e2m1"].largest),
     "int8": (0.0, 2 / CODES["int8"].largest),
-    "nf4": (0.0, max(high - low for low, high in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False))),
+    "nf4": (0.0, max(high - low for low, high in pairwise(NF4_LEVELS))),
 }
 
 
@@ -99,9 +100,7 @@ def stored(operation: str, format: Format) -> list[tuple[int, int, Tolerance]]:
         else:
             bound = _rounded(operation, ROUNDED["bf16"])
             relative, absolute = _STEP[field.code]
-            bound = Tolerance(
-                relative=bound.relative + relative, absolute=bound.absolute + absolute, share=bound.share
-            )
+            bound = Tolerance(relative=bound.relative + relative, absolute=bound.absolute + absolute, share=bound.share)
         bounds.append((channel, channel + dims, bound))
         channel += dims
     return bounds
@@ -123,10 +122,11 @@ def _rounded(operation: str, step: float) -> Tolerance:
 
 def table(formats: list[Format]) -> tuple[Bound, ...]:
     """Every bound that applies to results in these formats, in a fixed order."""
-    rows: list[Bound] = []
-    for operation in OPERATIONS:
-        for precision in ("fp32", "bf16"):
-            rows.append(_bound(operation, precision, computed(operation, precision)))
+    rows = [
+        _bound(operation, precision, computed(operation, precision))
+        for operation in OPERATIONS
+        for precision in ("fp32", "bf16")
+    ]
     for format in sorted(formats, key=lambda format: format.name):
         fields = [field.name for field in format.fields if field.is_value]
         for name, (_, _, tolerance) in zip(fields, stored("rope", format), strict=True):

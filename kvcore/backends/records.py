@@ -21,6 +21,12 @@ def _load_torch() -> Backend:
     return TorchBackend()
 
 
+def _load_jax() -> Backend:
+    from kvcore.backends.jax_pallas import JaxBackend
+
+    return JaxBackend()
+
+
 def _runs() -> None:
     return None
 
@@ -49,4 +55,15 @@ def kvcore_backends() -> Iterator[BackendInfo]:
         install='pip install "kvcore[torch]"',
         probe=_runs,
         load=_load_torch,
+    )
+    yield BackendInfo(
+        name="jax_pallas",
+        summary="JAX, functional: jax.numpy on every device",
+        requires=("jax",),
+        devices=("tpu", "cuda", "cpu"),
+        capabilities=EVERYTHING,
+        priority=40,
+        install='pip install "kvcore[jax]"',
+        probe=_runs,
+        load=_load_jax,
     )

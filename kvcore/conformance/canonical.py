@@ -54,6 +54,16 @@ def untouched(rows: Bytes, format: Format) -> Bytes:
     return np.logical_and.reduce([(rows[..., first:last] == POISON).all(axis=-1) for first, last in stored])
 
 
+def canonical_noise(rng: np.random.Generator, count: int, format: Format) -> Bytes:
+    """Random rows [count, row_bytes]; pads are zero by definition."""
+    rows = rng.integers(0, 256, (count, format.row), np.uint8)
+    for field in format.fields:
+        if field.name == "pad":
+            first, last = format.byte_range("pad")
+            rows[:, first:last] = 0
+    return rows
+
+
 def _offsets(place, count: int) -> Bytes:
     """Byte offsets in a unit of one field of every row: [count, nbytes]."""
     return place.base + place.stride * np.arange(count)[:, None] + np.arange(place.nbytes)

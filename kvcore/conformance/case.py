@@ -2,6 +2,7 @@
 
 import hashlib
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from kvcore.conformance.shapes import Shape, Sizes
 from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
-from kvcore.spec import Component
 from kvcore.step import Row, at_start, build_index
 
 
@@ -50,8 +50,8 @@ class Case:
         """T, padding included."""
         return len(self.index.positions)
 
-    def component(self, role: str) -> Component:
-        """The component of the layer under test."""
+    def component(self, role: str) -> Any:
+        """The component of the layer under test: a role's own class, which the table of verbs knows."""
         return getattr(self.plan.spec.layers[TARGET], role)
 
     def has(self, role: str) -> bool:
@@ -189,4 +189,3 @@ def _place(region: Region, row: Row, number: int) -> tuple[int, int]:
     if region.growth == "slot":
         return row.slot, number % region.rows
     return row.blocks[number // region.rows], number % region.rows
-

@@ -7,6 +7,7 @@ that touches another layer is seen.
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -64,7 +65,7 @@ def cuts(spec: CacheSpec, verb: Verb) -> Iterator[Cut]:
 
 
 def describe(role: str, component: Component) -> str:
-    """A component in a check's id: ``v4_584`` a window, ``v4_584.m4`` entries, ``tail.m4.overlap`` a tail …"""
+    """A component in a check's id: a window as ``v4_584``, entries as ``v4_584.m4``, a tail as ``tail.m4.overlap``."""
     if isinstance(component, Window):
         return component.format
     if isinstance(component, Tail):
@@ -111,7 +112,7 @@ def drafts(spec: CacheSpec) -> int:
     return min([DRAFTS, *[limit for limit in declared if limit is not None]])
 
 
-def _two_layers(kept: dict[str, Component], block_tokens: int) -> CacheSpec:
+def _two_layers(kept: dict[str, Any], block_tokens: int) -> CacheSpec:
     owned = {
         role: component if component.shared_from is None else msgspec.structs.replace(component, share=None)
         for role, component in kept.items()

@@ -88,7 +88,7 @@ def locate_row(want: Output, got: Array, format: Format, coordinate: tuple[int, 
 
 
 def decode(rows: Array, format: Format, global_scale: float) -> Array:
-    """Canonical rows [..., row_bytes] -> values [..., channels] of the format's own dtype, as the reference reads them."""
+    """Canonical rows [..., row_bytes] -> values [..., channels] of the format's own dtype, read by the reference."""
     values = encoding.decode(None, format, rows.reshape(-1, rows.shape[-1]), format.dim, global_scale)
     return values.reshape(*rows.shape[:-1], values.shape[-1])
 
@@ -107,7 +107,7 @@ def channel_of(format: Format, byte: int) -> int | None:
 
 
 def bytes_of_channels(format: Format, wrong: Array) -> Array:
-    """[..., channels] -> [..., row_bytes] True in the bytes of those channels, and in scales if any channel is wrong."""
+    """[..., channels] -> [..., row_bytes] True in the bytes of wrong channels, and in scales beside any."""
     mask = np.zeros((*wrong.shape[:-1], format.row), bool)
     for byte in range(format.row):
         channel = channel_of(format, byte)

@@ -54,7 +54,13 @@ def close(name: str, array: np.ndarray, operation: str, *axes: str, precision: s
 
 
 def computed_rows(
-    name: str, array: np.ndarray, format: Format, operation: str, *, global_scale: float = 1.0, axes: tuple[str, ...] = ()
+    name: str,
+    array: np.ndarray,
+    format: Format,
+    operation: str,
+    *,
+    global_scale: float = 1.0,
+    axes: tuple[str, ...] = (),
 ) -> Output:
     """Canonical rows of computed values: decoded, within the tolerance of the format."""
     return Output(name, array, "close", axes or ROW_AXES, format, global_scale, operation=operation)

@@ -12,7 +12,7 @@ from kvcore.conformance.shapes import SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
-from kvcore.spec import LAYOUTS, ROLES, CacheSpec, Format
+from kvcore.spec import LAYOUTS, ROLES, TAIL_OF, CacheSpec, Format
 
 ANY_LAYOUT = "any"
 
@@ -48,6 +48,12 @@ def checks_of(spec: CacheSpec) -> tuple[Check, ...]:
 def formats_of(spec: CacheSpec) -> list[Format]:
     """The distinct sized formats of a spec, in order of first use."""
     parts = [part.format for _, _, component in spec.components() for part in component.parts]
+    return list(dict.fromkeys(parts))
+
+
+def computed_formats_of(spec: CacheSpec) -> list[Format]:
+    """Those that rows are stored in which a verb computed: entries and index keys."""
+    parts = [part.format for _, role, component in spec.components() if role in TAIL_OF for part in component.parts]
     return list(dict.fromkeys(parts))
 
 
@@ -100,4 +106,6 @@ def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
         return lambda ops: verb.drive(Bench(case, ops))
 
     needs = {role for role, _ in cut.layer.components()} | {layout, verb.name.removesuffix("_kv")}
-    return Check(id=id, verb=verb.name, rule=verb.rule, needs=frozenset(needs & CAPABILITIES), plan=plan, prepare=prepare)
+    return Check(
+        id=id, verb=verb.name, rule=verb.rule, needs=frozenset(needs & CAPABILITIES), plan=plan, prepare=prepare
+    )

@@ -187,7 +187,9 @@ def _kinds(config: Any) -> list[str]:
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        return ["sliding_attention" if sliding else "full_attention"] * count
+        chunked = getattr(config, "attention_chunk_size", None)
+        kind = "sliding_attention" if sliding else "chunked_attention" if chunked else "full_attention"
+        return [kind] * count
     allowed = ("full_attention", "sliding_attention", "chunked_attention")
     for number, name in enumerate(types):
         if name not in allowed:

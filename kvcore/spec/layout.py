@@ -138,7 +138,8 @@ def _tpu_tile(format: Format, rows: int) -> _Placed:
         places.append(Place(field=field.name, buffer=name, base=used, stride=0, nbytes=field.nbytes, split=split))
     strides = {name: _tile_row(used) for name, used in bins}
     places = [msgspec.structs.replace(place, stride=strides[place.buffer]) for place in places]
-    return places, [(name, rows * stride) for name, stride in strides.items()]
+    # A block begins with a tile of its own, so that it can be moved alone.
+    return places, [(name, _round_up(rows * stride, TILE_BYTES)) for name, stride in strides.items()]
 
 
 def _tile_row(nbytes: int) -> int:

@@ -4,26 +4,22 @@ import sys
 from collections.abc import Callable, Iterator
 
 from backends_under_test import BACKENDS
+from bad_input import arguments, plans, pools, requests, specs, turns
+from bad_input.world import Violation, check_at_rest, check_building, check_in_step
 
-from bad_input import at_rest, building, in_step
-from bad_input.world import Violation, check_at_rest, check_building, check_caught_in_step, check_in_step
+BUILDING = [*specs.CASES, *plans.CASES]
+AT_REST = [*requests.CASES, *pools.CASES]
+IN_STEP = [*arguments.CASES, *turns.CASES]
 
 
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, check) of every case on every backend."""
-    for case in building.CASES:
+    for case in BUILDING:
         yield case.name, lambda case=case: check_building(case)
     for backend in BACKENDS:
-        for case in at_rest.CASES:
-            yield f"{backend}: {case.name}", lambda case=case, backend=backend: check_at_rest(case, backend)
-        for case in in_step.CASES:
-            yield f"{backend}: {case.name}", lambda case=case, backend=backend: check_in_step(case, backend)
-        for case in CAUGHT:
-            yield f"{backend}, caught: {case.name}", lambda case=case, backend=backend: check_caught_in_step(case, backend)
-
-
-CAUGHT = [case for case in in_step.CASES if case.prepare is None and case.tokens is None and not case.ends_step]
-"""Misuse after which the same step can go on."""
+        for check, cases in ((check_at_rest, AT_REST), (check_in_step, IN_STEP)):
+            for case in cases:
+                yield f"{backend}: {case.name}", lambda check=check, case=case, backend=backend: check(case, backend)
 
 
 def main() -> int:

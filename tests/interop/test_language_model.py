@@ -45,9 +45,9 @@ def test_bf16_cache_gives_the_models_own_tokens(smollm2, prompts):
     assert torch.equal(own, ours)
 
 
-@pytest.mark.parametrize("form", ["fp8_row", "int8_row", "nf4_b64"])
-def test_quantised_caches_keep_the_text_likely(example, smollm2, form):
-    """Perplexity on the opening of the bundled text rises by at most a tenth; a wrong scale would multiply it."""
+@pytest.mark.parametrize(("form", "factor"), [("fp8_row", 1.05), ("int8_row", 1.05), ("nf4_b64", 1.25)])
+def test_quantised_caches_keep_the_text_likely(example, smollm2, form, factor):
+    """Perplexity on the opening of the bundled text rises by little; a wrong scale would multiply it."""
     model, tokenizer = smollm2
     text = tokenizer(example.TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :256]
 
@@ -58,4 +58,4 @@ def test_quantised_caches_keep_the_text_likely(example, smollm2, form):
 
     own = loss(DynamicCache(config=model.config))
     ours = loss(KVCache(model, batch=1, max_length=256, formats=form))
-    assert ours - own <= torch.log(torch.tensor(1.1))
+    assert (ours - own).exp() <= factor

@@ -113,13 +113,12 @@ def test_generate_gives_the_same_tokens(make):
     assert ours.length == 31  # the last token was chosen, not fed
 
 
-@pytest.mark.skipif(not hasattr(kvcore.Cache, "fork"), reason="beams are forks, which this version does not have")
 @pytest.mark.parametrize("make", EVERY)
 def test_beam_search_gives_the_same_tokens(make):
     model, ids = make(), models.token_ids(2, 20)
     options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(ids)
-    ours = KVCache(model, batch=6, max_length=32)
+    ours = KVCache(model, batch=2, beams=3, max_length=32)
     assert torch.equal(model.generate(ids, **options), model.generate(ids, cache=ours, **options))
 
 
@@ -219,6 +218,7 @@ def test_quantised_keys_stay_near_and_do_not_depend_on_chunks(formats):
     ("formats", "message"),
     [
         pytest.param({"windw": "bf16"}, "windw", id="unknown role"),
+        pytest.param({"key": "bf16"}, "key", id="role of another kind of model"),
         pytest.param("fp7", "fp7", id="unknown format"),
         pytest.param({"index_keys": "index_fp4_68_h"}, "index_fp4_68_h", id="rotated index keys"),
         pytest.param({"window": "v4_584"}, "v4_584", id="format of another dim"),

@@ -49,10 +49,10 @@ def make_cache(build, *, window=4, entries=True, requests=2):
     return cache
 
 
-def attended(cache, chunks, *, selected=None, sink=None, neighbour=True):
-    """Seven positions of a request in chunks, beside a neighbour with other rows; out [2, 8] and lse [2] of position 6."""
-    requests = [cache.admit() for _ in range(2 if neighbour else 1)]
-    factors = [np.float32(-3), np.float32(1)][-len(requests) :]
+def attended(cache, chunks, *, selected=None, sink=None):
+    """Seven positions of a request in chunks, beside a neighbour with other rows; out [2, 8], lse [2] of position 6."""
+    requests = [cache.admit(), cache.admit()]
+    factors = np.float32(-3), np.float32(1)
     start = 0
     for new in chunks:
         rows = ROWS[start : start + new]

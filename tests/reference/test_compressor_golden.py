@@ -205,6 +205,21 @@ def test_a_reused_slot_has_no_old_carry(build):
     assert np.array_equal(entries_of(cache, kv, score, [2, 1, 1]), fresh)
 
 
+@pytest.mark.parametrize("layout", ["packed", "planar", "tpu_tile"])
+def test_a_new_slot_holds_no_weight(build, layout):
+    """Raw rows of a slot after admission: kv 0, score -inf, also where another request was before."""
+    cache = build(make_spec(8, 4, True, block_tokens=8), max_requests=1, max_tokens=32, layout=layout)
+    kv, score = formula(20, 16, 4)
+    entries_of(cache, kv, score, [20])
+    cache.admit()
+    names = [name for name in cache.pools if ".tail." in name]
+    assert len(names) == {"packed": 2, "planar": 4, "tpu_tile": 2}[layout]
+    words = np.concatenate([kvcore.to_numpy(cache.pools[name]).view("<f4").reshape(-1) for name in names])
+    rows = 2 * 8 * 16
+    assert np.isneginf(words).sum() == rows
+    assert (words == 0).sum() == len(words) - rows
+
+
 def test_entry_0_has_only_its_own_rows(build):
     """With ones everywhere the weights of the current window alone sum to one."""
     ones = np.ones((4, 16), np.float32)

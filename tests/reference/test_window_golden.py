@@ -42,8 +42,8 @@ def ring_of(cache, request):
 @pytest.mark.parametrize(
     ("length", "expected"),
     [
-        (0, [None] * 4), (3, [0, 1, 2, None]), (4, [0, 1, 2, 3]), (6, [4, 5, 2, 3]), (9, [8, 5, 6, 7]), (8, [4, 5, 6, 7]),
-        (5, [4, 1, 2, 3]), (100, [96, 97, 98, 99]),
+        (0, [None] * 4), (3, [0, 1, 2, None]), (4, [0, 1, 2, 3]), (6, [4, 5, 2, 3]), (9, [8, 5, 6, 7]),
+        (8, [4, 5, 6, 7]), (5, [4, 1, 2, 3]), (100, [96, 97, 98, 99]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("split", ["prefill", "token by token", "in twos"])

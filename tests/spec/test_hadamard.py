@@ -63,6 +63,16 @@ def test_a_unit_vector_becomes_one_row_of_the_matrix(codec, channel):
     assert found.tolist() == [0xBDB5 if odd else 0x3DB5 for odd in signs]
 
 
+def test_sums_are_multiplied_once_then_rounded(codec, rng):
+    """Small whole numbers add up exactly in any order: what is left is one fp32 product and one rounding to bf16."""
+    values = rng.integers(-40, 41, (200, 128)).astype(np.float32)
+    sums = np.rint(values.astype(np.float64) @ (dense_hadamard(128) * 128**0.5)) + 0.0  # no negative zeros
+    scaled = (sums * np.float64(np.float32(128**-0.5))).astype(np.float32)
+    expected = np.array([bf16_bits(value) for value in scaled.reshape(-1)]).reshape(200, 128)
+    found = np.ascontiguousarray(codec.encode(rotated_bf16(128), values)).view(np.uint16)
+    assert np.array_equal(found, expected)
+
+
 def test_butterflies_are_added_in_fp32_without_rounding_between(codec):
     """2^24 + 1 is lost in fp32 addition; strides 1, 2, 4 … decide which sums lose it."""
     row = np.zeros((1, 4), np.float32)

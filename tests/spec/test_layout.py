@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
+from built_in_formats import DIM
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, LAYOUTS, Field, Format, address, block_layout
 
 BLOCK_ROWS = (1, 2, 3, 32, 64, 256)
-DIM = {"bf16": 64, "fp16": 64, "fp32": 64, "int8_row": 64, "fp8_row": 64, "nf4_b64": 128, "mxfp4": 96}
-ALL = [(name, DIM.get(name) or FORMATS[name].dim) for name in FORMATS if not name.startswith("test_")]
-
 INDEX_PAGE = Format(
     name="test_index_page_12",
     fields=(
@@ -32,7 +30,7 @@ def byte_places(place, row):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "dim"), ALL, ids=[name for name, _ in ALL])
+@pytest.mark.parametrize(("name", "dim"), DIM.items(), ids=DIM)
 def test_no_two_fields_overlap(name, dim, layout):
     format = FORMATS[name].for_dim(dim)
     for rows in BLOCK_ROWS:
@@ -51,7 +49,7 @@ def test_no_two_fields_overlap(name, dim, layout):
         assert block.nbytes == sum(len(count) for count in seen.values())
 
 
-@pytest.mark.parametrize(("name", "dim"), ALL, ids=[name for name, _ in ALL])
+@pytest.mark.parametrize(("name", "dim"), DIM.items(), ids=DIM)
 def test_every_byte_of_a_packed_page_is_a_field_or_zero_padding(codec, name, dim):
     format = FORMATS[name].for_dim(dim)
     for rows in (1, 3, 32):

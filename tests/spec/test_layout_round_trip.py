@@ -3,20 +3,17 @@
 import numpy as np
 import pytest
 from backends_under_test import Codec, poison
+from built_in_formats import DIM
 
 import kvcore
-from kvcore.spec import FORMATS, LAYOUTS, CacheSpec, Entries, LayerSpec
+from kvcore.spec import LAYOUTS, CacheSpec, Entries, LayerSpec
 from kvcore.step import Row, build_index
-
-DIM = {"bf16": 64, "fp16": 64, "fp32": 64, "int8_row": 64, "fp8_row": 64, "nf4_b64": 128, "mxfp4": 96}
-ALL = [name for name in FORMATS if not name.startswith("test_")]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ALL)
-def test_stored_rows_come_back(build, backend, name, layout, rng):
+@pytest.mark.parametrize(("name", "dim"), DIM.items(), ids=DIM)
+def test_stored_rows_come_back(build, name, dim, layout, rng):
     """Two requests in one step, blocks given out in turn; the last block is partly filled."""
-    dim = FORMATS[name].dim or DIM[name]
     for rows in (1, 2, 3, 32, 64, 256):
         spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=dim, ratio=1, format=name))], block_tokens=rows)
         cache = build(spec, max_requests=2, max_tokens=4 * rows + 2, layout=layout)

@@ -57,10 +57,10 @@ def test_v41_schedule_and_sharing():
     assert schedule(spec) == [0, 0, *[2] * 18, *[1] * 20]
     owners = {number: spec.owner(number, "entries") for number in range(2, 40)}
     assert owners == {
-        **{number: 2 for number in range(2, 8)},
-        **{number: 8 for number in range(8, 14)},
-        **{number: 14 for number in range(14, 20)},
-        **{number: 20 for number in range(20, 40)},
+        **dict.fromkeys(range(2, 8), 2),
+        **dict.fromkeys(range(8, 14), 8),
+        **dict.fromkeys(range(14, 20), 14),
+        **dict.fromkeys(range(20, 40), 20),
     }
     assert {number: spec.owner(number, "index_keys") for number in owners} == owners
     for number, layer in enumerate(spec.layers):

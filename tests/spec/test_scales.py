@@ -125,6 +125,24 @@ def test_an_fp32_scale_never_lets_the_largest_value_overflow(codec, name):
     assert np.array_equal(stored[:, first : first + 4].copy().view("<f4")[:, 0], product(amax, 1 / 448))
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"), [("e4m3", [0x7E, 0xFE, 0x7E, 0x38]), ("int8", [127, 129, 127, 1])], ids=["e4m3", "int8"]
+)
+def test_codes_are_clamped_before_the_cast(codec, code, expected):
+    """A clipped e4m3 scale of 448 leaves ratios of up to 10^30, where bare casts give NaN or wrap."""
+    format = Format(
+        name=f"test_clamp_{code}",
+        fields=(
+            Field(name="codes", dims=4, code=code, group=0, scale="e4m3", rule="e4m3"),
+            Field(name="scales", dims=1, code="e4m3"),
+        ),
+        planes=(("codes", "scales"),),
+        amax_floor=1e-4,
+    )
+    stored = codec.encode(format, np.array([[1e32, -1e30, 448 * 465, 448]], np.float32))
+    assert stored[0].tolist() == [*expected, 0x7E]
+
+
 def test_row_580_takes_amax_over_the_coded_channels_only(codec):
     row = np.zeros((1, 512), np.float32)
     row[0, 447], row[0, 448] = -2, 1000

@@ -41,8 +41,8 @@ def encode(format, values, global_scale=1.0):
     for field in format.fields:
         if not field.is_value:
             continue
-        channels = values[:, channel : channel + field.dims]
-        channel += field.dims
+        channels = values[:, channel : channel + field.size]
+        channel += field.size
         if field.group is None:
             stored[field.name] = to_bytes(channels, field.code)
         else:
@@ -61,13 +61,13 @@ def decode(format, rows, dim=None, global_scale=1.0):
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
             scale_code = format.field("scales").code
-            width = field.group or field.dims
+            width = field.width
             stored = take(rows, format, "scales")
             if scale_code == "e8m0":
-                values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.dims])
+                values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.size])
             else:
                 scales = scale_values(stored, scale_code, global_scale, format)
-                values = values * jnp.repeat(scales, width, axis=1)[:, : field.dims]
+                values = values * jnp.repeat(scales, width, axis=1)[:, : field.size]
         channels.append(values)
     return jnp.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
 
@@ -95,8 +95,8 @@ def unpack_page(format, page, rows):
 
 def quantise(channels, field: Field, format: Format, global_scale):
     """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
-    width = field.group or field.dims
-    padded = jnp.pad(channels, ((0, 0), (0, field.groups * width - field.dims)))
+    width = field.width
+    padded = jnp.pad(channels, ((0, 0), (0, field.groups * width - field.size)))
     groups = padded.reshape(len(channels), field.groups, width)
     # The order of magnitudes is the order of their bits, and NaN comes last; XLA's fp32 maximum may pass over a NaN.
     amax = from_bits(jnp.max(bits_of(groups) & ~SIGN, axis=2))
@@ -108,7 +108,7 @@ def quantise(channels, field: Field, format: Format, global_scale):
     else:
         ratios = divide(groups, scales[:, :, None])
     ratios = jnp.where(finite[:, :, None], ratios, 0)
-    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.dims], field.code, clamp=True)
+    codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if field.code == "nf4":
         codes = jnp.where(jnp.repeat(finite, width // 2, axis=1)[:, : codes.shape[1]], codes, np.uint8(0))

@@ -16,6 +16,11 @@ class ReferenceOps:
         self.plan = plan
         self.device = "cpu"
 
+    @property
+    def how(self):
+        """NumPy on the CPU."""
+        return "cpu"
+
     encode = encoding.encode
     decode = encoding.decode
     pack_page = encoding.pack_page

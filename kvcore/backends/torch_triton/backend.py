@@ -21,6 +21,12 @@ class TorchOps:
         self.plan = plan
         self.device = device
 
+    @property
+    def how(self):
+        """The device, with the GPU's name where it is one."""
+        device = torch.device(self.device)
+        return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else self.device
+
     encode = verb(encoding.encode)
     decode = verb(encoding.decode)
     pack_page = verb(encoding.pack_page)

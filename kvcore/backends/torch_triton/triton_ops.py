@@ -11,10 +11,11 @@ import torch
 
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.device_index import DeviceIndex
+from kvcore.backends.torch_triton.encoding import to_bf16
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
-from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.backends.torch_triton.tail import frequencies_of, rms_norm, rotate
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import Rope
 
@@ -40,6 +41,42 @@ class TritonOps(TorchOps):
         if not self._append(pools, layer, "window", index, (rows,)):
             return super().append_window(pools, layer, index, rows)
         return pools
+
+    @torch.no_grad()
+    def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``, in one launch.
+
+        Rounded to bf16 after the norm and after the rotation, unless the window's format decodes to fp32.
+        """
+        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
+        bound = self.bound(layer, "window")
+        if bound is None:
+            rows = self._rotated(layer, index, rows, frequencies, norm_weight, eps)
+            return super().append_window(pools, layer, index, rows)
+        ((record, names, _),) = bound
+        calls().append_rotated_rows(
+            rows.contiguous(),
+            index.positions,
+            index.request_index,
+            index.slots,
+            index.lengths,
+            index.block_table,
+            norm_weight,
+            frequencies,
+            [pools[name] for name in names],
+            record,
+            float(eps),
+        )
+        return pools
+
+    def _rotated(self, layer, index, rows, frequencies, norm_weight, eps):
+        exact = self.component(layer, "window").parts[0].format.value_code == "fp32"
+        rows = rows.to(torch.float32)
+        if norm_weight is not None:
+            rows = rms_norm(rows, norm_weight, eps)
+            rows = rows if exact else to_bf16(rows)
+        rows = rotate(rows, index.positions, frequencies)
+        return rows if exact else to_bf16(rows)
 
     @torch.no_grad()
     def append_kv(self, pools, layer, index, k, v):

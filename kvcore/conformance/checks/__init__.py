@@ -75,14 +75,23 @@ VERBS: tuple[Verb, ...] = (
         needs=("window",),
         named=("window", "entries"),
     ),
-    Verb(
-        "attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)
-    ),
+    Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)),
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
     _role("mask", classic.mask, "kv", layouts=False),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
+    *(
+        _role(
+            "store_rows",
+            life.store_rows(role),
+            role,
+            roles=_with_entries(role),
+            writes=True,
+            shapes=("ragged", "padded"),
+        )
+        for role in ROLES
+    ),
     *(_role("digest_rows", life.digest_rows(role), role, roles=_with_entries(role), layouts=False) for role in ROLES),
     *(
         _role("restore_ring", rings.restore_ring(role), role, also=("read_ring",))
@@ -92,7 +101,7 @@ VERBS: tuple[Verb, ...] = (
     # Whole layers: each is met by the first of these roles that it has.
     *(
         Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES, shapes=("padded",))
-        for verb in (life.allocate, life.reset_slots, life.copy_slots, life.copy_blocks)
+        for verb in (life.allocate, life.reset_slots, life.poison, life.copy_slots, life.copy_blocks)
         for role in _WHOLE
     ),
     *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),

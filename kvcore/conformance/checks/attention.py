@@ -1,6 +1,7 @@
 """Attention over the window and the compressed entries of a latent layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def attend(role: str) -> Callable[[Bench], list[Output]]:
             rows = bench.put(case.token_floats("rows", dim))
             filled["start"] = ("window",)
         sink = {"sink": bench.put(case.floats("sink", HEADS, dtype=FP32)), "scale": 0.11}
-        calls: dict[str, dict[str, object]] = {"all": {}}
+        calls: dict[str, dict[str, Any]] = {"all": {}}
         if case.has("entries"):
             filled["end"] = ("entries",)
             calls["picks, sink"] = {"selected": bench.put(_picks(bench)), **sink}

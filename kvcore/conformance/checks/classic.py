@@ -51,9 +51,7 @@ def attend_kv(bench: Bench) -> list[Output]:
     sink = bench.put(case.floats("sink", heads, dtype=FP32))
     found: list[Output] = []
     for name, options in {"plain": {}, "sink": {"sink": sink, "scale": 0.11}}.items():
-        out, lse = bench.ops.attend_kv(
-            pools, bench.layer, bench.index, q, k, v, columns=columns(bench), **options
-        )
+        out, lse = bench.ops.attend_kv(pools, bench.layer, bench.index, q, k, v, columns=columns(bench), **options)
         found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
         found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
     return found

@@ -1,15 +1,16 @@
 """Formats alone: values to canonical rows and back, canonical rows to packed pages and back."""
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import hashlib
-
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvcore.arrays import to_numpy
 from kvcore.backends.reference import encoding
+from kvcore.conformance.canonical import canonical_noise
 from kvcore.conformance.outputs import Output, exact, rows
 from kvcore.ops import Ops
 from kvcore.spec import Format
@@ -43,7 +44,7 @@ class FormatCheck(NamedTuple):
     drive: Callable[[FormatBench], list[Output]]
 
 
-def encode_rows(count: int, dtype: object) -> Callable[[FormatBench], list[Output]]:
+def encode_rows(count: int, dtype: DTypeLike) -> Callable[[FormatBench], list[Output]]:
     """Encode ``count`` rows of very different magnitude."""
 
     def drive(bench: FormatBench) -> list[Output]:
@@ -77,7 +78,11 @@ def pack_page(count: int) -> Callable[[FormatBench], list[Output]]:
     """Pack random rows into a page."""
 
     def drive(bench: FormatBench) -> list[Output]:
-        page = to_numpy(bench.ops.pack_page(bench.format, bench.ops.asarray(_bytes(bench, count))))
+        page = to_numpy(
+            bench.ops.pack_page(
+                bench.format, bench.ops.asarray(canonical_noise(bench.rng("bytes"), count, bench.format))
+            )
+        )
         return [exact("page", page, "byte")]
 
     return drive
@@ -87,7 +92,7 @@ def unpack_page(count: int) -> Callable[[FormatBench], list[Output]]:
     """Take rows out of a page whose padding is not zero."""
 
     def drive(bench: FormatBench) -> list[Output]:
-        page = encoding.pack_page(None, bench.format, _bytes(bench, count))
+        page = encoding.pack_page(None, bench.format, canonical_noise(bench.rng("bytes"), count, bench.format))
         stored = to_numpy(bench.ops.unpack_page(bench.format, bench.ops.asarray(page), count))
         return [rows("rows", stored, bench.format, "row", "byte")]
 
@@ -125,20 +130,12 @@ def _values(bench: FormatBench, count: int) -> np.ndarray:
     return values * np.exp2(bench.rng("magnitude").integers(-20, 12, (count, 1))).astype(np.float32)
 
 
-def _bytes(bench: FormatBench, count: int) -> np.ndarray:
-    """Random canonical rows; pads are zero by definition."""
-    stored = bench.rng("bytes").integers(0, 256, (count, bench.format.row), np.uint8)
-    for field in bench.format.fields:
-        if field.name == "pad":
-            first, last = bench.format.byte_range("pad")
-            stored[:, first:last] = 0
-    return stored
-
-
 def _special_rows(bench: FormatBench) -> np.ndarray:
     """One row for every special value: the value in the first and last channel of an ordinary row, and a row of it."""
     special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.17549435e-38, 3.4028235e38, 65504.0, 65520.0]
-    special += [limit * sign for code in CODES.values() for limit in (code.largest, code.largest * 1.04) for sign in (1, -1)]
+    special += [
+        limit * sign for code in CODES.values() for limit in (code.largest, code.largest * 1.04) for sign in (1, -1)
+    ]
     special += [1e-4, 9.9e-5, 1.1e-4, 2.0**-126, 6 * 2.0**-126, 5 * 2.0**-126, 6 * 2.0**-9, 2.0**-9]
     with np.errstate(over="ignore"):
         column = np.array(special, np.float32)

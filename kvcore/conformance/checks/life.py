@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 
 from kvcore.arrays import to_numpy
+from kvcore.conformance.canonical import canonical_noise
 from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.rings import own_rows
-from kvcore.conformance.outputs import Output, exact, rows
+from kvcore.conformance.outputs import Output, exact
 from kvcore.digest import region_salt
 from kvcore.ops import RawRows
+from kvcore.pools import Pools
 
 
 def allocate(bench: Bench) -> list[Output]:
@@ -36,13 +38,44 @@ def copy_blocks(bench: Bench) -> list[Output]:
     return bench.stored(bench.ops.copy_blocks(_noise(bench), bench.put(sources), bench.put(targets)))
 
 
+def poison(bench: Bench) -> list[Output]:
+    """Some slots and blocks that were freed; the others keep what they hold."""
+    plan = bench.case.plan
+    slots = np.array([3, 0], np.int32)
+    blocks = np.array([1, plan.blocks - 1] if plan.blocks else [], np.int32)
+    return bench.stored(bench.ops.poison(_noise(bench), bench.put(slots), bench.put(blocks)))
+
+
+def store_rows(role: str) -> Callable[[Bench], list[Output]]:
+    """Given canonical rows at their positions, in no order, some without a position."""
+
+    def drive(bench: Bench) -> list[Output]:
+        case = bench.case
+        component = case.component(role)
+        columns = case.columns(role) + 2
+        positions = np.full((len(case.index.slots), columns), -1, np.int32)
+        for request, row in enumerate(case.rows):
+            live = np.array(component.live(row.length), np.int32) * component.tokens_per_row
+            places = case.rng(f"columns {request}").permutation(columns)[: len(live)]
+            positions[request, places] = live
+        noise = [
+            canonical_noise(case.rng(f"rows {part.name}"), positions.size * part.heads, part.format)
+            for part in component.parts
+        ]
+        rows = np.concatenate([part.reshape(*positions.shape, -1) for part in noise], axis=2)
+        raw = RawRows(bench.put(rows), bench.put(positions))
+        return bench.stored(bench.ops.store_rows(bench.pools(), bench.layer, role, bench.index, raw))
+
+    return drive
+
+
 def gather_rows(role: str) -> Callable[[Bench], list[Output]]:
     """A role's live rows as canonical bytes: stored, and, for what a step holds back, with the step's own."""
 
     def drive(bench: Bench) -> list[Output]:
         case, ops = bench.case, bench.ops
         columns = case.columns(role) + 1
-        calls = {"stored": (bench.pools(end=(role,)), None)}
+        calls: dict[str, tuple[Pools, tuple[object, ...] | None]] = {"stored": (bench.pools(end=(role,)), None)}
         if case.component(role).growth == "slot" or role == "kv":
             calls["with the step's own"] = (bench.pools(start=(role,)), own_rows(bench, role))
         found: list[Output] = []
@@ -76,9 +109,7 @@ def asarray(bench: Bench) -> list[Output]:
     """Host arrays to the device and back, in every dtype that verbs take."""
     dtypes = (np.float32, ml_dtypes.bfloat16, np.int32, np.uint8)
     arrays = [bench.case.floats(f"array {i}", 3, 5).astype(np.float32).astype(dtype) for i, dtype in enumerate(dtypes)]
-    return [
-        exact(str(array.dtype), to_numpy(bench.ops.asarray(np.abs(array))), "row", "column") for array in arrays
-    ]
+    return [exact(str(array.dtype), to_numpy(bench.ops.asarray(np.abs(array))), "row", "column") for array in arrays]
 
 
 def index(bench: Bench) -> list[Output]:
@@ -89,7 +120,7 @@ def index(bench: Bench) -> list[Output]:
     ]
 
 
-def _noise(bench: Bench) -> object:
+def _noise(bench: Bench) -> Pools:
     image = bench.case.image()
     for name, array in image.items():
         array[:] = bench.case.rng(name).integers(0, 256, array.shape, np.uint8)
@@ -101,16 +132,3 @@ def _overlapping(units: int) -> tuple[np.ndarray, np.ndarray]:
     if units < 4:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
     return np.array([0, 1, 2], np.int32), np.array([1, 0, units - 1], np.int32)
-
-
-__all__ = [
-    "allocate",
-    "asarray",
-    "copy_blocks",
-    "copy_slots",
-    "digest_rows",
-    "gather_rows",
-    "index",
-    "reset_slots",
-    "rows",
-]

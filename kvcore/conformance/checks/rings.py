@@ -80,9 +80,7 @@ def tail_inputs(bench: Bench, role: str, *, wild: bool = False) -> tuple[object,
 def kv_inputs(bench: Bench, *, wild: bool = False) -> tuple[object, object]:
     """The step's keys [T, key_heads, key_dim] and values [T, value_heads, value_dim] on the device."""
     parts = bench.case.component("kv").parts
-    k, v = (
-        bench.case.token_floats(part.name, part.heads, part.format.dim or 0, wild=wild) for part in parts
-    )
+    k, v = (bench.case.token_floats(part.name, part.heads, part.format.dim or 0, wild=wild) for part in parts)
     return bench.put(k), bench.put(v)
 
 

@@ -29,6 +29,7 @@ class KVCache(Cache):
     Attributes:
         kv: the kvcore cache: its spec, plan, pools, digest, save and export.
         requests: one kvcore request for every row of the batch; empty before the first forward.
+        rows: most rows of a batch.
         max_length: tokens that every row can hold.
     """
 
@@ -38,9 +39,11 @@ class KVCache(Cache):
         *,
         batch: int,
         max_length: int,
+        beams: int = 1,
         formats: str | Mapping[str, str] | None = None,
         backend: str = "torch_triton",
         device: str | None = None,
+        block_tokens: int | None = None,
         max_draft_tokens: int = 0,
         check: bool = False,
     ) -> None:
@@ -48,11 +51,14 @@ class KVCache(Cache):
 
         Args:
             model: a causal language model; its configuration, dtype and (for DeepSeek-V4) positional biases are read.
-            batch: most rows of a batch; beams count as rows.
-            max_length: most tokens of a row, padding and generated ones included.
+            batch: most sequences of a batch.
+            max_length: most tokens of a sequence, padding and generated ones included.
+            beams: rows of a sequence: ``num_beams`` of ``generate``. Above 1, every row gets a spare block, since beams
+                that share a half-filled block copy it before they write.
             formats: see ``cache_spec``; the model's own dtype unless given.
             backend: any kvcore backend; where its arrays are not torch tensors, rows travel through the host.
             device: where the pools live; the model's device unless given.
+            block_tokens: tokens of one block; rows are planned in whole blocks.
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
             check: refuse non-finite rows; slower.
 
@@ -61,19 +67,20 @@ class KVCache(Cache):
         """
         if model.dtype not in DTYPES:
             raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
-        spec = cache_spec(model.config, formats, default=DTYPES[model.dtype])
-        blocks = -(-max_length // spec.block_tokens)
+        spec = cache_spec(model.config, formats, default=DTYPES[model.dtype], block_tokens=block_tokens)
+        rows = batch * beams
+        blocks = -(-max_length // spec.block_tokens) + (beams > 1)
         self.kv = create_cache(
             spec,
             backend=backend,
             device=device or str(model.device),
-            max_requests=batch,
-            max_tokens=batch * blocks * spec.block_tokens,
+            max_requests=rows,
+            max_tokens=rows * blocks * spec.block_tokens,
             max_draft_tokens=max_draft_tokens,
             check=check,
         )
         self.requests: list[Request] = []
-        self.batch = batch
+        self.rows = rows
         self.max_length = max_length
         rings = any(component.span is not None for _, _, component in spec.components())
         self.can_undo = max_draft_tokens > 0 or not rings
@@ -101,7 +108,7 @@ class KVCache(Cache):
         if layer in self._begun:
             self.abort()  # the forward that this layer began before never reached its end
         if self._step is None:
-            self._open(*shape)
+            self._step = self._open(*shape)
         with self._undone_on_error():
             if shape != self._shape:
                 raise StepError(
@@ -184,7 +191,7 @@ class KVCache(Cache):
         self.reset()
 
     def __repr__(self) -> str:
-        return f"KVCache({len(self.requests)} of {self.batch} rows, {self.length} tokens each, {self.kv!r})"
+        return f"KVCache({len(self.requests)} of {self.rows} rows, {self.length} tokens each, {self.kv!r})"
 
     def _layer(self, model: Any, number: int) -> Layer:
         spec = self.kv.spec.layers[number]
@@ -199,7 +206,7 @@ class KVCache(Cache):
             return LatentLayer(self, number, spec.window)
         return CompressedLayer(self, number, spec, model.get_decoder().layers[number].self_attn.compressor)
 
-    def _open(self, batch: int, new: int) -> None:
+    def _open(self, batch: int, new: int) -> Any:
         """Open a step of ``new`` tokens for every row; the first one admits the rows."""
         if self.length == 0:
             self.reset()  # rows of a first forward that failed
@@ -207,14 +214,12 @@ class KVCache(Cache):
             raise RequestError(
                 got=f"{batch} rows", where="KVCache", allowed=f"{len(self.requests)}, as before", hint="reset() first."
             )
-        if batch > self.batch:
-            raise RequestError(
-                got=f"{batch} rows", where="KVCache", allowed=f"at most batch={self.batch}; beams count as rows"
-            )
+        if batch > self.rows:
+            raise RequestError(got=f"{batch} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
         if not self.requests:
             self.requests = [self.kv.admit() for _ in range(batch)]
-        self._step = self.kv.step(dict.fromkeys(self.requests, new))
         self._shape = (batch, new)
+        return self.kv.step(dict.fromkeys(self.requests, new))
 
     def _forget_step(self) -> Any:
         step, self._step = self._step, None
@@ -233,8 +238,8 @@ class KVCache(Cache):
         rows = list(rows)
         if not self.requests:
             return
-        if len(rows) > self.batch:
-            raise RequestError(got=f"{len(rows)} rows", where="KVCache", allowed=f"at most batch={self.batch}")
+        if len(rows) > self.rows:
+            raise RequestError(got=f"{len(rows)} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
         self.abort()
         # Rows that nobody wants are released first, so that forks never need more slots than the batch has.
         for number, request in enumerate(self.requests):

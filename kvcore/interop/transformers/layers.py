@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcore.spec import KV, LayerSpec, Window
+from kvcore.spec import KV, LayerSpec, Tail, Window
 
 if TYPE_CHECKING:
     from kvcore.interop.transformers.cache import KVCache
@@ -86,6 +86,7 @@ class LatentLayer(Layer):
 
     def _append(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
         owner, (batch, _, new, _) = self.owner, latents.shape
+        assert self.component.window is not None
         held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
         first = self._visible(new).start - (owner.length - held)
         before = owner.take(handle.gather_window().values[:, first:held], latents.dtype)
@@ -107,9 +108,13 @@ class CompressedLayer(LatentLayer):
     """
 
     def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, compressor: Any) -> None:
+        assert spec.window is not None
+        assert spec.tail is not None
         super().__init__(owner, number, spec.window)
         # transformers' names for the two compressors -> role, component and [ratio, width] bias of its tail.
-        self.tails = {"compressor": ("tail", spec.tail, compressor.position_bias)}
+        self.tails: dict[str, tuple[str, Tail, torch.Tensor]] = {
+            "compressor": ("tail", spec.tail, compressor.position_bias)
+        }
         if spec.index_tail is not None:
             self.tails["indexer"] = ("index_tail", spec.index_tail, compressor.indexer.position_bias)
         self._carry: dict[str, tuple[torch.Tensor, torch.Tensor] | tuple[None, None]] = {}

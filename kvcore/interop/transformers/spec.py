@@ -4,7 +4,7 @@ A model attends to the rows as plain numbers, so the default format is its own d
 values that the model's own cache would hold.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,39 +12,48 @@ import msgspec
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec, from_hf_config
 
-KEYS = ("window", "entries", "index_keys", "key", "value")
-"""What ``formats`` may name: a role of a compressed-attention layer, or one side of a classic layer."""
+KEYS = {role: (role,) for role in ("window", "entries", "index_keys")} | {"kv": ("key", "value")}
+"""Role -> what ``formats`` may name in it. Tails are always fp32."""
 
 
-def cache_spec(config: Any, formats: str | Mapping[str, str] | None = None, *, default: str = "bf16") -> CacheSpec:
+def cache_spec(
+    config: Any,
+    formats: str | Mapping[str, str] | None = None,
+    *,
+    default: str = "bf16",
+    block_tokens: int | None = None,
+) -> CacheSpec:
     """The spec for a configuration, its formats replaced.
 
     Args:
         config: the model's configuration; a multimodal one's text decoder counts.
         formats: one format for everything, or by name: ``window``, ``entries``, ``index_keys``, ``key``, ``value``.
         default: format of whatever ``formats`` leaves out.
+        block_tokens: as for ``from_hf_config``.
 
     Raises:
-        SpecError: the model type or a format is not supported.
+        SpecError: the model type or a format is not supported, or ``formats`` names what the model does not have.
     """
-    chosen = dict.fromkeys(KEYS, formats) if isinstance(formats, str) else dict(formats or {})
-    for key in chosen:
-        if key not in KEYS:
-            raise SpecError(got=key, where="formats", allowed=", ".join(KEYS))
     decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    spec = from_hf_config(decoder)
-    layers = tuple(_adapted(layer, lambda key: chosen.get(key, default)) for layer in spec.layers)
+    spec = from_hf_config(decoder, block_tokens=block_tokens)
+    named = {key for layer in spec.layers for role, _ in layer.components() for key in KEYS.get(role, ())}
+    chosen = dict.fromkeys(named, formats) if isinstance(formats, str) else dict(formats or {})
+    for key in chosen:
+        if key not in named:
+            raise SpecError(got=key, where="formats", allowed=", ".join(sorted(named)))
+    choose = {**dict.fromkeys(named, default), **chosen}
+    layers = tuple(_adapted(layer, choose) for layer in spec.layers)
     # The models of transformers do not run draft layers.
     return msgspec.structs.replace(spec, layers=layers, draft_layers=())
 
 
-def _adapted(layer: LayerSpec, choose: Callable[[str], str]) -> LayerSpec:
+def _adapted(layer: LayerSpec, choose: Mapping[str, str]) -> LayerSpec:
     changed: dict[str, Any] = {}
     for role, component in layer.components():
         if isinstance(component, KV):
             changed[role] = _adapted_kv(component, choose)
-        elif hasattr(component, "format"):
-            changed[role] = msgspec.structs.replace(component, format=choose(role))
+        elif role in KEYS:
+            changed[role] = msgspec.structs.replace(component, format=choose[role])
     keys = changed.get("index_keys")
     if keys is not None and FORMATS[keys.format].hadamard:
         raise SpecError(
@@ -56,8 +65,8 @@ def _adapted(layer: LayerSpec, choose: Callable[[str], str]) -> LayerSpec:
     return msgspec.structs.replace(layer, **changed)
 
 
-def _adapted_kv(kv: KV, choose: Callable[[str], str]) -> KV:
-    kv = msgspec.structs.replace(kv, key_format=choose("key"), value_format=choose("value"))
+def _adapted_kv(kv: KV, choose: Mapping[str, str]) -> KV:
+    kv = msgspec.structs.replace(kv, key_format=choose["key"], value_format=choose["value"])
     if kv.chunk is None:
         return kv
     # Left padding shifts where a row's chunks begin, and the cache is not told of padding. A window as long as a chunk

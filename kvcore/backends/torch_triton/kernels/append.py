@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import closing, locate
-from kvcore.backends.torch_triton.kernels.codes import load_float
-from kvcore.backends.torch_triton.kernels.rows import channels, store_rows
+from kvcore.backends.torch_triton.kernels.codes import load_float, round_bf16
+from kvcore.backends.torch_triton.kernels.latent import inverse_rms, rotate
+from kvcore.backends.torch_triton.kernels.rows import channels, store_codes, store_plain, store_rows
 
 
 @triton.jit
@@ -43,6 +44,66 @@ def append_kernel(
     least = bound if R.paged else bound - R.rows
     valid = (unit >= 0) & (position >= least)
     store_rows(x, unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+
+
+@triton.jit
+def append_rotated_kernel(
+    values_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    positions_ptr,
+    request_ptr,
+    slots_ptr,
+    bound_ptr,
+    table_ptr,
+    norm_ptr,
+    frequencies_ptr,
+    count,
+    table_columns,
+    eps,
+    NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """``append_kernel`` for latents that are still to be normed (NORM) and rotated at their positions."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    position = tl.load(positions_ptr + row, mask=inside, other=-1)
+    request = tl.load(request_ptr + row, mask=inside, other=-1)
+    channel = channels(R)
+    source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim
+    x = load_float(source + channel, inside[:, None, None] & (channel < R.dim))
+    unit, place = locate(request, position, slots_ptr, table_ptr, table_columns, R)
+    bound = tl.load(bound_ptr + request, mask=request >= 0, other=0)
+    valid = (unit >= 0) & (position >= bound - R.rows)
+    if NORM:
+        scale = inverse_rms(tl.sum(tl.sum(x * x, axis=2), axis=1), eps, R.dim)
+        weight = tl.load(norm_ptr + channel, mask=channel < R.dim, other=0).to(tl.float32)
+        x = x * scale[:, None, None] * weight
+        if R.exact:
+            x = round_bf16(x, NATIVE)
+    if R.plain != "" and R.dim - R.quant == 2 * PAIRS and R.quant:
+        # The rotated channels are exactly the plain field: turn those alone, read once more from the cache's first level.
+        turned = R.quant + tl.arange(0, 2 * PAIRS)[None, :]
+        y = load_float(values_ptr + row.to(tl.int64)[:, None] * R.dim + turned, inside[:, None] & (turned < R.dim))
+        if NORM:
+            weight = tl.load(norm_ptr + turned).to(tl.float32)
+            y = y * scale[:, None] * weight
+            if R.exact:
+                y = round_bf16(y, NATIVE)
+        y = rotate(y, position, frequencies_ptr, 2 * PAIRS, PAIRS)
+        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, NATIVE)
+        y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
+        store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
+    else:
+        flat = rotate(tl.reshape(x, (ROWS, R.tiles * R.width)), position, frequencies_ptr, R.dim, PAIRS)
+        if R.exact:
+            flat = round_bf16(flat, NATIVE)
+        x = tl.reshape(flat, (ROWS, R.tiles, R.width))
+        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
 
 
 @triton.jit

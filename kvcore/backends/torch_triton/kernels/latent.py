@@ -7,10 +7,10 @@ from kvcore.backends.torch_triton.kernels.codes import round_bf16
 
 
 @triton.jit
-def rms_norm(x, weight, eps, DIM: tl.constexpr, AXIS: tl.constexpr):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over AXIS, whose elements beyond DIM are zero."""
-    mean = tl.sum(x * x, axis=AXIS, keep_dims=True) / DIM
-    return x * tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps)) * weight
+def inverse_rms(square_sum, eps, DIM: tl.constexpr):
+    """``1 / sqrt(square_sum / DIM + eps)``, every step rounded."""
+    mean = square_sum / DIM
+    return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def finish(x, position, norm_ptr, frequencies_ptr, eps, R: tl.constexpr, NORM: t
     channel = tl.arange(0, x.shape[1])
     if NORM:
         weight = tl.load(norm_ptr + channel, mask=channel < R.dim, other=0).to(tl.float32)
-        x = rms_norm(x, weight[None, :], eps, R.dim, 1)
+        x = x * inverse_rms(tl.sum(x * x, axis=1), eps, R.dim)[:, None] * weight[None, :]
         if R.exact:
             x = round_bf16(x, NATIVE)
     if PAIRS:

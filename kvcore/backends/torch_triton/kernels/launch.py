@@ -118,6 +118,51 @@ def append_rows(
 
 
 @registered(("buffers",))
+def append_rotated_rows(
+    values: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    bound: Tensor,
+    block_table: Tensor,
+    norm_weight: Tensor | None,
+    frequencies: Tensor,
+    buffers: list[Tensor],
+    record: int,
+    eps: float,
+) -> None:
+    """``append_rows`` of one head with a norm, if it has a weight, and a rotation in front."""
+    b = _bound[record]
+    count = positions.shape[0]
+    if count == 0:
+        return
+    rows, warps = tile(b.record, count)
+    append.append_rotated_kernel[(triton.cdiv(count, rows),)](
+        values,
+        buffers[b.codes],
+        buffers[b.scales],
+        buffers[b.plain],
+        positions,
+        request_index,
+        slots,
+        bound,
+        block_table,
+        values if norm_weight is None else norm_weight,
+        frequencies,
+        count,
+        block_table.shape[1],
+        eps,
+        norm_weight is not None,
+        frequencies.shape[0],
+        b.record,
+        rows,
+        is_native(values.device),
+        num_warps=warps,
+        **options(values.device),
+    )
+
+
+@registered(("buffers",))
 def store_rows(
     values: Tensor,
     starts: Tensor,

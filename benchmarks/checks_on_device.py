@@ -1,0 +1,231 @@
+"""The device's side of ``check_cuda``: run the verbs, compare bytes."""
+
+import numpy as np
+import torch
+from check_cuda import CLASSIC, case_of, images_of
+from expected import as_bf16, decoded, encoded, random_values
+
+from kvcore.backends.reference import ReferenceOps, tail
+from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.plan import plan_cache
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
+from kvcore.step import Row, build_index
+
+
+def poisoned(ops):
+    """Fresh pools full of 0xFF."""
+    pools = ops.allocate()
+    for array in pools.values():
+        array.fill_(0xFF)
+    return pools
+
+
+def differing(pools, images) -> str:
+    """Which pools differ from their images, and by how much; empty if none."""
+    found = []
+    for name, image in images.items():
+        want = torch.from_numpy(image).to(pools[name].device)
+        different = int((pools[name] != want).sum())
+        if different:
+            found.append(f"{name}: {different} of {image.size} bytes")
+    return "; ".join(found)
+
+
+def bits_differ(got, want) -> str:
+    """Compare decoded values with the reference's bits; NaN equals NaN whatever its bits."""
+    got = got.contiguous().reshape(-1)
+    wanted = torch.from_numpy(want.reshape(-1).view(np.int16 if got.dtype == torch.bfloat16 else np.int32)).to(got.device)
+    bits = got.view(torch.int16 if got.dtype == torch.bfloat16 else torch.int32)
+    nan = got.isnan() & wanted.view(got.dtype).isnan()
+    different = int(((bits != wanted) & ~nan).sum())
+    return f"{different} of {got.numel()} values" if different else ""
+
+
+def check_format(name, count, dtype, values, stored, back, device):
+    """Yield (what, problem) for one format, size and input dtype, in both layouts."""
+    for layout in ("packed", "planar"):
+        plan, host = case_of(name, layout, count)
+        ops = TritonOps(plan, device)
+        index = ops.index(host)
+        given = torch.from_numpy(values).to(device)
+        if dtype == "bf16":
+            given = given.to(torch.bfloat16)
+        padded = torch.cat([given.reshape(count, -1), given.new_full((2, given.numel() // count), float("nan"))])
+        pools = poisoned(ops)
+        layer = plan.spec.all_layers[0]
+        if name in CLASSIC:
+            key, value = plan.region(0, "kv")
+            padded = padded.reshape(count + 2, 3, -1)
+            ops.append_kv(pools, 0, index, padded, padded)
+            images = images_of(plan, key, host, stored) | images_of(plan, value, host, stored)
+            yield f"append_kv {layout}", differing(pools, images)
+            columns = int(host.lengths.max())
+            k, _, _ = ops.gather_kv(pools, 0, index, columns=columns)
+            picked = torch.from_numpy(host.request_index[:count]).long(), torch.from_numpy(host.positions[:count]).long()
+            yield f"gather_kv {layout}", bits_differ(k[picked[0].to(device), picked[1].to(device)], back)
+            continue
+        if layer.window is not None:
+            ops.append_window(pools, 0, index, padded)
+            (region,) = plan.region(0, "window")
+            yield f"append_window {layout}", differing(pools, images_of(plan, region, host, stored))
+            seen = ops.gather_window(pools, 0, index)
+            mine = (seen.positions >= 5).cpu().numpy()
+            yield f"gather_window {layout}", bits_differ(seen.values[torch.from_numpy(mine).to(device)], back)
+        ops.store_role(pools, 0, "index_keys", index, given)
+        (region,) = plan.region(0, "index_keys")
+        yield f"store index keys {layout}", differing(pools, images_of(plan, region, host, stored))
+        columns = int(host.lengths.max())
+        everything = ops.gather_all_entries(pools, 0, index, columns=columns, role="index_keys")
+        mine = (everything.positions >= 5).cpu().numpy()
+        yield f"gather_all_entries {layout}", bits_differ(everything.values[torch.from_numpy(mine).to(device)], back)
+        if layer.window is not None:
+            ops.store_role(pools, 0, "entries", index, given)
+            picks = torch.from_numpy(np.stack([host.positions, np.full_like(host.positions, -1)], axis=1)).to(device)
+            picked = ops.gather_entries(pools, 0, index, picks)
+            yield f"gather_entries {layout}", bits_differ(picked.values[:count, 0], back)
+            wrong = int(picked.valid[:, 1].sum()) + int(picked.values[:, 1].ne(0).sum()) + int((~picked.valid[:count, 0]).sum())
+            yield f"gather_entries validity {layout}", f"{wrong} wrong" if wrong else ""
+
+
+def check_rest(seed, device, *, quick):
+    """Yield (what, problem) for compression, large pools and captured steps."""
+    rng = np.random.default_rng(seed)
+    yield from check_rotated(rng, device)
+    yield from check_flush(rng, device, quick=quick)
+    if torch.device(device).type == "cuda":
+        yield from check_large(rng, device)
+
+
+def check_rotated(rng, device):
+    """The fused norm + rotation + append against the reference's steps."""
+    for format, dim in (("v4_584", 512), ("v41_528", 512), ("bf16", 96), ("row_580", 512), ("fp32", 128)):
+        for normed in (False, True):
+            rows = [Row(slot=2 - n, start=1000 * n, new=40 + n, blocks=[], stored=0) for n in range(3)]
+            spec = CacheSpec(layers=[LayerSpec(window=Window(dim=dim, window=64, format=format))])
+            plan = plan_cache(spec, max_requests=3)
+            here, there = ReferenceOps(plan), TritonOps(plan, device)
+            theirs, ours = here.allocate(), poisoned(there)
+            host = build_index(rows, max_blocks=1, pad_tokens=125)
+            values = as_bf16(rng.standard_normal((125, dim), np.float32))
+            weight = (1 + rng.random(dim)).astype(np.float32) if normed else None
+            rope = Rope(dim=64, theta=10000.0)
+            exact = plan.region(0, "window")[0].format.value_code == "fp32"
+            turned = tail.rms_norm(values, weight, 1e-6) if normed else values
+            turned = turned if exact else as_bf16(turned)
+            turned = tail.rotate(turned, host.positions, rope)
+            here.append_window(theirs, 0, host, turned if exact else as_bf16(turned))
+            given = torch.from_numpy(values).to(device).to(torch.bfloat16)
+            weights = None if weight is None else there.asarray(weight)
+            index = there.index(host)
+            there.append_rotated_window(ours, 0, index, given, rope=rope, norm_weight=weights)
+            want = here.gather_window(theirs, 0, host).values.astype(np.float32)
+            off = np.abs(there.gather_window(ours, 0, index).values.float().cpu().numpy() - want)
+            bad = off.max() > {"bf16": 0.04, "fp32": 1e-4}.get(format, 0.51) or (off > 1e-3).mean() > 0.01
+            yield f"rotated append {format}{' normed' if normed else ''}", f"{off.max()} off, {(off > 1e-3).mean()}" if bad else ""
+
+
+def check_flush(rng, device, *, quick):
+    """Pooling against the reference within a tolerance; tails and untouched bytes exactly."""
+    shapes = [
+        ("csa", 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1, 4, 3]),
+        ("csa prefill", 4, True, "v4_584", "index_fp8_132_h", [600, 131]),
+        ("csa fp32", 4, True, "fp32", "fp32", [13, 80, 1]),
+        ("hca", 128, False, "v4_584", None, [130, 256, 5, 127]),
+        ("ratio 2", 2, False, "v41_fp4_288", None, [9, 2, 1]),
+        ("ratio 3", 3, True, "bf16", "bf16", [9, 2, 1, 31]),
+    ]
+    for given in ("fp32", "bf16"):
+        for name, ratio, overlap, format, keys, news in shapes:
+            yield f"flush {name} {given}", _flush(rng, device, ratio, overlap, format, keys, news, given)
+
+
+def _flush(rng, device, ratio, overlap, format, keys, news, given):
+    index = {} if keys is None else {
+        "index_tail": Tail(dim=128, ratio=ratio, overlap=overlap),
+        "index_keys": IndexKeys(dim=128, ratio=ratio, heads=1, topk=1, format=keys),
+    }
+    layer = LayerSpec(
+        tail=Tail(dim=512, ratio=ratio, overlap=overlap), entries=Entries(dim=512, ratio=ratio, format=format), **index
+    )
+    spec = CacheSpec(layers=[layer], block_tokens=4 * ratio)
+    requests = len(news)
+    most = max(news) + 3 * ratio
+    per = -(-most // (4 * ratio))
+    plan = plan_cache(spec, max_requests=requests, max_tokens=per * requests * 4 * ratio, max_draft_tokens=1)
+    here, there = ReferenceOps(plan), TritonOps(plan, device)
+    theirs, ours = here.allocate(), poisoned(there)
+    for array in theirs.values():
+        array.fill(0xFF)
+    rope = Rope(dim=64, theta=160000.0)
+    weight, index_weight = (1 + rng.random(512)).astype(np.float32), (1 + rng.random(128)).astype(np.float32)
+    problems = []
+    starts = [0] * requests
+    steps = [news] + [[1] * requests] * (ratio + 1)
+    for step in steps:
+        rows = [
+            Row(slot=requests - 1 - n, start=starts[n], new=new, blocks=list(range(n * per, n * per + per)), stored=0)
+            for n, new in enumerate(step)
+        ]
+        host = build_index(rows, max_blocks=per, pad_tokens=sum(step) + 1, pad_requests=requests + 1)
+        closed = sum((row.start + row.new) // ratio - row.start // ratio for row in rows)
+        widths = [1024 if overlap else 512] * 2 + ([256 if overlap else 128] * 2 if keys else [])
+        inputs = [rng.standard_normal((sum(step) + 1, width), np.float32) * 2 for width in widths]
+        if given == "bf16":
+            inputs = [as_bf16(array) for array in inputs]
+        here.flush(theirs, 0, host, *inputs, closed=closed, norm_weight=weight, rope=rope, index_norm_weight=index_weight)
+        here.append_tail(theirs, 0, host, *inputs[:2])
+        if keys:
+            here.append_index_tail(theirs, 0, host, *inputs[2:])
+        tensors = [torch.from_numpy(array).to(device).to(torch.bfloat16 if given == "bf16" else torch.float32) for array in inputs]
+        where = there.index(host)
+        there.append_flush(
+            ours, 0, where, *tensors, closed=closed, newest=max(step), norm_weight=there.asarray(weight), rope=rope,
+            index_norm_weight=there.asarray(index_weight),
+        )
+        for role in ("tail", "index_tail") if keys else ("tail",):
+            problems.append(differing(ours, {f"0.{role}.page": theirs[f"0.{role}.page"]}))
+        starts = [start + new for start, new in zip(starts, step, strict=True)]
+        columns = max(start // ratio for start in starts)
+        for role in ("entries", "index_keys") if keys else ("entries",):
+            want = here.gather_all_entries(theirs, 0, host, columns=columns, role=role)
+            got = there.gather_all_entries(ours, 0, where, columns=columns, role=role)
+            want_values, got_values = want.values.astype(np.float32), got.values.float().cpu().numpy()
+            live = want.positions >= 0
+            off = np.abs(want_values - got_values)[live]
+            # One code step of a group whose largest value is at most a few units.
+            bound = {"fp32": 1e-4, "bf16": 0.04}.get(format if role == "entries" else keys, 1.1)
+            if not off.size or np.isnan(got_values[live]).any() or off.max() > bound or (off > 0.001).mean() > 0.02:
+                problems.append(f"{role}: {off.max() if off.size else 'nothing'} off, {(off > 0.001).mean():.4f} of values")
+            untouched = sum(int((array == 0xFF).all(axis=1).sum()) for name, array in theirs.items() if f".{role}." in name)
+            still = sum(int((array == 0xFF).all(dim=1).sum()) for name, array in ours.items() if f".{role}." in name)
+            if untouched != still:
+                problems.append(f"{role}: {untouched - still} blocks written that should not be")
+    return "; ".join(problem for problem in problems if problem)
+
+
+def check_large(rng, device):
+    """A pool of more than 2^32 bytes: rows at both ends, at the addresses that the layout gives."""
+    spec = CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128), entries=Entries(dim=512, ratio=1))], block_tokens=64)
+    blocks = 2**32 // 37440 + 1000
+    plan = plan_cache(spec, max_requests=2, max_tokens=64 * blocks)
+    ops = TritonOps(plan, device)
+    pools = ops.allocate()
+    chosen = [0, blocks // 2 + 1, blocks - 1]
+    host = build_index([Row(slot=1, start=0, new=192, blocks=chosen, stored=0)], max_blocks=3)
+    values = random_values(rng, 192, 512, odd=False)
+    index = ops.index(host)
+    ops.store_role(pools, 0, "entries", index, torch.from_numpy(values).to(device))
+    (region,) = plan.region(0, "entries")
+    rows = encoded(region.format, values)
+    flat = pools["0.entries.page"].reshape(-1)
+    wrong = 0
+    for entry in (0, 63, 64, 127, 128, 191):
+        for field in ("codes", "rope", "scales"):
+            first, last = region.format.byte_range(field)
+            at = address("v4_584", 64, chosen[entry // 64], entry % 64, field)
+            got = flat[at : at + last - first].cpu().numpy()
+            wrong += int((got != rows[entry, first:last]).sum())
+    yield "pool of more than 2^32 bytes: store", f"{wrong} bytes" if wrong else ""
+    got = ops.gather_all_entries(pools, 0, index, columns=192)
+    want = decoded(region.format, rows)
+    yield "pool of more than 2^32 bytes: gather", bits_differ(got.values[0], want.view(np.uint16))

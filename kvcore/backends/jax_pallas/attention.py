@@ -1,0 +1,119 @@
+"""Attention over the window and the compressed entries, straight from the pools (DeepSeek-V4 paper section 2.3.3)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.ops import Attention
+
+CHUNK_VALUES = 1 << 24
+"""Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
+
+
+def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=None):
+    """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+    dim = q.shape[2]
+    scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    window, entries = layer.component("window"), layer.component("entries")
+    own = None
+    if window is not None and rows is not None:
+        own = place.encode_rows(layer.regions["window"][0], rows)
+
+    def chunk(request, position, q, selected=None):
+        logits_of = q.astype(jnp.float32)[:, None] * scale
+        state = no_keys(q.shape[0], q.shape[1], dim)
+        if window is not None:
+            numbers = position[:, None] - window.window + 1 + jnp.arange(window.window, dtype=jnp.int32)[None]
+            keys, valid = read(layer, pools, index, "window", request, jnp.maximum(numbers, -1), own)
+            state = softmax_sum(state, logits_of, keys, keys, valid)
+        if entries is None:
+            return state
+        count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
+        if selected is not None:
+            picks = jnp.where((selected >= 0) & (selected < count[:, None]), selected, -1)
+            keys, valid = read(layer, pools, index, "entries", request, picks)
+            return softmax_sum(state, logits_of, keys, keys, valid)
+
+        def block(column, state):
+            numbers = column * block_rows + jnp.arange(block_rows, dtype=jnp.int32)[None]
+            numbers = jnp.where(numbers < count[:, None], numbers, -1)
+            keys, valid = read(layer, pools, index, "entries", request, numbers)
+            return softmax_sum(state, logits_of, keys, keys, valid)
+
+        block_rows = layer.regions["entries"][0].rows
+        return lax.fori_loop(0, -(-jnp.max(count, initial=0) // block_rows), block, state)
+
+    columns = (window.window if window is not None else 0) + (selected.shape[1] if selected is not None else 0)
+    tokens = (index.request_index, index.positions, q) + (() if selected is None else (selected,))
+    state = by_tokens(chunk, tokens, max(columns, 64) * dim)
+    return finish(state, sink, q.dtype)
+
+
+def read(layer, pools, index, role, request, numbers, own=None):
+    """Decoded rows ``numbers`` [t, n] of each token's request: values [t, n, 1, d] fp32, valid [t, n]."""
+    (region,) = layer.regions[role]
+    requests = jnp.broadcast_to(request[:, None], numbers.shape)
+    valid = (requests >= 0) & (numbers >= 0)
+    stored = place.read(pools, region, index, requests, jnp.where(valid, numbers, -1), own)
+    values = place.decode_rows(region, stored, layer.global_scale(role)).astype(jnp.float32)
+    return jnp.where(valid[:, :, None, None], values, 0), valid
+
+
+def by_tokens(function, tokens, values_each):
+    """``function(*tokens)`` over arrays [T, ...], in chunks of tokens where ``values_each`` a token would add up."""
+    count = len(tokens[0])
+    size = max(1, CHUNK_VALUES // max(values_each, 1))
+    if count <= size:
+        return function(*tokens)
+    chunks = -(-count // size)
+
+    def split(array):
+        # Padding repeats token rows; what is computed for them is cut off again.
+        rows = jnp.arange(chunks * size, dtype=jnp.int32) % count
+        return array[rows].reshape(chunks, size, *array.shape[1:])
+
+    found = lax.map(lambda chunk: function(*chunk), tuple(split(array) for array in tokens))
+    return jax.tree.map(lambda array: array.reshape(chunks * size, *array.shape[2:])[:count], found)
+
+
+def no_keys(tokens, heads, dim):
+    """The state of a softmax over no keys: largest logit [t, H], sum of weights [t, H], weighted sum [t, H, e]."""
+    return (
+        jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        jnp.zeros((tokens, heads), jnp.float32),
+        jnp.zeros((tokens, heads, dim), jnp.float32),
+    )
+
+
+def softmax_sum(state, q, keys, values, valid):
+    """More keys for every token: q [t, 1, H, d] scaled, keys [t, n, heads, d], values [t, n, heads, e], valid [t, n].
+
+    Query heads are grouped over key heads, and over value heads, in order.
+    """
+    largest, total, out = state
+    tokens, heads = largest.shape
+    grouped = q.reshape(tokens, keys.shape[2], heads // keys.shape[2], q.shape[3])
+    logits = jnp.einsum("tkgd,tnkd->tkgn", grouped, keys, precision=lax.Precision.HIGHEST)
+    logits = jnp.where(valid[:, None], logits.reshape(tokens, heads, keys.shape[1]), -jnp.inf)
+    higher = jnp.maximum(largest, jnp.max(logits, axis=2, initial=-jnp.inf))
+    base = jnp.where(jnp.isneginf(higher), 0, higher)
+    weights = jnp.where(valid[:, None], jnp.exp(logits - base[:, :, None]), 0)
+    kept = jnp.exp(largest - base)
+    shared = weights.reshape(tokens, values.shape[2], heads // values.shape[2], values.shape[1])
+    added = jnp.einsum("tvgn,tnve->tvge", shared, values, precision=lax.Precision.HIGHEST)
+    return higher, total * kept + jnp.sum(weights, axis=2), out * kept[:, :, None] + added.reshape(out.shape)
+
+
+def finish(state, sink, dtype):
+    """Out and lse of a softmax state.
+
+    The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse.
+    """
+    largest, total, out = state
+    out = out / jnp.where(total == 0, 1, total)[:, :, None]
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+    if sink is not None:
+        # out · sigmoid(lse - sink), written so that neither exponential overflows.
+        out = out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[:, :, None]
+    return Attention(out.astype(dtype), lse)

@@ -1,0 +1,365 @@
+"""The JAX backend: the verbs bound to a plan, functional, each compiled once for every kind of layer and shape.
+
+A verb takes pools and returns new ones. Called eagerly it donates the arrays that it writes, so that XLA updates them
+in place: the arrays passed in are dead afterwards. Inside the caller's own ``jit`` it is traced in, and the caller
+donates at the outermost ``jit``, the only place where donation counts.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import pool_shape
+from kvcore.errors import BackendError
+from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
+from kvcore.plan import CachePlan
+from kvcore.pools import Pools, allocate, fresh_unit
+
+DEVICES = ("tpu", "cuda", "cpu")
+
+jax.tree_util.register_pytree_with_keys(
+    Pools,
+    lambda pools: (tuple((jax.tree_util.DictKey(name), pools[name]) for name in pools), tuple(pools)),
+    lambda names, arrays: Pools(dict(zip(names, arrays, strict=True))),
+)
+
+
+class JaxOps:
+    """Every verb of ``kvcore.ops.Ops`` on JAX arrays.
+
+    Attributes:
+        plan: what the pools are.
+        device: ``tpu``, ``cuda`` or ``cpu``.
+        kernels: ``portable``, ``tpu`` or ``interpret``; see ``Layer``.
+    """
+
+    def __init__(self, plan: CachePlan, device: str, target: jax.Device | None, kernels: str = "portable") -> None:
+        self.plan = plan
+        self.device = device
+        self.kernels = kernels
+        self._target = target
+        # Built once: the bytes are a static argument, and equal objects are told equal without a look at them.
+        self._fresh = {
+            name: fresh_unit(region, buffer)
+            for region in plan.regions
+            for buffer, (name, _) in region.buffers.items()
+            if region.growth == "slot"
+        }
+        self._layers = [Layer(plan, number, kernels) for number in range(len(plan.spec.all_layers))]
+
+    @property
+    def how(self):
+        """How the verbs run, as reports say it."""
+        if self.kernels == "interpret":
+            return f"{self.device}, Pallas TPU interpreter"
+        kind = (self._target or jax.devices()[0]).device_kind
+        return self.device if self.device == "cpu" else f"{self.device} ({kind})"
+
+    def allocate(self):
+        """Fresh pools for the plan."""
+
+        def make(units, size, fresh, region, buffer):
+            shape, dtype = pool_shape(region, buffer, units)
+            if fresh is None:
+                return jnp.zeros(shape, dtype, device=self._target)
+            unit = np.frombuffer(fresh, dtype).reshape(shape[1:])
+            return jax.device_put(np.broadcast_to(unit, shape), self._target, may_alias=False)
+
+        return allocate(self.plan, make)
+
+    def asarray(self, array):
+        """A NumPy array as JAX's, copied, int64 as int32; arrays of JAX pass through."""
+        if isinstance(array, jax.Array):
+            return array
+        array = np.asarray(array)
+        if array.dtype == np.int64:
+            # Far indices must stay out of range, not wrap into it.
+            array = np.clip(array, -1, np.iinfo(np.int32).max).astype(np.int32)
+        return jax.device_put(array, self._target, may_alias=False)
+
+    def join(self, kv, score):
+        """Kv and score [T, width] side by side."""
+        return jnp.concatenate([kv, score], axis=1)
+
+    def index(self, host):
+        """The step index on the device."""
+        return StepIndex(*jax.device_put(tuple(host), self._target))
+
+    def encode(self, format, values, global_scale=1.0):
+        """Values [rows, dim] -> canonical rows [rows, row_bytes] uint8."""
+        return _encode(encoding.sized(format, values.shape[1]), values, float(global_scale))
+
+    def decode(self, format, rows, dim=None, global_scale=1.0):
+        """Canonical rows [rows, row_bytes] -> values [rows, dim]."""
+        return _decode(encoding.sized(format, dim), rows, float(global_scale))
+
+    def pack_page(self, format, rows):
+        """Canonical rows [P, row_bytes] -> their packed page."""
+        return encoding.pack_page(format, rows)
+
+    def unpack_page(self, format, page, rows):
+        """A packed page -> canonical rows [rows, row_bytes]."""
+        return encoding.unpack_page(format, page, rows)
+
+    def append_window(self, pools, layer, index, rows):
+        """Encode rows [T, d] and store them at slot·C + p mod C."""
+        return self._write(window.append_window, pools, layer, ("window",), (index, rows))
+
+    def append_tail(self, pools, layer, index, kv, score):
+        """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
+        return self._write(tail.append_tail, pools, layer, ("tail",), (index, kv, score), role="tail")
+
+    def append_index_tail(self, pools, layer, index, kv, score):
+        """The same for the indexer's compressor."""
+        return self._write(tail.append_tail, pools, layer, ("index_tail",), (index, kv, score), role="index_tail")
+
+    def gather_window(self, pools, layer, index, rows=None):
+        """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
+        return self._read(window.gather_window, pools, layer, ("window",), (index, rows))
+
+    def compress(self, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
+        """Pool and norm each of the first ``closed`` entries that the step completes; -> [closed, d]."""
+        tails = (self._layers[layer].tail_of(role),)
+        arrays = (index, kv, score, norm_weight)
+        options = {"closed": _bucket(closed, index), "role": role, "eps": eps}
+        return self._read(tail.compress, pools, layer, tails, arrays, **options)[:closed]
+
+    def flush(
+        self,
+        pools,
+        layer,
+        index,
+        kv,
+        score,
+        index_kv=None,
+        index_score=None,
+        *,
+        closed,
+        norm_weight=None,
+        eps=1e-6,
+        rope=None,
+        index_norm_weight=None,
+    ):
+        """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
+        if not closed:
+            return pools
+        streams = (("entries", "tail", kv), ("index_keys", "index_tail", index_kv))
+        writes = tuple(role for role, _, given in streams if given is not None)
+        reads = tuple(role for _, role, given in streams if given is not None)
+        rope = tail.frequencies_of(rope)
+        arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, rope)
+        options = {"closed": _bucket(closed, index), "eps": eps}
+        return self._write(tail.flush, pools, layer, writes, arrays, reads, **options)
+
+    def store_entries(self, pools, layer, index, entries_, index_keys=None):
+        """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
+        given = (("entries", entries_), ("index_keys", index_keys))
+        writes = tuple(role for role, values in given if values is not None)
+        return self._write(entries.store_entries, pools, layer, writes, (index, entries_, index_keys))
+
+    def closed(self, layer, index, count):
+        """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
+        found = _indexed(entries.closed)(self._layers[layer], index, (("count", _bucket(count, index)),))
+        return Closed(*(array[:count] for array in found))
+
+    def gather_entries(self, pools, layer, index, indices):
+        """Entries by logical index, indices [T, k]."""
+        return self._read(entries.gather_entries, pools, layer, ("entries",), (index, indices))
+
+    def gather_all_entries(self, pools, layer, index, *, columns, role="entries"):
+        """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+        options = {"columns": _bucket(columns, index), "role": role}
+        found = self._read(entries.gather_all_entries, pools, layer, (role,), (index,), **options)
+        return AllEntries(found.values[:, :columns], found.counts, found.positions[:, :columns])
+
+    def index_scores(self, pools, layer, index, q, weights, *, columns):
+        """Lightning-indexer scores [T, columns] fp32."""
+        options = {"columns": _bucket(columns, index)}
+        arrays = (index, q, weights)
+        return self._read(indexer.index_scores, pools, layer, ("index_keys",), arrays, **options)[:, :columns]
+
+    def select(self, scores, k):
+        """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+        return _select(scores, k)
+
+    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+        """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+        arrays = (index, q, selected, rows, sink, scale)
+        return self._read(attention.attend, pools, layer, ("window", "entries"), arrays)
+
+    def append_kv(self, pools, layer, index, k, v):
+        """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+        return self._write(classic.append_kv, pools, layer, ("kv",), (index, k, v))
+
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
+        """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+        options = {"columns": _bucket(columns, index)}
+        found = self._read(classic.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
+        return tuple(array[:, :columns] for array in found)
+
+    def mask(self, layer, index, *, columns):
+        """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+        return _indexed(classic.mask)(self._layers[layer], index, (("columns", _bucket(columns, index)),))[:, :columns]
+
+    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+        """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
+        arrays = (index, q, k, v, sink, scale)
+        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=_bucket(columns, index))
+
+    def reset_slots(self, pools, slots):
+        """Make slots [n] as if never used; -1 is ignored."""
+        return _exchanged(pools, {name: _reset(pools[name], slots, fresh) for name, fresh in self._fresh.items()})
+
+    def poison(self, pools, slots, blocks):
+        """Fill freed slots [n] and blocks [m] with 0xFF, so that a stale read is seen."""
+        units = {"slot": slots, "block": blocks}
+        changed = {
+            name: _poison(pools[name], units[region.growth])
+            for region in self.plan.regions
+            for name, _ in region.buffers.values()
+        }
+        return _exchanged(pools, changed)
+
+    def copy_slots(self, pools, sources, targets):
+        """Copy whole slots; all sources are read before any target is written."""
+        return self._copy(pools, sources, targets, "slot")
+
+    def copy_blocks(self, pools, sources, targets):
+        """Copy whole blocks; all sources are read before any target is written."""
+        return self._copy(pools, sources, targets, "block")
+
+    def _copy(self, pools, sources, targets, growth):
+        regions = [region for region in self.plan.regions if region.growth == growth]
+        names = [name for region in regions for name, _ in region.buffers.values()]
+        return _exchanged(pools, {name: _copy_units(pools[name], sources, targets) for name in names})
+
+    def gather_rows(self, pools, layer, role, index, rows=None, *, columns):
+        """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
+        options = {"role": role, "columns": _bucket(columns, index)}
+        found = self._read(life.gather_rows, pools, layer, (role,), (index, rows), **options)
+        return RawRows(found.rows[:, :columns], found.positions[:, :columns])
+
+    def store_rows(self, pools, layer, role, index, raw):
+        """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
+        return self._write(life.store_rows, pools, layer, (role,), (index, RawRows(*raw)), role=role)
+
+    def read_ring(self, pools, layer, role, index):
+        """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
+        return self._read(life.read_ring, pools, layer, (role,), (index,), role=role)
+
+    def restore_ring(self, pools, layer, role, index, saved):
+        """Put back what ``read_ring`` saved."""
+        return self._write(life.restore_ring, pools, layer, (role,), (index, saved), role=role)
+
+    def digest_rows(self, raw, salt):
+        """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""
+        return _digest(raw, np.uint32(salt))
+
+    def _read(self, verb, pools, number, roles, arrays, **options):
+        layer = self._layers[number]
+        read = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
+        return _program(verb)(layer, tuple(options.items()), {}, read, arrays)
+
+    def _write(self, verb, pools, number, roles, arrays, reads=(), **options):
+        layer = self._layers[number]
+        written = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
+        read = {name: pools[layer.names[name]] for name in layer.pools_of(*reads)}
+        changed = _program(verb, writes=True)(layer, tuple(options.items()), written, read, arrays)
+        return _exchanged(pools, {layer.names[name]: array for name, array in changed.items()})
+
+
+class JaxBackend:
+    """Creates ``JaxOps``."""
+
+    name = "jax_pallas"
+
+    def create(self, plan, *, device=None, check=False):
+        """Bind the verbs to a plan and a device.
+
+        Raises:
+            BackendError: JAX has no such device, or a slot is too large for 32-bit addresses.
+        """
+        for region in plan.regions:
+            if region.unit.nbytes >= 2**31:
+                raise BackendError(
+                    got=f"{region.unit.nbytes} bytes",
+                    where=f"one {region.growth} of {region.layer}.{region.role}",
+                    allowed="less than 2 GiB: JAX addresses are 32 bits wide here",
+                    hint="Page the component, or lower max_tokens.",
+                )
+        if device is None:
+            return JaxOps(plan, _word(jax.devices()[0]), None)
+        if device not in DEVICES:
+            raise BackendError(got=device, where="device", allowed=f"None or one of {DEVICES} for backend='jax_pallas'")
+        try:
+            target = jax.devices(device)[0]
+        except RuntimeError as error:
+            raise BackendError(got=device, where="device", allowed=f"a device that JAX sees: {error}") from error
+        return JaxOps(plan, device, target)
+
+    def default_layout(self, device):
+        """Whole tiles on a TPU, else one array a field."""
+        on_tpu = device == "tpu" or (device is None and jax.default_backend() == "tpu")
+        return "tpu_tile" if on_tpu else "planar"
+
+
+def _word(device: Any) -> str:
+    """JAX's platform in kvcore's words."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def _exchanged(pools, changed):
+    """Pools, or any mapping, with some arrays exchanged."""
+    return pools.replace(changed) if isinstance(pools, Pools) else {**pools, **changed}
+
+
+def _bucket(count: int, index: StepIndex) -> int:
+    """A size that changes rarely while ``count`` grows, so that eager verbs are not traced anew for every length.
+
+    Inside the caller's trace ``count`` is the caller's own static choice and stays.
+    """
+    if isinstance(index.lengths, jax.core.Tracer) or count == 0:
+        return count
+    return max(8, 1 << (count - 1).bit_length())
+
+
+@cache
+def _program(verb, writes=False):
+    """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
+
+    def run(layer, options, written, read, arrays):
+        with jax.named_scope(f"kvcore.{verb.__name__}"):
+            found = verb(layer, {**written, **read}, *arrays, **dict(options))
+        return {name: found[name] for name in written} if writes else found
+
+    return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
+
+
+@cache
+def _indexed(verb):
+    """The same for verbs that need the index only."""
+    return jax.jit(lambda layer, index, options: verb(layer, index, **dict(options)), static_argnums=(0, 2))
+
+
+@jax.jit
+def _digest(raw, salt):
+    return life.digest_rows(raw, salt)
+
+
+def _fresh(pool, fresh):
+    return None if fresh is None else jnp.asarray(np.frombuffer(fresh, pool.dtype).reshape(pool.shape[1:]))
+
+
+_reset = jax.jit(
+    lambda pool, slots, fresh: life.reset_slots(pool, slots, _fresh(pool, fresh)), static_argnums=2, donate_argnums=0
+)
+_poison = jax.jit(life.poison, donate_argnums=0)
+_copy_units = jax.jit(life.copy_units, donate_argnums=0)
+_select = jax.jit(lambda scores, k: indexer.select(scores, k=k), static_argnums=1)
+_encode = jax.jit(encoding.encode, static_argnums=(0, 2))
+_decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

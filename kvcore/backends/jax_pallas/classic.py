@@ -1,0 +1,55 @@
+"""Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
+
+import jax.numpy as jnp
+
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
+
+
+def append_kv(layer, pools, index, k, v):
+    """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    for region, values in zip(layer.regions["kv"], (k, v), strict=True):
+        pools = place.append(pools, region, index, place.encode_rows(region, values))
+    return pools
+
+
+def gather_kv(layer, pools, index, k=None, v=None, *, columns):
+    """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    positions = place.numbered(*place.visible(layer.component("kv"), index.starts, index.lengths), columns)
+    gathered = []
+    for region, values in zip(layer.regions["kv"], (k, v), strict=True):
+        own = None if values is None else place.encode_rows(region, values)
+        stored = place.read(pools, region, index, place.requests_like(positions), positions, own)
+        dense = place.decode_rows(region, stored)
+        gathered.append(jnp.where((positions >= 0)[:, :, None, None], dense, 0))
+    return gathered[0], gathered[1], positions
+
+
+def mask(layer, index, *, columns):
+    """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+    component = layer.component("kv")
+    first, _ = place.visible(component, index.starts, index.lengths)
+    rows = place.of(first, index.request_index)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
+    query = index.positions[:, None]
+    seen = (rows >= place.first_visible(component, query)) & (rows <= query)
+    return seen & (index.request_index >= 0)[:, None]
+
+
+def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, columns):
+    """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+    dim = q.shape[2]
+    scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
+    seen = mask(layer, index, columns=columns)
+    value_dim = values.shape[3]
+
+    def chunk(request, q, seen):
+        state = no_keys(q.shape[0], q.shape[1], value_dim)
+        if not len(keys):
+            return state
+        mine = jnp.maximum(request, 0)
+        logits_of = q.astype(jnp.float32)[:, None] * scale
+        return softmax_sum(state, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
+
+    each = columns * max(keys.shape[2] * dim, values.shape[2] * value_dim)
+    return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, q.dtype)

@@ -1,0 +1,61 @@
+"""Compressed entries and index keys in paged blocks: store and gather."""
+
+import jax.numpy as jnp
+
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.ops import AllEntries, Closed, SelectedEntries
+
+
+def store_entries(layer, pools, index, entries, index_keys=None):
+    """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
+    if entries is not None:
+        pools = store_role(layer, pools, index, entries, role="entries")
+    if index_keys is not None:
+        pools = store_role(layer, pools, index, index_keys, role="index_keys")
+    return pools
+
+
+def store_role(layer, pools, index, values, *, role):
+    """Store the entries that the step completes in the pool of one role."""
+    (region,) = layer.regions[role]
+    rows = place.encode_rows(region, values, layer.global_scale(role))
+    request, entry = closed(layer, index, count=len(values), role=role)
+    taken_over = (entry + 1) * layer.component(role).ratio <= place.of(index.stored, request)
+    entry = jnp.where(taken_over, -1, entry)
+    return place.store(pools, region, *place.locate(region, index, request, entry), rows)
+
+
+def closed(layer, index, *, count, role="entries"):
+    """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
+    ratio = layer.component(role).ratio
+    before = index.starts // ratio
+    new = index.lengths // ratio - before
+    ends = jnp.cumsum(new)
+    row = jnp.arange(count, dtype=jnp.int32)
+    request = jnp.sum(row[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+    request = jnp.where(request < len(ends), request, -1)
+    entry = place.of(before, request) + row - place.of(ends - new, request)
+    return Closed(request, jnp.where(request >= 0, entry, -1))
+
+
+def gather_entries(layer, pools, index, indices):
+    """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
+    (region,) = layer.regions["entries"]
+    count = place.of(index.lengths, index.request_index) // layer.component("entries").ratio
+    valid = (indices >= 0) & (indices < count[:, None])
+    request = jnp.broadcast_to(index.request_index[:, None], indices.shape)
+    stored = place.read(pools, region, index, request, jnp.where(valid, indices, -1))
+    values = place.decode_rows(region, stored)[:, :, 0]
+    return SelectedEntries(jnp.where(valid[:, :, None], values, 0), valid)
+
+
+def gather_all_entries(layer, pools, index, *, columns, role="entries"):
+    """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+    (region,) = layer.regions[role]
+    component = layer.component(role)
+    counts = index.lengths // component.ratio
+    entry = place.numbered(jnp.zeros_like(counts), counts, columns)
+    stored = place.read(pools, region, index, place.requests_like(entry), entry)
+    values = place.decode_rows(region, stored, layer.global_scale(role))[:, :, 0]
+    positions = jnp.where(entry >= 0, entry * component.ratio, -1)
+    return AllEntries(jnp.where((entry >= 0)[:, :, None], values, 0), counts, positions)

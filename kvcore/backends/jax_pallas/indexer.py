@@ -1,0 +1,42 @@
+"""The lightning indexer: scores and top-k (DeepSeek-V4 paper section 2.3.1)."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvcore.backends.jax_pallas import entries
+from kvcore.backends.jax_pallas.attention import by_tokens
+from kvcore.backends.jax_pallas.encoding import hadamard
+
+
+def index_scores(layer, pools, index, q, weights, *, columns):
+    """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
+    component = layer.component("index_keys")
+    keys = entries.gather_all_entries(layer, pools, index, columns=columns, role="index_keys").values
+    keys = keys.astype(jnp.float32)
+    q = q.astype(jnp.float32)
+    if component.parts[0].format.hadamard:
+        q = hadamard(q.reshape(-1, component.dim)).reshape(q.shape)
+
+    def score(request, position, q, weights):
+        mine = keys.at[jnp.maximum(request, 0)].get(mode="clip") if len(keys) else jnp.zeros((1, columns, 1))
+        products = jnp.einsum("thd,tnd->thn", q, mine, precision=lax.Precision.HIGHEST)
+        scores = jnp.einsum("th,thn->tn", weights, jnp.maximum(products, 0), precision=lax.Precision.HIGHEST)
+        count = jnp.where(request >= 0, (position + 1) // component.ratio, 0)
+        seen = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
+        return jnp.where(seen, scores, -jnp.inf)
+
+    if not len(keys) or not columns:
+        return jnp.full((len(q), columns), -jnp.inf, jnp.float32)
+    tokens = (index.request_index, index.positions, q, weights.astype(jnp.float32))
+    return by_tokens(score, tokens, columns * component.dim)
+
+
+def select(scores, *, k):
+    """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+    columns = scores.shape[1]
+    # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    scores = jnp.where(scores == 0, 0, scores)
+    best, picks = lax.top_k(scores, min(k, columns))
+    picks = jnp.where(best > -jnp.inf, picks.astype(jnp.int32), -1)
+    return jnp.pad(picks, ((0, 0), (0, k - picks.shape[1])), constant_values=-1)

@@ -1,0 +1,61 @@
+"""What a verb must know of one layer at trace time: components and regions, without the layer's number.
+
+A ``Layer`` is a static argument of every compiled verb. Layers of the same make are equal, so 61 layers share the
+traces of the few kinds there are, and so do two caches with the same plan.
+"""
+
+import msgspec
+
+from kvcore.plan import CachePlan, Region
+from kvcore.spec import TAIL_OF
+
+
+class Layer:
+    """One layer's components and regions by role, hashable.
+
+    Attributes:
+        regions: role -> the regions of its parts, numbered as layer 0, so that equal layers compare equal.
+        names: local name of every pool the layer reads or writes -> its name in the plan's pools.
+        kernels: ``portable`` (jax.numpy), ``tpu`` (Pallas) or ``interpret`` (Pallas, interpreted).
+    """
+
+    def __init__(self, plan: CachePlan, number: int, kernels: str) -> None:
+        spec = plan.spec.all_layers[number]
+        self.kernels = kernels
+        self.regions: dict[str, tuple[Region, ...]] = {}
+        self.names: dict[str, str] = {}
+        self._components = {}
+        for role, component in spec.components():
+            if component.shared_from is not None:
+                component = msgspec.structs.replace(component, share=None)
+            self._components[role] = component
+            self.regions[role] = tuple(msgspec.structs.replace(region, layer=0) for region in plan.region(number, role))
+            for mine, planned in zip(self.regions[role], plan.region(number, role), strict=True):
+                for buffer, (name, _) in mine.buffers.items():
+                    self.names[name] = planned.buffers[buffer][0]
+        self._key = (kernels, tuple(self._components.items()), tuple(self.regions.items()))
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layer) and self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def component(self, role: str):
+        """The layer's component of that role, or None."""
+        return self._components.get(role)
+
+    def tail_of(self, role: str) -> str:
+        """The role whose rows are compressed into ``role``."""
+        return TAIL_OF[role]
+
+    def global_scale(self, role: str) -> float:
+        """The component's global scale, 1 where it has none."""
+        return getattr(self.component(role), "global_scale", 1.0)
+
+    def pools_of(self, *roles: str) -> tuple[str, ...]:
+        """Local names of the pools of some roles; roles that the layer lacks have none."""
+        return tuple(
+            name for role in roles for region in self.regions.get(role, ()) for name, _ in region.buffers.values()
+        )

@@ -1,0 +1,116 @@
+"""The tails: raw rows of tokens awaiting compression, and the compression itself."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvcore.backends.jax_pallas import entries as paged
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.spec import Rope
+
+
+def append_tail(layer, pools, index, kv, score, *, role="tail"):
+    """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
+    (region,) = layer.regions[role]
+    return place.append(pools, region, index, place.encode_rows(region, jnp.concatenate([kv, score], axis=1)))
+
+
+def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="entries", eps=1e-6):
+    """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
+
+    DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
+    """
+    component = layer.component(layer.tail_of(role))
+    d, m = component.dim, component.ratio
+    (region,) = layer.regions[layer.tail_of(role)]
+    own = place.encode_rows(region, jnp.concatenate([kv, score], axis=1))
+    exact = layer.component(role).parts[0].format.value_code == "fp32"
+    request, entry = paged.closed(layer, index, count=closed, role=role)
+    positions = window_of(entry, m, overlap=component.overlap)
+    positions = jnp.where((request >= 0)[:, None], positions, -1)
+    requests = jnp.broadcast_to(request[:, None], positions.shape)
+    stored = place.read(pools, region, index, requests, positions, own)[:, :, 0]
+    raw = lax.bitcast_convert_type(stored.reshape(*stored.shape[:2], 2 * component.width, 4), jnp.float32)
+    keys, scores = raw[:, :, : component.width], raw[:, :, component.width :]
+    if component.overlap:
+        # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
+        keys = jnp.concatenate([keys[:, :m, :d], keys[:, m:, d:]], axis=1)
+        scores = jnp.concatenate([scores[:, :m, :d], scores[:, m:, d:]], axis=1)
+    scores = jnp.where((positions >= 0)[:, :, None], scores, -jnp.inf)
+    latents = pool(keys, scores)
+    latents = latents if exact else to_bf16(latents)
+    if norm_weight is not None:
+        latents = rms_norm(latents, norm_weight, eps)
+        latents = latents if exact else to_bf16(latents)
+    return jnp.where((request >= 0)[:, None], latents, 0)
+
+
+def flush(
+    layer,
+    pools,
+    index,
+    kv,
+    score,
+    index_kv=None,
+    index_score=None,
+    norm_weight=None,
+    index_norm_weight=None,
+    rope=None,
+    *,
+    closed,
+    eps=1e-6,
+):
+    """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys.
+
+    ``rope`` is the fp32 inverse frequencies, or None.
+    """
+    streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
+    for role, stream_kv, stream_score, weight in streams:
+        if stream_kv is None:
+            continue
+        latents = compress(layer, pools, index, stream_kv, stream_score, weight, closed=closed, role=role, eps=eps)
+        component = layer.component(role)
+        if rope is not None:
+            _, entries = paged.closed(layer, index, count=closed, role=role)
+            latents = rotate(latents, entries * component.ratio, rope)
+            latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
+        pools = paged.store_role(layer, pools, index, latents, role=role)
+    return pools
+
+
+def window_of(entry, ratio, *, overlap):
+    """[n, rows] positions that entries [n] are pooled from; the first entry's window before its own is -1."""
+    first = (entry - 1 if overlap else entry) * ratio
+    positions = first[:, None] + jnp.arange(2 * ratio if overlap else ratio, dtype=jnp.int32)[None]
+    return jnp.where((entry >= 0)[:, None], jnp.maximum(positions, -1), -1)
+
+
+def pool(keys, scores):
+    """Softmax-weighted sum over axis 1 of [n, rows, d], for every channel apart; no row with weight gives 0."""
+    largest = jnp.max(scores, axis=1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0, largest))
+    total = jnp.sum(weights, axis=1)
+    products = jnp.sum(jnp.where(weights == 0, 0, weights * keys), axis=1)
+    return products / jnp.where(total == 0, 1, total)
+
+
+def rms_norm(values, weight, eps):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
+    mean = jnp.mean(values * values, axis=-1, keepdims=True)
+    return values * (np.float32(1) / jnp.sqrt(mean + np.float32(eps))) * weight.astype(jnp.float32)[None]
+
+
+def rotate(values, positions, frequencies):
+    """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first = values.shape[1] - 2 * len(frequencies)
+    even, odd = values[:, first::2], values[:, first + 1 :: 2]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2)
+    return jnp.concatenate([values[:, :first], turned.reshape(len(values), values.shape[1] - first)], axis=1)
+
+
+def frequencies_of(rope):
+    """Inverse frequencies as an fp32 array, from a Rope or an array; None stays None."""
+    return jnp.asarray(np.asarray(rope.inverse_frequencies, np.float32)) if isinstance(rope, Rope) else rope

@@ -1,0 +1,22 @@
+"""The sliding window: encode and store, gather in position order."""
+
+import jax.numpy as jnp
+
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.ops import WindowRows
+
+
+def append_window(layer, pools, index, rows):
+    """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
+    (region,) = layer.regions["window"]
+    return place.append(pools, region, index, place.encode_rows(region, rows))
+
+
+def gather_window(layer, pools, index, rows=None):
+    """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
+    (region,) = layer.regions["window"]
+    own = None if rows is None else place.encode_rows(region, rows)
+    positions = place.numbered(*place.live(layer.component("window"), index.lengths), region.rows)
+    stored = place.read(pools, region, index, place.requests_like(positions), positions, own)
+    values = place.decode_rows(region, stored)[:, :, 0]
+    return WindowRows(jnp.where((positions >= 0)[:, :, None], values, 0), positions)

@@ -1,0 +1,65 @@
+"""Time on a CUDA device: one call with a cold cache, and one of many calls in a graph."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""More than any L2."""
+
+
+def single(calls: Sequence[Callable[[], object]], repeats: int = 30) -> float:
+    """Median µs of one call, the L2 overwritten before each; includes what a launch costs the device."""
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    for call in calls:
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for number, (start, end) in enumerate(events):
+        # Overwriting takes the device long enough that the host has queued the call before it can start.
+        flush.zero_()
+        start.record()
+        calls[number % len(calls)]()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1e3 for start, end in events)
+
+
+def graph(calls: Sequence[Callable[[], object]], per_graph: int = 20, repeats: int = 30) -> float:
+    """Median µs of one call, of ``per_graph`` captured in one CUDA graph, going round ``calls``."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for number in range(per_graph):
+            calls[number % len(calls)]()
+    times = []
+    for _ in range(3):
+        captured.replay()
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        captured.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1e3 / per_graph for start, end in times)
+
+
+def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
+    """GB/s of a device copy (read + write), of writing and of reading, and µs of an empty kernel in a graph."""
+    source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    small = torch.zeros(32, device="cuda")
+    copy = graph([lambda: target.copy_(source)], per_graph=4, repeats=10)
+    write = graph([lambda: target.fill_(7)], per_graph=4, repeats=10)
+    read = graph([lambda: torch.amax(source)], per_graph=4, repeats=10)
+    return {
+        "copy_gb_s": 2e-3 * nbytes / copy,
+        "write_gb_s": 1e-3 * nbytes / write,
+        "read_gb_s": 1e-3 * nbytes / read,
+        "smallest_kernel_us": graph([lambda: small.zero_()], per_graph=20),
+    }

@@ -1,0 +1,52 @@
+"""The ``kvcore`` command: ``info``, ``plan`` and ``parity``.
+
+Exit codes: 0 all well (backends agree), 1 backends disagree, 2 the command could not be carried out as it was typed.
+Every command has ``--json``. Tables are drawn by rich where it is installed; nothing else depends on it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvcore.cli import info, parity, plan
+from kvcore.errors import KvcoreError
+
+AGREE, DISAGREE, USAGE = 0, 1, 2
+
+EXAMPLES = """\
+examples:
+  kvcore info                                        what is installed and what can run here
+  kvcore plan deepseek_v4_flash --budget 40GiB       what a cache takes, and what it holds
+  kvcore parity run --backend torch_triton           compare a backend with the reference
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (None: the process's own) and return its exit code."""
+    options = _parser().parse_args(arguments)
+    options.typed = arguments
+    try:
+        return options.run(options)
+    except KvcoreError as error:
+        print(f"kvcore: {error}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:
+        # The reader of our output has seen enough: `kvcore info | head`.
+        sys.stderr.close()
+        return AGREE
+
+
+def _parser() -> argparse.ArgumentParser:
+    from kvcore import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="kvcore",
+        description="Key-value caches of language models: plan them, and check the backends that hold them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (info, plan, parity):
+        command.add_to(commands)
+    return parser

@@ -1,0 +1,162 @@
+"""``kvcore info``: what is installed, which backends there are, and why each can or cannot run. It must always print.
+
+A probe may import a framework and touch a driver, so each runs in a process of its own with a time limit: a driver that
+crashes or hangs is a row, not the end of the command.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from kvcore.cli.tables import print_table
+
+PROBE_SECONDS = 60
+
+PROBE = """
+import json, sys
+from kvcore.plan import plan_cache
+from kvcore.plugins import registry
+from kvcore.spec import CacheSpec, LayerSpec, Window
+info = registry().backends[sys.argv[1]]
+reason, how = info.objection(), ""
+if reason is None:
+    spec = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=2, format="fp32")),))
+    ops = info.load().create(plan_cache(spec, max_requests=1))
+    how = getattr(ops, "how", "") or str(ops.device)
+print(json.dumps([reason, how]))
+"""
+"""What the probing process runs: the backend's own probe, then the smallest cache there is."""
+
+ENVIRONMENT = ("KVCORE_BACKEND", "KVCORE_BLOCK_PLUGINS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "JAX_PLATFORMS")
+
+EXAMPLES = """\
+examples:
+  kvcore info                 imports no framework
+  kvcore info --probe         asks each backend, in a process of its own, whether and how it runs here
+  kvcore info --probe --json  for a bug report
+"""
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "info",
+        help="versions, backends, and why each can or cannot run",
+        description="What is installed and what can run here.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--probe", action="store_true", help="ask each backend whether it runs, in its own process")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=PROBE_SECONDS,
+        help="of each probe (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Gather and print."""
+    found = gather(probe=options.probe, timeout=options.timeout)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    return 0
+
+
+def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS) -> dict:
+    """Everything that the command prints, as plain data. Whatever fails becomes text."""
+    from kvcore.parity import environment
+
+    found: dict = {**environment.describe(), "executable": sys.executable}
+    found["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    found["backends"], found["failed"] = [], {}
+    try:
+        from kvcore.plugins import registry
+
+        known = registry()
+    except Exception as error:  # noqa: BLE001 - a duplicate or broken plug-in must not hide the rest
+        found["failed"]["plug-ins"] = f"{type(error).__name__}: {error}"
+        return found
+    found["failed"] = dict(known.failed)
+    for info in known.backends.values():
+        reason, how = _probe(info.name, timeout) if probe else (_missing(info.requires, info.install), "")
+        found["backends"].append(
+            {
+                "name": info.name,
+                "summary": info.summary,
+                "devices": list(info.devices),
+                "capabilities": sorted(info.capabilities),
+                "priority": info.priority,
+                "known_gaps": len(info.known_gaps),
+                "probed": probe,
+                "can_run": reason is None if probe or reason else None,
+                "reason": reason,
+                "how": how,
+            }
+        )
+    return found
+
+
+def _missing(requires: tuple[str, ...], install: str) -> str | None:
+    try:
+        missing = [name for name in requires if find_spec(name) is None]
+    except Exception as error:  # noqa: BLE001 - a broken installation may fail in any way
+        return f"{type(error).__name__}: {error}"
+    return f"{', '.join(missing)} is not installed; {install}" if missing else None
+
+
+def _probe(name: str, timeout: float) -> tuple[str | None, str]:
+    """(why it cannot run or None, how it runs) of a backend, from a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, name], capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its probe took longer than {timeout:g} s", ""
+    except OSError as error:
+        return f"its probe could not be started: {error}", ""
+    if done.returncode < 0:
+        return f"its probe was killed by signal {-done.returncode}", ""
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return f"its probe failed: {lines[-1] if lines else f'exit code {done.returncode}'}", ""
+    try:
+        reason, how = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        return "its probe printed no answer", ""
+    return reason, how
+
+
+def _print(found: dict) -> None:
+    commit = f", commit {found['commit'][:12]}{found['commit'][40:]}" if found["commit"] else ""
+    print(f"kvcore {found['kvcore']}{commit}, Python {found['python']}, {found['platform']}")
+    print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    for name, value in found["environment"].items():
+        print(f"{name}={value}")
+    print()
+    print_table(
+        "Backends",
+        ["name", "devices", "can run", "how, or why not", "auto", "summary"],
+        [
+            [
+                backend["name"],
+                ", ".join(backend["devices"]),
+                {True: "yes", False: "no", None: "not probed"}[backend["can_run"]],
+                backend["reason"] or backend["how"] or "everything it requires is installed",
+                "by name only" if backend["priority"] is None else f"priority {backend['priority']}",
+                backend["summary"],
+            ]
+            for backend in found["backends"]
+        ],
+        left=6,
+    )
+    if found["failed"]:
+        print_table("Plug-ins that are blocked or failed", ["name", "why"], list(found["failed"].items()), left=2)

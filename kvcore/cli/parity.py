@@ -1,0 +1,195 @@
+"""``kvcore parity run | merge | show``: compare backends with the reference, and read the evidence."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcore.cli.specs import load_spec
+from kvcore.cli.tables import print_table, progress
+from kvcore.errors import BackendError, SpecError
+
+EXAMPLES = """\
+examples:
+  kvcore parity run                                            every backend that can run here
+  kvcore parity run --backend torch_triton --device cuda --out cuda.json
+  kvcore parity run --spec deepseek_v4_flash_tiny --check "flush/*"
+  kvcore parity merge cpu.json cuda.json --out all.json
+  kvcore parity show all.json
+
+exit code: 0 agree, 1 disagree, 2 usage
+"""
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Register the command and its own."""
+    parser = commands.add_parser(
+        "parity",
+        help="compare backends with the reference",
+        description="Check by check: storage must be exact, arithmetic within the printed tolerances.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = parser.add_subparsers(required=True, metavar="COMMAND")
+    running = own.add_parser("run", help="run the checks", epilog=EXAMPLES, formatter_class=parser.formatter_class)
+    running.add_argument(
+        "--backend",
+        metavar="NAME",
+        nargs="+",
+        action="extend",
+        help="backends to check; one that cannot run here is an error. Default: all that are known",
+    )
+    running.add_argument(
+        "--spec",
+        metavar="NAME|FILE",
+        default="conformance",
+        help="preset or JSON file whose roles and formats are checked (default: one with all there are)",
+    )
+    running.add_argument("--device", metavar="D", help="device of the backends, such as cpu, cuda or cuda:1")
+    running.add_argument("--check", metavar="PATTERN", default="*", help="only checks whose id matches, as in a shell")
+    _add_outputs(running)
+    running.set_defaults(run=run)
+    merging = own.add_parser("merge", help="join reports of different machines")
+    merging.add_argument("files", metavar="FILE", nargs="+")
+    _add_outputs(merging)
+    merging.set_defaults(run=merge)
+    showing = own.add_parser("show", help="print a report")
+    showing.add_argument("file", metavar="FILE")
+    showing.add_argument("--json", action="store_true", help="print the counts as JSON")
+    showing.set_defaults(run=show)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the report here")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the checks, print and write the report."""
+    from kvcore import parity
+    from kvcore.conformance.specs import NAME, conformance_spec
+    from kvcore.conformance.suite import checks_of
+    from kvcore.parity.environment import command
+
+    spec = load_spec(options.spec, "--spec", **{NAME: conformance_spec()})
+    backends = _backends(options.backend, options.device)
+    if options.out is not None:
+        _check_writable(options.out)
+    with progress("parity") as update:
+        report = parity.run(
+            spec,
+            backends,
+            device=options.device,
+            only=options.check,
+            command=command(options.typed),
+            progress=update,
+        )
+    if not report.checks:
+        raise SpecError(
+            got=options.check, where="--check", allowed=f"a pattern for ids such as {checks_of(spec)[0].id}"
+        )
+    return _finish(report, options)
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Join reports, print and write the result."""
+    from kvcore import parity
+
+    if options.out is not None:
+        _check_writable(options.out)
+    return _finish(parity.merge({name: parity.read(name) for name in options.files}), options)
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print a report."""
+    from kvcore import parity
+
+    report = parity.read(options.file)
+    if options.json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(parity.summarise(report)), indent=1).decode())
+        return _verdict(report)
+    return _print(report)
+
+
+def _backends(names: Sequence[str] | None, device: str | None) -> list:
+    """Records of the named backends, or of all; a named one must be able to run."""
+    from kvcore.parity.run import objection
+    from kvcore.plugins import registry
+
+    known = registry()
+    if names is None:
+        return list(known.backends.values())
+    found = []
+    for name in dict.fromkeys(names):
+        if name not in known.backends:
+            got = f"{name} ({known.failed[name]})" if name in known.failed else name
+            raise BackendError(got=got, where="--backend", allowed=", ".join(known.backends))
+        reason = objection(known.backends[name], device)
+        if reason:
+            raise BackendError(
+                got=f"{name}: {reason}",
+                where="--backend",
+                allowed="backends that can run here",
+                hint="Without --backend, what cannot run is reported as unavailable.",
+            )
+        found.append(known.backends[name])
+    return found
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse an impossible file before the work, not after it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise SpecError(got=str(path), where="--out", allowed="a file in a folder that exists")
+
+
+def _finish(report, options: argparse.Namespace) -> int:
+    from kvcore import parity
+
+    text = parity.write(report)
+    if options.out is not None:
+        try:
+            options.out.write_bytes(text)
+        except OSError as error:
+            raise SpecError(got=error.strerror or str(error), where="--out", allowed="a file to write to") from error
+    if options.json:
+        print(text.decode())
+        return _verdict(report)
+    code = _print(report)
+    if options.out is not None:
+        print(f"report: {options.out}")
+    return code
+
+
+def _print(report) -> int:
+    from kvcore.parity.show import FAILURES_SHOWN, cell_text, failure_text, summarise
+
+    summary = summarise(report)
+    rows = [[verb, *map(cell_text, cells)] for verb, cells in summary.verbs.items()]
+    rows.append(["all", *map(cell_text, summary.totals)])
+    print_table(f"Parity with the reference: spec {summary.spec}", ["verb", *(c.title for c in summary.columns)], rows)
+    bounds = [
+        [bound.operation, bound.format, f"{bound.relative:.3g}", f"{bound.absolute:.3g}", f"{bound.share:.3g}"]
+        for bound in report.tolerances
+    ]
+    print_table(
+        "Tolerances: |got - want| <= relative·|want| + absolute·largest, for that share of the values",
+        ["operation", "format", "relative", "absolute", "share"],
+        bounds,
+        left=2,
+    )
+    for run in report.runs:
+        ran = f"unavailable: {run.reason}" if run.reason else run.how
+        print(f"{run.backend}: {ran}; kvcore {run.kvcore}, Python {run.python}, {run.platform}")
+    for record in report.failures[:FAILURES_SHOWN]:
+        print(f"\n{failure_text(record)}")
+    if len(report.failures) > FAILURES_SHOWN:
+        print(f"\n… and {len(report.failures) - FAILURES_SHOWN} more; the report file has them all")
+    print("\nagree" if report.agrees else "\ndisagree")
+    sys.stdout.flush()
+    return _verdict(report)
+
+
+def _verdict(report) -> int:
+    return 0 if report.agrees else 1

@@ -1,0 +1,77 @@
+"""Where a run took place: versions, platform, commit. Nothing here may fail, and nothing imports a framework."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import kvcore
+
+DISTRIBUTIONS = (
+    "numpy",
+    "ml_dtypes",
+    "msgspec",
+    "pluggy",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "transformers",
+    "rich",
+    "jinja2",
+    "pytest",
+)
+"""What a reader of a report or of a bug report wants to know the version of."""
+
+GIT_SECONDS = 5
+
+
+def versions() -> dict[str, str]:
+    """Distribution -> version, of those that are installed."""
+    found: dict[str, str] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """The fields of a ``Run`` that do not depend on the backend."""
+    return {
+        "kvcore": kvcore.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "platform": platform.platform(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with ``+`` if tracked files were changed; None where kvcore is not run from a checkout."""
+    root = Path(kvcore.__file__).resolve().parent.parent
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    number = _ask([git, "-C", str(root), "rev-parse", "HEAD"])
+    if not number:
+        return None
+    return number + ("+" if _ask([git, "-C", str(root), "status", "--porcelain", "--untracked-files=no"]) else "")
+
+
+def command(arguments: Sequence[str] | None) -> str:
+    """What was typed, without the path of the program."""
+    return " ".join(["kvcore", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def _ask(line: list[str]) -> str | None:
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,64 @@
+"""Reports from machines that never meet, as one: a CUDA host's, a TPU host's, a laptop's."""
+
+from collections.abc import Mapping
+
+from kvcore.errors import SpecError
+from kvcore.parity.records import STATUSES, Record, Report, Run
+
+# The worse of two: what failed anywhere has failed.
+_WORST_FIRST = ("disagree", "error", "known_gap", "agree", "unsupported", "unavailable")
+assert set(_WORST_FIRST) == set(STATUSES)
+
+
+def merge(reports: Mapping[str, Report]) -> Report:
+    """All runs and records of some reports, given by name.
+
+    A check that one backend passed the same way (``how``) in several reports is kept once, the worst result of it. A
+    backend that could not run on one machine but did on another is shown where it ran.
+
+    Raises:
+        SpecError: no report, or reports of different specs or tolerances: their records don't speak of the same thing.
+    """
+    if not reports:
+        raise SpecError(got="no reports", where="parity merge", allowed="one report or more")
+    first_name, first = next(iter(reports.items()))
+    for name, report in reports.items():
+        if report.spec.digest != first.spec.digest:
+            raise SpecError(
+                got=f"spec {report.spec.name} {report.spec.digest[:16]}",
+                where=name,
+                allowed=f"spec {first.spec.name} {first.spec.digest[:16]}, as in {first_name}",
+                hint="Run both with the same --spec and the same version of kvcore.",
+            )
+        if report.tolerances != first.tolerances:
+            raise SpecError(
+                got="another table of tolerances",
+                where=name,
+                allowed=f"that of {first_name}",
+                hint="Run both with the same version of kvcore.",
+            )
+    kept: dict[tuple[str, str, str], Record] = {}
+    for report in reports.values():
+        for record in report.checks:
+            key = record.backend, record.how, record.check
+            kept[key] = _worse(kept[key], record) if key in kept else record
+    ran = {(record.backend, record.check) for record in kept.values() if record.status != "unavailable"}
+    checks = [
+        record
+        for record in kept.values()
+        if record.status != "unavailable" or (record.backend, record.check) not in ran
+    ]
+    runs: list[Run] = []
+    for report in reports.values():
+        runs += [run for run in report.runs if run not in runs]
+    return Report(
+        schema=first.schema,
+        spec=first.spec,
+        runs=tuple(runs),
+        tolerances=first.tolerances,
+        checks=tuple(sorted(checks, key=lambda record: (record.backend, record.how))),
+    )
+
+
+def _worse(one: Record, other: Record) -> Record:
+    return min(one, other, key=lambda record: _WORST_FIRST.index(record.status))

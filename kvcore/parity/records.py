@@ -1,0 +1,152 @@
+"""What a parity report holds: data only, the same in memory and in the file."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvcore.conformance.locate import Mismatch
+from kvcore.conformance.verb import Rule
+from kvcore.errors import SpecError
+from kvcore.tolerances import Bound
+
+SCHEMA = "kvcore.parity/1"
+
+Status = Literal["agree", "disagree", "error", "unsupported", "known_gap", "unavailable"]
+
+STATUSES: dict[Status, str] = {
+    "agree": "same bytes, or values within the tolerance",
+    "disagree": "other bytes or values than the reference's",
+    "error": "the backend raised, or a known gap has closed and must be taken off its list",
+    "known_gap": "disagrees or raises, as the backend's own list of gaps says",
+    "unsupported": "the backend does not declare what the check needs",
+    "unavailable": "the backend cannot run here",
+}
+"""Every status and its meaning, the good one first; all but it and the last three fail a run."""
+
+FAILING: frozenset[Status] = frozenset({"disagree", "error"})
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One check of one backend.
+
+    Attributes:
+        check: ``verb/formats/layout/shape``; stable, and the source of the check's seeds.
+        backend: the backend's name.
+        how: how it ran: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter`` … Empty if it did not.
+        status: see ``STATUSES``.
+        rule: ``storage``, ``arithmetic`` or ``selection``.
+        max_abs: largest finite difference of values.
+        max_ulp: the same in steps of the result's precision.
+        mismatches: elements that break the rule.
+        first_mismatch: the first of them; None where there is none.
+        detail: why there is no result, or a remark on one.
+        seconds: time in the backend's verbs and in comparing, inputs not counted.
+    """
+
+    check: str
+    backend: str
+    how: str
+    status: Status
+    rule: Rule
+    max_abs: float = 0.0
+    max_ulp: int = 0
+    mismatches: int = 0
+    first_mismatch: Mismatch | None = None
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verb(self) -> str:
+        """The verb that was checked."""
+        return self.check.split("/", 1)[0]
+
+
+class SpecRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The spec that was checked: records of different digests do not speak of the same thing."""
+
+    name: str
+    digest: str
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One backend's part of one run: on what it ran, and with which versions.
+
+    Attributes:
+        backend: name.
+        how: as in its records.
+        device: as the verbs name it; empty if the backend could not run.
+        reason: why it could not, or empty.
+        kvcore: version.
+        commit: git commit of the checkout, with ``+`` if it had changes; None outside one.
+        python: version.
+        versions: distribution -> version, of what is installed.
+        platform: operating system and machine.
+        command: what was typed.
+    """
+
+    backend: str
+    how: str
+    device: str
+    reason: str
+    kvcore: str
+    commit: str | None
+    python: str
+    versions: dict[str, str]
+    platform: str
+    command: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole report.
+
+    Attributes:
+        schema: version of this file format.
+        spec: what was checked.
+        runs: who was checked, where and how.
+        tolerances: the table that the arithmetic rule used.
+        checks: the records, by backend, in the order of the checks.
+    """
+
+    schema: str
+    spec: SpecRef
+    runs: tuple[Run, ...]
+    tolerances: tuple[Bound, ...]
+    checks: tuple[Record, ...]
+
+    @property
+    def failures(self) -> tuple[Record, ...]:
+        """Records that make a run fail."""
+        return tuple(record for record in self.checks if record.status in FAILING)
+
+    @property
+    def agrees(self) -> bool:
+        """True if something was compared and nothing failed: no evidence is not agreement."""
+        return not self.failures and any(record.status == "agree" for record in self.checks)
+
+
+def write(report: Report) -> bytes:
+    """The report as JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)
+
+
+def read(path: str | Path) -> Report:
+    """A report from a file.
+
+    Raises:
+        SpecError: the file cannot be read or is not a report of this schema.
+    """
+    allowed = f"a parity report of schema {SCHEMA}"
+    try:
+        document = msgspec.json.decode(Path(path).read_bytes())
+    except OSError as error:
+        raise SpecError(got=error.strerror or str(error), where=str(path), allowed=allowed) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SpecError(got=str(error), where=str(path), allowed=allowed) from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise SpecError(got=f"schema {schema!r}", where=str(path), allowed=allowed)
+    try:
+        return msgspec.convert(document, Report)
+    except msgspec.ValidationError as error:
+        raise SpecError(got=str(error), where=str(path), allowed=allowed) from error

@@ -1,0 +1,286 @@
+"""Backends that are the reference but for one mistake each, and records of them for ``parity.run``."""
+
+from collections.abc import Callable, Iterable
+
+import ml_dtypes
+import numpy as np
+
+from kvcore.backends.records import EVERYTHING
+from kvcore.backends.reference import ReferenceOps
+from kvcore.backends.reference.tail import rotate
+from kvcore.ops import Attention, WindowRows
+from kvcore.plugins import BackendInfo, KnownGap
+from kvcore.spec import FORMATS
+from kvcore.spec.codes import CODES
+
+
+class Backend:
+    """A backend whose verbs are of one class."""
+
+    name = "broken"
+
+    def __init__(self, ops: type) -> None:
+        self.ops = ops
+
+    def create(self, plan, *, device=None, check=False):
+        return self.ops(plan)
+
+    def default_layout(self, device):
+        return "packed"
+
+
+def info(
+    ops: type = ReferenceOps,
+    *,
+    name: str = "broken",
+    capabilities: frozenset[str] = EVERYTHING,
+    requires: tuple[str, ...] = (),
+    probe: Callable[[], str | None] = lambda: None,
+    load: Callable[[], object] | None = None,
+    known_gaps: Iterable[KnownGap] = (),
+) -> BackendInfo:
+    return BackendInfo(
+        name=name,
+        summary="the reference with one mistake",
+        requires=requires,
+        devices=("cpu",),
+        capabilities=capabilities,
+        priority=None,
+        install="pip install nothing",
+        probe=probe,
+        load=load or (lambda: Backend(ops)),
+        known_gaps=tuple(known_gaps),
+    )
+
+
+def swap_nibbles(format, rows):
+    """Rows with their 4-bit codes the other way round."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    if CODES[format.field("codes").code].bits != 4:
+        return rows
+    return change_field(format, rows, "codes", lambda codes: codes >> 4 | codes << 4)
+
+
+def change_field(format, rows, name, change):
+    """Rows with one field's bytes changed, where the format has that field."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    rows = rows.copy()
+    if name in {field.name for field in format.fields}:
+        first, last = format.byte_range(name)
+        rows[:, first:last] = change(rows[:, first:last])
+    return rows
+
+
+class RingOffByOne(ReferenceOps):
+    """Row of position p at p + 1."""
+
+    def append_window(self, pools, layer, index, rows):
+        moved = np.where(index.positions >= 0, index.positions + 1, -1)
+        return super().append_window(pools, layer, index._replace(positions=moved, lengths=index.lengths + 1), rows)
+
+
+class NibblesSwapped(ReferenceOps):
+    """The even channel in the high nibble."""
+
+    def encode(self, format, values, global_scale=1.0):
+        return swap_nibbles(format, super().encode(format, values, global_scale))
+
+
+class ScaleInverted(ReferenceOps):
+    """1 / scale is stored."""
+
+    def encode(self, format, values, global_scale=1.0):
+        return change_field(format, super().encode(format, values, global_scale), "scales", lambda s: 254 - s)
+
+
+class ScaleRoundedDown(ReferenceOps):
+    """Floor where the rule says ceil, on power-of-two scales."""
+
+    def encode(self, format, values, global_scale=1.0):
+        return change_field(format, super().encode(format, values, global_scale), "scales", lambda s: s - 1)
+
+
+class AnotherRounding(ReferenceOps):
+    """Every odd code is one too small: truncation instead of rounding."""
+
+    def encode(self, format, values, global_scale=1.0):
+        return change_field(format, super().encode(format, values, global_scale), "codes", lambda c: c - (c & 1))
+
+
+class BigEndian(ReferenceOps):
+    """16-bit elements with the high byte first."""
+
+    def encode(self, format, values, global_scale=1.0):
+        rows = super().encode(format, values, global_scale)
+        return change_field(format, rows, "rope", lambda b: b.reshape(len(b), -1, 2)[:, :, ::-1].reshape(b.shape))
+
+
+class SlotsMixedUp(ReferenceOps):
+    """Every request's rows in the next one's slot."""
+
+    def append_window(self, pools, layer, index, rows):
+        return super().append_window(pools, layer, index._replace(slots=np.roll(index.slots, 1)), rows)
+
+
+class PaddingWritten(ReferenceOps):
+    """Slot -1 is the last slot in NumPy, and nobody stopped it."""
+
+    def append_window(self, pools, layer, index, rows):
+        pools = super().append_window(pools, layer, index, rows)
+        if (index.request_index < 0).any():
+            pools[f"{layer}.window.page"][-1, :900] = 0
+        return pools
+
+
+class NothingWritten(ReferenceOps):
+    """A kernel that was never launched."""
+
+    def append_window(self, pools, layer, index, rows):
+        return pools
+
+
+class FirstLayerToo(ReferenceOps):
+    """The layer number is ignored half of the time."""
+
+    def append_window(self, pools, layer, index, rows):
+        return super().append_window(super().append_window(pools, layer, index, rows), 0, index, rows)
+
+
+class HalvesSwapped(ReferenceOps):
+    """cur where carry belongs."""
+
+    def append_tail(self, pools, layer, index, kv, score):
+        half = kv.shape[1] // 2
+        return super().append_tail(pools, layer, index, np.roll(kv, half, axis=1), np.roll(score, half, axis=1))
+
+
+class MaskedByMultiplying(ReferenceOps):
+    """0 × NaN is NaN."""
+
+    def gather_window(self, pools, layer, index, rows=None):
+        values, positions = super().gather_window(pools, layer, index, rows)
+        values[positions < 0] = np.nan
+        return WindowRows(values, positions)
+
+
+class NibblesSwappedOnRead(ReferenceOps):
+    """Decodes the high nibble first."""
+
+    def decode(self, format, rows, dim=None, global_scale=1.0):
+        return super().decode(format, swap_nibbles(format, rows), dim, global_scale)
+
+
+class SeesTooLittle(ReferenceOps):
+    """Entry s visible from token t iff s < t div m."""
+
+    def index_scores(self, pools, layer, index, q, weights, *, columns):
+        earlier = np.maximum(index.positions - 1, -1)
+        return super().index_scores(pools, layer, index._replace(positions=earlier), q, weights, columns=columns)
+
+
+class SeesTooMuch(ReferenceOps):
+    """One position more than the query's own is visible."""
+
+    def mask(self, layer, index, *, columns):
+        seen = super().mask(layer, index, columns=columns)
+        return seen | np.roll(seen, 1, axis=1)
+
+
+class TieGoesHigh(ReferenceOps):
+    """Of equal scores the highest entry wins."""
+
+    def select(self, scores, k):
+        picks = super().select(scores[:, ::-1], k)
+        return np.where(picks >= 0, scores.shape[1] - 1 - picks, -1).astype(np.int32)
+
+
+class WideIndices(ReferenceOps):
+    """int64 where int32 is promised."""
+
+    def select(self, scores, k):
+        return super().select(scores, k).astype(np.int64)
+
+
+class LowPrecision(ReferenceOps):
+    """Queries rounded to bf16, as a tensor core left to itself does."""
+
+    def attend(self, pools, layer, index, q, selected=None, **options):
+        rounded = q.astype(ml_dtypes.bfloat16).astype(q.dtype)
+        return super().attend(pools, layer, index, rounded, selected, **options)
+
+
+class SinkTwice(ReferenceOps):
+    """The sink is in the denominator, and once more."""
+
+    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+        found = super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
+        if sink is None:
+            return found
+        again = 1 / (1 + np.exp(sink - found.lse))[:, :, None]
+        return Attention((found.out * again).astype(q.dtype), found.lse)
+
+
+class RotatedAtWindowEnd(ReferenceOps):
+    """RoPE at the last token of an entry's window instead of the first."""
+
+    def flush(self, pools, layer, index, *streams, rope=None, norm_weight=None, **options):
+        pools = super().flush(pools, layer, index, *streams, rope=None, norm_weight=norm_weight, **options)
+        kv, score = streams[:2]
+        count = options["closed"]
+        latents = self.compress(
+            pools, layer, index, kv, score, closed=count, norm_weight=norm_weight, eps=options["eps"]
+        )
+        entries = self.component(layer, "entries")
+        ends = (self.closed(layer, index, count).entry_index + 1) * entries.ratio - 1
+        self.store_role(pools, layer, "entries", index, rotate(latents, ends, rope))
+        return pools
+
+
+class OneRounding(ReferenceOps):
+    """bf16 only at the end, after the norm: no rounding after pooling."""
+
+    def compress(self, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
+        found = super().compress(
+            pools, layer, index, kv, score, closed=closed, role=role, norm_weight=norm_weight, eps=eps
+        )
+        if norm_weight is not None:
+            # A third of the values one bf16 step off, as a missing rounding leaves them.
+            found[:, ::3] = np.nextafter(found[:, ::3].astype(ml_dtypes.bfloat16), ml_dtypes.bfloat16(np.inf)).astype(
+                np.float32
+            )
+        return found
+
+
+class CopiesInTurn(ReferenceOps):
+    """A copy reads what an earlier copy of the same call wrote."""
+
+    def copy_slots(self, pools, sources, targets):
+        for source, target in zip(sources, targets, strict=True):
+            pools = super().copy_slots(pools, np.array([source]), np.array([target]))
+        return pools
+
+
+class TailScoresZero(ReferenceOps):
+    """A reused slot's scores are 0 instead of -inf."""
+
+    def reset_slots(self, pools, slots):
+        pools = super().reset_slots(pools, slots)
+        for name in pools:
+            if name.split(".")[1] == "tail":
+                pools[name][slots[slots >= 0]] = 0
+        return pools
+
+
+class DigestOfOneLane(ReferenceOps):
+    """Both lanes with one seed."""
+
+    def digest_rows(self, raw, salt):
+        lanes = super().digest_rows(raw, salt)
+        return np.stack([lanes[:, 0], lanes[:, 0]], axis=1)
+
+
+class Raises(ReferenceOps):
+    """A kernel that does not compile."""
+
+    def append_window(self, pools, layer, index, rows):
+        raise ValueError("no kernel for this shape\nand a long log")
