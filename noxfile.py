@@ -87,3 +87,15 @@ def docs(session: nox.Session) -> None:
     install(session, groups=("docs",))
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
     session.run("sphinx-build", "-q", "-b", "doctest", "docs", "build/doctest")
+
+
+@nox.session(venv_backend="virtualenv")
+def example_backend(session: nox.Session) -> None:
+    """The third-party backend of the examples: built, installed and compared in an environment of its own."""
+    install(session)
+    session.install("build")
+    session.run("python", "-m", "build", "--wheel", "--outdir", "build/example", "examples/add_a_backend", silent=True)
+    session.install("--no-index", "--find-links", "build/example", "--no-deps", "--force-reinstall", "kvcore-mmap")
+    session.run("kvcore", "info")
+    session.run("kvcore", "parity", "run", "--backend", "mmap", "--out", "build/parity-mmap.json")
+    session.run("kvcore", "parity", "show", "build/parity-mmap.json")

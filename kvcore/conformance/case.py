@@ -95,9 +95,10 @@ class Case:
         return {name: array.copy() for name, array in self._images[key].items()}
 
     def closed(self, role: str) -> int:
-        """Entries of ``role`` that the step completes."""
+        """Entries of ``role`` that the step completes; in a padded step, more rows than that, to be left alone."""
         ratio = self.component(role).tokens_per_row
-        return sum(row.length // ratio - row.start // ratio for row in self.rows)
+        completed = sum(row.length // ratio - row.start // ratio for row in self.rows)
+        return completed + self.shape.pad_requests
 
     def columns(self, role: str, *, ended: bool = True) -> int:
         """Most rows of ``role`` that a request has live before or after the step."""

@@ -91,8 +91,7 @@ def _shifted(rows: Rows) -> str:
     if not rows.of_pool:
         return ""
     for shift in SHIFTS:
-        moved = np.roll(rows.want, shift, axis=1)
-        if (moved[rows.wrong] == rows.got[rows.wrong]).all():
+        if (np.roll(rows.want[rows.units], shift, axis=1) == rows.got[rows.units]).all():
             count = "one row" if abs(shift) == 1 else f"{abs(shift)} rows"
             return f"shifted by {count}: what belongs in row r lies in row r {'+' if shift > 0 else '-'} {abs(shift)}"
     return ""

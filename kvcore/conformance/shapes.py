@@ -49,5 +49,5 @@ SHAPES: tuple[Shape, ...] = (
     Shape("one_over", lambda s: ((0, s.full + 1), (s.block - 1, 2)), BF16),
     Shape("ragged", lambda s: ((0, 5), (s.block - 1, 3), (s.ratio + 1, 0), (s.full - 1, s.ratio)), FP32),
     Shape("longer", lambda s: ((3, 2 * s.full + 3), (s.ratio - 1, 2)), FP32),
-    Shape("padded", lambda s: ((s.full, 2), (1, 1), (0, 3)), BF16, pad_tokens=3, pad_requests=2),
+    Shape("padded", lambda s: ((s.full, 2), (s.block - 2, 3), (0, 3)), BF16, pad_tokens=3, pad_requests=2),
 )

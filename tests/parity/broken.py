@@ -23,9 +23,11 @@ class Backend:
         self.ops = ops
 
     def create(self, plan, *, device=None, check=False):
+        del device, check
         return self.ops(plan)
 
     def default_layout(self, device):
+        del device
         return "packed"
 
 
@@ -136,6 +138,7 @@ class NothingWritten(ReferenceOps):
     """A kernel that was never launched."""
 
     def append_window(self, pools, layer, index, rows):
+        del layer, index, rows
         return pools
 
 
@@ -283,4 +286,5 @@ class Raises(ReferenceOps):
     """A kernel that does not compile."""
 
     def append_window(self, pools, layer, index, rows):
+        del pools, layer, index, rows
         raise ValueError("no kernel for this shape\nand a long log")
