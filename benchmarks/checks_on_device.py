@@ -1,7 +1,10 @@
 """The device's side of ``check_cuda``: run the verbs, compare bytes."""
 
+import traceback
+
 import numpy as np
 import torch
+from capture_on_device import check_captured, check_compiled
 from check_cuda import CLASSIC, case_of, images_of
 from expected import as_bf16, decoded, encoded, random_values
 
@@ -87,13 +90,18 @@ def check_format(name, count, dtype, values, stored, back, device):
             yield f"gather_entries validity {layout}", f"{wrong} wrong" if wrong else ""
 
 
-def check_rest(seed, device, *, quick):
+def check_rest(seed, device):
     """Yield (what, problem) for compression, large pools and captured steps."""
     rng = np.random.default_rng(seed)
     yield from check_rotated(rng, device)
-    yield from check_flush(rng, device, quick=quick)
+    yield from check_flush(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
+        for check in (check_captured, check_compiled):
+            try:
+                yield from check(device)
+            except Exception as error:  # noqa: BLE001
+                yield check.__name__, "".join(traceback.format_exception(error))[-1500:]
 
 
 def check_rotated(rng, device):
@@ -124,7 +132,7 @@ def check_rotated(rng, device):
             yield f"rotated append {format}{' normed' if normed else ''}", f"{off.max()} off, {(off > 1e-3).mean()}" if bad else ""
 
 
-def check_flush(rng, device, *, quick):
+def check_flush(rng, device):
     """Pooling against the reference within a tolerance; tails and untouched bytes exactly."""
     shapes = [
         ("csa", 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1, 4, 3]),

@@ -1,21 +1,30 @@
 """What one request holds, read out of the pools and put back: the one path of checkpoints, export and snapshots.
 
-The content of a request is its live rows in canonical form, by (layer, role), over every component that the spec lists:
-nothing is named here, so nothing can be forgotten.
+The content of a request is its rows in canonical form, by (layer, role), over every component that the spec lists:
+nothing is named here, so nothing can be forgotten. Rows on the host are ``HostRows``; on the device, ``RawRows``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcore.arrays import to_numpy
 from kvcore.ops import Array, Ops, RawRows
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
 from kvcore.step import Row, build_index
 
-Content = Mapping[tuple[int, str], RawRows]
-"""Live rows of one request by (layer, role): RawRows of shape [1, n, row_bytes] and [1, n]."""
+
+class HostRows(NamedTuple):
+    """Canonical rows of one component of one request: rows [n, row_bytes] uint8, positions [n] ascending."""
+
+    rows: np.ndarray[Any, Any]
+    positions: Sequence[int]
+
+
+Content = Mapping[tuple[int, str], HostRows]
+"""Rows of one request by (layer, role)."""
 
 Own = Mapping[tuple[int, str], tuple[Array, ...]]
 """A step's own rows of one request by (layer, role), one array a part."""
@@ -26,16 +35,50 @@ def owned(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
     return (found for found in spec.components() if found[2].shared_from is None)
 
 
-def read_rows(ops: Ops, pools: Pools, row: Row) -> dict[tuple[int, str], RawRows]:
-    """Everything that one request holds: live rows of every component, [1, n, row_bytes], on the device."""
-    index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
-    return {
-        (layer, role): ops.gather_rows(pools, layer, role, index, columns=len(component.live(row.length)))
-        for layer, role, component in owned(ops.plan.spec)
-    }
+def kept_rows(component: Component, floor: int, length: int) -> list[int]:
+    """Rows that any length from ``floor`` to ``length`` can need: what makes a restored request as good as the first.
+
+    More than the live rows of ``length`` only in rings, where a rollback brings back rows that had left the window.
+    """
+    if component.span is None:
+        return list(component.live(length))
+    return sorted(set().union(*(component.live(at) for at in range(floor, length + 1))))
 
 
-def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tuple[int, str], RawRows]:
+def kept_positions(component: Component, floor: int, length: int) -> list[int]:
+    """Positions of ``kept_rows``."""
+    return [number * component.tokens_per_row for number in kept_rows(component, floor, length)]
+
+
+def read_rows(ops: Ops, pools: Pools, row: Row, floor: int) -> dict[tuple[int, str], HostRows]:
+    """Everything that one request holds and could roll back to, down to ``floor``, on the host."""
+    content: dict[tuple[int, str], HostRows] = {}
+    for layer, role, component in owned(ops.plan.spec):
+        lengths = _covering(component, floor, row.length)
+        index = ops.index(build_index([row._replace(start=at, new=0) for at in lengths], max_blocks=ops.plan.blocks))
+        columns = max(len(component.live(at)) for at in lengths)
+        raw = ops.gather_rows(pools, layer, role, index, columns=columns)
+        rows, positions = to_numpy(raw.rows), to_numpy(raw.positions)
+        flat = positions.reshape(-1)
+        found, first = np.unique(flat, return_index=True)
+        first = first[found >= 0]
+        content[layer, role] = HostRows(rows.reshape(len(flat), rows.shape[2])[first], flat[first].tolist())
+    return content
+
+
+def _covering(component: Component, floor: int, length: int) -> list[int]:
+    """Few lengths whose live rows together are the kept ones."""
+    lengths = [length]
+    missing = set(kept_rows(component, floor, length)) - set(component.live(length))
+    while missing:
+        last = max(missing)
+        at = next(at for at in range(max(floor, last + 1), length + 1) if last in component.live(at))
+        lengths.append(at)
+        missing -= set(component.live(at))
+    return lengths
+
+
+def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tuple[int, str], HostRows]:
     """What full blocks do not hold of a request at ``length``: rings and tails, and paged rows of a partial block.
 
     Args:
@@ -44,28 +87,27 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
     """
     spec = ops.plan.spec
     index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.blocks))
-    state: dict[tuple[int, str], RawRows] = {}
+    state: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(spec):
         aligned = length // spec.block_tokens * spec.block_tokens // component.tokens_per_row
         columns = len(component.live(length))
         if component.in_checkpoint or columns > aligned:
             raw = ops.gather_rows(pools, layer, role, index, own.get((layer, role)), columns=columns)
             first = 0 if component.in_checkpoint else aligned
-            state[layer, role] = RawRows(raw.rows[:, first:], raw.positions[:, first:])
+            state[layer, role] = HostRows(to_numpy(raw.rows)[0, first:], to_numpy(raw.positions)[0, first:].tolist())
     return state
 
 
-def write_rows(ops: Ops, pools: Pools, row: Row, content: Mapping[tuple[int, str], RawRows]) -> Pools:
-    """Put rows back at their positions."""
+def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
+    """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
     index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
-    for (layer, role), raw in content.items():
-        pools = ops.store_rows(pools, layer, role, index, raw)
+    for (layer, role), (rows, positions) in content.items():
+        region = ops.plan.region(layer, role)[0]
+        first = 0
+        if region.growth == "slot":
+            first = sum(position < row.length - region.rows for position in positions)
+        pools = ops.store_rows(pools, layer, role, index, to_raw(ops, rows[first:], positions[first:]))
     return pools
-
-
-def positions_of(component: Component, length: int) -> Sequence[int]:
-    """Positions of a component's live rows at a length, as ``gather_rows`` reports them."""
-    return [number * component.tokens_per_row for number in component.live(length)]
 
 
 def to_raw(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int]) -> RawRows:

@@ -1,28 +1,86 @@
-"""The few things that saving asks of a disk, so that tests can put a failing one in its place."""
+"""The few things that saving asks of a disk, so that tests can put a failing one in its place.
 
+``write_whole`` is the protocol: write a file beside the name, flush it, rename it, flush the folder. Whatever fails on
+the way, the name shows the old file or the new one, whole; once ``write_whole`` has returned, the new one, durably.
+"""
+
+import contextlib
 import os
+import threading
 from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 1 << 22
 
 
 class Disk:
-    """The real file system. A file is complete and durable once ``publish`` has returned."""
+    """The real file system, one system call a method."""
 
-    def write(self, path: Path, data: bytes) -> None:
-        """Write and flush a file that nobody reads yet."""
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def create(self, path: Path) -> Any:
+        """An empty file, open for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
-    def publish(self, temporary: Path, path: Path) -> None:
-        """Give a written file its name, atomically, and make the name durable."""
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
+    def write(self, file: Any, data: bytes | memoryview) -> int:
+        """Write some of ``data``, from its start; returns how many bytes."""
+        return os.write(file, data)
+
+    def flush(self, file: Any) -> None:
+        """Make what was written to a file durable."""
+        os.fsync(file)
+
+    def close(self, file: Any) -> None:
+        """Close a file."""
+        os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, atomically, in place of any file of that name."""
+        source.replace(target)
+
+    def flush_folder(self, folder: Path) -> None:
+        """Make a folder's names durable."""
+        handle = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(handle)
         finally:
-            os.close(folder)
+            os.close(handle)
 
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""
         path.unlink(missing_ok=True)
+
+    def read(self, path: Path) -> bytes:
+        """All bytes of a file."""
+        return path.read_bytes()
+
+
+def write_whole(disk: Disk, path: Path, data: bytes) -> None:
+    """Put ``data`` in place of the file ``path``: all of it, durably, or nothing.
+
+    Raises:
+        OSError: the disk refused. The old file, if there was one, is still there; after a failed flush of the folder
+            the new one may be instead.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        file = disk.create(temporary)
+        try:
+            _write_all(disk, file, data)
+            disk.flush(file)
+        finally:
+            disk.close(file)
+        disk.rename(temporary, path)
+        disk.flush_folder(path.parent)
+    except BaseException:
+        # A disk that refuses to write may refuse to remove as well; the first error is the one to report.
+        with contextlib.suppress(OSError):
+            disk.remove(temporary)
+        raise
+
+
+def _write_all(disk: Disk, file: Any, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = disk.write(file, rest[:CHUNK_BYTES])
+        if written <= 0:
+            raise OSError(f"the disk took {written} of {len(rest)} bytes")
+        rest = rest[written:]

@@ -5,10 +5,11 @@ from os import PathLike
 from typing import Any
 
 from kvcore.cache import Cache, create_cache
-from kvcore.content import owned, positions_of, to_raw
+from kvcore.content import owned
+from kvcore.counts import is_count
 from kvcore.errors import SnapshotError
 from kvcore.prefix import Policy
-from kvcore.snapshot import damage, read
+from kvcore.snapshot import damage, read, rows_of
 
 
 def load(
@@ -32,7 +33,8 @@ def load(
         backend, device, prefix, layout, check: as for ``create_cache``.
         requests: numbers of the saved requests to load, in the order wanted; None loads all.
         max_requests, max_tokens, max_draft_tokens: of the new cache; None takes the saved cache's.
-        strict: False loads the undamaged requests and leaves the damaged ones out.
+        strict: False loads the undamaged requests, leaves the others out and names their damaged pages in
+            ``cache.damaged``.
 
     Raises:
         SnapshotError: not a snapshot, or damaged; the damaged pages of wanted requests are named.
@@ -41,31 +43,27 @@ def load(
     saved = read(path)
     chosen = list(range(len(saved.requests))) if requests is None else list(requests)
     for number in chosen:
-        if number not in range(len(saved.requests)):
-            allowed = f"0 to {len(saved.requests) - 1}"
+        if not is_count(number) or number >= len(saved.requests):
+            allowed = f"numbers below {len(saved.requests)}, the saved requests"
             raise SnapshotError(got=number, where="load: requests", allowed=allowed)
     given = {"max_requests": max_requests, "max_tokens": max_tokens, "max_draft_tokens": max_draft_tokens}
-    sizes: dict[str, Any] = {name: saved.sizes[name] if value is None else value for name, value in given.items()}
+    sizes: dict[str, Any] = {
+        name: getattr(saved.sizes, name) if value is None else value for name, value in given.items()
+    }
     cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
-    damaged = {number: damage(saved, cache.plan, cache.ops, number) for number in chosen}
-    if strict and any(damaged.values()):
-        names = [f"request {number}: {page}" for number, pages in damaged.items() for page in pages]
+    damaged = {number: damage(saved, cache.ops, number) for number in chosen}
+    names = [str(page) for pages in damaged.values() for page in pages]
+    if strict and names:
         raise SnapshotError(
             got="; ".join(names),
             where=f"snapshot {path}",
             allowed="pages of their digests",
             hint="strict=False loads the requests that are whole.",
         )
+    cache.damaged = tuple(names)
     for number in chosen:
-        if damaged[number]:
-            continue
-        content = {
-            (layer, role): to_raw(
-                cache.ops,
-                saved.arrays[f"{number}.{layer}.{role}"],
-                positions_of(component, saved.requests[number].length),
-            )
-            for layer, role, component in owned(saved.spec)
-        }
-        cache.install(cache.admit(), saved.requests[number].length, saved.requests[number].tokens, content)
+        if not damaged[number]:
+            request = saved.requests[number]
+            content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
+            cache.install(cache.admit(), request.length, request.floor, request.tokens, content)
     return cache

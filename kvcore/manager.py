@@ -4,107 +4,16 @@ Everything is all-or-nothing: an error leaves every integer as it was. A request
 reused, and its slot has a generation, so that a stale one is refused rather than read as its slot's next owner.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from kvcore.blocks import BlockAllocator
 from kvcore.counts import is_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.growth import Growth, shared_columns
 from kvcore.plan import CachePlan
+from kvcore.request import Place, Request
 
-
-@dataclass(kw_only=True)
-class Place:
-    """What a live request holds.
-
-    Attributes:
-        slot: holds its windows and tails.
-        generation: how often that slot had been taken before.
-        length: tokens committed.
-        high_water: highest length that any row was ever written for.
-        cached_tokens: tokens that admission found already cached.
-        stored: tokens whose paged rows were taken over at admission, which replayed tokens do not write again.
-        blocks: block numbers in order of history.
-        tokens: ids so far, or None once a step gave only a count.
-        keys: keys of the full blocks of ``tokens``, as far as they were worked out.
-    """
-
-    slot: int
-    generation: int
-    length: int = 0
-    high_water: int = 0
-    cached_tokens: int = 0
-    stored: int = 0
-    blocks: list[int] = field(default_factory=list[int])
-    tokens: list[int] | None = field(default_factory=list[int])
-    keys: list[bytes] = field(default_factory=list[bytes])
-
-
-class Growth(NamedTuple):
-    """What one request got for a step: blocks added, and shared blocks replaced by copies (place in the list, old one).
-
-    Attributes:
-        added: blocks appended to its list.
-        replaced: (column, old block) of blocks that others read too and that this step writes into.
-    """
-
-    added: int
-    replaced: tuple[tuple[int, int], ...]
-
-
-class Request:
-    """One request of a cache, from ``cache.admit()``. Hashable; after ``release`` only ``id`` may be used.
-
-    Attributes:
-        id: number that is never reused within a cache.
-    """
-
-    __slots__ = ("_manager", "id")
-
-    def __init__(self, id: int, manager: "Manager") -> None:
-        self.id = id
-        self._manager = manager
-
-    @property
-    def slot(self) -> int:
-        """The slot that holds the request's windows and tails."""
-        return self._manager.place(self).slot
-
-    @property
-    def generation(self) -> int:
-        """How often the slot had been taken before."""
-        return self._manager.place(self).generation
-
-    @property
-    def length(self) -> int:
-        """Tokens committed."""
-        return self._manager.place(self).length
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens that admission found already cached."""
-        return self._manager.place(self).cached_tokens
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Block numbers, in order of history."""
-        return tuple(self._manager.place(self).blocks)
-
-    @property
-    def tokens(self) -> tuple[int, ...] | None:
-        """Token ids so far, or None if some step gave only a count."""
-        known = self._manager.place(self).tokens
-        return None if known is None else tuple(known)
-
-    def of(self, manager: "Manager") -> bool:
-        """True if this manager admitted the request."""
-        return self._manager is manager
-
-    def __repr__(self) -> str:
-        if not self._manager.is_live(self):
-            return f"Request({self.id}, released)"
-        return f"Request({self.id}: {self.length} tokens in slot {self.slot})"
+__all__ = ["Growth", "Manager", "Place", "Request"]
 
 
 class Manager:
@@ -117,6 +26,8 @@ class Manager:
         self._generations = [0] * plan.slots
         self._places: dict[Request, Place] = {}
         self._next_id = 0
+        # Positions that the smallest ring can take before it overwrites any; None where there is no ring.
+        self._unwrapped = min((region.rows for region in plan.regions if region.growth == "slot"), default=None)
 
     @property
     def free_slots(self) -> int:
@@ -182,6 +93,24 @@ class Manager:
         """What a live request holds."""
         return self._places[self.check(request)]
 
+    def check_replay(self, request: Request, ids: Sequence[int] | None) -> None:
+        """Refuse other tokens than those whose blocks the request took over and now runs through again.
+
+        Raises:
+            RequestError: the ids differ from the prompt's.
+        """
+        place = self._places[request]
+        if ids is None or place.length >= place.stored:
+            return
+        expected = list(place.prompt[place.length : place.length + len(ids)])
+        if list(ids[: len(expected)]) != expected:
+            raise RequestError(
+                got=f"other token ids than the prompt of request {request.id}",
+                where="step",
+                allowed=f"the prompt's ids up to token {place.stored}, whose blocks were taken over",
+                hint="Admit a request with the ids that it will be given.",
+            )
+
     def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
         """Get each request the blocks that its new tokens need; all of them or none.
 
@@ -197,7 +126,7 @@ class Manager:
             max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
             for place, count in zip(places, new, strict=True)
         ]
-        shared = [self._shared_column(place, count) for place, count in zip(places, new, strict=True)]
+        shared = shared_columns(self.blocks, self.plan.spec.block_tokens, places, new)
         fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
         grown: list[Growth] = []
         for place, count, column in zip(places, added, shared, strict=True):
@@ -217,20 +146,31 @@ class Manager:
                 self.blocks.drop([place.blocks[column]])
                 place.blocks[column] = old
 
-    def settle(self, grown: Sequence[Growth]) -> None:
-        """Let go of the shared blocks that a committed step replaced."""
-        for growth in grown:
-            self.blocks.drop([old for _, old in growth.replaced])
+    def settle(self, grown: Sequence[Growth]) -> list[int]:
+        """Let go of the shared blocks that a committed step replaced. Returns those that became free."""
+        return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]
 
-    def commit(self, request: Request, new: int, tokens: Sequence[int] | None) -> None:
-        """Make a step's tokens part of the request."""
+    def commit(
+        self, request: Request, new: int, tokens: Sequence[int] | None, touched: Mapping[str, bool] | None = None
+    ) -> None:
+        """Make a step's tokens part of the request.
+
+        Args:
+            touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows; None:
+                the main layers did.
+        """
         place = self._places[request]
+        start = place.length
         place.length += new
         place.high_water = max(place.high_water, place.length)
         if tokens is None and new:
             place.tokens = None
         elif tokens is not None and place.tokens is not None:
             place.tokens += tokens
+        for group, done in (({"main": True} if touched is None else touched) if new else {}).items():
+            before = place.written.setdefault(group, place.given)
+            if done and before >= start:
+                place.written[group] = max(before, place.length)
 
     def disturb(self, request: Request, length: int) -> None:
         """Note that rows up to ``length`` may have been written although the step did not commit."""
@@ -256,18 +196,24 @@ class Manager:
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
         place.length = length
-        place.stored = min(place.stored, length)
+        place.stored, place.given = min(place.stored, length), min(place.given, length)
+        place.written = {group: min(done, length) for group, done in place.written.items()}
         if place.tokens is not None:
             del place.tokens[length:]
             del place.keys[length // self.plan.spec.block_tokens :]
         return self._keep_blocks(place, self.plan.blocks_for(length))
 
     def deepest_truncation(self, request: Request) -> int:
-        """Smallest length that ``truncate`` accepts: 0 until a ring has wrapped, then D below the highest position."""
+        """Smallest length that ``truncate`` accepts.
+
+        It is 0 until a ring has wrapped, then D below the highest position ever written; and never below what restored
+        rings are complete for.
+        """
         place = self._places[request]
-        if all(place.high_water <= region.rows for region in self.plan.regions if region.growth == "slot"):
-            return 0
-        return min(place.length, max(0, place.high_water - self.plan.rollback_tokens))
+        deepest = place.floor
+        if self._unwrapped is not None and place.high_water > self._unwrapped:
+            deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
+        return min(place.length, deepest)
 
     def release(self, request: Request) -> list[int]:
         """Take back a request's slot and blocks. Returns the blocks that became free."""
@@ -276,25 +222,34 @@ class Manager:
         return self._keep_blocks(place, 0)
 
     def take_over(
-        self, request: Request, *, length: int, stored: int, blocks: Sequence[int], tokens: Sequence[int] | None
+        self,
+        request: Request,
+        *,
+        length: int,
+        floor: int,
+        stored: int = 0,
+        blocks: Sequence[int] = (),
+        tokens: Sequence[int] | None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """Start a fresh request from shared blocks, plus one of its own where ``length`` ends inside a block.
+        """Start a fresh request from shared blocks, plus those of its own that ``length`` needs beyond them.
 
         Raises:
-            OutOfBlocks: that one block is not to be had; nothing was taken.
+            OutOfBlocks: they are not to be had; nothing was taken.
         """
         place = self._places[request]
-        self._check_limit(request, length)
+        self._check_limit(request, max(length, stored))
         for block in blocks:
             self.blocks.hold(block)
         try:
             own = self.blocks.take(max(0, self.plan.blocks_for(length) - len(blocks)))
         except OutOfBlocks:
-            self.blocks.drop(blocks)
+            self.blocks.drop(blocks[::-1])
             raise
         place.blocks = [*blocks, *own]
         place.length = place.high_water = length
-        place.stored = stored
+        place.floor, place.stored, place.prompt = floor, stored, prompt
+        place.given = place.written["main"] = max(length, stored)
         place.tokens = None if tokens is None else list(tokens)
 
     def fork(self, request: Request) -> Request:
@@ -308,9 +263,11 @@ class Manager:
         place = self._places[fork]
         for block in source.blocks:
             self.blocks.hold(block)
-        place.length, place.high_water, place.stored = source.length, source.high_water, source.stored
+        place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
+        place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
         place.blocks, place.keys = list(source.blocks), list(source.keys)
         place.tokens = None if source.tokens is None else list(source.tokens)
+        place.written = dict(source.written)
         return fork
 
     def _check_limit(self, request: Request, length: int) -> None:
@@ -322,13 +279,6 @@ class Manager:
                 allowed=f"{limit} tokens in one request (max_tokens)",
                 hint="Create the cache with a larger max_tokens.",
             )
-
-    def _shared_column(self, place: Place, new: int) -> int | None:
-        """Column of the block that ``new`` tokens start in, if others read it; taken-over rows are not written."""
-        first = max(place.length, place.stored)
-        column = first // self.plan.spec.block_tokens
-        writes = new > 0 and place.length + new > first and column < len(place.blocks)
-        return column if writes and self.blocks.is_shared(place.blocks[column]) else None
 
     def _keep_blocks(self, place: Place, count: int) -> list[int]:
         dropped = place.blocks[count:]

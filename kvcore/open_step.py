@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from kvcore.content import Own
 from kvcore.counts import is_count
 from kvcore.errors import ShapeError, StepError
+from kvcore.growth import Growth
 from kvcore.handle import LayerHandle
-from kvcore.manager import Growth, Manager, Request
+from kvcore.manager import Manager, Request
 from kvcore.ops import StepIndex
 from kvcore.step import Row
 
@@ -81,20 +82,27 @@ class Step:
         self.check_open()
         try:
             self._check_complete()
-            for number, request in enumerate(self._requests):
-                self.cache.keep_boundaries(
+            states = [
+                self.cache.boundary_states(
                     request, self.rows[number], self._ids[number], self._own_rows(number), written=self.pools_replaced
                 )
+                for number, request in enumerate(self._requests)
+            ]
             for handle in self._layers.values():
                 handle.commit()
         except BaseException:
             self.abort()
             raise
-        self._close()
-        self._manager.settle(self._grown)
-        for request, row, ids in zip(self._requests, self.rows, self._ids, strict=True):
-            self._manager.commit(request, row.new, ids)
-            self.cache.publish(request)
+        self._open = False
+        try:
+            freed = self._manager.settle(self._grown)
+            touched = self._touched()
+            for number, request in enumerate(self._requests):
+                self._manager.commit(request, self.rows[number].new, self._ids[number], touched)
+                self.cache.publish(request, states[number])
+            self.cache.poison([], freed)
+        finally:
+            self.cache.end_step()
 
     def abort(self) -> None:
         """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
@@ -103,11 +111,12 @@ class Step:
             for handle in self._layers.values():
                 handle.abort()
         finally:
-            self._close()
+            self._open = False
             self._manager.shrink(self._requests, self._grown)
             if self.pools_replaced:
                 for request, row in zip(self._requests, self.rows, strict=True):
                     self._manager.disturb(request, row.length)
+            self.cache.end_step()
 
     def __enter__(self) -> "Step":
         self.check_open()
@@ -138,9 +147,17 @@ class Step:
 
         return until
 
-    def _close(self) -> None:
-        self._open = False
-        self.cache.end_step()
+    def _touched(self) -> dict[str, bool]:
+        """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
+        main = len(self.cache.spec.layers)
+        layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
+        touched = {"main": True} if self.pools_replaced else {}
+        for group, numbers in layers.items():
+            if any(number in self._layers for number in numbers):
+                touched[group] = self.pools_replaced or all(
+                    number in self._layers and not self._layers[number].missing() for number in numbers
+                )
+        return touched
 
     def _check_complete(self) -> None:
         if self.pools_replaced or not any(row.new for row in self.rows):

@@ -4,6 +4,9 @@ Writers take pools and return pools (torch and NumPy work in place and return th
 readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked
 at the door (``handle`` and ``cache``), so verbs trust them.
 
+Sizes that a caller leaves out (``closed``, ``columns``) are bounded by ``kvcore.bounds``: rows beyond what there is are
+invalid ones.
+
 Letters: T tokens of the step, Q its requests in mapping order, d row channels, C ring rows, n columns of an output.
 Rows older than the step are read from the pools; where a verb takes the step's own rows (``rows``, ``kv``, ``k`` …)
 positions from the step are read from those instead, since the ring may not hold them yet. Rows that are invalid
@@ -116,7 +119,7 @@ class Ops(Protocol):
 
     @property
     def how(self) -> str:
-        """How the verbs run, as reports say it: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter`` …"""
+        """How the verbs run, as reports say it: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter``."""
         ...
 
     def allocate(self) -> Pools:
@@ -175,7 +178,7 @@ class Ops(Protocol):
         kv: Array,
         score: Array,
         *,
-        closed: int,
+        closed: int | None = None,
         role: str = "entries",
         norm_weight: Array | None = None,
         eps: float = 1e-6,
@@ -198,7 +201,7 @@ class Ops(Protocol):
         index_kv: Array | None = None,
         index_score: Array | None = None,
         *,
-        closed: int,
+        closed: int | None = None,
         norm_weight: Array | None = None,
         eps: float = 1e-6,
         rope: Rope | Array | None = None,
@@ -213,7 +216,7 @@ class Ops(Protocol):
         """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
         ...
 
-    def closed(self, layer: int, index: StepIndex, count: int) -> Closed:
+    def closed(self, layer: int, index: StepIndex, count: int | None = None, role: str = "entries") -> Closed:
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         ...
 
@@ -221,12 +224,14 @@ class Ops(Protocol):
         """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
         ...
 
-    def gather_all_entries(self, pools: Pools, layer: int, index: StepIndex, *, columns: int, role: str) -> AllEntries:
+    def gather_all_entries(
+        self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None, role: str = "entries"
+    ) -> AllEntries:
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         ...
 
     def index_scores(
-        self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int
+        self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int | None = None
     ) -> Array:
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         ...
@@ -265,12 +270,12 @@ class Ops(Protocol):
         k: Array | None = None,
         v: Array | None = None,
         *,
-        columns: int,
+        columns: int | None = None,
     ) -> tuple[Array, Array, Array]:
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         ...
 
-    def mask(self, layer: int, index: StepIndex, *, columns: int) -> Array:
+    def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
         ...
 
@@ -283,7 +288,7 @@ class Ops(Protocol):
         k: Array | None = None,
         v: Array | None = None,
         *,
-        columns: int,
+        columns: int | None = None,
         sink: Array | None = None,
         scale: float | None = None,
     ) -> Attention:
@@ -314,7 +319,7 @@ class Ops(Protocol):
         index: StepIndex,
         rows: tuple[Array, ...] | None = None,
         *,
-        columns: int,
+        columns: int | None = None,
     ) -> RawRows:
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         ...

@@ -1,7 +1,7 @@
 """Prefix reuse: which tokens a block's content follows from, and which lengths of a prompt can be taken over.
 
 A block is published under a key that chains the keys before it, so that equal keys mean equal tokens from the start.
-The chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]`` (the scheme that vLLM calls ``sha256_cbor``),
+The chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]``, the scheme that vLLM calls ``sha256_cbor``,
 started from a seed that holds the spec digest and a salt. A length can be taken over only where every component is
 restorable there: blocks by their keys, rings and tails by a checkpoint of exactly that length or by replaying tokens.
 """
@@ -73,15 +73,18 @@ def seed_of(spec: CacheSpec, salt: str = "") -> bytes:
     return hashlib.sha256(cbor(["kvcore", spec.digest, salt])).digest()
 
 
-def replay_tokens(spec: CacheSpec) -> int:
-    """Tokens that rebuild every ring from nothing: each layer needs its span of the layer below (W·L for V4)."""
-    spans = [
-        max(
-            (component.span or 0 for _, component in layer.components() if component.restore == "checkpoint"), default=0
-        )
-        for layer in spec.layers
-    ]
-    return sum(spans)
+def replay_tokens(spec: CacheSpec) -> int | None:
+    """Tokens that rebuild every ring from nothing: each layer needs its span of the layer below (W·L for V4).
+
+    None where a component needs the whole history: nothing short of it can be replayed.
+    """
+    total = 0
+    for layer in spec.layers:
+        spans = [component.span for _, component in layer.components() if component.in_checkpoint]
+        if None in spans:
+            return None
+        total += max((span for span in spans if span is not None), default=0)
+    return total
 
 
 def cbor(value: Any) -> bytes:

@@ -1,21 +1,18 @@
 """Prefix reuse over time: which checkpoints are kept, and what a new prompt can take over.
 
 Blocks publish themselves under their chain key as soon as they are full. Rings and tails are not in blocks: their live
-rows at chosen lengths are kept as checkpoints. The policy says at which lengths, and a hit is only ever offered at a
-length for which every component is at hand.
+rows at chosen lengths are kept, on the host, as checkpoints. The policy says at which lengths, and a hit is only ever
+offered at a length for which every component is at hand. A checkpoint goes when the last full block before it does.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvcore.content import Content
 from kvcore.manager import Manager, Place
-from kvcore.ops import RawRows
 from kvcore.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
 from kvcore.spec import CacheSpec
-
-State = Mapping[tuple[int, str], RawRows]
-"""Live rows of one request by (layer, role), [1, n, row_bytes]."""
 
 
 class Hit(NamedTuple):
@@ -31,7 +28,15 @@ class Hit(NamedTuple):
     length: int
     stored: int
     blocks: tuple[int, ...]
-    state: State | None
+    state: Content | None
+
+
+class Kept(NamedTuple):
+    """One checkpoint: its length, the key of its last full block (the seed if it has none), its rows."""
+
+    length: int
+    parent: bytes
+    state: Content
 
 
 NO_HIT = Hit(0, 0, (), None)
@@ -46,9 +51,12 @@ class PrefixCache:
         self._manager = manager
         self._seed = seed_of(spec)
         self._replay = replay_tokens(spec)
-        self._states: OrderedDict[bytes, tuple[int, State]] = OrderedDict()
+        self._states: OrderedDict[bytes, Kept] = OrderedDict()
+        # Last full block's key -> {key of a checkpoint: how many tokens beyond that block it lies}.
+        self._beyond: dict[bytes, dict[bytes, int]] = {}
         # One state a block is what a full history needs; points come on top.
         self._capacity = 2 * manager.plan.blocks + manager.plan.slots
+        manager.blocks.on_evict = self._forget_beyond
 
     @property
     def on(self) -> bool:
@@ -56,9 +64,14 @@ class PrefixCache:
         return self.policy != "off"
 
     @property
+    def checkpoints(self) -> int:
+        """Checkpoints that are kept."""
+        return len(self._states)
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of all checkpoints."""
-        return sum(raw.rows.nbytes for _, state in self._states.values() for raw in state.values())
+        """Bytes of all checkpoints, on the host."""
+        return sum(held.rows.nbytes for kept in self._states.values() for held in kept.state.values())
 
     def boundaries(self, start: int, length: int) -> list[int]:
         """Lengths within a step, after ``start`` up to ``length``, at which the policy keeps a checkpoint."""
@@ -70,28 +83,30 @@ class PrefixCache:
         return []
 
     def publish(self, place: Place) -> None:
-        """Seal the full blocks of a request whose token ids are known."""
-        if not self.on or place.tokens is None or not place.blocks:
+        """Work out the keys of a request whose token ids are known, and seal its full blocks."""
+        if not self.on or place.tokens is None:
             return
         size = self._spec.block_tokens
         done = len(place.keys)
         parent = place.keys[-1] if done else self._seed
-        new = chain(parent, place.tokens[done * size : place.length], size)
-        place.keys += list(new)
+        place.keys += chain(parent, place.tokens[done * size : place.complete], size)
         for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
             self._manager.blocks.seal(block, key)
 
-    def keep(self, tokens: Sequence[int], state: State) -> None:
-        """Keep the state of a request whose history is ``tokens``; the oldest one goes where there are too many."""
-        size = self._spec.block_tokens
-        parent = self._seed
-        for parent in chain(self._seed, tokens, size):  # noqa: B007 - the last key of the chain
-            pass
-        key = point_key(parent, tokens[len(tokens) // size * size :])
-        self._states.pop(key, None)
-        self._states[key] = (len(tokens), state)
+    def keep(self, place: Place, length: int, state: Content) -> None:
+        """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""
+        assert place.tokens is not None
+        full = length // self._spec.block_tokens
+        parent = place.keys[full - 1] if full else self._seed
+        rest = place.tokens[full * self._spec.block_tokens : length]
+        key = point_key(parent, rest)
+        if key in self._states:
+            self._states.move_to_end(key)
+            return
+        self._states[key] = Kept(length, parent, state)
+        self._beyond.setdefault(parent, {})[key] = len(rest)
         while len(self._states) > self._capacity:
-            self._states.popitem(last=False)
+            self._forget(next(iter(self._states)))
 
     def find(self, tokens: Sequence[int], *, limit: int) -> Hit:
         """The longest hit of at most ``limit`` tokens of a prompt."""
@@ -104,7 +119,7 @@ class PrefixCache:
         if self._replay == 0:
             # Nothing but blocks to restore: every full block within the limit is a hit.
             stored = length = min(len(blocks), limit // size) * size
-        elif self.policy == "zero":
+        elif self.policy == "zero" and self._replay is not None:
             stored = len(blocks) * size
             length = min(stored - self._replay, limit)
         else:
@@ -114,16 +129,15 @@ class PrefixCache:
     def _checkpointed(self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int) -> Hit:
         """The longest kept state whose full blocks are all sealed."""
         size = self._spec.block_tokens
-        paged = self._manager.plan.blocks > 0
-        lengths = {length for length, _ in self._states.values() if 0 < length <= limit}
-        for length in sorted(lengths, reverse=True):
-            full = length // size
-            if paged and full > len(blocks):
-                continue
-            key = point_key(keys[full - 1] if full else self._seed, tokens[full * size : length])
-            if key in self._states:
-                self._states.move_to_end(key)
-                return Hit(length, length, tuple(blocks[:full]), self._states[key][1])
+        within = min(limit // size, len(blocks) if self._manager.plan.blocks else len(keys))
+        for full in range(max(0, within), -1, -1):
+            parent = keys[full - 1] if full else self._seed
+            for rest in sorted(set(self._beyond.get(parent, {}).values()), reverse=True):
+                length = full * size + rest
+                key = point_key(parent, tokens[full * size : length])
+                if 0 < length <= limit and key in self._states:
+                    self._states.move_to_end(key)
+                    return Hit(length, length, tuple(blocks[:full]), self._states[key].state)
         return NO_HIT
 
     def _sealed(self, keys: list[bytes]) -> list[int]:
@@ -135,3 +149,15 @@ class PrefixCache:
                 break
             found.append(block)
         return found
+
+    def _forget(self, key: bytes) -> None:
+        kept = self._states.pop(key)
+        beyond = self._beyond[kept.parent]
+        del beyond[key]
+        if not beyond:
+            del self._beyond[kept.parent]
+
+    def _forget_beyond(self, parent: bytes) -> None:
+        """A sealed block is gone: nobody can take over what came after it."""
+        for key in list(self._beyond.get(parent, ())):
+            self._forget(key)

@@ -1,14 +1,12 @@
 """Requests as one verified file, and back.
 
 A snapshot is a safetensors file: for every request and component its canonical rows as ``uint8`` [n, row_bytes] and the
-digest lanes of its pages [pages, 2]; the metadata holds the spec, the requests and a root, sha256 over all of it. The
-file is written beside its name, flushed, and renamed, so that it appears whole or not at all. Loading checks header,
-root and pages; a damaged page is named, and only the request that it belongs to is refused.
+digest lanes of its pages [pages, 2]; the metadata holds the spec, the requests and a root, sha256 over the header and
+all digests. The file appears whole or not at all. Loading checks header, root and pages; a damaged page is named, and
+only the request that it belongs to is refused.
 """
 
 import hashlib
-import os
-import threading
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,138 +15,169 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import owned, page_digests, positions_of, read_rows
+from kvcore.content import HostRows, kept_positions, owned, page_digests, read_rows
 from kvcore.digest import region_salt
-from kvcore.disk import Disk
-from kvcore.errors import BackendError, SnapshotError
+from kvcore.disk import Disk, write_whole
+from kvcore.errors import BackendError, KvcoreError, SnapshotError
 from kvcore.manager import Request
 from kvcore.ops import Ops
-from kvcore.plan import CachePlan, row_bytes
+from kvcore.plan import row_bytes
 from kvcore.spec import CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
-    from kvcore.cache import Cache
+    from kvcore.base import CacheBase
 
 VERSION = "1"
 
+NO_ROOT = "0" * 64
+"""Stands in the header for the root while the root is worked out."""
+
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request in a snapshot's metadata."""
+    """One request in a snapshot's metadata: tokens, the smallest length it can be rolled back to, ids if known."""
 
     length: int
+    floor: int
     tokens: list[int] | None
 
 
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the saved cache was created with."""
+
+    max_requests: int
+    max_tokens: int | None
+    max_draft_tokens: int
+
+
 class Saved(NamedTuple):
-    """A snapshot's contents before its pages were checked."""
+    """A snapshot whose header and root are right; its pages are yet to be checked."""
 
     spec: CacheSpec
-    sizes: dict[str, Any]
+    sizes: Sizes
     requests: list[SavedRequest]
     arrays: dict[str, np.ndarray[Any, Any]]
 
 
-def save(cache: "Cache", path: str | PathLike[str], requests: list[Request], disk: Disk | None = None) -> None:
-    """Write a snapshot of the requests, in order."""
-    disk = disk or Disk()
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        disk.write(temporary, to_bytes(cache, requests))
-        disk.publish(temporary, target)
-    except BaseException:
-        disk.remove(temporary)
-        raise
+class Damage(NamedTuple):
+    """One page that does not match its digest: ``page`` counts pages of a block's worth of rows, None for all."""
+
+    request: int
+    component: str
+    page: int | None
+
+    def __str__(self) -> str:
+        page = "missing or misshapen" if self.page is None else f"page {self.page}"
+        return f"request {self.request}: {self.component} {page}"
 
 
-def to_bytes(cache: "Cache", requests: list[Request]) -> bytes:
+def write(path: str | PathLike[str], data: bytes, disk: Disk | None = None) -> None:
+    """Put a snapshot's bytes in place of the file ``path``, whole and durably."""
+    write_whole(disk or Disk(), Path(path), data)
+
+
+def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
     """The snapshot file of some requests."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
+    saved: list[SavedRequest] = []
     for number, request in enumerate(requests):
-        for (layer, role), raw in read_rows(cache.ops, cache.pools, cache.row(request)).items():
+        floor = cache.floor(request)
+        for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
             name = f"{number}.{layer}.{role}"
-            rows = to_numpy(raw.rows)[0]
-            positions = to_numpy(raw.positions)[0].tolist()
-            page = page_rows(cache.plan, layer, role)
-            arrays[name] = rows
-            arrays[f"{name}.digest"] = _lanes(cache.ops, rows, positions, page, layer, role)
-    saved = [
-        SavedRequest(length=request.length, tokens=None if request.tokens is None else list(request.tokens))
-        for request in requests
-    ]
+            arrays[name] = held.rows
+            arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, held, layer, role)
+        tokens = None if request.tokens is None else list(request.tokens)
+        saved.append(SavedRequest(length=request.length, floor=floor, tokens=tokens))
     plan = cache.plan
-    sizes = {"max_requests": plan.slots, "max_tokens": plan.max_tokens, "max_draft_tokens": plan.max_draft_tokens}
+    sizes = Sizes(max_requests=plan.slots, max_tokens=plan.max_tokens, max_draft_tokens=plan.max_draft_tokens)
     metadata = {
         "kvcore.snapshot": VERSION,
         "spec": to_json(cache.spec),
         "sizes": msgspec.json.encode(sizes).decode(),
         "requests": msgspec.json.encode(saved).decode(),
+        "root": NO_ROOT,
     }
-    metadata["root"] = _root(metadata, arrays)
-    return _safetensors().save(arrays, metadata=metadata)
+    data = _safetensors().save(arrays, metadata=metadata)
+    header = data[: _header_end(data)]
+    return header.replace(NO_ROOT.encode(), _root(header, arrays).encode()) + data[len(header) :]
 
 
-def read(path: str | PathLike[str]) -> Saved:
+def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
     """Read a snapshot and check its header and root; pages are checked by ``damage``.
 
     Raises:
         SnapshotError: not a snapshot, of another version, or its header does not match its root.
+        OSError: the file cannot be read.
     """
-    data = Path(path).read_bytes()
+    return parse((disk or Disk()).read(Path(path)), f"snapshot {path}")
+
+
+def parse(data: bytes, where: str = "snapshot") -> Saved:
+    """A snapshot's bytes as ``Saved``; see ``read``."""
+    safetensors = _safetensors()
     try:
-        header = int.from_bytes(data[:8], "little")
-        metadata = msgspec.json.decode(data[8 : 8 + header], type=dict[str, Any]).get("__metadata__", {})
-        arrays = _safetensors().load(data)
-    except (msgspec.MsgspecError, ValueError, KeyError, _safetensors_error()) as error:
-        raise SnapshotError(got=str(error), where=f"snapshot {path}", allowed="a file that Cache.save wrote") from error
-    if metadata.get("kvcore.snapshot") != VERSION:
-        got = f"version {metadata.get('kvcore.snapshot')}"
-        raise SnapshotError(got=got, where=f"snapshot {path}", allowed=f"kvcore.snapshot {VERSION}")
-    root = metadata.pop("root", None)
-    if root != _root(metadata, arrays):
-        raise SnapshotError(got="a damaged header or digest", where=f"snapshot {path}", allowed="bytes of their root")
-    requests = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
-    return Saved(from_json(metadata["spec"]), msgspec.json.decode(metadata["sizes"]), requests, arrays)
+        header = data[: _header_end(data)]
+        metadata = msgspec.json.decode(header[8:], type=dict[str, Any])["__metadata__"]
+        version, root = metadata.get("kvcore.snapshot"), metadata.get("root")
+    except (msgspec.MsgspecError, ValueError, KeyError, AttributeError) as error:
+        raise SnapshotError(got=f"no header ({error})", where=where, allowed="a file that Cache.save wrote") from error
+    if version != VERSION:
+        raise SnapshotError(got=f"version {version}", where=where, allowed=f"kvcore.snapshot {VERSION}")
+    try:
+        arrays = safetensors.load(data)
+    except Exception as error:
+        raise SnapshotError(got=f"damaged ({error})", where=where, allowed="a file that Cache.save wrote") from error
+    if root != _root(header.replace(str(root).encode(), NO_ROOT.encode()), arrays):
+        raise SnapshotError(got="a damaged header or digest", where=where, allowed="bytes of their root")
+    try:
+        requests = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
+        sizes = msgspec.json.decode(metadata["sizes"], type=Sizes)
+        return Saved(from_json(metadata["spec"]), sizes, requests, arrays)
+    except (msgspec.MsgspecError, KeyError, KvcoreError) as error:
+        raise SnapshotError(got=str(error), where=where, allowed="a header that Cache.save wrote") from error
 
 
-def damage(saved: Saved, plan: CachePlan, ops: Ops, number: int) -> list[str]:
-    """Names of the damaged pages of one request: ``"layer.role page p"``."""
-    found: list[str] = []
+def damage(saved: Saved, ops: Ops, number: int) -> list[Damage]:
+    """The damaged pages of one request."""
+    found: list[Damage] = []
     for layer, role, component in owned(saved.spec):
-        name = f"{number}.{layer}.{role}"
-        positions = positions_of(component, saved.requests[number].length)
-        rows, stored = saved.arrays.get(name), saved.arrays.get(f"{name}.digest")
-        if rows is None or stored is None or rows.shape != (len(positions), row_bytes(component)):
-            found.append(f"{layer}.{role}: missing or misshapen")
+        held, stored = rows_of(saved, number, layer, role), saved.arrays.get(f"{number}.{layer}.{role}.digest")
+        shape = (len(held.positions), row_bytes(component))
+        if held.rows.shape != shape or held.rows.dtype != np.uint8 or stored is None:
+            found.append(Damage(number, f"{layer}.{role}", None))
             continue
-        lanes = _lanes(ops, rows, positions, page_rows(plan, layer, role), layer, role)
+        lanes = _lanes(ops, saved.spec, held, layer, role)
         if lanes.shape != stored.shape:
-            found.append(f"{layer}.{role}: digests missing")
+            found.append(Damage(number, f"{layer}.{role}", None))
             continue
-        found += [f"{layer}.{role} page {page}" for page in np.flatnonzero((lanes != stored).any(axis=1))]
+        bad = np.flatnonzero((lanes != stored).any(axis=1))
+        found += [Damage(number, f"{layer}.{role}", int(page)) for page in bad]
     return found
 
 
-def page_rows(plan: CachePlan, layer: int, role: str) -> int:
-    """Rows of one digest page: what a block holds of a paged component, and as much of any other."""
-    component = getattr(plan.spec.all_layers[layer], role)
-    return max(1, plan.spec.block_tokens // component.tokens_per_row)
+def rows_of(saved: Saved, number: int, layer: int, role: str) -> HostRows:
+    """The rows of one component of a saved request; an empty array where they are missing."""
+    request = saved.requests[number]
+    component = getattr(saved.spec.all_layers[layer], role)
+    rows = saved.arrays.get(f"{number}.{layer}.{role}", np.zeros(0, np.uint8))
+    return HostRows(rows, kept_positions(component, request.floor, request.length))
 
 
-def _lanes(
-    ops: Ops, rows: np.ndarray[Any, Any], positions: Any, page: int, layer: int, role: str
-) -> np.ndarray[Any, Any]:
-    lanes = page_digests(ops, rows, positions, page, region_salt(layer, role))
+def _lanes(ops: Ops, spec: CacheSpec, held: HostRows, layer: int, role: str) -> np.ndarray[Any, Any]:
+    """Digest lanes [pages, 2]; a page has as many rows as a block holds of a paged component."""
+    page = max(1, spec.block_tokens // getattr(spec.all_layers[layer], role).tokens_per_row)
+    lanes = page_digests(ops, held.rows, held.positions, page, region_salt(layer, role))
     return to_numpy(lanes).astype(np.int64).reshape(-1, 2)
 
 
-def _root(metadata: dict[str, str], arrays: dict[str, np.ndarray[Any, Any]]) -> str:
-    """sha256 over the metadata, every tensor's name and shape, and every digest: all that the pages do not cover."""
-    root = hashlib.sha256()
-    for name in sorted(metadata):
-        root.update(f"{name}={metadata[name]}\n".encode())
+def _header_end(data: bytes) -> int:
+    """Where the header of a safetensors file ends: 8 bytes of its length, then JSON."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _root(header: bytes, arrays: dict[str, np.ndarray[Any, Any]]) -> str:
+    """sha256 over the header, its root blanked, and every digest: all that the pages do not cover."""
+    root = hashlib.sha256(header)
     for name in sorted(arrays):
-        root.update(f"{name}:{arrays[name].shape}\n".encode())
         if name.endswith(".digest"):
             root.update(np.ascontiguousarray(arrays[name]).tobytes())
     return root.hexdigest()
@@ -165,10 +194,3 @@ def _safetensors() -> Any:
             hint='pip install "kvcore[snapshot]"',
         ) from error
     return safetensors
-
-
-def _safetensors_error() -> type[Exception]:
-    _safetensors()
-    from safetensors import SafetensorError
-
-    return SafetensorError

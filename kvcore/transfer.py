@@ -11,15 +11,16 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import owned, page_digests, positions_of, read_rows, to_raw
+from kvcore.content import HostRows, kept_positions, owned, page_digests, read_rows
 from kvcore.digest import region_salt
 from kvcore.errors import RequestError, SnapshotError
 from kvcore.manager import Request
+from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.spec import CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
-    from kvcore.cache import Cache
+    from kvcore.base import CacheBase
 
 VERSION = 1
 
@@ -31,6 +32,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         version: of this layout.
         spec: canonical JSON of the spec.
         length: tokens.
+        floor: smallest length that the rows can be rolled back to.
         tokens: ids, or None if they are not known.
         rows: ``"L.role"`` -> canonical rows, one after another.
         digests: ``"L.role"`` -> the two lanes of those rows.
@@ -40,25 +42,27 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     version: int
     spec: str
     length: int
+    floor: int
     tokens: list[int] | None
     rows: dict[str, bytes]
     digests: dict[str, tuple[int, int]]
     root: bytes
 
 
-def export(cache: "Cache", request: Request) -> bytes:
+def export(cache: "CacheBase", request: Request) -> bytes:
     """The request as a blob."""
     rows: dict[str, bytes] = {}
     digests: dict[str, tuple[int, int]] = {}
-    for (layer, role), raw in read_rows(cache.ops, cache.pools, cache.row(request)).items():
-        lanes = to_numpy(cache.ops.digest_rows(raw, region_salt(layer, role)))[0]
-        rows[f"{layer}.{role}"] = to_numpy(raw.rows).tobytes()
-        digests[f"{layer}.{role}"] = int(lanes[0]), int(lanes[1])
+    floor = cache.floor(request)
+    for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
+        rows[f"{layer}.{role}"] = held.rows.tobytes()
+        digests[f"{layer}.{role}"] = _lanes(cache.ops, held, layer, role)
     tokens = None if request.tokens is None else list(request.tokens)
     fields: dict[str, Any] = {
         "version": VERSION,
         "spec": to_json(cache.spec),
         "length": request.length,
+        "floor": floor,
         "tokens": tokens,
         "rows": rows,
         "digests": digests,
@@ -66,38 +70,54 @@ def export(cache: "Cache", request: Request) -> bytes:
     return msgspec.msgpack.encode(Blob(**fields, root=_root(fields)))
 
 
-def import_(cache: "Cache", blob: bytes, into: Request | None) -> Request:
+def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     """Check a blob, then make a request of it."""
-    if into is not None:
-        cache.row(into)
-    found = _decode(blob)
-    check_spec(cache.spec, found.spec)
-    content = {}
-    for layer, role, component in owned(cache.spec):
-        name = f"{layer}.{role}"
-        positions = positions_of(component, found.length)
-        size = row_bytes(component)
-        if len(found.rows.get(name, b"")) != len(positions) * size or name not in found.digests:
-            raise SnapshotError(got=f"component {name}", where="import_request", allowed=f"{len(positions)} rows of it")
-        rows = np.frombuffer(found.rows[name], np.uint8).reshape(len(positions), size)
-        lanes = page_digests(cache.ops, rows, positions, max(1, len(positions)), region_salt(layer, role))
-        if len(positions) and tuple(to_numpy(lanes)[0].tolist()) != found.digests[name]:
-            raise SnapshotError(got=f"damaged rows of {name}", where="import_request", allowed="rows of their digest")
-        content[layer, role] = to_raw(cache.ops, rows, positions)
-    if set(found.rows) != {f"{layer}.{role}" for layer, role in content}:
-        raise SnapshotError(got=sorted(found.rows), where="import_request", allowed="the spec's components, no others")
-    if into is not None and into.length:
+    if into is not None and cache.row(into).length:
         raise RequestError(
             got=f"request {into.id} of {into.length} tokens", where="import_request: into", allowed="one without tokens"
         )
+    found = _decode(blob)
+    check_spec(cache.spec, found.spec)
+    content = _content(cache, found)
     request = cache.admit() if into is None else into
     try:
-        cache.install(request, found.length, found.tokens, content)
+        cache.install(request, found.length, found.floor, found.tokens, content)
     except BaseException:
         if into is None:
             cache.release(request)
         raise
     return request
+
+
+def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]:
+    """The rows of a blob, complete and undamaged: all that the spec lists, and nothing else."""
+    content: dict[tuple[int, str], HostRows] = {}
+    for layer, role, component in owned(cache.spec):
+        name = f"{layer}.{role}"
+        positions = kept_positions(component, found.floor, found.length)
+        size = row_bytes(component)
+        if len(found.rows.get(name, b"")) != len(positions) * size or name not in found.digests:
+            allowed = f"{len(positions)} rows of {size} bytes"
+            raise SnapshotError(got=f"component {name} missing or cut", where="import_request", allowed=allowed)
+        held = HostRows(np.frombuffer(found.rows[name], np.uint8).reshape(len(positions), size), positions)
+        if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):
+            raise SnapshotError(got=f"damaged rows of {name}", where="import_request", allowed="rows of their digest")
+        content[layer, role] = held
+    others = sorted((set(found.rows) | set(found.digests)) - {f"{layer}.{role}" for layer, role in content})
+    if others:
+        raise SnapshotError(
+            got=f"component {others[0]}", where="import_request", allowed="the spec's components, no others"
+        )
+    return content
+
+
+def _lanes(ops: Ops, held: HostRows, layer: int, role: str) -> tuple[int, int]:
+    """Digest lanes of all rows together; (0, 0) where there are none."""
+    if not held.positions:
+        return 0, 0
+    lanes = page_digests(ops, held.rows, held.positions, len(held.positions), region_salt(layer, role))
+    first, second = to_numpy(lanes)[0].tolist()
+    return int(first), int(second)
 
 
 def check_spec(spec: CacheSpec, text: str) -> None:
@@ -146,7 +166,8 @@ def _decode(blob: bytes) -> Blob:
     fields = {name: getattr(found, name) for name in Blob.__struct_fields__ if name != "root"}
     if found.version != VERSION:
         raise SnapshotError(got=f"version {found.version}", where="import_request: blob", allowed=f"version {VERSION}")
-    if _root(fields) != found.root or found.length < 0:
+    whole = 0 <= found.floor <= found.length and (found.tokens is None or len(found.tokens) == found.length)
+    if _root(fields) != found.root or not whole:
         raise SnapshotError(got="a damaged blob", where="import_request: blob", allowed="bytes of their root digest")
     return found
 

@@ -17,9 +17,13 @@ def seed_of(check_id: str) -> int:
 
 def poison(cache: kvcore.Cache) -> None:
     """Fill every pool with 0xFF: NaN in every format, so that a read of an unwritten row is seen."""
-    cache.pools = {
-        name: cache.asarray(np.full(tuple(pool.shape), 0xFF, np.uint8)) for name, pool in cache.pools.items()
-    }
+
+    def poisoned(pool: object) -> np.ndarray:
+        host = kvcore.to_numpy(pool)
+        host.view(np.uint8).fill(0xFF)
+        return host
+
+    cache.pools = {name: cache.asarray(poisoned(pool)) for name, pool in cache.pools.items()}
 
 
 class Codec:

@@ -1,8 +1,8 @@
 """The same random life of requests through several caches in lockstep, everything readable compared along the way.
 
-The workload is drawn from a seed and the caches' own lengths, never from what a cache answers: admissions, ragged steps
-(zero tokens, single tokens, chunks longer than a ring), truncations, failed steps, releases and reuse. Storage is filled
-with 0xFF before use. ``drive`` yields (what was read, one NumPy array per cache); the caller decides how near they must be.
+The kinds of event follow ``LIFE``, their details a seed; nothing depends on what a cache answers. Steps are ragged: no
+tokens, single tokens, chunks longer than the smallest ring. Storage is filled with 0xFF before use. ``drive`` yields
+what was read, one NumPy array per cache; the caller decides how near they must be.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import numpy as np
 from backends_under_test import poison
 
 import kvcore
-from kvcore.spec import CacheSpec, LayerSpec, Rope
+from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
 
 
 class Seen(NamedTuple):
@@ -26,26 +26,40 @@ class Seen(NamedTuple):
     answers: list[np.ndarray]
 
 
+LIFE = (
+    "admit",
+    "step",
+    "admit",
+    "long step",
+    "step",
+    "truncate",
+    "padded step",
+    "admit",
+    "failed step",
+    "long step",
+    "release",
+    "admit",
+    "step",
+    "padded long step",
+    "failed long step",
+    "truncate",
+    "step",
+)
+"""What happens, in order: slots are reused once a request has left, and every kind of step meets wrapped rings."""
+
+
 class Options(NamedTuple):
     """What a workload does.
 
     Attributes:
-        steps: events to draw.
-        longest: most new tokens of one request in a step.
         flush: compress in the cache; False: give every cache the same entries.
         faults: put NaN into some rows.
         limit: tokens that a request may reach.
     """
 
-    steps: int = 14
-    longest: int = 21
     flush: bool = False
     faults: bool = True
-    limit: int = 60
-
-
-class Failed(Exception):
-    """Raised inside a step to have it rolled back."""
+    limit: int = 64
 
 
 def drive(caches: Sequence[kvcore.Cache], seed: int, options: Options, happened: Counter[str]) -> Iterator[Seen]:
@@ -55,9 +69,7 @@ def drive(caches: Sequence[kvcore.Cache], seed: int, options: Options, happened:
     rng = np.random.default_rng(seed)
     # One tuple a request: the same request in every cache.
     live: list[tuple[kvcore.Request, ...]] = []
-    for number in range(options.steps):
-        lengths = [requests[0].length for requests in live]
-        event = _draw(rng, lengths, caches[0], options)
+    for number, event in enumerate(LIFE):
         happened[event] += 1
         if event == "admit":
             live.append(tuple(cache.admit() for cache in caches))
@@ -71,18 +83,8 @@ def drive(caches: Sequence[kvcore.Cache], seed: int, options: Options, happened:
             for request, cache in zip(requests, caches, strict=True):
                 cache.truncate(request, length)
         else:
-            yield from _step(caches, live, rng, options, happened, failing=event == "failed step", name=f"event {number}")
-        yield from _bytes(caches, f"event {number} ({event})", options)
-
-
-def _draw(rng: np.random.Generator, lengths: list[int], cache: kvcore.Cache, options: Options) -> str:
-    """The next event: one that is possible now."""
-    if not lengths:
-        return "admit"
-    weights = {"step": 6.0, "failed step": 1.0, "truncate": 1.0, "admit": 2.0 * bool(cache.free_slots)}
-    weights["release"] = 4.0 if max(lengths) >= options.limit else 0.3 * (not cache.free_slots)
-    chances = np.array(list(weights.values()))
-    return str(rng.choice(list(weights), p=chances / chances.sum()))
+            yield from _step(caches, live, rng, options, happened, event=event, name=f"event {number}, {event}")
+        yield from _bytes(caches, f"event {number}, {event}", options)
 
 
 def _step(
@@ -92,21 +94,23 @@ def _step(
     options: Options,
     happened: Counter[str],
     *,
-    failing: bool,
+    event: str,
     name: str,
 ) -> Iterator[Seen]:
     """One step of some requests, in random order, with readings before, between and after its appends."""
-    chosen = [live[i] for i in rng.permutation(len(live))[: int(rng.integers(1, len(live) + 1))]]
-    counts = []
-    for requests in chosen:
-        count = int(rng.choice([0, 1, 1, 2, int(rng.integers(3, options.longest + 1))]))
-        counts.append(min(count, max(0, options.limit - requests[0].length)))
+    some = len(live) if "padded" in event else int(rng.integers(1, len(live) + 1))
+    chosen = [live[i] for i in rng.permutation(len(live))[:some]]
+    ring = min((region.rows for region in caches[0].plan.regions if region.growth == "slot"), default=8)
+    counts = [int(rng.choice([0, 1, 1, 2, 5])) for _ in chosen]
+    if "long" in event:
+        counts[0] = ring + int(rng.integers(1, 5))
+    if "padded" in event:
+        counts[-1] = 0
+    counts = [min(count, options.limit - requests[0].length) for count, requests in zip(counts, chosen, strict=True)]
     happened["no new tokens"] += counts.count(0)
     happened["several requests"] += len(chosen) > 1
-    ring = min((region.rows for region in caches[0].plan.regions if region.growth == "slot"), default=0)
-    happened["more tokens than a ring"] += 0 < ring < max(counts)
-    padding = {"pad_tokens": sum(counts) + 2, "pad_requests": len(counts) + 1} if rng.random() < 0.3 else {}
-    happened["padded step"] += bool(padding)
+    happened["more tokens than a ring"] += max(counts) > ring
+    padding = {"pad_tokens": sum(counts) + 2, "pad_requests": len(counts) + 1} if "padded" in event else {}
     steps = [
         cache.step({requests[i]: count for requests, count in zip(chosen, counts, strict=True)}, **padding)
         for i, cache in enumerate(caches)
@@ -115,12 +119,13 @@ def _step(
     spec = caches[0].spec
     for number, layer in enumerate(spec.all_layers):
         handles = [step.layer(number) for step in steps]
-        for what, read in (*_rest(layer), *_append(layer, tokens, rng, options, happened), *_readers(layer, tokens, rng)):
+        appends = _append(layer, tokens, rng, options, happened)
+        for what, read in (*_rest(layer), *appends, *_readers(layer, tokens, rng, options)):
             answers = [kvcore.to_numpy(array) for array in _lockstep(read, handles)]
             parts = len(answers) // len(handles)
             for part in range(parts):
                 yield Seen(f"{what}.{part}" if parts > 1 else what, f"{name}, layer {number}", answers[part::parts])
-    if failing:
+    if "failed" in event:
         for step in steps:
             step.abort()
         return
@@ -128,8 +133,8 @@ def _step(
         step.commit()
 
 
-def _lockstep(read: Callable[..., Any], handles: list[Any]) -> Iterator[Any]:
-    """Every array that a reading answers, cache by cache. A reading may look at the first cache's handle for input."""
+def _lockstep(read: Callable[[Any], Any], handles: list[Any]) -> Iterator[Any]:
+    """Every array that a reading answers, cache by cache."""
     for handle in handles:
         found = read(handle)
         yield from () if found is None else (found if isinstance(found, tuple) else (found,))
@@ -161,14 +166,15 @@ def _append(
         return rows.astype(ml_dtypes.bfloat16) if bf16 else rows
 
     if layer.window is not None:
-        rows = floats(layer.window.dim)
-        yield "append_window", lambda handle: handle.append_window(rows)
+        latents = floats(layer.window.dim)
+        yield "append_window", lambda handle: handle.append_window(latents)
     for role in ("tail", "index_tail"):
         tail = getattr(layer, role)
         if tail is not None:
             kv, score = floats(tail.width, faults=False, bf16=False), floats(tail.width, faults=False, bf16=False)
             score[rng.random(score.shape) < 0.05] = -np.inf
-            yield f"append_{role}", lambda handle, role=role, kv=kv, score=score: getattr(handle, f"append_{role}")(kv, score)
+            rows = kv, score
+            yield f"append_{role}", lambda handle, role=role, rows=rows: getattr(handle, f"append_{role}")(*rows)
     if layer.kv is not None:
         keys, values = layer.kv.parts
         k, v = floats(keys.heads, keys.format.dim), floats(values.heads, values.format.dim)
@@ -187,7 +193,8 @@ def _store(layer: LayerSpec, rng: np.random.Generator, options: Options, happene
         count = len(handle.closed.entry_index)
         happened["closed entries"] += count
         values = draw.standard_normal((count, entries.dim)).astype(np.float32)
-        handle.store_entries(values, None if keys is None else draw.standard_normal((count, keys.dim)).astype(np.float32))
+        index_keys = None if keys is None else draw.standard_normal((count, keys.dim)).astype(np.float32)
+        handle.store_entries(values, index_keys)
         return tuple(handle.closed)
 
     def flushed(handle: Any) -> Any:
@@ -206,8 +213,8 @@ def _store(layer: LayerSpec, rng: np.random.Generator, options: Options, happene
         yield "closed", given
 
 
-def _readers(layer: LayerSpec, tokens: int, rng: np.random.Generator) -> Iterator[Reading]:
-    """Every verb that reads, after the step's rows are in."""
+def _readers(layer: LayerSpec, tokens: int, rng: np.random.Generator, options: Options) -> Iterator[Reading]:
+    """Every verb that reads, after the step's rows are in; what is computed from computed entries is left out."""
     yield from _rest(layer)
     yield "digest", lambda handle: np.array(handle.digest(), np.uint64)
     heads = 4
@@ -226,20 +233,26 @@ def _readers(layer: LayerSpec, tokens: int, rng: np.random.Generator) -> Iterato
         return
     component = layer.window or layer.entries
     q = queries(component.dim)
+    if layer.entries is not None:
+        picks = np.argsort(rng.random((tokens, 24)), axis=1)[:, :7].astype(np.int64) - 3
+        yield "gather_entries", lambda handle: tuple(handle.gather_entries(picks))
+        yield "gather_all_entries", lambda handle: tuple(handle.gather_all_entries())
+    if layer.index_keys is not None:
+        yield "gather_all_index_keys", lambda handle: tuple(handle.gather_all_index_keys())
+    if options.flush:
+        return
     yield "attend", lambda handle: tuple(handle.attend(q, sink=sink))
-    if layer.entries is None:
-        return
-    picks = np.argsort(rng.random((tokens, 24)), axis=1)[:, :7].astype(np.int64) - 3
-    yield "gather_entries", lambda handle: tuple(handle.gather_entries(picks))
-    yield "gather_all_entries", lambda handle: tuple(handle.gather_all_entries())
-    yield "attend", lambda handle: tuple(handle.attend(q, picks, scale=0.05))
-    yield "attend", lambda handle: tuple(handle.attend(q, picks[:, :0].astype(np.int32)))
-    if layer.index_keys is None:
-        return
-    index_q, weights = queries(layer.index_keys.dim), queries()
-    yield "gather_all_index_keys", lambda handle: tuple(handle.gather_all_index_keys())
-    yield "index_scores", lambda handle: handle.index_scores(index_q, weights)
-    # Few distinct scores, so that most of them tie.
+    if layer.entries is not None:
+        yield "attend", lambda handle: tuple(handle.attend(q, picks, scale=0.05))
+        yield "attend", lambda handle: tuple(handle.attend(q, picks[:, :0].astype(np.int32)))
+    if layer.index_keys is not None:
+        index_q, weights = queries(layer.index_keys.dim), queries()
+        yield "index_scores", lambda handle: handle.index_scores(index_q, weights)
+        yield from _selections(tokens, rng)
+
+
+def _selections(tokens: int, rng: np.random.Generator) -> Iterator[Reading]:
+    """Top-k of the same scores for every cache: few distinct ones, so that most tie, some of them none at all."""
     scores = rng.integers(-2, 3, (tokens, 9)).astype(np.float32)
     scores[rng.random(scores.shape) < 0.2] = -np.inf
     scores[rng.random(scores.shape) < 0.1] = np.nan
@@ -249,7 +262,7 @@ def _readers(layer: LayerSpec, tokens: int, rng: np.random.Generator) -> Iterato
 
 
 def _bytes(caches: Sequence[kvcore.Cache], where: str, options: Options) -> Iterator[Seen]:
-    """Between steps: the digest, and every byte of every pool, live or not; computed entries may differ, so not those."""
+    """Between steps: the digest, and every byte of every pool, live or not; not of entries that each cache computed."""
     if not options.flush:
         yield Seen("digest", where, [np.array(cache.digest(), np.uint64) for cache in caches])
     for name in caches[0].pools:
@@ -258,9 +271,7 @@ def _bytes(caches: Sequence[kvcore.Cache], where: str, options: Options) -> Iter
 
 
 def classic_spec(formats: Sequence[tuple[str, str]]) -> CacheSpec:
-    """Every storage and visibility of classic layers, in turn over (key format, value format); K and V differ in size."""
-    from kvcore.spec import KV
-
+    """Every storage and visibility of classic layers, their formats (key, value) in turn; K and V differ in size."""
     kinds: list[dict[str, Any]] = [
         {"storage": "paged"},
         {"storage": "slot"},
@@ -269,10 +280,9 @@ def classic_spec(formats: Sequence[tuple[str, str]]) -> CacheSpec:
         {"storage": "ring", "chunk": 5},
         {"storage": "slot", "chunk": 8},
     ]
-    layers = []
-    for kind, (key_format, value_format) in zip(kinds, itertools.cycle(formats), strict=False):
-        kv = KV(
-            key_heads=2, key_dim=64, value_heads=4, value_dim=32, key_format=key_format, value_format=value_format, **kind
-        )
-        layers.append(LayerSpec(kv=kv))
+    sizes = {"key_heads": 2, "key_dim": 64, "value_heads": 4, "value_dim": 32}
+    layers = [
+        LayerSpec(kv=KV(**sizes, **kind, key_format=key, value_format=value))
+        for kind, (key, value) in zip(kinds, itertools.cycle(formats), strict=False)
+    ]
     return CacheSpec(layers=layers, block_tokens=8, name="every classic kind")

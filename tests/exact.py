@@ -68,3 +68,11 @@ def bf16_bits(value: float) -> int:
     """bf16 bits of a finite number, nearest even, by integers on its fp32 bits."""
     bits = int(np.float32(value).view(np.uint32))
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def same_values(found, expected):
+    """Equal as numbers and in the sign of zero; NaN equals NaN."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        found, expected = found.astype(np.float64).ravel(), np.asarray(expected, np.float64).ravel()
+    equal = (found == expected) & (np.signbit(found) == np.signbit(expected)) | np.isnan(found) & np.isnan(expected)
+    assert equal.all(), f"first at {np.flatnonzero(~equal)[:3]}: {found[~equal][:3]}, wanted {expected[~equal][:3]}"

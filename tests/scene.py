@@ -259,3 +259,17 @@ def seen_by(step: Any, layer: int = 0, *, heads: int = 2, selected: Any = None) 
 def numbered(first: int, last: int, base: float = 0.0) -> dict[int, float]:
     """Positions first .. last, each holding base + position: what a reader should find."""
     return {position: base + position for position in range(first, last + 1)}
+
+
+def poison_slots(cache: kvcore.Cache) -> None:
+    """Fill every slot that no live request holds with 0xFF; blocks may be cached, so they stay."""
+    held = {request.slot for request in cache.requests}
+    pools = {}
+    for region in cache.plan.regions:
+        if region.growth == "slot":
+            free = [slot for slot in range(cache.plan.slots) if slot not in held]
+            for name, _ in region.buffers.values():
+                host = kvcore.to_numpy(cache.pools[name])
+                host[free] = 0xFF
+                pools[name] = cache.asarray(host)
+    cache.pools = cache.pools.replace(pools)

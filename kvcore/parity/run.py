@@ -62,13 +62,12 @@ class Subject:
             self._bound = plan, ops
         return self._bound[1]
 
-
-def introduce(subject: Subject, plan: CachePlan) -> None:
-    """Learn how a backend runs before its first check, so that every record can say it."""
-    if not subject.reason:
-        # Verbs that cannot be bound are the record of every check that needs them.
-        with suppress(Exception):
-            subject.ops(plan)
+    def introduce(self, plan: CachePlan) -> None:
+        """Learn how the backend runs before its first check, so that every record can say it."""
+        if not self.reason:
+            # Verbs that cannot be bound are the record of every check that needs them.
+            with suppress(Exception):
+                self.ops(plan)
 
 
 def objection(info: BackendInfo, device: str | None = None) -> str:
@@ -104,30 +103,36 @@ def run(
     chosen = [check for check in checks_of(spec) if fnmatchcase(check.id, only)]
     subjects = [Subject(info, device) for info in backends]
     for subject in subjects if chosen else []:
-        introduce(subject, chosen[0].plan)
+        subject.introduce(chosen[0].plan)
     records: dict[str, list[Record]] = {info.name: [] for info in backends}
     for number, check in enumerate(chosen):
         if progress is not None:
             progress(number, len(chosen), check.id)
         for record in check_backends(check, subjects):
             records[record.backend].append(record)
+    return report_of(spec, subjects, [record for found in records.values() for record in found], command=command)
+
+
+def report_of(spec: CacheSpec, subjects: Sequence[Subject], records: Sequence[Record], *, command: str) -> Report:
+    """The report of records that were made here by these subjects."""
     described = environment.describe()
+    runs = [
+        Run(
+            backend=subject.info.name,
+            how=subject.how,
+            device=subject.device,
+            reason=subject.reason,
+            command=command,
+            **described,
+        )
+        for subject in subjects
+    ]
     return Report(
         schema=SCHEMA,
         spec=SpecRef(name=spec.name, digest=spec.digest),
-        runs=tuple(
-            Run(
-                backend=subject.info.name,
-                how=subject.how,
-                device=subject.device,
-                reason=subject.reason,
-                command=command,
-                **described,
-            )
-            for subject in subjects
-        ),
+        runs=tuple(runs),
         tolerances=tolerances.table(computed_formats_of(spec)),
-        checks=tuple(record for of_backend in records.values() for record in of_backend),
+        checks=tuple(records),
     )
 
 
@@ -136,9 +141,9 @@ def check_backends(check: Check, subjects: Sequence[Subject]) -> list[Record]:
     records: list[Record] = []
     driven: tuple[Callable[[Ops], list[Output]], list[Output]] | None = None
     for subject in subjects:
-        blocked = _blocked(check, subject)
-        if blocked is not None:
-            records.append(blocked)
+        not_run = blocked(check, subject)
+        if not_run is not None:
+            records.append(not_run)
             continue
         if driven is None:
             drive = check.prepare()
@@ -147,7 +152,7 @@ def check_backends(check: Check, subjects: Sequence[Subject]) -> list[Record]:
     return records
 
 
-def _blocked(check: Check, subject: Subject) -> Record | None:
+def blocked(check: Check, subject: Subject) -> Record | None:
     """The record of a check that is not run, or None."""
     missing = check.needs - subject.info.capabilities
     if subject.reason:

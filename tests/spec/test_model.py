@@ -1,148 +1,25 @@
-"""Layers composed of components: every rule of a spec, with the path that its error names."""
-
-import json
+"""Layers composed of components: every rule that spans components, with the path that its error names."""
 
 import pytest
+from spec_documents import (
+    CSA,
+    ENTRIES,
+    INDEX_KEYS,
+    INDEX_TAIL,
+    TAIL,
+    WINDOW,
+    construct,
+    layers,
+    read,
+    refused,
+)
 
 from kvcore.errors import SpecError
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window, from_json, presets
-
-WINDOW = {"dim": 8, "window": 4, "format": "fp32"}
-TAIL = {"dim": 8, "ratio": 4, "overlap": True}
-ENTRIES = {"dim": 8, "ratio": 4, "format": "fp32"}
-INDEX_TAIL = {"dim": 6, "ratio": 4, "overlap": True}
-INDEX_KEYS = {"dim": 6, "ratio": 4, "heads": 2, "topk": 3, "format": "fp32"}
-KV_FIELDS = {"key_heads": 2, "key_dim": 8}
-
-KINDS = {
-    "window": (Window, WINDOW),
-    "tail": (Tail, TAIL),
-    "entries": (Entries, ENTRIES),
-    "index_tail": (Tail, INDEX_TAIL),
-    "index_keys": (IndexKeys, INDEX_KEYS),
-    "kv": (KV, KV_FIELDS),
-}
-
-
-def construct(document):
-    """A spec from the same dictionaries that JSON has, through the constructors."""
-
-    def layer(fields):
-        return LayerSpec(**{role: KINDS[role][0](**values) for role, values in fields.items()})
-
-    groups = {name: [layer(fields) for fields in document.get(name, [])] for name in ("layers", "draft_layers")}
-    return CacheSpec(**{**document, **groups})
-
-
-def read(document):
-    return from_json(json.dumps({"schema_version": 1, **document}))
-
-
-def refused(make, document):
-    with pytest.raises(SpecError) as caught:
-        make(document)
-    error = caught.value
-    assert error.allowed
-    assert str(error).startswith(f"{error.where}: got ")
-    return error
-
-
-def layers(*given, block_tokens=8):
-    return {"layers": list(given), "block_tokens": block_tokens}
-
-
-CSA = {"window": WINDOW, "tail": TAIL, "entries": ENTRIES, "index_tail": INDEX_TAIL, "index_keys": INDEX_KEYS}
+from kvcore.spec import CacheSpec, IndexKeys, LayerSpec, Tail, Window, presets
 
 
 def test_a_layer_of_every_latent_role_is_accepted():
     assert construct(layers(CSA)) == read(layers(CSA))
-
-
-# What is wrong inside one component: role, changed fields, the field that the error names, part of the message.
-FIELDS = [
-    *(("window", {name: 0}, name, "1 or more") for name in ("dim", "window", "rows")),
-    *(("tail", {name: 0}, name, "1 or more") for name in ("dim", "ratio", "rows")),
-    *(("entries", {name: -1}, name, "1 or more") for name in ("dim", "ratio")),
-    *(("index_keys", {name: 0}, name, "1 or more") for name in ("dim", "ratio", "heads", "topk")),
-    *(
-        ("kv", {name: 0}, name, "1 or more")
-        for name in ("key_heads", "key_dim", "value_heads", "value_dim", "window", "chunk")
-    ),
-    ("window", {"rows": 3}, "rows", "4 or more"),
-    ("tail", {"rows": 7}, "rows", "8 or more"),
-    ("tail", {"rows": 3, "overlap": False}, "rows", "4 or more"),
-    ("window", {"format": "v4"}, "format", "v4_584"),
-    ("window", {"format": "v4_584"}, "dim", "512, for format v4_584"),
-    ("entries", {"format": "nope"}, "format", "v4_584"),
-    ("entries", {"format": "v32_656"}, "dim", "576, for format v32_656"),
-    ("entries", {"format": "mxfp4", "dim": 7}, "dim", "an even number"),
-    ("entries", {"share": -1}, "share", "0 or more, or null"),
-    ("index_keys", {"format": "index_fp4_68"}, "dim", "128, for format index_fp4_68"),
-    ("index_keys", {"global_scale": 0.0}, "global_scale", "above 0"),
-    ("index_keys", {"global_scale": -1.0}, "global_scale", "above 0"),
-    ("index_keys", {"global_scale": 1e-40}, "global_scale", "normal in fp32"),
-    ("index_keys", {"global_scale": 1e39}, "global_scale", "normal in fp32"),
-    ("kv", {"window": 4, "chunk": 4}, "chunk", "not both"),
-    ("kv", {"storage": "ring"}, "storage", "ring only with a window or a chunk"),
-    ("kv", {"key_format": "nope"}, "key_format", "bf16"),
-    ("kv", {"value_format": "nope"}, "value_format", "bf16"),
-    ("kv", {"value_format": ""}, "value_format", "bf16"),
-    ("kv", {"key_format": "v4_584"}, "key_dim", "512, for format v4_584"),
-    ("kv", {"value_format": "v4_584"}, "key_dim", "512, for format v4_584"),
-    ("kv", {"value_format": "v4_584", "value_dim": 16}, "value_dim", "512, for format v4_584"),
-    ("kv", {"key_format": "mxfp4", "value_dim": 7}, "value_dim", "an even number"),
-    ("kv", {"key_format": "index_fp4_68_h", "key_dim": 128}, "key_format", "a format for K-V rows"),
-    ("kv", {"value_format": "index_nvfp4", "value_dim": 128}, "value_format", "a format for K-V rows"),
-]
-
-
-@pytest.mark.parametrize(
-    ("role", "change", "field", "message"), FIELDS, ids=[f"{role} {change}" for role, change, _, _ in FIELDS]
-)
-def test_a_component_that_contradicts_itself(role, change, field, message):
-    kind, fields = KINDS[role]
-    with pytest.raises(SpecError, match=message) as caught:
-        kind(**{**fields, **change})
-    assert caught.value.where == field
-
-    second = {role: {**fields, **change}}
-    error = refused(read, layers({"window": WINDOW}, second))
-    assert error.where == f"layers[1].{role}.{field}"
-    assert message in error.allowed
-    draft = refused(read, {"layers": [{"window": WINDOW}], "draft_layers": [second], "block_tokens": 8})
-    assert draft.where == f"draft_layers[0].{role}.{field}"
-
-
-@pytest.mark.parametrize("value", [True, 1.5, "4", None, [4], float("nan")], ids=repr)
-@pytest.mark.parametrize(
-    ("role", "field"),
-    [
-        ("window", "dim"), ("window", "window"), ("tail", "dim"), ("tail", "ratio"), ("entries", "dim"),
-        ("entries", "ratio"), ("index_keys", "heads"), ("index_keys", "topk"), ("kv", "key_heads"), ("kv", "key_dim"),
-    ],
-)  # fmt: skip
-def test_counts_are_plain_integers(role, field, value):
-    kind, fields = KINDS[role]
-    with pytest.raises(SpecError) as caught:
-        kind(**{**fields, field: value})
-    assert caught.value.where == field
-
-
-@pytest.mark.parametrize(
-    ("role", "field", "value"),
-    [
-        ("tail", "overlap", 1), ("tail", "overlap", None), ("tail", "overlap", "yes"), ("entries", "share", True),
-        ("entries", "share", 1.0), ("entries", "share", "0"), ("index_keys", "global_scale", True),
-        ("index_keys", "global_scale", float("inf")), ("index_keys", "global_scale", float("nan")),
-        ("index_keys", "global_scale", "1"), ("kv", "storage", "disk"), ("kv", "storage", None),
-        ("window", "format", None), ("window", "format", ["fp32"]), ("kv", "key_format", 16),
-    ],
-)  # fmt: skip
-def test_other_fields_have_their_types(role, field, value):
-    kind, fields = KINDS[role]
-    with pytest.raises(SpecError) as caught:
-        kind(**{**fields, field: value})
-    assert caught.value.where == field
 
 
 # What is wrong between components of one layer: the layer, and the path in the error.

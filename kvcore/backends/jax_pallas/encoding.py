@@ -225,7 +225,7 @@ def divide(values, by):
 
 
 def _halves(values):
-    """values = high + low exactly, 12 significant bits each."""
+    """Values = high + low exactly, 12 significant bits each."""
     high = from_bits(bits_of(values) & np.uint32(0xFFFFF000))
     return high, values - high
 

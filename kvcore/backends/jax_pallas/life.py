@@ -43,7 +43,9 @@ def gather_rows(layer, pools, index, rows=None, *, role, columns):
     if rows is not None:
         own = [place.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
     parts = [
-        place.read(pools, region, index, place.requests_like(numbers), numbers, stored).reshape(*numbers.shape, -1)
+        place.read(pools, region, index, place.requests_like(numbers), numbers, stored).reshape(
+            *numbers.shape, region.heads * region.format.row
+        )
         for region, stored in zip(regions, own, strict=True)
     ]
     found = jnp.where((numbers >= 0)[:, :, None], jnp.concatenate(parts, axis=2), 0)
@@ -86,7 +88,7 @@ def digest_rows(raw, salt):
     """
     requests, columns, size = raw.rows.shape
     padded = jnp.pad(raw.rows, ((0, 0), (0, 0), (0, -size % 4)))
-    words = lax.bitcast_convert_type(padded.reshape(requests, columns, -1, 4), jnp.uint32)
+    words = lax.bitcast_convert_type(padded.reshape(requests, columns, -(-size // 4), 4), jnp.uint32)
     place_of = jnp.arange(words.shape[2], dtype=jnp.uint32) * np.uint32(digest.WORD_FACTOR)
     row_of = raw.positions.astype(jnp.uint32) * np.uint32(digest.POSITION_FACTOR)
     valid = (raw.positions >= 0)[:, :, None]

@@ -5,6 +5,7 @@ the unit): one flat offset would outgrow int32. A row that does not exist has un
 reads of it are zeros and writes to it are dropped. JAX by itself would wrap -1 around to the last unit.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -132,7 +133,7 @@ def encode_rows(region: Region, values, global_scale=1.0):
 
 def decode_rows(region: Region, rows, global_scale=1.0):
     """Canonical rows [..., row_bytes] of a region -> values [..., dim]."""
-    flat = rows.reshape(-1, region.format.row)
+    flat = rows.reshape(math.prod(rows.shape[:-1]), region.format.row)
     return decode(region.format, flat, global_scale=global_scale).reshape(*rows.shape[:-1], region.format.dim)
 
 
@@ -260,4 +261,5 @@ def _to_bytes(stored):
 def _from_bytes(stored, dtype):
     if dtype == np.uint8:
         return stored
-    return lax.bitcast_convert_type(stored.reshape(*stored.shape[:-1], -1, dtype.itemsize), dtype)
+    size = dtype.itemsize
+    return lax.bitcast_convert_type(stored.reshape(*stored.shape[:-1], stored.shape[-1] // size, size), dtype)

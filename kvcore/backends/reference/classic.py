@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.attention import softmax_sum
 from kvcore.backends.reference.encoding import DTYPES
@@ -15,9 +16,10 @@ def append_kv(ops, pools, layer, index, k, v):
     return pools
 
 
-def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns):
+def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     component = ops.component(layer, "kv")
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     requests = len(index.slots)
     positions = np.full((requests, columns), -1, np.int32)
     gathered = []
@@ -34,9 +36,10 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns):
     return gathered[0], gathered[1], positions
 
 
-def mask(ops, layer, index, *, columns):
+def mask(ops, layer, index, *, columns=None):
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = ops.component(layer, "kv")
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     seen = np.zeros((len(index.positions), columns), bool)
     for token, (request, query) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:
@@ -47,7 +50,7 @@ def mask(ops, layer, index, *, columns):
     return seen
 
 
-def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     component = ops.component(layer, "kv")
     tokens, heads, dim = q.shape

@@ -56,9 +56,11 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
             continue
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
-            scales = scale_values(take(rows, format, "scales"), format.field("scales").code, global_scale, format)
+            scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
             with np.errstate(invalid="ignore", over="ignore"):
                 values = values * np.repeat(scales, field.width, axis=1)[:, : field.size]
+                # Code times scale is exact, so the product with the global scale rounds once.
+                values = values * np.float32(global_scale) if format.global_scaled else values
         channels.append(values)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
@@ -124,14 +126,13 @@ def scale_of(amax, field: Field, global_scale):
     return scales, scales.view(np.uint32)
 
 
-def scale_values(stored, code: str, global_scale, format: Format):
+def scale_values(stored, code: str):
     """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
     if code == "e8m0":
         exponent = stored.astype(np.uint32)
         bits = np.where(exponent == 0, 0x00400000, exponent << 23)
         return np.where(exponent == 0xFF, 0x7FC00000, bits).astype(np.uint32).view(np.float32)
-    scales = from_bytes(stored, code)
-    return scales * np.float32(global_scale) if format.global_scaled else scales
+    return from_bytes(stored, code)
 
 
 def to_bytes(values, code: str, clamp: bool = False):

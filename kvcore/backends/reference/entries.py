@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.encoding import DTYPES
 from kvcore.ops import AllEntries, Closed, SelectedEntries
@@ -26,9 +27,10 @@ def store_role(ops, pools, layer, role, index, values):
             place.store(pools, region, *place.locate(region, index, int(request), int(entry)), rows[row])
 
 
-def closed(ops, layer, index, count, role="entries"):
+def closed(ops, layer, index, count=None, role="entries"):
     """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
     ratio = ops.component(layer, role).ratio
+    count = bounds.closed(ops.plan, layer, role, index) if count is None else count
     found = [
         (request, entry)
         for request, (start, length) in enumerate(zip(index.starts, index.lengths, strict=True))
@@ -57,10 +59,11 @@ def gather_entries(ops, pools, layer, index, indices):
     return SelectedEntries(values, valid)
 
 
-def gather_all_entries(ops, pools, layer, index, *, columns, role="entries"):
+def gather_all_entries(ops, pools, layer, index, *, columns=None, role="entries"):
     """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
     (region,) = ops.plan.region(layer, role)
     component = ops.component(layer, role)
+    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
     requests = len(index.slots)
     values = np.zeros((requests, columns, component.dim), DTYPES[region.format.value_code])
     positions = np.full((requests, columns), -1, np.int32)

@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from kvcore import bounds
 from kvcore.backends.reference.encoding import hadamard
 
 
-def index_scores(ops, pools, layer, index, q, weights, *, columns):
+def index_scores(ops, pools, layer, index, q, weights, *, columns=None):
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
     component = ops.component(layer, "index_keys")
+    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
     keys = ops.gather_all_entries(pools, layer, index, columns=columns, role="index_keys").values.astype(np.float32)
     q = q.astype(np.float32)
     if component.parts[0].format.hadamard:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcore import digest
+from kvcore import bounds, digest
 from kvcore.backends.reference import rows as place
 from kvcore.ops import RawRows
 from kvcore.pools import fresh_unit
@@ -44,10 +44,11 @@ def _copy(ops, pools, sources, targets, growth):
     return pools
 
 
-def gather_rows(ops, pools, layer, role, index, rows=None, *, columns):
+def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
     """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
     component = ops.component(layer, role)
     regions = ops.plan.region(layer, role)
+    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
     requests = len(index.slots)
     out = np.zeros((requests, columns, sum(region.heads * region.format.row for region in regions)), np.uint8)
     positions = np.full((requests, columns), -1, np.int32)

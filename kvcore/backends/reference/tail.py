@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.encoding import to_bf16
 from kvcore.spec import Rope
@@ -23,7 +24,7 @@ def _append(ops, pools, layer, index, kv, score, role):
     return pools
 
 
-def compress(ops, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
+def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
@@ -33,6 +34,7 @@ def compress(ops, pools, layer, index, kv, score, *, closed, role="entries", nor
     (region,) = ops.plan.region(layer, ops.tail_of(role))
     own = ops.encode_rows(region, np.concatenate([kv, score], axis=1))
     exact = ops.component(layer, role).parts[0].format.value_code == "fp32"
+    closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
     latents = np.zeros((closed, d), np.float32)
     for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, closed, role), strict=True)):
         if request < 0:
@@ -63,7 +65,7 @@ def flush(
     index_kv=None,
     index_score=None,
     *,
-    closed,
+    closed=None,
     norm_weight=None,
     eps=1e-6,
     rope=None,
@@ -79,7 +81,7 @@ def flush(
         )
         component = ops.component(layer, role)
         if rope is not None:
-            _, entries = ops.closed(layer, index, closed, role)
+            _, entries = ops.closed(layer, index, len(latents), role)
             latents = rotate(latents, entries * component.ratio, rope)
             latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
         ops.store_role(pools, layer, role, index, latents)

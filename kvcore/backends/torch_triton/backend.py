@@ -88,11 +88,13 @@ class TorchOps:
             return array.detach()
         host = np.array(array, order="C")
         is_bf16 = host.dtype.name == "bfloat16"
-        try:
-            tensor = torch.from_numpy(host.view(np.int16) if is_bf16 else host)
-        except TypeError:
-            raise ShapeError(got=f"dtype {host.dtype}", where="array", allowed="a dtype that torch has") from None
-        return (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(self.device)
+        # Like the pools: an array made in inference mode may become a pool that is written to outside it.
+        with torch.inference_mode(False):
+            try:
+                tensor = torch.from_numpy(host.view(np.int16) if is_bf16 else host)
+            except TypeError:
+                raise ShapeError(got=f"dtype {host.dtype}", where="array", allowed="a dtype that torch has") from None
+            return (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(self.device)
 
     def join(self, kv, score):
         """Kv and score [T, width] side by side."""

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import torch
 
+from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
@@ -17,8 +18,9 @@ def append_kv(ops, pools, layer, index, k, v):
     return pools
 
 
-def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns):
+def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     positions = positions_of(ops.component(layer, "kv"), index, columns)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     valid = positions >= 0
@@ -74,18 +76,20 @@ def bulk(ops, pools, region, layer, index, columns):
     return dense.to(DTYPES[region.format.value_code])
 
 
-def mask(ops, layer, index, *, columns):
+def mask(ops, layer, index, *, columns=None):
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = ops.component(layer, "kv")
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     request, query = index.request_index, index.positions[:, None]
     position = place.of_request(positions_of(component, index, columns), request)
     seen = (position >= place.first_visible(component, query)) & (position <= query) & (position >= 0)
     return seen & (request >= 0)[:, None]
 
 
-def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     tokens, heads, dim = q.shape
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
     seen = ops.mask(layer, index, columns=columns)
     scale = dim**-0.5 if scale is None else scale

@@ -65,8 +65,10 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
             continue
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
-            scales = scale_values(take(rows, format, "scales"), format.field("scales").code, global_scale, format)
+            scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
             values = values * spread(scales, field)
+            # Code times scale is exact, so the product with the global scale rounds once.
+            values = values * global_scale if format.global_scaled else values
         channels.append(values.to(DTYPES[format.value_code]))
     return channels[0] if len(channels) == 1 else torch.cat(channels, dim=1)
 
@@ -127,14 +129,13 @@ def scale_of(amax, field: Field, global_scale):
     return scales, scales.view(torch.int32)
 
 
-def scale_values(stored, code: str, global_scale, format: Format):
+def scale_values(stored, code: str):
     """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
     if code == "e8m0":
         exponent = stored.to(torch.int32)
         bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
         return torch.where(exponent == 0xFF, 0x7FC00000, bits).view(torch.float32)
-    scales = from_bytes(stored, code)
-    return scales * global_scale if format.global_scaled else scales
+    return from_bytes(stored, code)
 
 
 def spread(scales, field: Field):

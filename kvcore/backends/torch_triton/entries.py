@@ -2,6 +2,7 @@
 
 import torch
 
+from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
 from kvcore.ops import AllEntries, Closed, SelectedEntries
 
@@ -24,9 +25,10 @@ def store_role(ops, pools, layer, role, index, values):
     place.store(pools, region, *place.locate(region, index, torch.where(taken_over, -1, request), entry), rows)
 
 
-def closed(ops, layer, index, count, role="entries"):
+def closed(ops, layer, index, count=None, role="entries"):
     """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
     ratio = ops.component(layer, role).ratio
+    count = bounds.closed(ops.plan, layer, role, index) if count is None else count
     first = index.starts // ratio
     ends = (index.lengths // ratio - first).cumsum(0, dtype=torch.int32)
     row = torch.arange(count, dtype=torch.int32, device=first.device)
@@ -49,10 +51,11 @@ def gather_entries(ops, pools, layer, index, indices):
     return SelectedEntries(place.blank(ops.decode_rows(region, stored)[:, :, 0], valid), valid)
 
 
-def gather_all_entries(ops, pools, layer, index, *, columns, role="entries"):
+def gather_all_entries(ops, pools, layer, index, *, columns=None, role="entries"):
     """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
     (region,) = ops.plan.region(layer, role)
     component = ops.component(layer, role)
+    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
     counts = index.lengths // component.ratio
     entries = place.numbers_from(torch.zeros_like(counts), counts, columns)
     requests = torch.arange(len(index.slots), device=counts.device)[:, None]

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from kvcore import digest
+from kvcore import bounds, digest
 from kvcore.backends.torch_triton import rows as place
 from kvcore.ops import RawRows
 from kvcore.pools import fresh_unit
@@ -51,10 +51,11 @@ def _copy(ops, pools, sources, targets, growth):
     return pools
 
 
-def gather_rows(ops, pools, layer, role, index, rows=None, *, columns):
+def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
     """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
     component = ops.component(layer, role)
     regions = ops.plan.region(layer, role)
+    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
     live = [component.live(length) for length in index.lengths.tolist()]
     first, count = index.lengths.new_tensor([[found.start, len(found)] for found in live]).reshape(-1, 2).T
     numbers = place.numbers_from(first, count, columns)

@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import to_bf16
 from kvcore.spec import Rope
@@ -25,7 +26,7 @@ def _append(ops, pools, layer, index, kv, score, role):
     return pools
 
 
-def compress(ops, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
+def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
@@ -35,6 +36,7 @@ def compress(ops, pools, layer, index, kv, score, *, closed, role="entries", nor
     (region,) = ops.plan.region(layer, ops.tail_of(role))
     own = ops.encode_rows(region, ops.join(kv, score))
     exact = ops.component(layer, role).parts[0].format.value_code == "fp32"
+    closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
     requests, entries = ops.closed(layer, index, closed, role)
     latents = torch.zeros((closed, d), dtype=torch.float32, device=own.device)
     for some in place.portions(closed, (2 * m if component.overlap else m) * 2 * component.width):
@@ -64,7 +66,7 @@ def flush(
     index_kv=None,
     index_score=None,
     *,
-    closed,
+    closed=None,
     norm_weight=None,
     eps=1e-6,
     rope=None,
@@ -80,7 +82,7 @@ def flush(
         )
         component = ops.component(layer, role)
         if rope is not None:
-            _, entries = ops.closed(layer, index, closed, role)
+            _, entries = ops.closed(layer, index, len(latents), role)
             latents = rotate(latents, entries * component.ratio, rope)
             latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
         ops.store_role(pools, layer, role, index, latents)

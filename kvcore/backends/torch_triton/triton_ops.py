@@ -5,7 +5,7 @@ After a step's index is built nothing here allocates on the write path, asks the
 integers that change from step to step, so a decode step can be captured in a CUDA graph.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -417,7 +417,7 @@ def capturing():
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-@lru_cache(maxsize=None)
+@cache
 def interpreted():
     """True where TRITON_INTERPRET=1 runs the kernels without a GPU."""
     return launch.INTERPRETED

@@ -9,7 +9,7 @@ from kvcore.backends.torch_triton.kernels.latent import inverse_rms, rotate
 from kvcore.backends.torch_triton.kernels.rows import channels, store_codes, store_plain, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table_columns"])
 def append_kernel(
     values_ptr,
     codes_ptr,
@@ -46,7 +46,7 @@ def append_kernel(
     store_rows(x, unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table_columns", "eps"])
 def append_rotated_kernel(
     values_ptr,
     codes_ptr,
@@ -106,7 +106,7 @@ def append_rotated_kernel(
         store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table_columns", "requests"])
 def store_entries_kernel(
     values_ptr,
     codes_ptr,

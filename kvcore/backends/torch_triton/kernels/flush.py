@@ -172,7 +172,7 @@ def append_part(
     save_rows(score, column + T.width, mask, one + slot, one + position, tail_ptr, T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table_columns", "programs", "eps"])
 def flush_kernel(
     kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, norm_ptr,
     index_kv_ptr, index_score_ptr, index_tail_ptr, index_codes_ptr, index_scales_ptr, index_plain_ptr, index_norm_ptr,

@@ -7,7 +7,7 @@ from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.rows import channels, load_rows, store_dense
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def gather_window_kernel(
     out_ptr,
     positions_out_ptr,
@@ -36,7 +36,7 @@ def gather_window_kernel(
     tl.store(positions_out_ptr + row, tl.where(valid, position, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "picks", "table_columns"])
 def gather_entries_kernel(
     out_ptr,
     valid_out_ptr,
@@ -69,7 +69,7 @@ def gather_entries_kernel(
     tl.store(valid_out_ptr + row, valid.to(tl.int8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_all_kernel(
     out_ptr,
     counts_out_ptr,
@@ -102,7 +102,7 @@ def gather_all_kernel(
     tl.store(positions_out_ptr + row, tl.where(valid, entry * RATIO, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_kv_kernel(
     out_ptr,
     positions_out_ptr,

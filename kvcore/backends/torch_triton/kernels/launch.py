@@ -6,7 +6,7 @@ while ``torch.compile`` traces, callers go through ``torch.ops.kvcore`` instead.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +47,13 @@ def bind_tail(record: TailRecord) -> int:
     return _tails.index(record)
 
 
-@lru_cache(maxsize=None)
+@cache
 def options(device: torch.device) -> dict[str, Any]:
     """What every launch on a device is given: no contraction of products and sums, so that stored bits are the same."""
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_native(device: torch.device) -> bool:
     """``record.native``, looked up once a device."""
     return not INTERPRETED and native(device)
@@ -449,7 +449,7 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
     size = record.tiles * record.width
     rows = window_rows(tail_record)
     parts = max(1, min(8, size // 64)) if rows * size > 16384 else 1
-    chunk = min(rows, max(1, 4096 // (size // parts)))
+    chunk = min(rows, max(1, (4096 if parts == 1 else 2048) // (size // parts)))
     return FlushShape(1 if decode else power_of_two(tail_record.ratio), parts, chunk, 4)
 
 

@@ -4,7 +4,7 @@ A kernel takes the record as a ``constexpr`` argument and branches on it while i
 layout is a new specialisation of the same source. All byte numbers are of one unit (a slot or a block) of a pool.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ class RegionBuffers(NamedTuple):
     plain: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
     """The record of a region and its pools' names, or None where the kernels do not cover its format or layout."""
     places = {place.field: place for place in region.unit.places}

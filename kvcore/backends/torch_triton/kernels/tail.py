@@ -36,7 +36,7 @@ def save_rows(x, column, mask, slot, position, tail_ptr, T: tl.constexpr):
     tl.store(tail_ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + column[None, :], bits, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def append_tail_kernel(
     kv_ptr,
     score_ptr,

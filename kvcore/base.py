@@ -1,0 +1,173 @@
+"""What a cache is made of, and the rules that all its verbs keep: one at a time, none inside a step, freed is gone."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.blocks import BlockStatistics
+from kvcore.content import Content, write_rows
+from kvcore.errors import StepError
+from kvcore.growth import Growth
+from kvcore.manager import Manager, Request
+from kvcore.ops import Backend, Ops
+from kvcore.plan import CachePlan
+from kvcore.pools import Pools, check_same_tree
+from kvcore.prefix import Policy
+from kvcore.reuse import PrefixCache
+from kvcore.step import Row
+
+if TYPE_CHECKING:
+    from kvcore.open_step import Step
+
+
+class CacheBase:
+    """A plan, its pools, a backend's verbs, and the requests that live in them.
+
+    Attributes:
+        spec: what each layer holds.
+        plan: blocks, slots and bytes.
+        ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
+        backend: the backend; ``backend.name`` says which.
+        check: whether input is checked for finiteness and steps for completeness.
+        damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
+    """
+
+    def __init__(
+        self, plan: CachePlan, backend: Backend, ops: Ops, *, prefix: Policy = "off", check: bool = False
+    ) -> None:
+        self.spec = plan.spec
+        self.plan = plan
+        self.backend = backend
+        self.ops = ops
+        self.check = check
+        self.damaged: tuple[str, ...] = ()
+        self._manager = Manager(plan)
+        self._prefix = PrefixCache(plan.spec, prefix, self._manager)
+        self._pools = ops.allocate()
+        self._step: Step | None = None
+        self._stepping = 0
+        self._turns = threading.Condition(threading.RLock())
+
+    @property
+    def pools(self) -> Pools:
+        """The pools, ``"L.role.field"`` -> array. Assign what functional ops returned to put it back."""
+        return self._pools
+
+    @pools.setter
+    def pools(self, pools: Mapping[str, Any]) -> None:
+        self._pools = check_same_tree(pools, self._pools)
+        if self._step is not None:
+            self._step.pools_replaced = True
+
+    def replace_pools(self, pools: Pools) -> None:
+        """Take what a handle's verb returned; nothing is checked."""
+        self._pools = pools
+
+    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        """The backend's array as NumPy."""
+        return to_numpy(array)
+
+    def asarray(self, array: Any) -> Any:
+        """A NumPy array (bf16 as ml_dtypes) as the backend's array on its device; inverse of ``kvcore.to_numpy``."""
+        return self.ops.asarray(array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return self._pools.nbytes
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that can still be admitted."""
+        return self._manager.free_slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that steps can still take."""
+        return self._manager.free_blocks
+
+    @property
+    def block_statistics(self) -> BlockStatistics:
+        """Blocks taken, dropped and evicted so far, and key look-ups of prefix reuse that hit and missed."""
+        return self._manager.blocks.statistics
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Live requests in order of admission."""
+        return self._manager.requests
+
+    def row(self, request: Request) -> Row:
+        """The request as it is now, as a part of a step without tokens."""
+        return self._rows([request], [0])[0]
+
+    def floor(self, request: Request) -> int:
+        """Smallest length that ``truncate`` accepts for the request."""
+        return self._manager.deepest_truncation(self._manager.check(request))
+
+    def install(self, request: Request, length: int, floor: int, tokens: Sequence[int] | None, rows: Content) -> None:
+        """Make a fresh request hold ``rows`` at ``length`` tokens, complete for every length from ``floor`` on.
+
+        Raises:
+            OutOfBlocks: no room; the request is still fresh.
+        """
+        self._manager.take_over(request, length=length, floor=floor, tokens=tokens)
+        self._pools = write_rows(self.ops, self._pools, self.row(request), rows)
+        self._prefix.publish(self._manager.place(request))
+
+    def begin_step(self, step: "Step") -> None:
+        """Let nobody but this thread touch the cache until the step ends."""
+        self._step, self._stepping = step, threading.get_ident()
+
+    def end_step(self) -> None:
+        """Let the others go on; called by the step that ends, from any thread."""
+        with self._turns:
+            self._step = None
+            self._turns.notify_all()
+
+    def poison(self, slots: list[int], blocks: list[int]) -> None:
+        """Under ``check=True``, make what was freed unreadable."""
+        if self.check and (slots or blocks):
+            self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
+
+    @contextmanager
+    def _turn(self, verb: str, *, in_step: bool = False) -> Iterator[None]:
+        """One verb at a time. Other threads wait until an open step has ended; its own thread is refused, or let in."""
+        with self._turns:
+            while self._step is not None and self._stepping != threading.get_ident():
+                self._turns.wait()
+            if self._step is not None and not in_step:
+                raise StepError(
+                    got=f"{verb} while a step is open", where="cache", allowed="one step at a time, then others"
+                )
+            yield
+
+    def _rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
+        """The requests' parts in a step that brings ``new`` tokens."""
+        places = [self._manager.place(request) for request in requests]
+        return [
+            Row(place.slot, place.length, count, tuple(place.blocks), place.stored)
+            for place, count in zip(places, new, strict=True)
+        ]
+
+    def _prepare_blocks(self, rows: Sequence[Row], grown: Sequence[Growth]) -> None:
+        """Copy shared blocks into those that replaced them; under check, poison all others that are new."""
+        pairs = [
+            (old, row.blocks[column])
+            for row, growth in zip(rows, grown, strict=True)
+            for column, old in growth.replaced
+        ]
+        self.poison([], [block for row, growth in zip(rows, grown, strict=True) for block in _added(row, growth)])
+        if pairs:
+            sources, targets = (self._integers(list(side)) for side in zip(*pairs, strict=True))
+            self._pools = self.ops.copy_blocks(self._pools, sources, targets)
+
+    def _integers(self, values: list[int]) -> Any:
+        return self.ops.asarray(np.array(values, np.int32))
+
+
+def _added(row: Row, growth: Growth) -> Sequence[int]:
+    return row.blocks[len(row.blocks) - growth.added :]

@@ -1,0 +1,186 @@
+"""The conformance kit as a pytest plugin: ``pytest --pyargs kvcore.conformance --kv-backend=NAME --kv-report=FILE``.
+
+pytest loads this module in every run of an environment that has kvcore, so it imports nothing until a test of the kit is
+collected. There are no skips: a backend that was named and cannot run is a usage error; under ``all`` it is a line in
+the summary and ``unavailable`` in the report.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvcore.conformance.suite import Check
+    from kvcore.parity.records import Record
+    from kvcore.parity.run import Subject
+    from kvcore.spec import CacheSpec
+
+pytest.register_assert_rewrite("kvcore.conformance.test_checks", "kvcore.conformance.test_life")
+
+ALL = "all"
+RECORD = "kvcore.record"
+"""Name of the property under which a test carries its record, through JUnit XML and across processes."""
+
+
+class Kit:
+    """What one run of the kit checks, worked out from the options.
+
+    Attributes:
+        spec: whose checks are run.
+        subjects: backends that can run here.
+        absent: backends that cannot, which only ``all`` allows.
+        records: of the tests so far, on the process that writes the report.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        from kvcore.cli.specs import load_spec
+        from kvcore.conformance.specs import NAME, conformance_spec
+        from kvcore.errors import KvcoreError
+        from kvcore.parity.run import Subject
+        from kvcore.plugins import registry
+
+        try:
+            self.spec: CacheSpec = load_spec(config.getoption("--kv-spec"), "--kv-spec", **{NAME: conformance_spec()})
+            known = registry()
+        except KvcoreError as error:
+            raise pytest.UsageError(str(error)) from error
+        names = list(dict.fromkeys(config.getoption("--kv-backend") or ["reference"]))
+        every = ALL in names
+        for name in names:
+            if name != ALL and name not in known.backends:
+                reason = f" ({known.failed[name]})" if name in known.failed else ""
+                raise pytest.UsageError(
+                    f"--kv-backend={name}: no such backend{reason}; have {', '.join(known.backends)}"
+                )
+        self.device: str | None = config.getoption("--kv-device")
+        infos = [info for name, info in known.backends.items() if every or name in names]
+        found = [Subject(info, self.device) for info in infos]
+        self.subjects = [subject for subject in found if not subject.reason]
+        self.absent = [subject for subject in found if subject.reason]
+        for subject in self.absent:
+            if subject.info.name in names:
+                raise pytest.UsageError(f"--kv-backend={subject.info.name} cannot run here: {subject.reason}")
+        self.records: list[Record] = []
+        self._checks: tuple[Check, ...] | None = None
+
+    @property
+    def checks(self) -> "tuple[Check, ...]":
+        """The checks of the spec, made at first use."""
+        from kvcore.conformance.suite import checks_of
+
+        if self._checks is None:
+            self._checks = checks_of(self.spec)
+            for subject in self.subjects:
+                subject.introduce(self._checks[0].plan)
+        return self._checks
+
+
+KIT = pytest.StashKey[Kit]()
+
+
+def kit_of(config: pytest.Config) -> Kit:
+    """The run's kit, worked out at first use.
+
+    Raises:
+        pytest.UsageError: an unknown backend or spec, or a named backend that cannot run here.
+    """
+    if KIT not in config.stash:
+        config.stash[KIT] = Kit(config)
+    return config.stash[KIT]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvcore", "kvcore: conformance of cache backends (with --pyargs kvcore.conformance)")
+    group.addoption(
+        "--kv-backend",
+        action="append",
+        metavar="NAME",
+        help="backend to check, may be repeated; 'all' for every one that can run here (default: reference)",
+    )
+    group.addoption("--kv-device", metavar="DEVICE", help="device of the backends (default: each one's own choice)")
+    group.addoption(
+        "--kv-spec",
+        default="conformance",
+        metavar="NAME|FILE",
+        help="preset or JSON file whose roles and formats are checked (default: all there are)",
+    )
+    group.addoption("--kv-report", metavar="FILE", help="write a parity report, for kvcore parity merge and show")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    report = config.getoption("--kv-report")
+    if report and not Path(report).absolute().parent.is_dir():
+        raise pytest.UsageError(f"--kv-report={report}: no such folder")
+    # A backend that was named must run, whether or not a test asks for it.
+    if config.getoption("--kv-backend") or report:
+        kit_of(config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kv_check" in metafunc.fixturenames:
+        kit = kit_of(metafunc.config)
+        pairs = [(check, subject) for subject in kit.subjects for check in kit.checks]
+        ids = [f"{subject.info.name}-{check.id}" for check, subject in pairs]
+        metafunc.parametrize("kv_check", pairs, ids=ids)
+    if "kv_backend" in metafunc.fixturenames:
+        metafunc.parametrize("kv_backend", [subject.info.name for subject in kit_of(metafunc.config).subjects])
+
+
+@pytest.fixture
+def kv_device(pytestconfig: pytest.Config) -> str | None:
+    """Device of the backends, None for each one's own choice."""
+    return kit_of(pytestconfig).device
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if KIT not in config.stash:
+        return []
+    kit = config.stash[KIT]
+    names = ", ".join(f"{subject.info.name} ({subject.how or 'not yet run'})" for subject in kit.subjects)
+    return [f"kvcore: {names} against the reference, spec {kit.spec.name} {kit.spec.digest[:16]}"]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the records: on the one process that has them all, under xdist too."""
+    if report.when == "call":
+        _collected.extend(value for name, value in report.user_properties if name == RECORD)
+
+
+_collected: list[Any] = []
+
+
+def pytest_sessionstart() -> None:
+    _collected.clear()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Count by status, name what could not run, write the report."""
+    if KIT not in config.stash or hasattr(config, "workerinput") or not _collected:
+        return
+    import msgspec
+
+    from kvcore.parity.records import Record, write
+    from kvcore.parity.run import blocked, report_of
+
+    kit = config.stash[KIT]
+    records = [msgspec.json.decode(text, type=Record) for text in _collected]
+    checks = {record.check: check for record in records for check in kit.checks if check.id == record.check}
+    records += [found for subject in kit.absent for check in checks.values() if (found := blocked(check, subject))]
+    terminalreporter.section("kvcore conformance")
+    counts: dict[tuple[str, str, str], int] = {}
+    for record in records:
+        key = record.backend, record.how, record.status
+        counts[key] = counts.get(key, 0) + 1
+    for (backend, how, status), count in counts.items():
+        terminalreporter.write_line(f"{backend}{f' ({how})' if how else ''}: {count} {status}")
+    for subject in kit.absent:
+        terminalreporter.write_line(f"{subject.info.name} cannot run here: {subject.reason}")
+    path = config.getoption("--kv-report")
+    if path:
+        command = shlex.join(["pytest", *sys.argv[1:]])
+        subjects: list[Subject] = [*kit.subjects, *kit.absent]
+        Path(path).write_bytes(write(report_of(kit.spec, subjects, records, command=command)))
+        terminalreporter.write_line(f"report: {path}")

@@ -1,0 +1,23 @@
+"""Every check of the table, one test each: the same that ``kvcore parity run`` runs."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvcore.conformance.plugin import RECORD
+from kvcore.conformance.suite import Check
+from kvcore.parity.records import FAILING
+from kvcore.parity.run import Subject, check_backends
+from kvcore.parity.show import failure_text
+
+
+def test_check(kv_check: tuple[Check, Subject], record_property: Callable[[str, object], None]) -> None:
+    """The backend does what the reference does, by the check's rule; a known gap is an expected failure."""
+    check, subject = kv_check
+    (record,) = check_backends(check, [subject])
+    record_property(RECORD, msgspec.json.encode(record).decode())
+    if record.status == "known_gap":
+        pytest.xfail(record.detail)
+    if record.status in FAILING:
+        pytest.fail(failure_text(record), pytrace=False)

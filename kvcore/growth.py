@@ -1,0 +1,48 @@
+"""What a step takes from the block pool, and copy on write: which shared blocks it must not write into."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcore.blocks import BlockAllocator
+from kvcore.request import Place
+
+
+class Growth(NamedTuple):
+    """What one request got for a step: blocks added, and shared blocks replaced by copies (place in the list, old one).
+
+    Attributes:
+        added: blocks appended to its list.
+        replaced: (column, old block) of blocks that others read too and that this step writes into.
+    """
+
+    added: int
+    replaced: tuple[tuple[int, int], ...]
+
+
+def shared_columns(
+    blocks: BlockAllocator, block_tokens: int, places: Sequence[Place], new: Sequence[int]
+) -> list[int | None]:
+    """For each request, the column of the block that it writes into although others read it, or None.
+
+    Only the block that a request's next row falls into can be shared: those before it are full, those after it its own.
+    The last holder that writes keeps the block itself, unless a rollback would bring back a longer one, whose rows it
+    would have overwritten.
+    """
+    # Block -> (holders that take a copy, length of the longest of them).
+    leaving: dict[int, tuple[int, int]] = {}
+    columns: list[int | None] = []
+    for place, count in zip(places, new, strict=True):
+        # Taken-over rows are not written again.
+        first = max(place.length, place.stored)
+        column = first // block_tokens
+        if place.length + count <= first or column >= len(place.blocks):
+            columns.append(None)
+            continue
+        block = place.blocks[column]
+        copies, longest = leaving.get(block, (0, 0))
+        if not blocks.is_shared(block, copies if longest <= place.length else 0):
+            columns.append(None)
+            continue
+        leaving[block] = copies + 1, max(longest, place.length)
+        columns.append(column)
+    return columns

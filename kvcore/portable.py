@@ -1,0 +1,48 @@
+"""The verbs of a cache that let a request leave it: export, import, snapshots."""
+
+from collections.abc import Sequence
+from os import PathLike
+
+from kvcore import snapshot, transfer
+from kvcore.base import CacheBase
+from kvcore.manager import Request
+
+
+class PortableVerbs(CacheBase):
+    """What leaves a cache is a finished copy in canonical form, the same from every backend and layout."""
+
+    def export_request(self, request: Request) -> bytes:
+        """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
+
+        Raises:
+            RequestError: stale or foreign. StepError: a step is open.
+        """
+        with self._turn("export_request"):
+            return transfer.export(self, self._manager.check(request))
+
+    def import_request(self, blob: bytes, into: Request | None = None) -> Request:
+        """Take in an exported request; generation goes on where it was.
+
+        Args:
+            blob: from ``export_request`` of a cache with the same spec, on any backend.
+            into: a request without tokens to fill; None admits one.
+
+        Raises:
+            SnapshotError: the blob is damaged or of another spec (the first difference is named).
+            OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` is stale, foreign or not empty. Nothing is changed.
+        """
+        with self._turn("import_request"):
+            return transfer.import_(self, blob, into)
+
+    def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
+        """Write a verified snapshot of some or all requests; the file appears whole or not at all.
+
+        Raises:
+            RequestError: stale or foreign. StepError: a step is open. OSError: the disk refused.
+            BackendError: safetensors is not installed.
+        """
+        with self._turn("save"):
+            chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
+            data = snapshot.to_bytes(self, chosen)
+        # The bytes are a finished copy: others need not wait for the disk.
+        snapshot.write(path, data)

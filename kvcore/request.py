@@ -1,0 +1,102 @@
+"""A request as its cache sees it: the handle that callers hold, and the integers behind it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcore.manager import Manager
+
+
+@dataclass(kw_only=True)
+class Place:
+    """What a live request holds.
+
+    Attributes:
+        slot: holds its windows and tails.
+        generation: how often that slot had been taken before.
+        length: tokens committed.
+        high_water: highest length that any row was ever written for.
+        floor: lowest length that rings which were restored rather than written are complete for.
+        cached_tokens: tokens that admission found already cached.
+        stored: tokens whose paged rows were taken over at admission, which replayed tokens do not write again.
+        given: tokens that did not come through steps of this request but from a prefix, a snapshot or an import.
+        blocks: block numbers in order of history.
+        tokens: ids so far, or None once a step gave only a count.
+        prompt: ids that the ``stored`` tokens were computed from.
+        keys: keys of the full blocks of ``tokens``, as far as they were worked out.
+        written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
+    """
+
+    slot: int
+    generation: int
+    length: int = 0
+    high_water: int = 0
+    floor: int = 0
+    cached_tokens: int = 0
+    stored: int = 0
+    given: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    tokens: list[int] | None = field(default_factory=list[int])
+    prompt: Sequence[int] = ()
+    keys: list[bytes] = field(default_factory=list[bytes])
+    written: dict[str, int] = field(default_factory=lambda: {"main": 0})
+
+    @property
+    def complete(self) -> int:
+        """Tokens that every layer in use has got: what may be shared with other requests."""
+        return min(self.length, *self.written.values())
+
+
+class Request:
+    """One request of a cache, from ``cache.admit()``. Hashable; after ``release`` only ``id`` may be used.
+
+    Attributes:
+        id: number that is never reused within a cache.
+    """
+
+    __slots__ = ("_manager", "id")
+
+    def __init__(self, id: int, manager: "Manager") -> None:
+        self.id = id
+        self._manager = manager
+
+    @property
+    def slot(self) -> int:
+        """The slot that holds the request's windows and tails."""
+        return self._manager.place(self).slot
+
+    @property
+    def generation(self) -> int:
+        """How often the slot had been taken before."""
+        return self._manager.place(self).generation
+
+    @property
+    def length(self) -> int:
+        """Tokens committed."""
+        return self._manager.place(self).length
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that admission found already cached."""
+        return self._manager.place(self).cached_tokens
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Block numbers, in order of history."""
+        return tuple(self._manager.place(self).blocks)
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """Token ids so far, or None if some step gave only a count."""
+        known = self._manager.place(self).tokens
+        return None if known is None else tuple(known)
+
+    def of(self, manager: "Manager") -> bool:
+        """True if this manager admitted the request."""
+        return self._manager is manager
+
+    def __repr__(self) -> str:
+        if not self._manager.is_live(self):
+            return f"Request({self.id}, released)"
+        return f"Request({self.id}: {self.length} tokens in slot {self.slot})"

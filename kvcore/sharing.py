@@ -1,0 +1,129 @@
+"""The verbs of a cache that let requests share what they hold: forks, checkpoints, prefix reuse."""
+
+from collections.abc import Callable, Sequence
+
+from kvcore.base import CacheBase
+from kvcore.content import Content, Own, owned, state_at, write_rows
+from kvcore.counts import is_count
+from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
+from kvcore.manager import Request
+from kvcore.prefix import Restorable
+from kvcore.reuse import Hit
+from kvcore.step import Row
+from kvcore.tokens import token_ids
+
+
+class SharingVerbs(CacheBase):
+    """Blocks are shared by reference count and copied on write; slots are copied."""
+
+    def fork(self, request: Request) -> Request:
+        """A second request with the same history: blocks are shared until one of them writes, the slot is copied.
+
+        Raises:
+            OutOfSlots: none is free. RequestError: stale or foreign. StepError: a step is open.
+        """
+        with self._turn("fork"):
+            source = self._manager.check(request)
+            fork = self._manager.fork(source)
+            try:
+                slots = [self._integers([slot]) for slot in (source.slot, fork.slot)]
+                self._pools = self.ops.copy_slots(self._pools, *slots)
+            except BaseException:
+                self._manager.release(fork)
+                raise
+            return fork
+
+    def checkpoint(self, request: Request) -> None:
+        """Make the request's present length a semantic point: later prompts that start with its tokens can begin there.
+
+        Raises:
+            RequestError: stale, foreign, its token ids are not known, or a layer did not get all of its tokens.
+            StepError: a step is open. SpecError: the cache was created with ``prefix="off"``.
+        """
+        with self._turn("checkpoint"):
+            place = self._manager.place(request)
+            if not self._prefix.on:
+                raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
+            if place.tokens is None:
+                raise RequestError(
+                    got=f"request {request.id}, token ids unknown",
+                    where="checkpoint",
+                    allowed="a request whose steps were given token ids",
+                    hint="Open steps with {request: ids} rather than counts.",
+                )
+            if max(place.length, place.stored) > place.complete:
+                raise RequestError(
+                    got=f"request {request.id}, {place.complete} tokens in every layer and {place.length} in some",
+                    where="checkpoint",
+                    allowed="a request whose layers got all of its tokens",
+                )
+            if place.length:
+                state = state_at(self.ops, self._pools, self.row(request), place.length, {})
+                self._prefix.keep(place, place.length, state)
+
+    def restorable(self, tokens: Sequence[int], n: int | None = None) -> Restorable:
+        """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
+
+        Raises:
+            ShapeError: tokens are not ids, or n is out of range.
+        """
+        ids = token_ids(tokens, "restorable: tokens")
+        if n is not None and (not is_count(n) or n > len(ids)):
+            raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
+        with self._turn("restorable", in_step=True):
+            ids = ids[:n]
+            hit = self._prefix.find(ids, limit=len(ids))
+            return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
+
+    def boundary_states(
+        self, request: Request, row: Row, ids: Sequence[int] | None, own: Callable[[int], Own], *, written: bool
+    ) -> list[tuple[int, Content]]:
+        """(length, state) of every checkpoint that the policy wants of a step that is about to commit.
+
+        Args:
+            own: length -> the step's rows of this request that the rings do not hold yet, up to that length.
+            written: outside code put the step's rows into the pools, so only the end of the step is known.
+        """
+        place = self._manager.place(request)
+        if place.tokens is None or ids is None:
+            return []
+        lengths = self._prefix.boundaries(row.start, row.length)
+        return [
+            (length, state_at(self.ops, self._pools, row, length, own(length)))
+            for length in lengths
+            if not written or length == row.length
+        ]
+
+    def publish(self, request: Request, states: Sequence[tuple[int, Content]] = ()) -> None:
+        """Seal the blocks that a committed step filled, and keep its checkpoints."""
+        place = self._manager.place(request)
+        self._prefix.publish(place)
+        for length, state in states:
+            if length <= place.complete:
+                self._prefix.keep(place, length, state)
+
+    def _take_over(self, request: Request, hit: Hit, ids: list[int]) -> None:
+        """Start a fresh request from a prefix hit; without room for its last, partial block it starts from nothing."""
+        stored = hit.stored if self.plan.blocks else 0
+        try:
+            self._manager.take_over(
+                request,
+                length=hit.length,
+                floor=self._floor(max(hit.length, hit.stored)),
+                stored=stored,
+                blocks=hit.blocks,
+                tokens=ids[: hit.length],
+                prompt=ids[:stored],
+            )
+        except OutOfBlocks:
+            return
+        place = self._manager.place(request)
+        place.cached_tokens = hit.length
+        if hit.state is not None:
+            self._pools = write_rows(self.ops, self._pools, self.row(request), hit.state)
+        self._prefix.publish(place)
+
+    def _floor(self, length: int) -> int:
+        """Smallest length that a request restored at ``length`` can go back to: 0 if nothing had left its rings."""
+        rings = [component for _, _, component in owned(self.spec) if component.in_checkpoint]
+        return 0 if all(component.live(length).start == 0 for component in rings) else length

@@ -1,0 +1,16 @@
+"""The JAX backend's own suite. It needs jax; without it nothing here is collected, and its nox session fails."""
+
+import os
+from importlib.util import find_spec
+
+collect_ignore_glob = [] if find_spec("jax") else ["test_*.py"]
+
+if find_spec("jax"):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Compiling is most of this suite's time; what is checked is exact, so the optimiser's effort is not missed.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+    import jax
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,80 @@
+"""A random life of requests on the reference and on JAX: equal bytes, gathers alike to the bit, arithmetic in bounds."""
+
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+from drive import Options, Seen, classic_spec, drive
+
+import kvcore
+from kvcore import tolerances
+from kvcore.spec import CacheSpec, presets
+
+V4 = presets.deepseek_v4_flash_tiny(block_tokens=16)
+TWO_LAYERS = CacheSpec(layers=V4.layers[1:3], block_tokens=16)
+PAD_TOKENS = 64
+
+LIVES = [
+    pytest.param(V4, "planar", Options(), True, id="V4 tiny, planar"),
+    pytest.param(V4, "packed", Options(), True, id="V4 tiny, packed"),
+    pytest.param(V4, "tpu_tile", Options(), True, id="V4 tiny, tpu_tile"),
+    pytest.param(TWO_LAYERS, "tpu_tile", Options(), False, id="two layers, every shape its own"),
+    pytest.param(
+        presets.deepseek_v4_1_flash_tiny(block_tokens=16), "planar", Options(), True, id="V4.1 tiny, planar"
+    ),
+    pytest.param(classic_spec([("bf16", "fp32"), ("fp16", "bf16")]), "tpu_tile", Options(), True, id="classic"),
+    pytest.param(
+        classic_spec([("int8_row", "nf4_b64"), ("mxfp4", "fp8_row")]), "packed", Options(), True, id="quantised classic"
+    ),
+]
+
+
+def padded(cache: kvcore.Cache) -> kvcore.Cache:
+    """The cache, padding every step to one shape, so that few traces serve the whole life."""
+    step = cache.step
+    cache.step = lambda tokens, **_: step(tokens, pad_tokens=PAD_TOKENS, pad_requests=4)
+    return cache
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Integers that tell -0 from 0 and make every NaN alike."""
+    if array.dtype.kind not in "fV":
+        return array
+    words = array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+    return np.where(np.isnan(array.astype(np.float32)), np.uint32(0x7FC00000), words)
+
+
+def assert_agrees(seen: Seen) -> None:
+    """Attention and scores may be summed in another order; everything else is exact."""
+    want, got = seen.answers
+    where = f"{seen.what} at {seen.where}"
+    if seen.what == "pool":
+        # The arrays of a TPU have other shapes, and the same bytes in the same order.
+        assert want.tobytes() == got.tobytes(), where
+        return
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), where
+    operation = {"attend.0": "attention", "attend.1": "attention", "index_scores": "scores"}.get(seen.what)
+    if operation is None:
+        wrong = np.argwhere(bits(got) != bits(want))
+        assert not len(wrong), f"{where}: {len(wrong)} differ, the first at {wrong[0].tolist()}"
+        return
+    tolerance = tolerances.computed(operation, "bf16" if want.dtype == ml_dtypes.bfloat16 else "fp32")
+    want, got = want.astype(np.float32), got.astype(np.float32)
+    largest = np.abs(want[np.isfinite(want)]).max(initial=0)
+    np.testing.assert_allclose(got, want, tolerance.relative, tolerance.absolute * largest, err_msg=where)
+
+
+@pytest.mark.parametrize(("spec", "layout", "options", "pad"), LIVES)
+def test_the_same_life_leaves_the_same_bytes_and_answers(
+    spec: CacheSpec, layout: str, options: Options, pad: bool, rng: np.random.Generator
+) -> None:
+    sizes = {"max_requests": 3, "max_tokens": 3 * 64, "max_draft_tokens": 2, "layout": layout}
+    caches = [kvcore.create_cache(spec, backend=backend, **sizes) for backend in ("reference", "jax_pallas")]
+    if pad:
+        caches = [padded(cache) for cache in caches]
+    happened: Counter[str] = Counter()
+    for seen in drive(caches, int(rng.integers(2**32)), options, happened):
+        assert_agrees(seen)
+    assert caches[1].nbytes == caches[1].plan.nbytes
+    assert happened["step"] and happened["several requests"], "the workload did not do what it is for"

@@ -1,0 +1,150 @@
+"""The block allocator against a model of three sets: nothing lost, nothing doubled, nobody evicted who is held."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvcore.blocks import BlockAllocator
+from kvcore.errors import OutOfBlocks, RequestError
+
+BLOCKS = 9
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """The model: holders by block, keys by block, and the order in which sealed blocks became idle."""
+
+    def __init__(self):
+        super().__init__()
+        self.real = BlockAllocator(BLOCKS)
+        self.holders = dict.fromkeys(range(BLOCKS), 0)
+        self.taken = dict.fromkeys(range(BLOCKS), 0)
+        self.keys = {}
+        self.idle = []
+        self.evicted = []
+        self.real.on_evict = self.evicted.append
+
+    @property
+    def free(self):
+        return [block for block, count in self.holders.items() if count == 0 and block not in self.keys]
+
+    @property
+    def held(self):
+        return [block for block, count in self.holders.items() if count > 0]
+
+    @rule(count=st.integers(0, BLOCKS + 2))
+    def take(self, count):
+        if count > len(self.free) + len(self.idle):
+            with pytest.raises(OutOfBlocks):
+                self.real.take(count)
+            return
+        free, gone = set(self.free), self.idle[: max(0, count - len(self.free))]
+        self.evicted.clear()
+        got = self.real.take(count)
+        assert len(set(got)) == len(got) == count
+        assert set(got) <= free | set(gone)
+        assert self.evicted == [self.keys[block] for block in gone]
+        for block in gone:
+            self.idle.remove(block)
+            del self.keys[block]
+        for block in got:
+            assert self.holders[block] == 0
+            self.holders[block] = 1
+            self.taken[block] += 1
+
+    @rule(block=st.integers(0, BLOCKS - 1))
+    def hold(self, block):
+        if block in self.free:
+            with pytest.raises(RequestError):
+                self.real.hold(block)
+            return
+        self.real.hold(block)
+        self.holders[block] += 1
+        if block in self.idle:
+            self.idle.remove(block)
+
+    @rule(blocks=st.lists(st.integers(0, BLOCKS - 1), max_size=6))
+    def drop(self, blocks):
+        if any(blocks.count(block) > self.holders[block] for block in blocks):
+            with pytest.raises(RequestError):
+                self.real.drop(blocks)
+            return
+        freed = []
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                (self.idle if block in self.keys else freed).append(block)
+        assert self.real.drop(blocks) == freed
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), key=st.integers(0, 5))
+    def seal(self, data, key):
+        block = data.draw(st.sampled_from(self.held))
+        name = bytes([key])
+        self.real.seal(block, name)
+        if block not in self.keys and name not in self.keys.values():
+            self.keys[block] = name
+
+    @rule(key=st.integers(0, 5))
+    def find(self, key):
+        wanted = [block for block, name in self.keys.items() if name == bytes([key])]
+        assert self.real.find(bytes([key])) == (wanted[0] if wanted else None)
+
+    @invariant()
+    def nothing_is_lost(self):
+        assert self.real.free == len(self.free)
+        assert self.real.idle == len(self.idle)
+        assert self.real.free + self.real.idle + len(self.held) == BLOCKS
+        assert self.real.available == self.real.free + self.real.idle
+        for block in range(BLOCKS):
+            assert self.real.holders(block) == self.holders[block]
+            assert self.real.generation(block) == self.taken[block]
+            assert self.real.key(block) == self.keys.get(block)
+            assert self.real.is_shared(block) == (self.holders[block] > 1 or block in self.keys)
+
+
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+def test_a_block_dropped_twice_in_one_call_changes_nothing():
+    allocator = BlockAllocator(4)
+    a, b, c = allocator.take(3)
+    allocator.seal(c, b"c")
+    allocator.drop([c])
+    with pytest.raises(RequestError):
+        allocator.drop([a, b, a])
+    with pytest.raises(RequestError):
+        allocator.drop([a, c])
+    assert (allocator.free, allocator.idle, allocator.holders(a), allocator.holders(b)) == (1, 1, 1, 1)
+    assert allocator.statistics.dropped == 1
+    assert allocator.drop([a, b]) == [a, b]
+
+
+def test_the_least_recently_used_goes_first_and_a_find_does_not_hold():
+    allocator = BlockAllocator(3)
+    blocks = allocator.take(3)
+    for block in blocks:
+        allocator.seal(block, bytes([block]))
+    allocator.drop(blocks)
+    assert allocator.find(bytes([blocks[0]])) == blocks[0]
+    # Used again, so it goes last.
+    allocator.hold(blocks[0])
+    allocator.drop([blocks[0]])
+    assert allocator.take(1) == [blocks[1]]
+    assert allocator.take(1) == [blocks[2]]
+    assert allocator.take(1) == [blocks[0]]
+    assert [allocator.find(bytes([block])) for block in blocks] == [None] * 3
+    statistics = allocator.statistics
+    assert (statistics.taken, statistics.dropped, statistics.evicted) == (6, 4, 3)
+    assert (statistics.hits, statistics.misses) == (1, 3)
+
+
+def test_the_first_block_of_a_key_stays_the_one_that_is_found():
+    allocator = BlockAllocator(2)
+    first, second = allocator.take(2)
+    allocator.seal(first, b"key")
+    allocator.seal(second, b"key")
+    assert allocator.find(b"key") == first
+    assert allocator.drop([first, second]) == [second]
+    assert (allocator.free, allocator.idle) == (1, 1)

@@ -1,0 +1,125 @@
+"""Requests whose every row follows from (layer, role, token id, position), so that any history can be told again.
+
+``tell`` runs steps through a cache; ``retell`` runs a whole history through a fresh one, in one step, as the answer that
+forks, rollbacks, prefix hits, imports and loads must equal bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scene
+
+import kvcore
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
+
+ROPE = Rope(dim=4, theta=10000.0)
+
+LATENT = CacheSpec(
+    layers=[
+        scene.compressed(4, window=6),
+        scene.compressed(8, overlap=False, indexer=False, window=5),
+        LayerSpec(
+            window=Window(dim=8, window=4, format="bf16"),
+            entries=Entries(dim=8, ratio=4, format="fp32", share=0),
+            index_keys=IndexKeys(dim=8, ratio=4, heads=2, topk=4, format="fp32", share=0),
+        ),
+        scene.ring(7, format="fp16"),
+    ],
+    block_tokens=16,
+    name="latent",
+)
+"""CSA with an indexer, HCA, a layer that shares the first one's pools, a sliding window."""
+
+MIXED = CacheSpec(
+    layers=[
+        scene.compressed(4, window=6),
+        scene.classic(),
+        scene.classic("ring", window=5, key_format="bf16"),
+        scene.classic("ring", chunk=6, key_format="fp16"),
+    ],
+    block_tokens=8,
+    name="mixed",
+)
+"""CSA beside paged, sliding and chunked keys and values."""
+
+PAGED = CacheSpec(layers=[scene.classic(), scene.classic(window=5)], block_tokens=8, name="paged")
+"""Paged keys and values only: blocks are all there is to restore."""
+
+DRAFTED = CacheSpec(
+    layers=[scene.compressed(4, window=6)], draft_layers=[scene.compressed(4, window=5)], block_tokens=8, name="drafted"
+)
+"""One main layer and one draft layer."""
+
+SPECS = {spec.name: spec for spec in (LATENT, MIXED, PAGED)}
+
+
+def create(spec: CacheSpec, backend: str, **sizes: Any) -> kvcore.Cache:
+    """A poisoned cache of four requests and 256 tokens unless told otherwise."""
+    return scene.create(spec, backend, **{"max_requests": 4, "max_tokens": 256, "check": True, **sizes})
+
+
+def rows(name: str, tokens: Sequence[int], positions: np.ndarray, *shape: int) -> np.ndarray:
+    """[T, *shape] fp32 between -2 and 2, from the stream's name, the token ids and their positions alone."""
+    salt = np.uint32(sum(ord(letter) * 31**place for place, letter in enumerate(name)) & 0xFFFFFFFF)
+    width = int(np.prod(shape))
+    with np.errstate(over="ignore"):
+        mixed = np.asarray(tokens, np.uint32)[:, None] * np.uint32(2654435761)
+        mixed = mixed + positions.astype(np.uint32)[:, None] * np.uint32(40503) + salt
+        mixed = mixed + np.arange(width, dtype=np.uint32) * np.uint32(2246822519)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
+    return (mixed.astype(np.float64) / 2**30 - 2).astype(np.float32).reshape(len(tokens), *shape)
+
+
+def feed(step: Any, tokens: Sequence[int], *, main: bool = True, drafts: bool = True) -> None:
+    """Give the layers of an open step their rows."""
+    spec = step.cache.spec
+    positions = kvcore.to_numpy(step.positions)
+    for number, layer in enumerate(spec.all_layers):
+        if main if number < len(spec.layers) else drafts:
+            feed_layer(step.layer(number), layer, number, tokens, positions)
+
+
+def feed_layer(handle: Any, layer: LayerSpec, number: int, tokens: Sequence[int], positions: np.ndarray) -> None:
+    """Give one layer its rows, and compress what closes."""
+    if layer.window is not None:
+        handle.append_window(rows(f"w{number}", tokens, positions, layer.window.dim))
+    for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
+        tail: Tail | None = getattr(layer, role)
+        if tail is not None:
+            append(*(rows(f"{stream}{role}{number}", tokens, positions, tail.width) for stream in ("kv", "score")))
+    if layer.tail is not None:
+        weight = np.linspace(0.5, 1.5, layer.entries.dim, dtype=np.float32)
+        index_weight = None if layer.index_tail is None else np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
+        handle.flush(norm_weight=weight, rope=ROPE, index_norm_weight=index_weight)
+    if layer.kv is not None:
+        keys, values = layer.kv.parts
+        k = rows(f"k{number}", tokens, positions, keys.heads, keys.format.dim)
+        handle.append_kv(k, rows(f"v{number}", tokens, positions, values.heads, values.format.dim))
+
+
+def tell(cache: kvcore.Cache, new: Mapping[kvcore.Request, Sequence[int]], **layers: bool) -> None:
+    """One committed step of token ids."""
+    with cache.step(new) as step:
+        feed(step, [token for ids in new.values() for token in ids], **layers)
+
+
+def retell(backend: str, spec: CacheSpec, tokens: Sequence[int], **layers: bool) -> int:
+    """Digest of a request that got ``tokens`` in one step, in a fresh cache."""
+    cache = create(spec, backend, max_requests=1, max_tokens=max(256, len(tokens)))
+    request = cache.admit()
+    if tokens:
+        tell(cache, {request: tokens}, **layers)
+    return cache.digest([request])
+
+
+def split(tokens: Sequence[int], rng: np.random.Generator, longest: int = 9) -> list[list[int]]:
+    """The tokens cut into random pieces."""
+    pieces: list[list[int]] = []
+    rest = list(tokens)
+    while rest:
+        count = int(rng.integers(1, longest + 1))
+        pieces.append(rest[:count])
+        rest = rest[count:]
+    return pieces
