@@ -1,4 +1,4 @@
-"""``kvcore parity run | merge | show``: compare backends with the reference, and read the evidence."""
+"""``kvcore parity run | merge | show | html``: compare backends with the reference, and read the evidence."""
 
 import argparse
 import sys
@@ -16,6 +16,7 @@ examples:
   kvcore parity run --spec deepseek_v4_flash_tiny --check "flush/*"
   kvcore parity merge cpu.json cuda.json --out all.json
   kvcore parity show all.json
+  kvcore parity html all.json --out all.html
 
 exit code: 0 agree, 1 disagree, 2 usage
 """
@@ -57,6 +58,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     showing.add_argument("file", metavar="FILE")
     showing.add_argument("--json", action="store_true", help="print the counts as JSON")
     showing.set_defaults(run=show)
+    page = own.add_parser("html", help="write a report as one self-contained page")
+    page.add_argument("file", metavar="FILE")
+    page.add_argument("--out", metavar="PAGE", type=Path, required=True, help="write the page here")
+    page.add_argument("--json", action="store_true", help="print where the page lies as JSON")
+    page.set_defaults(run=html)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +117,23 @@ def show(options: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(parity.summarise(report)), indent=1).decode())
         return _verdict(report)
     return _print(report)
+
+
+def html(options: argparse.Namespace) -> int:
+    """Write a report as HTML."""
+    from kvcore import parity
+    from kvcore.parity.html import render
+
+    _check_writable(options.out)
+    report = parity.read(options.file)
+    options.out.write_text(render(report), encoding="utf-8")
+    if options.json:
+        import json
+
+        print(json.dumps({"page": str(options.out), "agrees": report.agrees}))
+    else:
+        print(f"page: {options.out}")
+    return _verdict(report)
 
 
 def _backends(names: Sequence[str] | None, device: str | None) -> list:

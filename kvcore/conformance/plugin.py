@@ -1,8 +1,8 @@
 """The conformance kit as a pytest plugin: ``pytest --pyargs kvcore.conformance --kv-backend=NAME --kv-report=FILE``.
 
-pytest loads this module in every run of an environment that has kvcore, so it imports nothing until a test of the kit is
-collected. There are no skips: a backend that was named and cannot run is a usage error; under ``all`` it is a line in
-the summary and ``unavailable`` in the report.
+pytest loads this module in every run of an environment that has kvcore, so it imports nothing until a test of the kit
+is collected. There are no skips: a backend that was named and cannot run is a usage error; under ``all`` it is a line
+in the summary and ``unavailable`` in the report.
 """
 
 import shlex
@@ -14,7 +14,6 @@ import pytest
 
 if TYPE_CHECKING:
     from kvcore.conformance.suite import Check
-    from kvcore.parity.records import Record
     from kvcore.parity.run import Subject
     from kvcore.spec import CacheSpec
 
@@ -32,7 +31,6 @@ class Kit:
         spec: whose checks are run.
         subjects: backends that can run here.
         absent: backends that cannot, which only ``all`` allows.
-        records: of the tests so far, on the process that writes the report.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -63,7 +61,6 @@ class Kit:
         for subject in self.absent:
             if subject.info.name in names:
                 raise pytest.UsageError(f"--kv-backend={subject.info.name} cannot run here: {subject.reason}")
-        self.records: list[Record] = []
         self._checks: tuple[Check, ...] | None = None
 
     @property
@@ -93,6 +90,7 @@ def kit_of(config: pytest.Config) -> Kit:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, all of which start with ``--kv-``."""
     group = parser.getgroup("kvcore", "kvcore: conformance of cache backends (with --pyargs kvcore.conformance)")
     group.addoption(
         "--kv-backend",
@@ -111,6 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Refuse at once what cannot be run or written."""
     report = config.getoption("--kv-report")
     if report and not Path(report).absolute().parent.is_dir():
         raise pytest.UsageError(f"--kv-report={report}: no such folder")
@@ -120,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every check of every backend, or for every backend."""
     if "kv_check" in metafunc.fixturenames:
         kit = kit_of(metafunc.config)
         pairs = [(check, subject) for subject in kit.subjects for check in kit.checks]
@@ -136,6 +136,7 @@ def kv_device(pytestconfig: pytest.Config) -> str | None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What is checked, if it is known by now."""
     if KIT not in config.stash:
         return []
     kit = config.stash[KIT]
@@ -153,6 +154,7 @@ _collected: list[Any] = []
 
 
 def pytest_sessionstart() -> None:
+    """Start without records: one process may run several sessions."""
     _collected.clear()
 
 
@@ -167,8 +169,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     kit = config.stash[KIT]
     records = [msgspec.json.decode(text, type=Record) for text in _collected]
-    checks = {record.check: check for record in records for check in kit.checks if check.id == record.check}
-    records += [found for subject in kit.absent for check in checks.values() if (found := blocked(check, subject))]
+    checked = {record.check for record in records}
+    checks = [check for check in kit.checks if check.id in checked]
+    records += [found for subject in kit.absent for check in checks if (found := blocked(check, subject))]
     terminalreporter.section("kvcore conformance")
     counts: dict[tuple[str, str, str], int] = {}
     for record in records:

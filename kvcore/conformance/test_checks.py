@@ -1,7 +1,5 @@
 """Every check of the table, one test each: the same that ``kvcore parity run`` runs."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
@@ -12,11 +10,11 @@ from kvcore.parity.run import Subject, check_backends
 from kvcore.parity.show import failure_text
 
 
-def test_check(kv_check: tuple[Check, Subject], record_property: Callable[[str, object], None]) -> None:
+def test_check(kv_check: tuple[Check, Subject], request: pytest.FixtureRequest) -> None:
     """The backend does what the reference does, by the check's rule; a known gap is an expected failure."""
     check, subject = kv_check
     (record,) = check_backends(check, [subject])
-    record_property(RECORD, msgspec.json.encode(record).decode())
+    request.node.user_properties.append((RECORD, msgspec.json.encode(record).decode()))
     if record.status == "known_gap":
         pytest.xfail(record.detail)
     if record.status in FAILING:

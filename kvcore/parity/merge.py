@@ -57,6 +57,7 @@ def merge(reports: Mapping[str, Report]) -> Report:
         runs=tuple(runs),
         tolerances=first.tolerances,
         checks=tuple(sorted(checks, key=lambda record: (record.backend, record.how))),
+        quality=first.quality,
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from kvcore.conformance.locate import Mismatch
 from kvcore.conformance.verb import Rule
 from kvcore.errors import SpecError
+from kvcore.parity.quality import Quality
 from kvcore.tolerances import Bound
 
 SCHEMA = "kvcore.parity/1"
@@ -106,6 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         runs: who was checked, where and how.
         tolerances: the table that the arithmetic rule used.
         checks: the records, by backend, in the order of the checks.
+        quality: how the formats compare on one sample, for the picture.
     """
 
     schema: str
@@ -113,6 +115,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     runs: tuple[Run, ...]
     tolerances: tuple[Bound, ...]
     checks: tuple[Record, ...]
+    quality: tuple[Quality, ...] = ()
 
     @property
     def failures(self) -> tuple[Record, ...]:

@@ -19,6 +19,7 @@ from kvcore.conformance.outputs import Output
 from kvcore.conformance.suite import Check, checks_of, computed_formats_of
 from kvcore.ops import Backend, Ops
 from kvcore.parity import environment
+from kvcore.parity.quality import measure
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
 from kvcore.plan import CachePlan
 from kvcore.plugins import BackendInfo
@@ -133,6 +134,7 @@ def report_of(spec: CacheSpec, subjects: Sequence[Subject], records: Sequence[Re
         runs=tuple(runs),
         tolerances=tolerances.table(computed_formats_of(spec)),
         checks=tuple(records),
+        quality=measure(),
     )
 
 

@@ -19,7 +19,9 @@ from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, allocate, fresh_unit
+from kvcore.spec import TAIL_OF
 
+SMALLEST_BUCKET = 64
 DEVICES = ("tpu", "cuda", "cpu")
 
 jax.tree_util.register_pytree_with_keys(
@@ -124,10 +126,10 @@ class JaxOps:
 
     def compress(self, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
         """Pool and norm each of the first ``closed`` entries that the step completes; -> [closed, d]."""
-        tails = (self._layers[layer].tail_of(role),)
+        roles = role, TAIL_OF[role]
         arrays = (index, kv, score, norm_weight)
         options = {"closed": _bucket(closed, index), "role": role, "eps": eps}
-        return self._read(tail.compress, pools, layer, tails, arrays, **options)[:closed]
+        return self._read(tail.compress, pools, layer, roles, arrays, **options)[:closed]
 
     def flush(
         self,
@@ -164,7 +166,8 @@ class JaxOps:
 
     def closed(self, layer, index, count):
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
-        found = _indexed(entries.closed)(self._layers[layer], index, (("count", _bucket(count, index)),))
+        kind = self._layers[layer].only("entries")
+        found = _indexed(entries.closed)(kind, index, (("count", _bucket(count, index)),))
         return Closed(*(array[:count] for array in found))
 
     def gather_entries(self, pools, layer, index, indices):
@@ -204,7 +207,8 @@ class JaxOps:
 
     def mask(self, layer, index, *, columns):
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
-        return _indexed(classic.mask)(self._layers[layer], index, (("columns", _bucket(columns, index)),))[:, :columns]
+        kind = self._layers[layer].only("kv")
+        return _indexed(classic.mask)(kind, index, (("columns", _bucket(columns, index)),))[:, :columns]
 
     def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
@@ -261,12 +265,12 @@ class JaxOps:
         return _digest(raw, np.uint32(salt))
 
     def _read(self, verb, pools, number, roles, arrays, **options):
-        layer = self._layers[number]
-        read = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
+        layer = self._layers[number].only(*roles)
+        read = {name: pools[layer.names[name]] for name in layer.names}
         return _program(verb)(layer, tuple(options.items()), {}, read, arrays)
 
     def _write(self, verb, pools, number, roles, arrays, reads=(), **options):
-        layer = self._layers[number]
+        layer = self._layers[number].only(*roles, *reads)
         written = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
         read = {name: pools[layer.names[name]] for name in layer.pools_of(*reads)}
         changed = _program(verb, writes=True)(layer, tuple(options.items()), written, read, arrays)
@@ -325,7 +329,7 @@ def _bucket(count: int, index: StepIndex) -> int:
     """
     if isinstance(index.lengths, jax.core.Tracer) or count == 0:
         return count
-    return max(8, 1 << (count - 1).bit_length())
+    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 
 
 @cache

@@ -7,7 +7,7 @@ traces of the few kinds there are, and so do two caches with the same plan.
 import msgspec
 
 from kvcore.plan import CachePlan, Region
-from kvcore.spec import TAIL_OF
+from kvcore.spec import ROLES, TAIL_OF, Component
 
 
 class Layer:
@@ -19,13 +19,16 @@ class Layer:
         kernels: ``portable`` (jax.numpy), ``tpu`` (Pallas) or ``interpret`` (Pallas, interpreted).
     """
 
-    def __init__(self, plan: CachePlan, number: int, kernels: str) -> None:
-        spec = plan.spec.all_layers[number]
+    def __init__(self, plan: CachePlan, number: int, kernels: str, roles: tuple[str, ...] = ROLES) -> None:
         self.kernels = kernels
         self.regions: dict[str, tuple[Region, ...]] = {}
         self.names: dict[str, str] = {}
-        self._components = {}
-        for role, component in spec.components():
+        self._components: dict[str, Component] = {}
+        self._parts: dict[tuple[str, ...], Layer] = {}
+        self._origin = plan, number
+        for role, component in plan.spec.all_layers[number].components():
+            if role not in roles:
+                continue
             if component.shared_from is not None:
                 component = msgspec.structs.replace(component, share=None)
             self._components[role] = component
@@ -36,13 +39,19 @@ class Layer:
         self._key = (kernels, tuple(self._components.items()), tuple(self.regions.items()))
         self._hash = hash(self._key)
 
+    def only(self, *roles: str) -> "Layer":
+        """What a verb that touches these roles must know: layers that agree in them share its trace."""
+        if roles not in self._parts:
+            self._parts[roles] = Layer(*self._origin, self.kernels, roles)
+        return self._parts[roles]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layer) and self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
 
-    def component(self, role: str):
+    def component(self, role: str) -> Component | None:
         """The layer's component of that role, or None."""
         return self._components.get(role)
 

@@ -166,7 +166,7 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
         if R.scale == "e8m0":
             scale = bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
         else:
-            scale = e4m3_value(stored, NATIVE) * R.global_scale
+            scale = e4m3_value(stored, NATIVE)
     return scale
 
 
@@ -217,7 +217,7 @@ def load_rows(unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexp
         scale = load_scales(unit, row, valid, scales_ptr, R, NATIVE)
         if R.code == "nf4":
             value = tl.where(valid[:, None, None], value, 0.0)
-        value = value * scale[:, :, None]
+        value = value * scale[:, :, None] * R.global_scale
         if R.plain != "":
             channel = channels(R)
             value = tl.where(channel < R.quant, value, load_plain(unit, row, valid, plain_ptr, R))

@@ -1,0 +1,187 @@
+"""Requests over time: any way to the same tokens leaves the same content, and no request sees another's.
+
+The content of a request is compared through its digest: with what the same backend holds when the same tokens come in
+one step, and, where nothing is computed, with the reference.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+import kvcore
+from kvcore.conformance.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
+from kvcore.errors import OutOfBlocks, OutOfSlots
+
+SLOTS = 3
+DRAFTS = 2
+TOKENS = 2 * LIMIT
+
+REPEATABLE = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def make(backend: str, device: str | None, spec: kvcore.CacheSpec) -> kvcore.Cache:
+    """A small cache on the backend under test; the reference always runs on the CPU."""
+    return kvcore.create_cache(
+        spec,
+        backend=backend,
+        device=None if backend == "reference" else device,
+        max_requests=SLOTS,
+        max_tokens=TOKENS,
+        max_draft_tokens=DRAFTS,
+    )
+
+
+@REPEATABLE
+@given(chunks=st.lists(st.integers(0, 17), min_size=1, max_size=8), beside=st.integers(0, 9))
+def test_chunks_do_not_matter(kv_backend: str, kv_device: str | None, chunks: Sequence[int], beside: int) -> None:
+    """However tokens are split into steps, and whatever shares the steps, the same bytes are stored."""
+    length = min(sum(chunks), LIMIT)
+    split, whole = make(kv_backend, kv_device, life_spec()), make(kv_backend, kv_device, life_spec())
+    other, request = split.admit(), split.admit()
+    feed(split, {other: [2] * beside})
+    for chunk in chunks:
+        feed(split, {request: [1] * min(chunk, length - request.length), other: [2] * (other.length < 20)})
+    assert split.digest([request]) == whole.digest([written(whole, [1] * length)])
+    assert split.digest([other]) == whole.digest([written(whole, [2] * other.length)])
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 8, 29, 64])
+def test_stored_bytes_are_the_reference(kv_backend: str, kv_device: str | None, length: int) -> None:
+    """Where nothing is computed, a cache holds what the reference holds."""
+    digests = []
+    for backend in (kv_backend, "reference"):
+        cache = make(backend, kv_device, stored_spec())
+        digests.append(cache.digest([written(cache, [5] * length)]))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 23, 40])
+@pytest.mark.parametrize("outward", [True, False], ids=["to the reference", "from the reference"])
+def test_exchange_with_the_reference(kv_backend: str, kv_device: str | None, length: int, outward: bool) -> None:
+    """A request moves between backends in mid-generation, computed rows and all, and goes on there."""
+    here, there = make(kv_backend, kv_device, life_spec()), make("reference", None, life_spec())
+    source, target = (here, there) if outward else (there, here)
+    request = written(source, [3] * length)
+    moved = target.import_request(source.export_request(request))
+    assert moved.length == length
+    assert target.digest([moved]) == source.digest([request])
+    feed(source, {request: [4] * 5})
+    feed(target, {moved: [4] * 5})
+    if source.backend.name == target.backend.name:
+        assert target.digest([moved]) == source.digest([request])
+    assert moved.length == request.length == length + 5
+
+
+class Life(RuleBasedStateMachine):
+    """Random lives of a few requests against a model: for each request, who wrote each of its tokens."""
+
+    def __init__(self, backend: str, device: str | None) -> None:
+        super().__init__()
+        self.cache = make(backend, device, life_spec())
+        self.fresh = lambda: make(backend, device, life_spec())
+        self.model: dict[kvcore.Request, list[int]] = {}
+        self.high: dict[kvcore.Request, int] = {}
+        self.key = 0
+
+    def next_key(self) -> int:
+        """A writer that never wrote before."""
+        self.key += 1
+        return self.key
+
+    def pick(self, number: int) -> kvcore.Request:
+        """One of the live requests."""
+        return list(self.model)[number % len(self.model)]
+
+    @rule()
+    def admit(self) -> None:
+        """Admission succeeds while a slot is free, and changes nothing otherwise."""
+        if len(self.model) == SLOTS:
+            with pytest.raises(OutOfSlots):
+                self.cache.admit()
+            return
+        request = self.cache.admit()
+        self.model[request], self.high[request] = [], 0
+
+    @precondition(lambda self: self.model)
+    @rule(counts=st.lists(st.integers(0, 19), min_size=1, max_size=SLOTS), fails=st.booleans())
+    def step(self, counts: list[int], fails: bool) -> None:
+        """A ragged step of some requests; it commits, or fails half way and leaves no trace."""
+        new = {
+            request: [self.next_key()] * min(count, LIMIT - len(self.model[request]))
+            for request, count in zip(list(self.model)[::-1], counts, strict=False)
+        }
+        try:
+            step = self.cache.step({request: len(keys) for request, keys in new.items()})
+        except OutOfBlocks:
+            return
+        with step:
+            fill(step, list(new.values()))
+            if fails:
+                step.abort()
+                return
+        for request, keys in new.items():
+            self.model[request] += keys
+            self.high[request] = max(self.high[request], len(self.model[request]))
+
+    @precondition(lambda self: self.model)
+    @rule(number=st.integers(0, 9), back=st.integers(0, DRAFTS))
+    def truncate(self, number: int, back: int) -> None:
+        """Down to as many tokens below the highest position ever written as there are drafts."""
+        request = self.pick(number)
+        length = max(0, self.high[request] - back)
+        if length <= len(self.model[request]):
+            self.cache.truncate(request, length)
+            del self.model[request][length:]
+
+    @precondition(lambda self: self.model)
+    @rule(number=st.integers(0, 9))
+    def release(self, number: int) -> None:
+        """The slot and the blocks become someone else's."""
+        request = self.pick(number)
+        self.cache.release(request)
+        del self.model[request], self.high[request]
+
+    @precondition(lambda self: 0 < len(self.model) < SLOTS)
+    @rule(number=st.integers(0, 9))
+    def fork(self, number: int) -> None:
+        """Both go on from the same content, apart."""
+        source = self.pick(number)
+        try:
+            request = self.cache.fork(source)
+        except OutOfBlocks:
+            return
+        self.model[request] = list(self.model[source])
+        self.high[request] = self.high[source]
+
+    @precondition(lambda self: 0 < len(self.model) < SLOTS)
+    @rule(number=st.integers(0, 9))
+    def copy_through_a_blob(self, number: int) -> None:
+        """Exported, and imported beside the original."""
+        source = self.pick(number)
+        try:
+            request = self.cache.import_request(self.cache.export_request(source))
+        except OutOfBlocks:
+            return
+        self.model[request] = list(self.model[source])
+        self.high[request] = len(self.model[source])
+
+    @invariant()
+    def every_request_holds_what_was_written(self) -> None:
+        """And nothing else: a digest is equal only if every live row is."""
+        assert self.cache.free_slots == SLOTS - len(self.model)
+        for request, keys in self.model.items():
+            assert request.length == len(keys)
+            whole = self.fresh()
+            assert self.cache.digest([request]) == whole.digest([written(whole, keys)])
+
+
+def test_life_cycle(kv_backend: str, kv_device: str | None) -> None:
+    """Admission, steps, failures, rollback, forks, copies and reuse in any order."""
+    run_state_machine_as_test(
+        lambda: Life(kv_backend, kv_device), settings=settings(REPEATABLE, max_examples=25, stateful_step_count=25)
+    )
