@@ -4,6 +4,7 @@
 forks, rollbacks, prefix hits, imports and loads must equal bit for bit.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,17 @@ MIXED = CacheSpec(
     name="mixed",
 )
 """CSA beside paged, sliding and chunked keys and values."""
+
+STORED = CacheSpec(
+    layers=[
+        scene.ring(6, format="v4_584", dim=512),
+        scene.stored(4, format="v4_584", dim=512, key_format="index_fp4_68_h", key_dim=128),
+        scene.classic(key_format="int8_row", value_format="bf16"),
+    ],
+    block_tokens=8,
+    name="stored",
+)
+"""Quantised rows that are stored as they are given, without arithmetic: the same bits on every backend."""
 
 PAGED = CacheSpec(layers=[scene.classic(), scene.classic(window=5)], block_tokens=8, name="paged")
 """Paged keys and values only: blocks are all there is to restore."""
@@ -93,10 +105,19 @@ def feed_layer(handle: Any, layer: LayerSpec, number: int, tokens: Sequence[int]
         weight = np.linspace(0.5, 1.5, layer.entries.dim, dtype=np.float32)
         index_weight = None if layer.index_tail is None else np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
         handle.flush(norm_weight=weight, rope=ROPE, index_norm_weight=index_weight)
+    elif layer.entries is not None and layer.entries.share is None:
+        _store(handle, layer, number)
     if layer.kv is not None:
         keys, values = layer.kv.parts
         k = rows(f"k{number}", tokens, positions, keys.heads, keys.format.dim)
         handle.append_kv(k, rows(f"v{number}", tokens, positions, values.heads, values.format.dim))
+
+
+def _store(handle: Any, layer: LayerSpec, number: int) -> None:
+    """Entries compressed elsewhere: they follow from their own number alone, so only for histories that agree."""
+    entries = kvcore.to_numpy(handle.closed.entry_index)
+    keys = None if layer.index_keys is None else rows(f"i{number}", entries, entries, layer.index_keys.dim)
+    handle.store_entries(rows(f"e{number}", entries, entries, layer.entries.dim), keys)
 
 
 def tell(cache: kvcore.Cache, new: Mapping[kvcore.Request, Sequence[int]], **layers: bool) -> None:
@@ -105,12 +126,17 @@ def tell(cache: kvcore.Cache, new: Mapping[kvcore.Request, Sequence[int]], **lay
         feed(step, [token for ids in new.values() for token in ids], **layers)
 
 
-def retell(backend: str, spec: CacheSpec, tokens: Sequence[int], **layers: bool) -> int:
+def retell(backend: str, spec: CacheSpec, tokens: Sequence[int], *, main: bool = True, drafts: bool = True) -> int:
     """Digest of a request that got ``tokens`` in one step, in a fresh cache."""
+    return _retold(backend, spec, tuple(tokens), main, drafts)
+
+
+@functools.cache
+def _retold(backend: str, spec: CacheSpec, tokens: tuple[int, ...], main: bool, drafts: bool) -> int:
     cache = create(spec, backend, max_requests=1, max_tokens=max(256, len(tokens)))
     request = cache.admit()
     if tokens:
-        tell(cache, {request: tokens}, **layers)
+        tell(cache, {request: tokens}, main=main, drafts=drafts)
     return cache.digest([request])
 
 

@@ -1,8 +1,8 @@
 """Giving a cache rows that say whose they are: every value is a function of (key, layer, role, position).
 
 A key stands for one writer of tokens: a request, or a request after it was rolled back or forked. Two caches hold the
-same if and only if the same keys wrote the same positions, so a row that leaks, goes stale or lands elsewhere is seen in
-the digest.
+same if and only if the same keys wrote the same positions, so a row that leaks, goes stale or lands elsewhere is seen
+in the digest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def fill(step: Step, new: Sequence[Sequence[int]]) -> None:
                 )
             handle.flush(rope=ROPE)
         elif layer.entries is not None:
-            handle.store_entries(_entries(step, number, layer, writers))
+            handle.store_entries(_entries(number, layer, writers))
 
 
 def written(cache: Cache, keys: Sequence[int]) -> Request:
@@ -103,7 +103,7 @@ def written(cache: Cache, keys: Sequence[int]) -> Request:
     return request
 
 
-def _entries(step: Step, number: int, layer: LayerSpec, writers: Sequence[tuple[int, int]]) -> np.ndarray:
+def _entries(number: int, layer: LayerSpec, writers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Entries that the caller compressed: each is a function of who wrote its last token."""
     entries = layer.entries
     assert entries is not None

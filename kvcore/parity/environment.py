@@ -48,7 +48,7 @@ def describe() -> dict[str, Any]:
         "commit": commit(),
         "python": platform.python_version(),
         "versions": versions(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
     }
 
 

@@ -116,6 +116,33 @@ def reads_entries(what: str) -> bool:
     return what in ("gather_rows(entries).0", "gather_rows(index_keys).0", "gather_entries.0", "digest")
 
 
+@pytest.mark.parametrize("name", ["V4-Flash, tiny", "classic, bf16 and fp32"])
+def test_sizes_that_a_caller_leaves_out_are_the_same(name: str, rng: np.random.Generator) -> None:
+    spec = SPECS[name]
+    caches = pair(spec, "packed")
+    for _ in drive(caches, int(rng.integers(2**32)), Options(), Counter()):
+        pass
+    steps = [cache.step(dict.fromkeys(cache.requests, 0)) for cache in caches]
+    for layer, role, component in spec.components():
+        verbs = {
+            "gather_rows": lambda ops, *given, role=role: tuple(ops.gather_rows(given[0], given[1], role, given[2]))
+        }
+        if role in ("entries", "index_keys"):
+            verbs["gather_all_entries"] = lambda ops, *given, role=role: tuple(
+                ops.gather_all_entries(*given, role=role)
+            )
+            verbs["closed"] = lambda ops, *given, role=role: tuple(ops.closed(*given[1:], role=role))
+        if role == "kv":
+            verbs["gather_kv"] = lambda ops, *given: tuple(ops.gather_kv(*given))
+            verbs["mask"] = lambda ops, *given: (ops.mask(*given[1:]),)
+        for what, verb in verbs.items():
+            answers = [verb(step.cache.ops, step.cache.pools, layer, step.index) for step in steps]
+            for part, parts in enumerate(zip(*answers, strict=True)):
+                seen = [kvcore.to_numpy(array) for array in parts]
+                assert_same(Seen(f"{what}.{part}", f"layer {layer}, {role}", seen))
+                assert what in ("mask", "closed") or part or seen[0].any(), component
+
+
 SPECIALS = [0.0, -0.0, np.nan, np.inf, -np.inf, 448, -448, 464, 464.1, -465, 240, 6, 5, -3.5, 2.5, 0.25, 65504, 65520]
 EXTREMES = [1e-45, -1e-45, 2.0**-126, -(2.0**-127), 2.0**-9, 2.0**-10, 6 * 2.0**-126, 1e-4, 3.4e38, -3.4e38]
 

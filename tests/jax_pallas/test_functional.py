@@ -71,7 +71,7 @@ def test_a_scan_over_decode_steps_is_one_long_step(rng: np.random.Generator) -> 
     with reference.step(plain) as step:
         expected = whole_step.through_handles(step, inputs, flush=True)
     with cache.step(jaxed) as step:
-        scanned = [x._replace(entries=None) for x in inputs]
+        scanned = [x._replace(entries=None, keys=None) for x in inputs]
         (pools, lengths), outs = decode(cache.pools, step.index, in_order(scanned))
         cache.pools = pools
     assert lengths.tolist() == [steps, steps]

@@ -19,14 +19,6 @@ PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4}
 
 
-class Lane(NamedTuple):
-    """Where a field lies: byte k of row r of unit u is at ``u * unit + base + r * stride + k``."""
-
-    unit: int
-    base: int
-    stride: int
-
-
 class RowRecord(NamedTuple):
     """A region whose rows are at most one scaled field, then at most one plain field.
 
@@ -45,7 +37,8 @@ class RowRecord(NamedTuple):
         hadamard: rows are rotated before they are encoded.
         plain: code of the plain field, "" without one.
         exact: decoding is exact in bf16; else rows are decoded to fp32.
-        codes_at, scales_at, plain_at: the fields' places.
+        codes_unit, codes_base, codes_stride: byte k of the codes of row r of unit u is at
+            ``u * unit + base + r * stride + k``; likewise of scales and the plain field.
     """
 
     dim: int
@@ -67,9 +60,15 @@ class RowRecord(NamedTuple):
     hadamard: bool
     plain: str
     exact: bool
-    codes_at: Lane
-    scales_at: Lane
-    plain_at: Lane
+    codes_unit: int
+    codes_base: int
+    codes_stride: int
+    scales_unit: int
+    scales_base: int
+    scales_stride: int
+    plain_unit: int
+    plain_base: int
+    plain_stride: int
 
 
 class RegionBuffers(NamedTuple):
@@ -122,9 +121,9 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         hadamard=region.format.hadamard,
         plain=plain[0].code if plain else "",
         exact=region.format.value_code == "bf16",
-        codes_at=_lane(region, places.get(quant.name) if quant else None),
-        scales_at=_lane(region, places.get("scales")),
-        plain_at=_lane(region, places.get(plain[0].name) if plain else None),
+        **_places(region, "codes", places.get(quant.name) if quant else None),
+        **_places(region, "scales", places.get("scales")),
+        **_places(region, "plain", places.get(plain[0].name) if plain else None),
     )
     if not _aligned(record):
         return None
@@ -151,10 +150,10 @@ def native(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _lane(region: Region, place: Place | None) -> Lane:
-    if place is None:
-        return Lane(0, 0, 0)
-    return Lane(dict(region.unit.buffers)[place.buffer], place.base, place.stride)
+def _places(region: Region, name: str, place: Place | None) -> dict[str, int]:
+    """The record's three numbers for a field, zeros for one that the format lacks."""
+    unit, base, stride = (0, 0, 0) if place is None else (dict(region.unit.buffers)[place.buffer], place.base, place.stride)
+    return {f"{name}_unit": unit, f"{name}_base": base, f"{name}_stride": stride}
 
 
 def _pad(places: dict[str, Place], quant: Field | None) -> int | None:
@@ -172,4 +171,6 @@ def _aligned(record: RowRecord) -> bool:
     """Elements of more than one byte must lie on their own alignment."""
     plain = PLAIN_BYTES.get(record.plain, 1)
     scale = SCALE_BYTES.get(record.scale, 1)
-    return not any(n % plain for n in record.plain_at) and not any(n % scale for n in record.scales_at)
+    plains = record.plain_unit, record.plain_base, record.plain_stride
+    scales = record.scales_unit, record.scales_base, record.scales_stride
+    return not any(n % plain for n in plains) and not any(n % scale for n in scales)

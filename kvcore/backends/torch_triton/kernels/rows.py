@@ -31,9 +31,9 @@ def channels(R: tl.constexpr):
 
 
 @triton.jit
-def element_offsets(unit, row, lane: tl.constexpr, SIZE: tl.constexpr):
+def element_offsets(unit, row, UNIT: tl.constexpr, BASE: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr):
     """Offsets [n] (64-bit, in elements of SIZE bytes) of a field of row ``row`` [n] of units [n]."""
-    return unit.to(tl.int64) * (lane.unit // SIZE) + row.to(tl.int64) * (lane.stride // SIZE) + lane.base // SIZE
+    return unit.to(tl.int64) * (UNIT // SIZE) + row.to(tl.int64) * (STRIDE // SIZE) + BASE // SIZE
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NAT
     n: tl.constexpr = x.shape[0]
     channel = channels(R)
     code, scale = quantise(x, channel < R.quant, R, NATIVE)
-    at = element_offsets(unit, row, R.codes_at, 1)[:, None, None]
+    at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None, None]
     if R.code == "e2m1" or R.code == "nf4":
         low, high = tl.split(tl.reshape(code, (n, R.tiles, R.width // 2, 2)))
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
@@ -115,11 +115,11 @@ def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NAT
         tl.store(codes_ptr + at + channel, code.to(tl.uint8), mask=valid[:, None, None] & (channel < R.quant))
     group = tl.arange(0, R.tiles)[None, :]
     if R.scale == "fp32":
-        target = scales_ptr.to(tl.pointer_type(tl.int32)) + element_offsets(unit, row, R.scales_at, 4)[:, None] + group
+        target = scales_ptr.to(tl.pointer_type(tl.int32)) + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None] + group
         tl.store(target, scale, mask=valid[:, None] & (group < R.groups))
     else:
         scale = tl.where(group < R.groups, scale, 0).to(tl.uint8)
-        target = scales_ptr + element_offsets(unit, row, R.scales_at, 1)[:, None] + group
+        target = scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
         tl.store(target, scale, mask=valid[:, None] & (group < R.groups + R.pad))
 
 
@@ -127,7 +127,7 @@ def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NAT
 def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
     """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong."""
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
-    at = element_offsets(unit, row, R.plain_at, size)[:, None, None] + (channel - R.quant)
+    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (channel - R.quant)
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
     if R.plain == "fp32":
         bits = tl.where(x != x, 0x7FC00000, float_bits(x))
@@ -158,10 +158,10 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
     group = tl.arange(0, R.tiles)[None, :]
     keep = valid[:, None] & (group < R.groups)
     if R.scale == "fp32":
-        source = scales_ptr.to(tl.pointer_type(tl.float32)) + element_offsets(unit, row, R.scales_at, 4)[:, None] + group
+        source = scales_ptr.to(tl.pointer_type(tl.float32)) + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None] + group
         scale = tl.load(source, mask=keep, other=0.0)
     else:
-        source = scales_ptr + element_offsets(unit, row, R.scales_at, 1)[:, None] + group
+        source = scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
         stored = tl.load(source, mask=keep, other=0).to(tl.int32)
         if R.scale == "e8m0":
             scale = bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
@@ -173,7 +173,7 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
 @triton.jit
 def load_codes(unit, row, valid, codes_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
     """Codes [n, tiles, width] as fp32 values before scaling; 0 where not ``valid``."""
-    at = element_offsets(unit, row, R.codes_at, 1)[:, None, None]
+    at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None, None]
     if R.code == "e2m1" or R.code == "nf4":
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
         byte = tl.load(codes_ptr + at + half, mask=valid[:, None, None] & (half < R.quant // 2), other=0).to(tl.int32)
@@ -197,7 +197,7 @@ def load_plain(unit, row, valid, plain_ptr, R: tl.constexpr):
     """The plain field's channels of a tile [n, tiles, width] as fp32; 0 elsewhere and where not ``valid``."""
     channel = channels(R)
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
-    at = element_offsets(unit, row, R.plain_at, size)[:, None, None] + (channel - R.quant)
+    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (channel - R.quant)
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
     if R.plain == "fp32":
         value = tl.load(plain_ptr.to(tl.pointer_type(tl.float32)) + at, mask=keep, other=0.0)

@@ -1,0 +1,49 @@
+"""Read rows of a pool of tiles by (unit, row), for a block table or a selection: one DMA a row, several in flight."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+ROWS_IN_FLIGHT = 8
+
+
+def read_rows(pool, unit, row, *, interpret=False):
+    """Tiles [n, s, 128] of pool [units, rows, s, 128] at (unit, row) [n]; zeros where the unit is -1."""
+    count = len(unit)
+    more = -count % ROWS_IN_FLIGHT
+    unit, row = jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
+    tile = pool.shape[2:]
+    tiles = pl.pallas_call(
+        _read,
+        out_shape=jax.ShapeDtypeStruct((len(unit), *tile), pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(unit) // ROWS_IN_FLIGHT,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec((ROWS_IN_FLIGHT, *tile), lambda i, *_: (i, 0, 0)),
+            scratch_shapes=[pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))],
+        ),
+        interpret=interpret,
+    )(unit, row, pool)
+    return tiles[:count]
+
+
+def _read(units, rows, pool, tiles, arrived):
+    first = pl.program_id(0) * ROWS_IN_FLIGHT
+
+    def copy(i):
+        at = pool.at[units[first + i], rows[first + i]]
+        return pltpu.make_async_copy(at, tiles.at[i], arrived.at[i])
+
+    for i in range(ROWS_IN_FLIGHT):
+        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).start())
+    for i in range(ROWS_IN_FLIGHT):
+
+        @pl.when(units[first + i] >= 0)
+        def _(i=i):
+            copy(i).wait()
+
+        @pl.when(units[first + i] < 0)
+        def _(i=i):
+            tiles[i] = jnp.zeros(tiles.shape[1:], tiles.dtype)

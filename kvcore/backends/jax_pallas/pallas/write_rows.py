@@ -1,0 +1,89 @@
+"""Write rows into a pool of tiles, in place: one DMA a row that is a tile, a read-modify-write where rows share one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+ROWS_IN_FLIGHT = 8
+
+
+def write_rows(pool, unit, row, tiles, *, interpret=False):
+    """Pool [units, rows, s, 128] with tiles [n, s, 128] at (unit, row) [n]; rows with unit -1 are skipped.
+
+    Rows must be distinct: DMAs in flight together have no order.
+    """
+    tiles, unit, row = _padded(tiles, unit, row)
+    return _call(_write, pool, unit, row, tiles, ROWS_IN_FLIGHT, [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))], interpret)
+
+
+def write_parts(pool, unit, part, tiles, *, interpret=False):
+    """Pool [units, tiles, 4, 128] uint8 with part ``part`` [n] of a unit replaced; unit -1 is skipped.
+
+    A unit's parts lie one after another, each a whole fraction of a tile: 4 // parts sublanes.
+
+    Args:
+        tiles: [n, parts, 4 // parts, 128], every slice along ``parts`` the same row, so that it need not be moved.
+    """
+    parts = tiles.shape[1]
+    scratch = [pltpu.VMEM((4, 128), jnp.uint8), pltpu.SemaphoreType.DMA(())]
+    kernel = functools.partial(_merge, parts=parts)
+    return _call(kernel, pool, unit, part, tiles.reshape(-1, 4, 128), 1, scratch, interpret)
+
+
+def _write(units, rows, tiles, _, pool, arrived):
+    first = pl.program_id(0) * ROWS_IN_FLIGHT
+
+    def copy(i):
+        at = pool.at[units[first + i], rows[first + i]]
+        return pltpu.make_async_copy(tiles.at[i], at, arrived.at[i])
+
+    for i in range(ROWS_IN_FLIGHT):
+        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).start())
+    for i in range(ROWS_IN_FLIGHT):
+        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).wait())
+
+
+def _merge(units, numbers, tiles, _, pool, old, arrived, *, parts):
+    row = pl.program_id(0)
+
+    @pl.when(units[row] >= 0)
+    def _():
+        at = pool.at[units[row], lax.div(numbers[row], parts)]
+        fetch = pltpu.make_async_copy(at, old, arrived)
+        fetch.start()
+        fetch.wait()
+        sublane = lax.broadcasted_iota(jnp.int32, (4, 128), 0)
+        mine = lax.div(sublane, 4 // parts) == lax.rem(numbers[row], parts)
+        merged = jnp.where(mine, tiles[0].astype(jnp.int32), old[...].astype(jnp.int32))
+        old[...] = merged.astype(jnp.uint8)
+        put = pltpu.make_async_copy(old, at, arrived)
+        put.start()
+        put.wait()
+
+
+def _call(kernel, pool, unit, number, tiles, rows, scratch, interpret):
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(tiles) // rows,),
+            in_specs=[pl.BlockSpec((rows, *tiles.shape[1:]), lambda i, *_: (i, 0, 0)), anywhere],
+            out_specs=anywhere,
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={3: 0},
+        interpret=interpret,
+    )(unit, number, tiles, pool)
+
+
+def _padded(tiles, unit, row):
+    """Whole groups of rows in flight; the rows added are skipped."""
+    more = -len(tiles) % ROWS_IN_FLIGHT
+    tiles = jnp.pad(tiles, ((0, more), (0, 0), (0, 0)))
+    return tiles, jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))

@@ -1,0 +1,157 @@
+"""The kit as a user runs it: a pytest of its own, with good and with broken backends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from kvcore.spec import CacheSpec, LayerSpec, Window, to_json
+
+TESTS = Path(__file__).parents[1]
+SMALL = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=3, format="fp32")),), block_tokens=8, name="one window")
+WINDOWS = "test_check and append_window"
+
+
+class Ran(NamedTuple):
+    code: int
+    text: str
+    folder: Path
+
+    def report(self) -> dict:
+        return json.loads((self.folder / "report.json").read_text())
+
+
+@pytest.fixture
+def kit(tmp_path):
+    """Run the kit on a small spec with one more backend, called ``broken``."""
+    (tmp_path / "spec.json").write_text(to_json(SMALL))
+
+    def run(*arguments: str, backend: str = "ReferenceOps", only: str = WINDOWS) -> Ran:
+        line = [sys.executable, "-m", "pytest", "-p", "kvcore.conformance.plugin", "-p", "conformance.kit_backends"]
+        line += ["--pyargs", "kvcore.conformance", "-p", "no:cacheprovider", "-W", "error", "-k", only]
+        line += ["--kv-spec=spec.json", "--kv-report=report.json", *arguments]
+        paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        environment = {**os.environ, "PYTHONPATH": paths, "KIT_BACKEND": backend}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return Ran(done.returncode, done.stdout + done.stderr, tmp_path)
+
+    return run
+
+
+def test_a_sound_backend_passes(kit) -> None:
+    ran = kit("--kv-backend=broken", "--junitxml=junit.xml")
+    assert ran.code == 0, ran.text
+    assert "21 passed" in ran.text
+    assert "broken (cpu): 21 agree" in ran.text
+    report = ran.report()
+    assert (report["schema"], report["spec"]["digest"]) == ("kvcore.parity/1", SMALL.digest)
+    assert {record["status"] for record in report["checks"]} == {"agree"}
+    assert [(run["backend"], run["how"]) for run in report["runs"]] == [("broken", "cpu")]
+    names = {element.get("name") for element in ElementTree.parse(ran.folder / "junit.xml").iter("property")}  # noqa: S314
+    assert names == {"kvcore.record"}
+
+
+def test_a_broken_backend_fails_with_a_diagnosis(kit) -> None:
+    ran = kit("--kv-backend=broken", backend="RingOffByOne")
+    assert ran.code == 1
+    assert "18 failed, 3 passed" in ran.text
+    assert "likely cause: shifted by one row" in ran.text
+    statuses = [record["status"] for record in ran.report()["checks"]]
+    assert (statuses.count("disagree"), statuses.count("agree")) == (18, 3)
+
+
+def test_the_reference_is_checked_unless_another_is_named(kit) -> None:
+    ran = kit()
+    assert ran.code == 0
+    assert {record["backend"] for record in ran.report()["checks"]} == {"reference"}
+
+
+def test_a_named_backend_that_cannot_run_is_a_usage_error(kit) -> None:
+    ran = kit("--kv-backend=broken", backend="absent")
+    assert ran.code == 4
+    assert "--kv-backend=broken cannot run here: no such chip" in ran.text
+    assert not (ran.folder / "report.json").exists()
+
+
+def test_an_unknown_backend_is_a_usage_error(kit) -> None:
+    ran = kit("--kv-backend=brokne")
+    assert ran.code == 4
+    assert "--kv-backend=brokne: no such backend; have reference" in ran.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--kv-spec=nowhere.json"], "--kv-spec: got 'nowhere.json'", id="no spec"),
+        pytest.param(["--kv-report=no/such/folder.json"], "no such folder", id="nowhere to write"),
+    ],
+)
+def test_other_usage_errors(kit, arguments: list[str], message: str) -> None:
+    ran = kit(*arguments)
+    assert ran.code == 4
+    assert message in ran.text
+
+
+def test_under_all_what_cannot_run_is_reported(kit) -> None:
+    ran = kit("--kv-backend=all", backend="absent")
+    assert ran.code == 0, ran.text
+    assert "broken cannot run here: no such chip" in ran.text
+    assert "skipped" not in ran.text
+    absent = [record for record in ran.report()["checks"] if record["backend"] == "broken"]
+    assert len(absent) == 21
+    assert {(record["status"], record["detail"]) for record in absent} == {("unavailable", "no such chip")}
+
+
+def test_a_known_gap_is_an_expected_failure(kit) -> None:
+    ran = kit("--kv-backend=broken", backend="gap", only=f"{WINDOWS} and ragged")
+    assert ran.code == 0
+    assert "3 xfailed" in ran.text
+    assert {record["status"] for record in ran.report()["checks"]} == {"known_gap"}
+
+
+def test_a_known_gap_that_has_closed_fails(kit) -> None:
+    ran = kit("--kv-backend=broken", backend="closed gap", only=f"{WINDOWS} and ragged")
+    assert ran.code == 1
+    assert "take it off the list" in ran.text
+
+
+def test_records_survive_several_processes(kit) -> None:
+    pytest.importorskip("xdist")
+    ran = kit("--kv-backend=broken", "-n", "2")
+    assert ran.code == 0, ran.text
+    assert len(ran.report()["checks"]) == 21
+
+
+@pytest.mark.parametrize(
+    ("backend", "test"),
+    [
+        pytest.param("NothingRestored", "test_life_cycle", id="a failed step is not undone"),
+        pytest.param("BlocksNotCopied", "test_life_cycle", id="copy on write copies nothing"),
+        pytest.param("SlotsNotCopied", "test_life_cycle", id="a fork has no window"),
+        pytest.param("FirstTableForAll", "test_chunks_do_not_matter", id="first request's table for all"),
+        pytest.param("OldestChunkWins", "test_chunks_do_not_matter", id="the oldest rows of a long step are kept"),
+        pytest.param("RingOffByOne", "test_stored_bytes_are_the_reference", id="ring off by one"),
+        pytest.param("ScaleRoundedDown", "test_stored_bytes_are_the_reference", id="scale one binade low"),
+        pytest.param("SlotsMixedUp", "test_chunks_do_not_matter", id="rows in another request's slot"),
+    ],
+)
+def test_life_cycles_catch(kit, backend: str, test: str) -> None:
+    ran = kit("--kv-backend=broken", "-x", backend=backend, only=test)
+    assert ran.code == 1, ran.text
+    assert "AssertionError" in ran.text or "assert " in ran.text
+
+
+def test_a_sound_backend_lives(kit) -> None:
+    ran = kit("--kv-backend=broken", only="test_life or test_stored or test_exchange")
+    assert ran.code == 0, ran.text
+    assert "skipped" not in ran.text
+
+
+def test_the_plugin_costs_nothing_where_it_is_not_used() -> None:
+    code = "import sys, kvcore.conformance.plugin; assert not {'numpy', 'torch', 'msgspec', 'rich'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,248 @@
+"""Export and import: between backends, layouts and sizes, with nothing lost, and refused with a reason otherwise."""
+
+import itertools
+
+import msgspec
+import pytest
+import scene
+import stories
+from backends_under_test import BACKENDS
+from stories import LATENT, MIXED, STORED
+
+import kvcore
+from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
+from kvcore.spec import CacheSpec
+from kvcore.transfer import Blob, _root
+
+TOKENS = list(range(400, 460))
+LAYOUTS = ("packed", "planar", "tpu_tile")
+
+
+def exported(spec, backend, count=41, **sizes):
+    cache = stories.create(spec, backend, **sizes)
+    cache.admit()
+    request = cache.admit()
+    stories.tell(cache, {request: TOKENS[:30]})
+    stories.tell(cache, {request: TOKENS[30:count]})
+    return cache, request, cache.export_request(request)
+
+
+@pytest.mark.parametrize("spec", [LATENT, MIXED, STORED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("target", BACKENDS)
+def test_a_request_moves_in_mid_generation(backend, target, layout, spec):
+    cache, request, blob = exported(spec, backend)
+    other = stories.create(spec, target, layout=layout, max_requests=3, max_tokens=128)
+    for _ in range(2):
+        stories.tell(other, {other.admit(): [1] * 13})
+    moved = other.import_request(blob)
+    assert moved.tokens == tuple(TOKENS[:41])
+    assert other.digest([moved]) == cache.digest([request])
+    # An export of the import is the same bytes.
+    assert other.export_request(moved) == blob
+    # Generation goes on identically: on the same backend always, on another wherever nothing is computed.
+    for new in ([1], [2, 3, 4], [5] * 17):
+        stories.tell(cache, {request: new})
+        stories.tell(other, {moved: new})
+    if target == backend or spec is STORED:
+        assert other.digest([moved]) == cache.digest([request])
+    # And home again.
+    home = cache.import_request(other.export_request(moved))
+    assert cache.digest([home]) == other.digest([moved])
+
+
+@pytest.mark.parametrize("route", list(itertools.permutations(BACKENDS * 2, 3)), ids="-".join)
+def test_a_chain_of_moves_equals_staying(route):
+    stayed = stories.create(STORED, route[0])
+    request = stayed.admit()
+    blob = None
+    for number, backend in enumerate(route):
+        cache = stories.create(STORED, backend, layout=LAYOUTS[number])
+        moved = cache.admit() if blob is None else cache.import_request(blob)
+        piece = TOKENS[13 * number : 13 * number + 13]
+        stories.tell(cache, {moved: piece})
+        stories.tell(stayed, {request: piece})
+        assert cache.digest([moved]) == stayed.digest([request])
+        blob = cache.export_request(moved)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 16, 40])
+def test_requests_of_every_length_move(backend, count):
+    cache, request, blob = exported(LATENT, backend, max(count, 30))
+    if count < 30:
+        cache.release(request)
+        request = cache.admit()
+        if count:
+            stories.tell(cache, {request: TOKENS[:count]})
+        blob = cache.export_request(request)
+    other = stories.create(LATENT, backend)
+    moved = other.import_request(blob)
+    assert (moved.length, other.digest([moved])) == (count, cache.digest([request]))
+    stories.tell(other, {moved: TOKENS[count : count + 9]})
+    assert other.digest([moved]) == stories.retell(backend, LATENT, TOKENS[: count + 9])
+
+
+@pytest.mark.parametrize("spec", [LATENT, MIXED], ids=lambda spec: spec.name)
+def test_an_import_can_be_rolled_back_as_far_as_the_original(backend, spec):
+    for high, length in ((41, 41), (41, 39), (44, 44), (48, 48), (49, 48), (20, 18)):
+        cache = stories.create(spec, backend, max_draft_tokens=4)
+        request = cache.admit()
+        stories.tell(cache, {request: TOKENS[: high - 12]})
+        stories.tell(cache, {request: TOKENS[high - 12 : high]})
+        cache.truncate(request, length)
+        blob = cache.export_request(request)
+        for rollback in (4, 2, 0):
+            other = stories.create(spec, backend, max_draft_tokens=rollback)
+            moved = other.import_request(blob)
+            deepest = max(high - 4, length - rollback)
+            with pytest.raises(RollbackError, match=f"{deepest} to {length}"):
+                other.truncate(moved, deepest - 1)
+            other.truncate(moved, deepest)
+            assert other.digest([moved]) == stories.retell(backend, spec, TOKENS[:deepest])
+            stories.tell(other, {moved: [9] * 5})
+            assert other.digest([moved]) == stories.retell(backend, spec, [*TOKENS[:deepest], *[9] * 5])
+
+
+def test_an_export_is_a_finished_copy(backend):
+    cache, request, blob = exported(LATENT, backend)
+    before = bytes(blob)
+    stories.tell(cache, {request: [3] * 20})
+    cache.release(request)
+    scene.poison(cache)
+    assert blob == before
+    for kind in (bytes, bytearray, memoryview):
+        other = stories.create(LATENT, backend)
+        assert other.digest([other.import_request(kind(blob))]) == stories.retell(backend, LATENT, TOKENS[:41])
+
+
+def test_preempted_requests_resume_where_they_were(backend, rng):
+    cache = stories.create(MIXED, backend, max_requests=2, max_tokens=96)
+    histories = {number: [] for number in range(5)}
+    parked = dict.fromkeys(histories)
+    for _ in range(30):
+        pair = rng.permutation(5)[:2].tolist()
+        running = {number: cache.import_request(parked[number]) if parked[number] else cache.admit() for number in pair}
+        new = {number: rng.integers(0, 99, size=int(rng.integers(0, 4))).tolist() for number in pair}
+        stories.tell(cache, {running[number]: new[number] for number in pair})
+        for number, request in running.items():
+            histories[number] += new[number]
+            parked[number] = cache.export_request(request)
+            cache.release(request)
+        assert (cache.free_slots, cache.free_blocks) == (2, 12)
+    for number, history in histories.items():
+        request = cache.import_request(parked[number])
+        assert cache.digest([request]) == stories.retell(backend, MIXED, history)
+        cache.release(request)
+
+
+def test_into_a_waiting_request(backend):
+    cache, _, blob = exported(LATENT, backend)
+    waiting = cache.admit()
+    assert cache.import_request(blob, into=waiting) is waiting
+    assert cache.digest([waiting]) == stories.retell(backend, LATENT, TOKENS[:41])
+    with pytest.raises(RequestError, match="without tokens"):
+        cache.import_request(blob, into=waiting)
+    cache.release(waiting)
+    with pytest.raises(RequestError):
+        cache.import_request(blob, into=waiting)
+
+
+def test_without_room_an_import_changes_nothing(backend):
+    _, _, blob = exported(MIXED, backend)
+    small = stories.create(MIXED, backend, max_tokens=40)
+    full = stories.create(MIXED, backend, max_requests=1)
+    full.admit()
+    busy = stories.create(MIXED, backend, max_tokens=64, max_requests=2)
+    stories.tell(busy, {busy.admit(): [1] * 30})
+    for cache, error in ((small, OutOfBlocks), (full, OutOfSlots), (busy, OutOfBlocks)):
+        before = cache.digest(), cache.free_slots, cache.free_blocks, cache.requests
+        with pytest.raises(error):
+            cache.import_request(blob)
+        assert (cache.digest(), cache.free_slots, cache.free_blocks, cache.requests) == before
+
+
+def test_other_specs_are_refused_by_their_first_difference(backend):
+    _, _, blob = exported(LATENT, backend)
+    layers = list(LATENT.layers)
+    others = {
+        "block_tokens = 16 instead of 8": CacheSpec(layers=layers, block_tokens=8),
+        r"layers\[3\].window.window = 7 instead of 6": CacheSpec(
+            layers=[*layers[:3], scene.ring(6, format="fp16")], block_tokens=16
+        ),
+        "layers: 4 items instead of 3": CacheSpec(layers=layers[:3], block_tokens=16),
+        r"layers\[0\].entries.format = 'fp32' instead of 'bf16'": CacheSpec(
+            layers=[
+                msgspec.structs.replace(
+                    layers[0], entries=msgspec.structs.replace(layers[0].entries, format="bf16")
+                ),
+                layers[1],
+                msgspec.structs.replace(
+                    layers[2], entries=msgspec.structs.replace(layers[2].entries, format="bf16")
+                ),
+                layers[3],
+            ],
+            block_tokens=16,
+        ),
+    }
+    for difference, spec in others.items():
+        cache = stories.create(spec, backend)
+        with pytest.raises(SnapshotError, match=difference):
+            cache.import_request(blob)
+        assert (cache.requests, cache.free_slots) == ((), 4)
+    # A name is for people.
+    renamed = stories.create(msgspec.structs.replace(LATENT, name="another"), backend)
+    assert renamed.import_request(blob).length == 41
+
+
+def _sealed_again(blob, **changes):
+    """The blob with some parts exchanged and the root worked out anew: what a mistaken writer would send."""
+    parts = msgspec.msgpack.decode(blob)
+    fields = {name: parts[name] for name in Blob.__struct_fields__ if name != "root"} | changes
+    return msgspec.msgpack.encode({**fields, "root": _root(fields)})
+
+
+def test_what_is_missing_too_much_or_damaged_is_refused(backend):
+    cache, request, blob = exported(LATENT, backend)
+    parts = msgspec.msgpack.decode(blob)
+    rows, digests = parts["rows"], parts["digests"]
+    name = "0.index_tail"
+    swapped = rows["0.tail"][512:] + rows["0.tail"][:512]
+    assert swapped != rows["0.tail"]
+    bad = {
+        "not a blob": b"\x93abc",
+        "empty": b"",
+        "text": "blob",
+        "half of it": blob[: len(blob) // 2],
+        "more than it": blob + b"\0",
+        "another version": _sealed_again(blob, version=2),
+        "a component missing": _sealed_again(blob, rows={key: rows[key] for key in rows if key != name}),
+        "its digest missing": _sealed_again(blob, digests={key: digests[key] for key in rows if key != name}),
+        "an unknown component": _sealed_again(blob, rows={**rows, "7.tail": b""}),
+        "a row less": _sealed_again(blob, rows={**rows, name: rows[name][:-128]}),
+        "rows out of order": _sealed_again(blob, rows={**rows, "0.tail": swapped}),
+        "another length": _sealed_again(blob, length=parts["length"] + 4),
+        "a negative length": _sealed_again(blob, length=-1, floor=-1),
+        "ids of another length": _sealed_again(blob, tokens=parts["tokens"][:-1]),
+    }
+    good = _sealed_again(blob)
+    assert good == blob
+    before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks
+    for what, data in bad.items():
+        with pytest.raises(SnapshotError):
+            cache.import_request(data)
+        assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks) == before, what
+    with pytest.raises(SnapshotError, match=r"0\.index_tail"):
+        cache.import_request(bad["a component missing"])
+    cache.release(request)
+
+
+def test_every_flipped_bit_of_a_blob_is_noticed(backend, rng):
+    _, _, blob = exported(LATENT, backend, 37)
+    cache = stories.create(LATENT, backend)
+    for bit in rng.integers(8 * len(blob), size=300).tolist():
+        damaged = bytearray(blob)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(SnapshotError):
+            cache.import_request(damaged)
+    assert cache.free_slots == 4
+    assert isinstance(cache.import_request(blob), kvcore.Request)

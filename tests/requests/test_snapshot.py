@@ -1,0 +1,368 @@
+"""Snapshots: whole or not at all, verified page by page, and only what is damaged is lost."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import scene
+import stories
+from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
+from stories import LATENT, MIXED, STORED
+
+import kvcore
+from kvcore import snapshot
+from kvcore.disk import Disk, write_whole
+from kvcore.errors import BackendError, OutOfSlots, RequestError, SnapshotError, StepError
+
+TOKENS = list(range(500, 560))
+LENGTHS = (41, 0, 16, 7)
+FILE = Path("/disk/cache.kv")
+
+
+def filled(spec, backend, lengths=LENGTHS, **sizes):
+    """A cache of requests of several lengths, in slots that are not in order."""
+    cache = stories.create(spec, backend, max_requests=5, max_draft_tokens=2, **sizes)
+    early = cache.admit()
+    requests = [cache.admit() for _ in lengths]
+    cache.release(early)
+    for number, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        if length:
+            stories.tell(cache, {request: _history(number, length)})
+    return cache, requests
+
+
+def _history(number, length):
+    return [1000 * number + token for token in TOKENS[:length]]
+
+
+@pytest.mark.parametrize("spec", [LATENT, MIXED, STORED], ids=lambda spec: spec.name)
+def test_a_loaded_cache_holds_the_same_and_goes_on(backend, spec, tmp_path):
+    cache, requests = filled(spec, backend)
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
+    loaded = kvcore.load(path, backend=backend, check=True)
+    assert loaded.digest() == cache.digest()
+    assert [request.length for request in loaded.requests] == list(LENGTHS)
+    assert [request.tokens for request in loaded.requests] == [request.tokens for request in requests]
+    assert (loaded.spec, loaded.plan.slots, loaded.plan.max_draft_tokens) == (spec, 5, 2)
+    for both in zip(requests, loaded.requests, strict=True):
+        for each, request in zip((cache, loaded), both, strict=True):
+            stories.tell(each, {request: [1, 2, 3, 4, 5]})
+            each.truncate(request, request.length - 2)
+    assert loaded.digest() == cache.digest()
+
+
+def test_a_snapshot_moves_between_backends_layouts_and_sizes(tmp_path):
+    cache, _ = filled(LATENT, "torch_triton")
+    cache.save(tmp_path / "a")
+    other = kvcore.load(tmp_path / "a", backend="reference", layout="planar", max_requests=9, max_tokens=500)
+    assert other.digest() == cache.digest()
+    other.save(tmp_path / "b")
+    again = kvcore.load(tmp_path / "b", backend="torch_triton", layout="tpu_tile", max_draft_tokens=0)
+    assert again.digest() == cache.digest()
+    # Everything but the sizes is the same file.
+    one, two = (snapshot.read(tmp_path / name) for name in "ab")
+    assert one.arrays.keys() == two.arrays.keys()
+    assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
+
+
+def test_chosen_requests_in_the_order_wanted(backend, tmp_path):
+    cache, (a, b, c, d) = filled(LATENT, backend)
+    cache.save(tmp_path / "all")
+    cache.save(tmp_path / "some", [d, a])
+    some = kvcore.load(tmp_path / "some", backend=backend)
+    assert some.digest() == cache.digest([d, a])
+    chosen = kvcore.load(tmp_path / "all", backend=backend, requests=[3, 0], max_requests=2)
+    assert chosen.digest() == cache.digest([d, a])
+    assert kvcore.load(tmp_path / "all", backend=backend, requests=[]).requests == ()
+    twice = kvcore.load(tmp_path / "all", backend=backend, requests=[2, 2])
+    assert twice.digest() == cache.digest([c, c])
+    for odd in ([4], [-1], [True], [1.0], ["0"]):
+        with pytest.raises(SnapshotError, match="requests"):
+            kvcore.load(tmp_path / "all", backend=backend, requests=odd)
+    with pytest.raises(OutOfSlots):
+        kvcore.load(tmp_path / "all", backend=backend, max_requests=3)
+    cache.save(tmp_path / "none", [])
+    assert kvcore.load(tmp_path / "none", backend=backend).requests == ()
+    assert b.length == 0
+
+
+def test_the_file_is_plain_safetensors_with_pages_and_digests(tmp_path):
+    cache, _ = filled(LATENT, "reference")
+    cache.save(tmp_path / "cache.kv")
+    arrays = safetensors.numpy.load_file(tmp_path / "cache.kv")
+    assert len(arrays) == 4 * 2 * 10
+    # 41 tokens: 10 entries in blocks of 4; 6 window rows live and 2 more to roll back to.
+    assert (arrays["0.0.entries"].shape, arrays["0.0.entries.digest"].shape) == ((10, 32), (3, 2))
+    assert (arrays["0.0.window"].shape, arrays["0.0.window.digest"].shape) == ((8, 32), (1, 2))
+    assert {array.dtype for name, array in arrays.items() if name.endswith("digest")} == {np.dtype(np.int64)}
+    header = json.loads((tmp_path / "cache.kv").read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    assert header["__metadata__"]["kvcore.snapshot"] == "1"
+    assert json.loads(header["__metadata__"]["spec"])["schema_version"] == 1
+
+
+def test_what_cannot_be_saved_leaves_the_old_file(backend, tmp_path):
+    cache, (a, *_) = filled(LATENT, backend)
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    before = path.read_bytes()
+    step = cache.step({a: 0})
+    with pytest.raises(StepError):
+        cache.save(path)
+    step.abort()
+    cache.release(a)
+    with pytest.raises(RequestError):
+        cache.save(path, [a])
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "nowhere" / "cache.kv")
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
+
+
+def _data_start(data):
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _span(data, name):
+    header = json.loads(data[8 : _data_start(data)])
+    return [_data_start(data) + offset for offset in header[name]["data_offsets"]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "byte", "page"),
+    [
+        pytest.param("0.0.entries", 0, "request 0: 0.entries page 0", id="first byte of the first page"),
+        pytest.param("0.0.entries", 9 * 32, "request 0: 0.entries page 2", id="a last, short page"),
+        pytest.param("0.0.index_keys", -1, "request 0: 0.index_keys page 2", id="last byte of an index key"),
+        pytest.param("2.3.window", 5, "request 2: 3.window page 0", id="a window"),
+        pytest.param("3.1.tail", 17, "request 3: 1.tail page 0", id="a tail"),
+    ],
+)
+def test_a_damaged_page_is_named_and_costs_one_request(backend, tmp_path, tensor, byte, page):
+    cache, requests = filled(LATENT, backend)
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    data = bytearray(path.read_bytes())
+    first, last = _span(data, tensor)
+    data[last + byte if byte < 0 else first + byte] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match=page):
+        kvcore.load(path, backend=backend)
+    number = int(tensor[0])
+    whole = kvcore.load(path, backend=backend, strict=False)
+    assert whole.damaged == (page,)
+    rest = [request for at, request in enumerate(requests) if at != number]
+    assert whole.digest() == cache.digest(rest)
+    # A damaged request that is not asked for is in nobody's way.
+    others = [at for at in range(4) if at != number]
+    assert kvcore.load(path, backend=backend, requests=others).digest() == cache.digest(rest)
+
+
+def test_what_is_no_snapshot_is_refused(tmp_path):
+    cache, _ = filled(LATENT, "reference")
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    data = path.read_bytes()
+    start = _data_start(data)
+    plain = safetensors.numpy.save({"a": np.zeros(3, np.uint8)})
+    other = safetensors.numpy.save({"a": np.zeros(3, np.uint8)}, metadata={"kvcore.snapshot": "2"})
+    bad = {
+        "empty": b"",
+        "seven bytes": data[:7],
+        "header only": data[:start],
+        "a byte short": data[:-1],
+        "a byte long": data + b"\0",
+        "zeros": bytes(len(data)),
+        "a huge header": b"\xff" * 8 + data[8:],
+        "text": b"not a snapshot at all, but long enough",
+        "other safetensors": plain,
+        "another version": other,
+        "a list for a header": (4).to_bytes(8, "little") + b"[12]",
+        "no metadata": (2).to_bytes(8, "little") + b"{}",
+        "null metadata": (21).to_bytes(8, "little") + b'{"__metadata__":null}',
+        "another root": data.replace(_root(data), b"f" * 64),
+        "root in capitals": data.replace(_root(data), _root(data).upper()),
+        "another length": data.replace(b'\\"length\\":41', b'\\"length\\":40'),
+        "a space for a space": data[: start - 1] + b"\n" + data[start:] if data[start - 1 : start] == b" " else b"",
+        "signed rows": data.replace(b'"dtype":"U8"', b'"dtype":"I8"', 1),
+    }
+    for what, content in bad.items():
+        path.write_bytes(content)
+        with pytest.raises(SnapshotError):
+            kvcore.load(path, backend="reference", strict=False)
+        assert content != data, what
+    with pytest.raises(FileNotFoundError):
+        kvcore.load(tmp_path / "nothing")
+
+
+def _root(data):
+    return json.loads(data[8 : _data_start(data)])["__metadata__"]["root"].encode()
+
+
+def test_without_safetensors_the_error_says_what_to_install(monkeypatch, tmp_path):
+    cache, _ = filled(LATENT, "reference")
+    cache.save(tmp_path / "cache.kv")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
+    for call in (lambda: cache.save(tmp_path / "b.kv"), lambda: kvcore.load(tmp_path / "cache.kv")):
+        with pytest.raises(BackendError, match=r"kvcore\[snapshot\]"):
+            call()
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
+
+
+def test_a_prefix_cache_finds_what_was_loaded(backend, tmp_path):
+    cache, _ = filled(LATENT, backend)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvcore.load(tmp_path / "cache.kv", backend=backend, prefix="zero", max_tokens=512)
+    # Two blocks of the first request; 25 tokens rebuild the rings.
+    assert loaded.restorable(_history(0, 41)) == (32, 25, True)
+    request = loaded.admit(_history(0, 41))
+    assert request.length == 7
+    stories.tell(loaded, {request: _history(0, 41)[7:]})
+    assert loaded.digest([request]) == cache.digest([cache.requests[0]])
+
+
+SAVES = [bytes([version]) * (5000 + 700 * version) for version in range(3)]
+
+
+def _save_all(disk):
+    """Save versions one after another; returns how many were acknowledged."""
+    done = 0
+    try:
+        for data in SAVES:
+            write_whole(disk, FILE, data)
+            done += 1
+    except Crash:
+        pass
+    return done
+
+
+def test_power_loss_at_every_boundary_keeps_the_last_acknowledged_file(monkeypatch):
+    monkeypatch.setattr("kvcore.disk.CHUNK_BYTES", 1024)
+    quiet = SimulatedDisk()
+    assert _save_all(quiet) == 3
+    assert quiet.names[FILE].data == SAVES[2]
+    assert set(quiet.names) == {FILE}
+    outcomes = set()
+    for fault in ("crash before", "crash during", "crash after"):
+        for boundary in range(len(quiet.operations)):
+            disk = SimulatedDisk(boundary, fail_at=boundary, fault=fault)
+            done = _save_all(disk)
+            for seed in range(20):
+                back = disk.after_power_loss(seed)
+                found = bytes(back.names[FILE].data) if FILE in back.names else None
+                allowed = {SAVES[done] if done < 3 else SAVES[2], SAVES[done - 1] if done else None}
+                assert found in allowed, (fault, boundary, seed)
+                outcomes.add((fault, done, found is None or SAVES.index(found)))
+    assert len(outcomes) > 15
+
+
+@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
+def test_a_refusing_disk_is_an_error_and_the_old_file_stays(monkeypatch, fault):
+    monkeypatch.setattr("kvcore.disk.CHUNK_BYTES", 1024)
+    quiet = SimulatedDisk()
+    write_whole(quiet, FILE, SAVES[0])
+    first = len(quiet.operations)
+    write_whole(quiet, FILE, SAVES[1])
+    for boundary in range(first, len(quiet.operations)):
+        disk = SimulatedDisk(fail_at=boundary, fault=fault)
+        write_whole(disk, FILE, SAVES[0])
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is compared below
+            write_whole(disk, FILE, SAVES[1])
+        assert caught.value.errno == getattr(errno, fault)
+        last = disk.operations[boundary]
+        assert disk.names[FILE].data == (SAVES[1] if last == "flush folder" else SAVES[0]), last
+        assert set(disk.names) == {FILE}
+        write_whole(disk, FILE, SAVES[2])
+        assert disk.names[FILE].data == SAVES[2]
+
+
+def test_short_writes_are_completed():
+    disk = SimulatedDisk(3, fault="short writes")
+    write_whole(disk, FILE, SAVES[2])
+    assert disk.names[FILE].data == SAVES[2]
+    assert disk.operations.count("write") > 3
+
+
+def test_a_disk_that_takes_nothing_is_an_error():
+    class Full(SimulatedDisk):
+        def write(self, file, data):
+            return 0
+
+    disk = Full()
+    with pytest.raises(OSError, match="took 0"):
+        write_whole(disk, FILE, SAVES[0])
+    assert disk.names == {}
+
+
+def test_lost_flushes_can_lose_a_snapshot_but_a_torn_one_is_never_accepted():
+    cache, _ = filled(LATENT, "reference", (20, 7))
+    data = snapshot.to_bytes(cache, list(cache.requests))
+    torn = whole = 0
+    for seed in range(60):
+        disk = SimulatedDisk(seed, fault="lost flushes")
+        snapshot.write(FILE, data, disk)
+        back = disk.after_power_loss(seed)
+        if FILE not in back.names:
+            continue
+        try:
+            saved = snapshot.read(FILE, back)
+            damaged = [page for number in range(2) for page in snapshot.damage(saved, cache.ops, number)]
+        except SnapshotError:
+            damaged = ["header"]
+        if back.names[FILE].data == data:
+            whole += 1
+            assert damaged == []
+        else:
+            torn += 1
+            assert damaged
+    assert torn > 5
+    assert whole > 5
+
+
+def test_the_harness_finds_a_writer_that_does_not_flush(monkeypatch):
+    monkeypatch.setattr(SimulatedDisk, "flush", lambda self, file: self.operations.append("flush"))
+    torn = 0
+    for boundary in range(30):
+        disk = SimulatedDisk(boundary, fail_at=boundary, fault="crash after")
+        done = _save_all(disk)
+        for seed in range(10):
+            back = disk.after_power_loss(seed)
+            found = bytes(back.names[FILE].data) if FILE in back.names else None
+            torn += found not in {SAVES[done] if done < 3 else SAVES[2], SAVES[done - 1] if done else None}
+    assert torn > 10
+
+
+def test_the_real_disk_keeps_an_old_file_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "cache.kv"
+    write_whole(Disk(), path, b"old")
+
+    class Stops(Disk):
+        def rename(self, source, target):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(OSError, match="Input/output"):
+        write_whole(Stops(), path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
+    write_whole(Disk(), path, b"new" * 10**6)
+    assert path.read_bytes() == b"new" * 10**6
+
+
+def test_freed_storage_is_not_in_a_snapshot(tmp_path):
+    cache = stories.create(MIXED, "reference", check=False)
+    secret = cache.admit()
+    stories.tell(cache, {secret: [77777] * 40})
+    held = stories.rows("k1", [77777], np.array([39]), 2, 4).tobytes()
+    assert held in b"".join(scene.raw(cache).values())
+    cache.release(secret)
+    stories.tell(cache, {cache.admit(): TOKENS[:3]})
+    cache.save(tmp_path / "cache.kv")
+    assert held in b"".join(scene.raw(cache).values())
+    assert held not in (tmp_path / "cache.kv").read_bytes()
