@@ -4,7 +4,7 @@
 out=$1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
 for shard in 0 1 2 3 4 5 6; do
-    timeout 330 python3 benchmarks/check_cuda.py $2 --shard $shard/7 --out "$out/check-$shard.json" >"$out/check-$shard.log" 2>&1 &
+    timeout 300 python3 benchmarks/check_cuda.py $2 --shard $shard/7 --out "$out/check-$shard.json" >"$out/check-$shard.log" 2>&1 &
 done
 wait
 tail -n 12 "$out"/check-*.log

@@ -110,8 +110,8 @@ class Lifecycle(RuleBasedStateMachine):
 
     backend: str
 
-    @initialize(drafts=st.sampled_from((0, 1, 3)))
-    def create(self, drafts: int) -> None:
+    @initialize(drafts=st.sampled_from((0, 1, 3)), prompts=st.lists(st.integers(0, 15), max_size=SLOTS))
+    def create(self, drafts: int, prompts: list[int]) -> None:
         self.drafts = drafts
         sizes = {"max_requests": SLOTS, "max_tokens": TOKENS, "max_draft_tokens": drafts}
         self.cache = scene.create(LAYERS, self.backend, block_tokens=BLOCK, **sizes)
@@ -120,6 +120,9 @@ class Lifecycle(RuleBasedStateMachine):
         self.values = itertools.count(1)
         for ring in RINGS:
             assert self.cache.plan.region(ring.layer, ring.role)[0].rows == ring.rows(drafts)
+        for number, prompt in enumerate(prompts):
+            self.admit()
+            self.step({number: prompt}, 0)
 
     @property
     def free_blocks(self) -> int:
@@ -301,6 +304,28 @@ def test_every_truncation_is_exact_or_beyond_the_bound(backend, drafts, written)
         twin = fresh.admit()
         scene.write(fresh, {twin: values[:length] + again})
         assert cache.digest() == fresh.digest()
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize("written", [0, 3, 5, 8, 9, 13, 20])
+def test_an_aborted_step_leaves_every_row(backend, drafts, written):
+    """Steps of every size, given up after every layer got its rows; then one that counts."""
+    cache = scene.create(LAYERS, backend, block_tokens=BLOCK, max_tokens=TOKENS, max_draft_tokens=drafts)
+    first, second = cache.admit(), cache.admit()
+    scene.write(cache, {first: range(written), second: range(100, 107)})
+    before, free = cache.digest(), cache.free_blocks
+    for new in range(12):
+        step = cache.step({second: new // 2, first: new})
+        scene.fill(step, [999.0] * (new // 2 + new))
+        step.abort()
+        assert (cache.digest(), cache.free_blocks) == (before, free)
+    scene.write(cache, {first: range(written, written + 3)})
+    fresh = scene.create(LAYERS, backend, block_tokens=BLOCK, max_tokens=TOKENS, max_draft_tokens=drafts)
+    twins = fresh.admit(), fresh.admit()
+    scene.write(fresh, {twins[0]: range(written + 3), twins[1]: range(100, 107)})
+    assert cache.digest() == fresh.digest()
+    # Nor does an aborted step deepen the bound on truncation.
+    cache.truncate(first, max(0, written + 3 - drafts))
 
 
 def test_one_token_deeper_would_be_wrong():

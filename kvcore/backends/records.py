@@ -47,9 +47,9 @@ def kvcore_backends() -> Iterator[BackendInfo]:
     )
     yield BackendInfo(
         name="torch_triton",
-        summary="torch, in place: plain operations on the CPU",
+        summary="torch, in place: Triton kernels on CUDA, plain operations on the CPU",
         requires=("torch",),
-        devices=("cpu",),
+        devices=("cpu", "cuda"),
         capabilities=EVERYTHING,
         priority=50,
         install='pip install "kvcore[torch]"',

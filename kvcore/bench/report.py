@@ -31,7 +31,7 @@ def write_json(record: dict[str, Any], path: str) -> None:
 def as_svg(record: dict[str, Any]) -> str:
     """Bars of graph time as multiples of the floor, one a row; a line at the floor itself."""
     left, bar, step, top = 330, 420, 22, 48
-    largest = max((row["graph_us"] / row["floor_us"] for row in record["rows"]), default=1.0)
+    largest = max((row["graph_us"] / max(row["floor_us"], 0.01) for row in record["rows"]), default=1.0)
     scale = bar / min(largest, 6.0)
     height = top + step * len(record["rows"]) + 12
     parts = [
@@ -42,7 +42,7 @@ def as_svg(record: dict[str, Any]) -> str:
     ]
     for number, row in enumerate(record["rows"]):
         y = top + step * number
-        ratio = row["graph_us"] / row["floor_us"]
+        ratio = row["graph_us"] / max(row["floor_us"], 0.01)
         shown = min(ratio, 6.0) * scale
         parts += [
             f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(row["name"])}</text>',

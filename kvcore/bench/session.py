@@ -45,7 +45,7 @@ def timed(work: Any, copy_gb_s: float) -> dict[str, Any]:
         "nbytes": work.nbytes,
         "single_us": round(alone, 2),
         "graph_us": round(in_graph, 2),
-        "floor_us": round(floor, 2),
+        "floor_us": round(floor, 3),
         "share_of_copy": round(floor / in_graph, 3),
         "goal_us": work.goal,
         "best_peer_us": work.peer,

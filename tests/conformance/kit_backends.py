@@ -71,8 +71,5 @@ RECORDS = {
 }
 
 name = os.environ["KIT_BACKEND"]
-if name in RECORDS:
-    record = RECORDS[name]()
-else:
-    record = broken.info(KINDS.get(name) or getattr(broken, name))
+record = RECORDS[name]() if name in RECORDS else broken.info(KINDS.get(name) or getattr(broken, name))
 plugins.registry().backends["broken"] = record

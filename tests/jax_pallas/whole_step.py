@@ -34,7 +34,9 @@ def given(spec: CacheSpec, tokens: int, closed: int, rng: np.random.Generator) -
 
     found = []
     for layer in spec.layers:
-        tail, index_tail = (tuple(floats(2, tokens, part.width)) if part else None for part in (layer.tail, layer.index_tail))
+        tail, index_tail = (
+            tuple(floats(2, tokens, part.width)) if part else None for part in (layer.tail, layer.index_tail)
+        )
         keys = floats(closed, layer.index_keys.dim) if layer.index_keys else None
         picks = np.argsort(rng.random((tokens, 24)), axis=1)[:, :6].astype(np.int32) - 2
         dim = layer.window.dim

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
 from kvcore.backends.jax_pallas.layer import Layer
-from kvcore.backends.jax_pallas.rows import pool_shape
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
 from kvcore.plan import CachePlan
@@ -297,19 +298,25 @@ class JaxBackend:
                     hint="Page the component, or lower max_tokens.",
                 )
         if device is None:
-            return JaxOps(plan, _word(jax.devices()[0]), None)
+            word = _word(jax.devices()[0])
+            return JaxOps(plan, word, None, _kernels(plan, word))
         if device not in DEVICES:
             raise BackendError(got=device, where="device", allowed=f"None or one of {DEVICES} for backend='jax_pallas'")
         try:
             target = jax.devices(device)[0]
         except RuntimeError as error:
             raise BackendError(got=device, where="device", allowed=f"a device that JAX sees: {error}") from error
-        return JaxOps(plan, device, target)
+        return JaxOps(plan, device, target, _kernels(plan, device))
 
     def default_layout(self, device):
         """Whole tiles on a TPU, else one array a field."""
         on_tpu = device == "tpu" or (device is None and jax.default_backend() == "tpu")
         return "tpu_tile" if on_tpu else "planar"
+
+
+def _kernels(plan: CachePlan, device: str) -> str:
+    """Pallas where it runs and rows are whole tiles, else jax.numpy."""
+    return "tpu" if device == "tpu" and plan.layout == "tpu_tile" else "portable"
 
 
 def _word(device: Any) -> str:
@@ -338,7 +345,7 @@ def _program(verb, writes=False):
 
     def run(layer, options, written, read, arrays):
         with jax.named_scope(f"kvcore.{verb.__name__}"):
-            found = verb(layer, {**written, **read}, *arrays, **dict(options))
+            found = verb(layer, Held({**written, **read}, layer.kernels), *arrays, **dict(options))
         return {name: found[name] for name in written} if writes else found
 
     return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))

@@ -6,17 +6,16 @@ reads of it are zeros and writes to it are dropped. JAX by itself would wrap -1 
 """
 
 import math
-from functools import cache
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvcore.backends.jax_pallas import tiles
 from kvcore.backends.jax_pallas.encoding import decode, encode
+from kvcore.backends.jax_pallas.runs import Run, from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
 from kvcore.spec import KV, Entries, Tail, Window
-from kvcore.spec.layout import LANES, TILE_BYTES
 
 OUTSIDE = lax.GatherScatterMode.FILL_OR_DROP
 
@@ -37,8 +36,22 @@ def locate(region: Region, index, request, number):
     return jnp.where(exists, unit, -1), number % region.rows
 
 
-def load(pools, region: Region, unit, row):
+class Held(dict):
+    """A layer's pools by local name, and how their rows are moved: ``portable``, ``tpu`` or ``interpret``."""
+
+    def __init__(self, pools, kernels: str) -> None:
+        super().__init__(pools)
+        self.kernels = kernels
+
+    def replace(self, name: str, pool) -> "Held":
+        """A copy with one pool exchanged."""
+        return Held({**self, name: pool}, self.kernels)
+
+
+def load(pools: Held, region: Region, unit, row):
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
+    if pools.kernels != "portable":
+        return tiles.load(pools, region, unit, row)
     pieces = []
     end = 0
     for run in runs(region):
@@ -50,7 +63,7 @@ def load(pools, region: Region, unit, row):
         )
         flat = pool.reshape(pool.shape[0], -1)
         stored = lax.gather(flat, where, numbers, (1, width), mode=OUTSIDE, fill_value=0)
-        stored = _to_bytes(stored).reshape(*unit.shape, region.heads, run.nbytes)
+        stored = to_bytes(stored).reshape(*unit.shape, region.heads, run.nbytes)
         pieces.append(jnp.zeros((*unit.shape, region.heads, run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
@@ -58,33 +71,24 @@ def load(pools, region: Region, unit, row):
     return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
 
 
-def store(pools, region: Region, unit, row, rows):
+def store(pools: Held, region: Region, unit, row, rows):
     """Pools with canonical rows [..., heads, row_bytes] written; nothing happens where the unit is -1."""
-    written = dict(pools)
+    if pools.kernels != "portable":
+        return tiles.store(pools, region, unit, row, rows)
     for run in runs(region):
         name = region.buffers[run.buffer][0]
-        pool = written[name]
+        pool = pools[name]
         stored = rows[..., run.first : run.first + run.nbytes]
         stored = split_bytes(stored) if run.split else stored
         where, width = _places(region, run, unit, row, pool.dtype.itemsize)
-        stored = _from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
+        stored = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
         numbers = lax.ScatterDimensionNumbers(
             update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
         )
         flat = pool.reshape(pool.shape[0], -1)
-        written[name] = lax.scatter(flat, where, stored, numbers, mode=OUTSIDE).reshape(pool.shape)
-    return written
-
-
-def split_bytes(stored):
-    """Little-endian 16-bit elements -> all high bytes, then all low bytes."""
-    return jnp.concatenate([stored[..., 1::2], stored[..., 0::2]], axis=-1)
-
-
-def join_bytes(stored):
-    """The inverse of ``split_bytes``."""
-    half = stored.shape[-1] // 2
-    return jnp.stack([stored[..., half:], stored[..., :half]], axis=-1).reshape(stored.shape)
+        flat = lax.scatter(flat, where, stored, numbers, mode=OUTSIDE)
+        pools = pools.replace(name, flat.reshape(pool.shape))
+    return pools
 
 
 def first_token(index):
@@ -100,13 +104,26 @@ def read(pools, region: Region, index, request, number, own=None):
         own: canonical rows [T, heads, row_bytes] of the step's tokens, or None to read everything from the pools.
     """
     stored = load(pools, region, *locate(region, index, request, number))
-    if own is None or not len(own):
+    return stored if own is None else _newest(index, request, number, stored, own)
+
+
+def _newest(index, request, number, stored, own):
+    """Stored rows [..., *row], but the step's own rows [T, *row] where they are new."""
+    if not len(own):
         return stored
     start = of(index.starts, request)
     token = of(first_token(index), request) + number - start
-    new = (request >= 0) & (number >= start)
-    token = jnp.clip(token, 0, len(own) - 1)
-    return jnp.where(new[..., None, None], own[token], stored)
+    new = ((request >= 0) & (number >= start)).reshape(request.shape + (1,) * (own.ndim - 1))
+    return jnp.where(new, own[jnp.clip(token, 0, len(own) - 1)], stored)
+
+
+def read_fp32(pools, region: Region, index, request, number, own):
+    """Rows of a region of fp32 fields as numbers, [..., dim]: ``own`` [T, dim] if new, else stored; zeros if -1."""
+    if pools.kernels == "portable" or any(pools[name].dtype != jnp.float32 for name, _ in region.buffers.values()):
+        rows = read(pools, region, index, request, number, encode_rows(region, own))[..., 0, :]
+        return from_bytes(rows, np.dtype(np.float32))
+    stored = tiles.load_fp32(pools, region, *locate(region, index, request, number))
+    return _newest(index, request, number, stored, own)
 
 
 def append(pools, region: Region, index, rows):
@@ -188,57 +205,6 @@ def requests_like(numbers):
     return jnp.broadcast_to(jnp.arange(len(numbers), dtype=jnp.int32)[:, None], numbers.shape)
 
 
-class Run(NamedTuple):
-    """Fields that lie together, in a unit and in the canonical row: moved by one gather or scatter.
-
-    Byte k of the run in row r is at ``base + r * stride + k`` of the unit's part of ``buffer``, and at ``first + k`` of
-    the canonical row.
-    """
-
-    buffer: str
-    base: int
-    stride: int
-    nbytes: int
-    first: int
-    split: bool
-
-
-@cache
-def runs(region: Region) -> tuple[Run, ...]:
-    """The runs of a region's rows, in canonical order."""
-    found: list[Run] = []
-    for place in sorted(region.unit.places, key=lambda place: region.format.byte_range(place.field)):
-        first, _ = region.format.byte_range(place.field)
-        run = Run(place.buffer, place.base, place.stride, place.nbytes, first, place.split)
-        last = found[-1] if found else run
-        together = (last.buffer, last.base + last.nbytes, last.stride, last.first + last.nbytes) == run[:3] + (first,)
-        if found and together and not (last.split or run.split):
-            found[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
-        else:
-            found.append(run)
-    return tuple(found)
-
-
-def pool_shape(region: Region, buffer: str, units: int):
-    """(shape, dtype) of a pool: [units, bytes of a unit] uint8, but whole tiles for ``tpu_tile``.
-
-    On a TPU a row is moved by one DMA only if it is a whole tile of the array, so there the last two axes are a row's
-    tile: [units, rows, 4n, 128] uint8; [units, tiles, 4, 128] where several short rows share a tile; and
-    [units, rows, n, 128] fp32 for fp32 rows, since bytes cannot be joined to wider elements without moving lanes.
-    """
-    size = dict(region.unit.buffers)[buffer]
-    if region.layout != "tpu_tile":
-        return (units, size), np.uint8
-    places = [place for place in region.unit.places if place.buffer == buffer]
-    stride = places[0].stride
-    if stride % TILE_BYTES:
-        return (units, size // TILE_BYTES, TILE_BYTES // LANES, LANES), np.uint8
-    rows = region.unit.rows
-    if all(region.format.field(place.field).code == "fp32" for place in places):
-        return (units, rows, stride // TILE_BYTES, LANES), np.float32
-    return (units, rows, stride // LANES, LANES), np.uint8
-
-
 def _places(region: Region, run: Run, unit, row, size: int):
     """(unit, first element) of every piece of a run as indices [..., 2], and the elements of a piece.
 
@@ -252,14 +218,3 @@ def _places(region: Region, run: Run, unit, row, size: int):
         row = row[..., None] + jnp.arange(region.heads, dtype=jnp.int32).reshape((1,) * row.ndim + (-1,))
         unit = jnp.broadcast_to(unit[..., None], row.shape)
     return jnp.stack([unit, (run.base + row * run.stride) // size], axis=-1), width // size
-
-
-def _to_bytes(stored):
-    return stored if stored.dtype == np.uint8 else lax.bitcast_convert_type(stored, jnp.uint8)
-
-
-def _from_bytes(stored, dtype):
-    if dtype == np.uint8:
-        return stored
-    size = dtype.itemsize
-    return lax.bitcast_convert_type(stored.reshape(*stored.shape[:-1], stored.shape[-1] // size, size), dtype)

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvcore.backends.jax_pallas import entries as paged
 from kvcore.backends.jax_pallas import rows as place
@@ -24,14 +23,13 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
-    own = place.encode_rows(region, jnp.concatenate([kv, score], axis=1))
+    own = jnp.concatenate([kv, score], axis=1)
     exact = layer.component(role).parts[0].format.value_code == "fp32"
     request, entry = paged.closed(layer, index, count=closed, role=role)
     positions = window_of(entry, m, overlap=component.overlap)
     positions = jnp.where((request >= 0)[:, None], positions, -1)
     requests = jnp.broadcast_to(request[:, None], positions.shape)
-    stored = place.read(pools, region, index, requests, positions, own)[:, :, 0]
-    raw = lax.bitcast_convert_type(stored.reshape(*stored.shape[:2], 2 * component.width, 4), jnp.float32)
+    raw = place.read_fp32(pools, region, index, requests, positions, own)
     keys, scores = raw[:, :, : component.width], raw[:, :, component.width :]
     if component.overlap:
         # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.

@@ -44,16 +44,16 @@ def softmax_sum(q, keys, values, sink, scale):
 
     The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse.
     """
-    logits = q @ keys.T * scale
-    if not len(keys):
-        return np.zeros((len(q), values.shape[1]), np.float32), np.full(len(q), -np.inf, np.float32)
-    largest = logits.max(axis=1)
-    weights = np.exp(logits - largest[:, None])
-    total = weights.sum(axis=1)
-    lse = largest + np.log(total)
-    out = weights @ values / total[:, None]
-    if sink is not None:
-        # out · sigmoid(lse - sink), written so that neither exponential overflows.
-        with np.errstate(over="ignore"):
-            out = out / (1 + np.exp(np.asarray(sink, np.float32) - lse))[:, None]
-    return out, lse
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        logits = q @ keys.T * scale
+        largest = logits.max(axis=1, initial=-np.inf)
+        # Without a key, or with none that scores above -inf, the weights are 0 and so is the result.
+        largest = np.where(np.isneginf(largest), 0, largest)
+        weights = np.exp(logits - largest[:, None])
+        total = weights.sum(axis=1)
+        lse = largest + np.log(total)
+        out = weights @ values / np.where(total == 0, 1, total)[:, None]
+        if sink is not None:
+            # out · sigmoid(lse - sink), written so that neither exponential overflows.
+            out = np.where(total[:, None] == 0, 0, out / (1 + np.exp(np.asarray(sink, np.float32) - lse))[:, None])
+    return out.astype(np.float32), lse.astype(np.float32)

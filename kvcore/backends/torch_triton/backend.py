@@ -1,5 +1,8 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
+import os
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 
@@ -145,11 +148,22 @@ class TorchBackend:
         Raises:
             BackendError: another device, or one that is not there.
         """
-        return TorchOps(plan, checked_device(device))
+        device = checked_device(device)
+        return ops_for(device)(plan, device)
 
     def default_layout(self, device):
         """Packed, like the engines."""
         return "packed"
+
+
+def ops_for(device: str) -> type[TorchOps]:
+    """The verbs for a device: Triton kernels on CUDA, and interpreted on the CPU under TRITON_INTERPRET=1."""
+    wanted = device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    if not wanted or find_spec("triton") is None:
+        return TorchOps
+    from kvcore.backends.torch_triton.triton_ops import TritonOps
+
+    return TritonOps
 
 
 def checked_device(device) -> str:

@@ -58,7 +58,7 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
     rows = ops.asarray(rows)
     format = sized(format, dim)
     if not len(rows):
-        return torch.zeros((0, format.dim), dtype=DTYPES[format.value_code], device=rows.device)
+        return torch.zeros((0, format.dim or 0), dtype=DTYPES[format.value_code], device=rows.device)
     channels = []
     for field in format.fields:
         if not field.is_value:

@@ -249,13 +249,13 @@ class TritonOps(TorchOps):
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
         calls().flush_rows(
-            kv.contiguous(),
-            score.contiguous(),
+            aligned(kv),
+            aligned(score),
             pools[tail_name],
             [pools[name] for name in names],
             norm_weight,
-            None if index_kv is None else index_kv.contiguous(),
-            None if index_score is None else index_score.contiguous(),
+            None if index_kv is None else aligned(index_kv),
+            None if index_score is None else aligned(index_score),
             None if index_tail is None else pools[index_tail],
             [pools[name] for name in index_names],
             index_norm_weight,
@@ -405,6 +405,12 @@ class TritonOps(TorchOps):
                 torch.zeros(rows, dtype=torch.int32, device=self.device),
             )
         return self._scratch
+
+
+def aligned(values):
+    """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't."""
+    values = values.contiguous()
+    return values.clone() if values.storage_offset() * values.itemsize % 16 else values
 
 
 def calls():

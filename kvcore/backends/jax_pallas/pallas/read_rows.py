@@ -14,6 +14,9 @@ def read_rows(pool, unit, row, *, interpret=False):
     more = -count % ROWS_IN_FLIGHT
     unit, row = jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
     tile = pool.shape[2:]
+    if not interpret:
+        # Without this XLA may carry a small pool into VMEM, whole, on every call.
+        pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     tiles = pl.pallas_call(
         _read,
         out_shape=jax.ShapeDtypeStruct((len(unit), *tile), pool.dtype),

@@ -17,7 +17,9 @@ def write_rows(pool, unit, row, tiles, *, interpret=False):
     Rows must be distinct: DMAs in flight together have no order.
     """
     tiles, unit, row = _padded(tiles, unit, row)
-    return _call(_write, pool, unit, row, tiles, ROWS_IN_FLIGHT, [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))], interpret)
+    return _call(
+        _write, pool, unit, row, tiles, ROWS_IN_FLIGHT, [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))], interpret
+    )
 
 
 def write_parts(pool, unit, part, tiles, *, interpret=False):
@@ -66,6 +68,9 @@ def _merge(units, numbers, tiles, _, pool, old, arrived, *, parts):
 
 
 def _call(kernel, pool, unit, number, tiles, rows, scratch, interpret):
+    if not interpret:
+        # Without this XLA may carry a small pool into VMEM and back, whole, on every call.
+        pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import closing, locate
 from kvcore.backends.torch_triton.kernels.codes import load_float, round_bf16
-from kvcore.backends.torch_triton.kernels.latent import inverse_rms, rotate
+from kvcore.backends.torch_triton.kernels.latent import inverse_rms, rotate, turns
 from kvcore.backends.torch_triton.kernels.rows import channels, store_codes, store_plain, store_rows
 
 
@@ -94,12 +94,14 @@ def append_rotated_kernel(
             y = y * scale[:, None] * weight
             if R.exact:
                 y = round_bf16(y, NATIVE)
-        y = rotate(y, position, frequencies_ptr, 2 * PAIRS, PAIRS)
+        cos, sin = turns(position, frequencies_ptr, 2 * PAIRS, 2 * PAIRS, PAIRS)
+        y = rotate(y, cos, sin, 2 * PAIRS, PAIRS)
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
         store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
     else:
-        flat = rotate(tl.reshape(x, (ROWS, R.tiles * R.width)), position, frequencies_ptr, R.dim, PAIRS)
+        cos, sin = turns(position, frequencies_ptr, R.tiles * R.width, R.dim, PAIRS)
+        flat = rotate(tl.reshape(x, (ROWS, R.tiles * R.width)), cos, sin, R.dim, PAIRS)
         if R.exact:
             flat = round_bf16(flat, NATIVE)
         x = tl.reshape(flat, (ROWS, R.tiles, R.width))

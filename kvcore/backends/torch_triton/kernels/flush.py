@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.codes import load_float, round_bf16
-from kvcore.backends.torch_triton.kernels.latent import finish
+from kvcore.backends.torch_triton.kernels.latent import finish, turns
 from kvcore.backends.torch_triton.kernels.rows import store_rows
 from kvcore.backends.torch_triton.kernels.tail import save_rows
 
@@ -27,21 +27,31 @@ def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     p = position + 1 - window + r
     exists = (r < window) & (p >= 0)
+    own = (p >= start)[:, None]
     # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
     half = r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
-    here = ((token - position + p).to(tl.int64) * T.width + half)[:, None] + channel[None, :]
+    here = ((token - position + p).to(tl.int64) * T.width + half)[:, None]
+    there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
+    there = there[:, None]
     inside = exists[:, None] & (channel < T.dim)[None, :]
-    if position + 1 - window >= start:
-        kv = load_float(kv_ptr + here, inside)
-        score = tl.where(inside, load_float(score_ptr + here, inside), float("-inf"))
+    if kv_ptr.dtype.element_ty == tl.float32:
+        kv_at = tl.where(own, kv_ptr + here, tail_ptr + there)
+        score_at = tl.where(own, score_ptr + here, tail_ptr + T.width + there)
+        if T.dim % 4 == 0:
+            # Both choices are aligned, which the compiler does not see through the selection.
+            kv_at, score_at = tl.multiple_of(kv_at, (16, 16)), tl.multiple_of(score_at, (16, 16))
+        kv = tl.load(kv_at + channel[None, :], mask=inside, other=0.0)
+        score = tl.load(score_at + channel[None, :], mask=inside, other=float("-inf"))
     else:
-        there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
-        there = there[:, None] + channel[None, :]
-        own = (p >= start)[:, None]
-        new, old = inside & own, inside & (p < start)[:, None]
-        kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
-        old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
-        score = tl.where(new, load_float(score_ptr + here, new), old_score)
+        here, there = here + channel[None, :], there + channel[None, :]
+        if position + 1 - window >= start:
+            kv = load_float(kv_ptr + here, inside)
+            score = tl.where(inside, load_float(score_ptr + here, inside), float("-inf"))
+        else:
+            new, old = inside & own, inside & (p < start)[:, None]
+            kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
+            old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
+            score = tl.where(new, load_float(score_ptr + here, new), old_score)
     return kv, score
 
 
@@ -50,22 +60,30 @@ def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: 
          CHUNK: tl.constexpr):
     """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
 
-    Rows are taken CHUNK at a time; what was summed is rescaled whenever a larger score turns up.
+    Rows are taken CHUNK at a time. Every cell of a chunk keeps a sum of its own, rescaled whenever a larger score turns
+    up, and cells are put together at the end: no thread waits for another on the way.
     """
-    largest = tl.full(channel.shape, float("-inf"), tl.float32)
-    total = tl.zeros(channel.shape, tl.float32)
-    pooled = tl.zeros(channel.shape, tl.float32)
-    for first in range(0, ROWS, CHUNK):
-        r = first + tl.arange(0, CHUNK)
-        kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
-        above = tl.maximum(largest, tl.max(score, axis=0))
+    r = tl.arange(0, CHUNK)
+    kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
+    largest = score
+    weight = tl.where(score == float("-inf"), 0.0, 1.0)
+    total = weight
+    pooled = tl.where(weight == 0.0, 0.0, kv)
+    for chunk in tl.static_range(1, ROWS // CHUNK):
+        kv, score = load_window(
+            kv_ptr, score_ptr, tail_ptr, r + chunk * CHUNK, token, position, start, slot, channel, T
+        )
+        above = tl.maximum(largest, score)
         finite = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp(score - finite[None, :])
-        kept = tl.exp(largest - finite)
-        total = tl.where(kept == 0.0, 0.0, total * kept) + tl.sum(weight, axis=0)
-        pooled = tl.where(kept == 0.0, 0.0, pooled * kept)
-        pooled += tl.sum(tl.where(weight == 0.0, 0.0, weight * kv), axis=0)
+        weight, kept = tl.exp(score - finite), tl.exp(largest - finite)
+        total = total * kept + weight
+        pooled = pooled * kept + tl.where(weight == 0.0, 0.0, weight * kv)
         largest = above
+    above = tl.max(largest, axis=0)
+    finite = tl.where(above == float("-inf"), 0.0, above)
+    kept = tl.exp(largest - finite[None, :])
+    total = tl.sum(total * kept, axis=0)
+    pooled = tl.sum(tl.where(kept == 0.0, 0.0, pooled * kept), axis=0)
     return pooled / tl.where(total == 0.0, 1.0, total)
 
 
@@ -73,51 +91,45 @@ def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: 
 def close_window(
     token, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr,
     stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, T: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    NATIVE: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry."""
     size: tl.constexpr = R.tiles * R.width
     share: tl.constexpr = size // PARTS
+    # Everything that has to be fetched is asked for before the long wait for the window itself.
     slot = tl.load(slots_ptr + request)
     start = tl.load(starts_ptr + request)
+    stored = tl.load(stored_ptr + request)
+    one = tl.zeros([1], tl.int32)
+    entry = one + position // T.ratio
+    unit, row = locate(one + request, entry, table_ptr, table_ptr, table_columns, R)
+    valid = (unit >= 0) & (one + position >= one + stored)
+    everything = tl.arange(0, size)
+    weight = tl.full([size], 1.0, tl.float32)
+    if NORM:
+        weight = tl.load(norm_ptr + everything, mask=everything < R.dim, other=0).to(tl.float32)
+    cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
     channel = part * share + tl.arange(0, share)
     x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK)
     if R.exact:
         x = round_bf16(x, NATIVE)
-    last = True
     if PARTS > 1:
         # Entries of one request close ``ratio`` tokens apart, so this number is an entry's own.
         number = token // T.ratio + request
         scratch = scratch_ptr + number.to(tl.int64) * size
         tl.store(scratch + channel, x)
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + number, 1, sem="acq_rel")
-        last = arrived == PARTS - 1
-        if last:
+        if tl.atomic_add(arrivals_ptr + number, 1, sem="acq_rel") == PARTS - 1:
             tl.debug_barrier()
-            x_all = tl.load(scratch + tl.arange(0, size), cache_modifier=".cg")
+            x_all = tl.load(scratch + everything, cache_modifier=".cg")
             tl.store(arrivals_ptr + number, 0)
-            store_entry(x_all, position, request, codes_ptr, scales_ptr, plain_ptr, stored_ptr, table_ptr, table_columns, norm_ptr,
-                        frequencies_ptr, eps, T, R, NORM, PAIRS, NATIVE)
+            x_all = finish(x_all[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
+            x_all = tl.reshape(x_all, (1, R.tiles, R.width))
+            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
     else:
-        store_entry(x, position, request, codes_ptr, scales_ptr, plain_ptr, stored_ptr, table_ptr, table_columns, norm_ptr,
-                    frequencies_ptr, eps, T, R, NORM, PAIRS, NATIVE)
-
-
-@triton.jit
-def store_entry(
-    x, position, request, codes_ptr, scales_ptr, plain_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps,
-    T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
-):
-    """Norm, rotate at the window's first position, encode and store one pooled latent x [channels]."""
-    one = tl.zeros([1], tl.int32)
-    entry = one + position // T.ratio
-    x = finish(x[None, :], entry * T.ratio, norm_ptr, frequencies_ptr, eps, R, NORM, PAIRS, NATIVE)
-    unit, row = locate(one + request, entry, table_ptr, table_ptr, table_columns, R)
-    x = tl.reshape(x, (1, R.tiles, R.width))
-    fresh = one + position >= one + tl.load(stored_ptr + request)
-    store_rows(x, unit, row, (unit >= 0) & fresh, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+        x = finish(x[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
+        store_rows(tl.reshape(x, (1, R.tiles, R.width)), unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
 
 
 @triton.jit

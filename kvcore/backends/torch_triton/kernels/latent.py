@@ -14,39 +14,36 @@ def inverse_rms(square_sum, eps, DIM: tl.constexpr):
 
 
 @triton.jit
-def turn(even, odd, angle):
-    """Rotate pairs (even, odd) by ``angle``."""
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    return even * cos - odd * sin, even * sin + odd * cos
+def turns(position, frequencies_ptr, SIZE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """(cos, sin), each [n, SIZE / 2]: angle fp32(position [n]) * fp32(frequency) of the last PAIRS of DIM / 2 pairs, else 0."""
+    pair = tl.arange(0, SIZE // 2) - (DIM // 2 - PAIRS)
+    frequency = tl.load(frequencies_ptr + pair, mask=(pair >= 0) & (pair < PAIRS), other=0.0)
+    angle = position.to(tl.float32)[:, None] * frequency[None, :]
+    return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
-def rotate(x, position, frequencies_ptr, DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Rotate the last PAIRS interleaved pairs of x [n, channels], angle = fp32(position [n]) * fp32(frequency)."""
+def rotate(x, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotate the last PAIRS interleaved pairs of x [n, channels], of which DIM are the row's."""
     n: tl.constexpr = x.shape[0]
     half: tl.constexpr = x.shape[1] // 2
     pair = tl.arange(0, half) - (DIM // 2 - PAIRS)
-    turned = (pair >= 0) & (pair < PAIRS)
-    frequency = tl.load(frequencies_ptr + pair, mask=turned, other=0.0)
+    turned = ((pair >= 0) & (pair < PAIRS))[None, :]
     even, odd = tl.split(tl.reshape(x, (n, half, 2)))
-    new_even, new_odd = turn(even, odd, position.to(tl.float32)[:, None] * frequency[None, :])
-    even = tl.where(turned[None, :], new_even, even)
-    odd = tl.where(turned[None, :], new_odd, odd)
-    return tl.reshape(tl.join(even, odd), (n, 2 * half))
+    new_even = tl.where(turned, even * cos - odd * sin, even)
+    new_odd = tl.where(turned, even * sin + odd * cos, odd)
+    return tl.reshape(tl.join(new_even, new_odd), (n, 2 * half))
 
 
 @triton.jit
-def finish(x, position, norm_ptr, frequencies_ptr, eps, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
-           NATIVE: tl.constexpr):
-    """Norm and rotate latents x [n, channels] at positions [n]; R says where bf16 rounding belongs."""
-    channel = tl.arange(0, x.shape[1])
+def finish(x, weight, cos, sin, eps, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+    """Norm latents x [n, channels] with weight [channels] and rotate them; R says where bf16 rounding belongs."""
     if NORM:
-        weight = tl.load(norm_ptr + channel, mask=channel < R.dim, other=0).to(tl.float32)
         x = x * inverse_rms(tl.sum(x * x, axis=1), eps, R.dim)[:, None] * weight[None, :]
         if R.exact:
             x = round_bf16(x, NATIVE)
     if PAIRS:
-        x = rotate(x, position, frequencies_ptr, R.dim, PAIRS)
+        x = rotate(x, cos, sin, R.dim, PAIRS)
         if R.exact:
             x = round_bf16(x, NATIVE)
     return x

@@ -430,7 +430,10 @@ def gather_kv_rows(
 
 
 class FlushShape(NamedTuple):
-    """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps."""
+    """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps.
+
+    Warps are such that, with 16-byte loads, a thread holds all rows of its channels where the window is short.
+    """
 
     tokens: int
     parts: int
@@ -443,14 +446,15 @@ def one_token_programs(count: int, requests: int) -> bool:
     return count <= 4 * requests or count <= 64
 
 
-def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests: int) -> FlushShape:
+def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> FlushShape:
     """One program a token in decode, one a window in prefill; windows of many rows are split over channels."""
     decode = one_token_programs(count, requests)
     size = record.tiles * record.width
     rows = window_rows(tail_record)
     parts = max(1, min(8, size // 64)) if rows * size > 16384 else 1
     chunk = min(rows, max(1, (4096 if parts == 1 else 2048) // (size // parts)))
-    return FlushShape(1 if decode else power_of_two(tail_record.ratio), parts, chunk, 4)
+    warps = 4 if parts > 1 else max(1, min(4, size * given_bytes // 512))
+    return FlushShape(1 if decode else power_of_two(tail_record.ratio), parts, chunk, warps)
 
 
 def window_rows(tail_record: TailRecord) -> int:
@@ -493,7 +497,7 @@ def flush_rows(
     bound, t = _bound[records[0]], _tails[records[1]]
     with_index = len(records) > 2
     index_bound, it = (_bound[records[2]], _tails[records[3]]) if with_index else (bound, t)
-    shape = flush_shape(bound.record, t, count, slots.shape[0])
+    shape = flush_shape(bound.record, t, count, slots.shape[0], kv.itemsize)
     chunks = triton.cdiv(count, shape.tokens)
     tail_values = tail_buffer.view(torch.float32)
     index_tail_values = tail_values if index_tail_buffer is None else index_tail_buffer.view(torch.float32)

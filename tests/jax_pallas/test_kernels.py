@@ -1,0 +1,141 @@
+"""The TPU kernels, interpreted: rows land where they should, and the interpreter sees the faults that it is there for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whole_step
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import kvcore
+from kvcore.backends.jax_pallas import JaxOps
+from kvcore.backends.jax_pallas.pallas.read_rows import read_rows
+from kvcore.backends.jax_pallas.pallas.write_rows import write_parts, write_rows
+from kvcore.backends.jax_pallas.tiles import INTERPRETER
+
+TILES = [
+    pytest.param((4, 128), np.uint8, id="one tile of bytes"),
+    pytest.param((8, 128), np.uint8, id="two tiles of bytes"),
+    pytest.param((8, 128), np.float32, id="fp32"),
+    pytest.param((1, 128), np.float32, id="a short fp32 row"),
+]
+
+
+def places(rng: np.random.Generator, units: int, rows: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct (unit, row) pairs, two of them -1."""
+    at = rng.permutation(units * rows)[:count].astype(np.int32)
+    unit, row = at // rows, at % rows
+    unit[[1, count - 1]] = -1
+    return unit, row
+
+
+def random_pool(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    if dtype == np.uint8:
+        return rng.integers(0, 256, shape, np.uint8)
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), TILES)
+@pytest.mark.parametrize("count", [3, 8, 11])
+def test_rows_are_written_and_read_where_they_belong(tile, dtype, count, rng) -> None:
+    pool = random_pool(rng, (3, 10, *tile), dtype)
+    unit, row = places(rng, 3, 10, count)
+    new = random_pool(rng, (count, *tile), dtype)
+    wanted = pool.copy()
+    for i in range(count):
+        if unit[i] >= 0:
+            wanted[unit[i], row[i]] = new[i]
+    written = jax.jit(functools.partial(write_rows, interpret=INTERPRETER))(pool, unit, row, new)
+    assert np.asarray(written).tobytes() == wanted.tobytes()
+    found = jax.jit(functools.partial(read_rows, interpret=INTERPRETER))(written, unit, row)
+    assert np.asarray(found).tobytes() == np.where((unit >= 0)[:, None, None], new, 0).astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("parts", [pytest.param(4, id="quarter tiles"), pytest.param(2, id="half tiles")])
+def test_rows_that_share_a_tile_leave_their_neighbours_alone(parts, rng) -> None:
+    pool = rng.integers(0, 256, (3, 2, 4, 128), np.uint8)
+    unit, part = places(rng, 3, 2 * parts, 7)
+    new = rng.integers(0, 256, (7, 4 // parts, 128), np.uint8)
+    wanted = pool.copy().reshape(3, 2 * parts, 4 // parts, 128)
+    for i in range(7):
+        if unit[i] >= 0:
+            wanted[unit[i], part[i]] = new[i]
+    write = jax.jit(functools.partial(write_parts, interpret=INTERPRETER))
+    assert np.asarray(write(pool, unit, part, np.repeat(new[:, None], parts, 1))).tobytes() == wanted.tobytes()
+
+
+def test_every_verb_of_a_decode_step_on_the_kernels(rng) -> None:
+    """Append, store, flush, gathers and attention with every row moved by a kernel: the reference's rows and values."""
+    reference, cache = whole_step.caches("tpu_tile", max_requests=2, max_tokens=64)
+    ops = JaxOps(cache.plan, "cpu", None, "interpret")
+    assert ops.how == "cpu, Pallas TPU interpreter"
+    a, b = (kvcore_cache.admit() for kvcore_cache in (reference, cache))
+    # A prefill by the portable path, so that rings have wrapped and entries are there.
+    inputs = whole_step.given(cache.spec, 15, 6, rng)
+    for kvcore_cache, request in ((reference, a), (cache, b)):
+        with kvcore_cache.step({request: 15}) as step:
+            whole_step.through_handles(step, inputs)
+    inputs = whole_step.given(cache.spec, 1, 1, rng)
+    with reference.step({a: 1}) as step:
+        expected = whole_step.through_handles(step, inputs, flush=True)
+        wanted = [kvcore.to_numpy(step.layer(1).gather_rows(role).rows) for role in ("window", "tail", "entries")]
+    with cache.step({b: 1}) as step:
+        pools, outs = jax.jit(
+            lambda pools, index: whole_step.functional(ops, pools, index, inputs, flush=True, closed=1)
+        )(cache.pools, step.index)
+        found = [
+            ops.gather_rows(pools, 1, role, step.index, columns=rows.shape[1]).rows
+            for role, rows in zip(("window", "tail", "entries"), wanted, strict=True)
+        ]
+        cache.pools = pools
+    for out, want in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(out), want, rtol=1e-5, atol=1e-5)
+    for rows, want in zip(found, wanted, strict=True):
+        assert np.array_equal(np.asarray(rows), want)
+    assert reference.digest() == cache.digest()
+
+
+def faulty_read(pool, row, *, wait: bool):
+    """Read one row, with or without waiting for it to arrive."""
+
+    def kernel(rows, pool, out, arrived):
+        copy = pltpu.make_async_copy(pool.at[rows[0]], out.at[0], arrived)
+        copy.start()
+        if wait:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((1, 8, 128), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec((1, 8, 128), lambda i, rows: (0, 0, 0)),
+            scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        ),
+        interpret=INTERPRETER,
+    )(row, pool)
+
+
+def test_the_interpreter_catches_a_missing_wait() -> None:
+    pool = np.ones((4, 8, 128), np.float32)
+    row = np.array([2], np.int32)
+    assert np.asarray(faulty_read(pool, row, wait=True)).tolist() == pool[2:3].tolist()
+    try:
+        # The row has not arrived: what is read is memory that nobody wrote.
+        assert np.isnan(np.asarray(faulty_read(pool, row, wait=False))).any()
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def test_the_interpreter_catches_a_row_outside_of_the_pool() -> None:
+    pool = np.ones((4, 8, 128), np.float32)
+    try:
+        with pytest.raises(Exception, match=r"(?i)out[- ]of[- ]bounds"):
+            jax.block_until_ready(faulty_read(pool, np.array([4], np.int32), wait=True))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
