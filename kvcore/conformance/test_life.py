@@ -10,7 +10,14 @@ from functools import lru_cache
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import kvcore
 from kvcore.conformance.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
@@ -106,6 +113,16 @@ class Life(RuleBasedStateMachine):
         """One of the live requests."""
         return list(self.model)[number % len(self.model)]
 
+    @initialize()
+    def begin_in_the_middle(self) -> None:
+        """Two requests whose rings have wrapped: where mistakes show."""
+        for length in (19, 10):
+            self.admit()
+            request = list(self.model)[-1]
+            keys = [self.next_key()] * length
+            feed(self.cache, {request: keys})
+            self.model[request], self.high[request] = keys, length
+
     @rule()
     def admit(self) -> None:
         """Admission succeeds while a slot is free, and changes nothing otherwise."""
@@ -117,9 +134,18 @@ class Life(RuleBasedStateMachine):
         self.model[request], self.high[request] = [], 0
 
     @precondition(lambda self: self.model)
-    @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=SLOTS), fails=st.booleans())
-    def step(self, counts: list[int], fails: bool) -> None:
-        """A ragged step of some requests; it commits, or fails half way and leaves no trace."""
+    @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=SLOTS))
+    def step(self, counts: list[int]) -> None:
+        """A ragged step of some requests, the last admitted first."""
+        self._step(counts, fails=False)
+
+    @precondition(lambda self: self.model)
+    @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=SLOTS))
+    def failed_step(self, counts: list[int]) -> None:
+        """A ragged step that fails at its end and leaves no trace."""
+        self._step(counts, fails=True)
+
+    def _step(self, counts: list[int], *, fails: bool) -> None:
         new = {
             request: [self.next_key()] * min(count, LIMIT - len(self.model[request]))
             for request, count in zip(list(self.model)[::-1], counts, strict=False)

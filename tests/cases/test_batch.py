@@ -25,7 +25,7 @@ def test_bat_01_a_wrapped_request_beside_one_that_is_not(backend):
 
 def test_bat_04_filler_is_neither_stored_nor_counted(backend):
     layers = [scene.ring(4), scene.classic(), scene.compressed(2, overlap=False)]
-    cache, plain = (scene.create(layers, backend) for _ in range(2))
+    cache, plain = (scene.create(layers, backend, max_requests=3) for _ in range(2))
     digests = []
     for each, padding in ((cache, {"pad_tokens": 10, "pad_requests": 4}), (plain, {})):
         short, long = each.admit(), each.admit()
@@ -36,6 +36,11 @@ def test_bat_04_filler_is_neither_stored_nor_counted(backend):
             assert scene.read(each, scene.kv_of, short, layer=1) == [numbered(0, length - 1)]
             assert scene.read(each, scene.window_of, short) == [numbered(0, length - 1)]
             assert scene.read(each, scene.entries_of, short, layer=2) == [[0.5]]
+            # Taken out in the middle and put back, the request is the same.
+            again = each.import_request(each.export_request(short))
+            assert again.length == length
+            assert each.digest([again]) == each.digest([short])
+            each.release(again)
         assert (short.length, long.length) == (3, 5)
         scene.write(each, {short: [3]}, filler=999, **padding)
         assert scene.read(each, scene.kv_of, short, layer=1) == [numbered(0, 3)]

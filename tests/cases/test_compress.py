@@ -22,7 +22,7 @@ def entries(cache, *requests):
     return found
 
 
-SPLITS = [[12], *[[k, 12 - k] for k in range(1, 12)], [1] * 12, [8, 3, 1], [0, 5, 0, 7]]
+SPLITS = [[12], *[[k, 12 - k] for k in range(1, 12)], [1] * 12, [8, 3, 1], [0, 5, 0, 7], [7, 2, 3], [6, 3, 3]]
 
 
 @pytest.mark.parametrize("calls", [pytest.param(calls, id="+".join(map(str, calls))) for calls in SPLITS])

@@ -1,6 +1,7 @@
 """Memory: what is kept is what was planned, and nothing larger is kept alive."""
 
 import numpy as np
+import pytest
 import scene
 
 import kvcore
@@ -51,3 +52,24 @@ def test_mem_01_stored_rows_are_copies(backend):
         step.layer(0).gather_window().values[:] = 777
         assert (kvcore.to_numpy(step.layer(0).gather_window().values) == gathered).all()
     assert cache.digest() == digest
+
+
+@pytest.mark.parametrize("kind", ["numpy", "backend"])
+@pytest.mark.parametrize("new", [1, 6])
+def test_mem_01_a_buffer_may_be_reused_before_the_step_ends(backend, kind, new):
+    layers = [scene.ring(2), scene.ring(2), scene.classic("ring", heads=1, dim=8, value_dim=8, window=2)]
+    cache = scene.create(layers, backend)
+    a = cache.admit()
+    buffer = np.zeros((new, 8), np.float32)
+    buffer = buffer if kind == "numpy" else cache.asarray(buffer)
+    with cache.step({a: new}) as step:
+        for number in range(2):
+            buffer[:] = number + 1
+            step.layer(number).append_window(buffer)
+        buffer[:] = 3
+        step.layer(2).append_kv(buffer[:, None], -buffer[:, None])
+        buffer[:] = 999
+    kept = range(max(0, new - 2), new)
+    assert scene.read(cache, scene.window_of, a) == [dict.fromkeys(kept, 1.0)]
+    assert scene.read(cache, scene.window_of, a, layer=1) == [dict.fromkeys(kept, 2.0)]
+    assert scene.read(cache, scene.kv_of, a, layer=2) == [dict.fromkeys(kept, 3.0)]

@@ -103,6 +103,21 @@ def test_ring_05_a_prompt_longer_than_the_window(backend):
     assert len(outcomes) == 1
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_ring_05_calls_of_every_size_after_wrapping(backend, drafts):
+    cache = scene.create(sliding(4), backend, max_draft_tokens=drafts)
+    a = cache.admit()
+    for new in (10, 1, 2, 3, 4, 5, 6, 9):
+        start = a.length
+        with cache.step({a: new}) as step:
+            scene.fill(step, range(start, start + new))
+            visible = [range(max(0, t - 3), t + 1) for t in range(start, start + new)]
+            expected = [(len(seen), sum(seen) / len(seen)) for seen in visible]
+            assert scene.seen_by(step, 0) == expected
+            assert scene.seen_by(step, 1) == expected
+        assert rows(cache, a) == [numbered(a.length - 4, a.length - 1)]
+
+
 @pytest.mark.parametrize("calls", [pytest.param([5], id="one call"), pytest.param([1] * 5, id="five calls")])
 def test_ring_06_the_window_counts_the_query_itself(backend, calls):
     cache = scene.create(sliding(3), backend)

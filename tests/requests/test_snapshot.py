@@ -102,7 +102,8 @@ def test_the_file_is_plain_safetensors_with_pages_and_digests(tmp_path):
     assert (arrays["0.0.entries"].shape, arrays["0.0.entries.digest"].shape) == ((10, 32), (3, 2))
     assert (arrays["0.0.window"].shape, arrays["0.0.window.digest"].shape) == ((8, 32), (1, 2))
     assert {array.dtype for name, array in arrays.items() if name.endswith("digest")} == {np.dtype(np.int64)}
-    header = json.loads((tmp_path / "cache.kv").read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    data = (tmp_path / "cache.kv").read_bytes()
+    header = json.loads(data[8 : _data_start(data)])
     assert header["__metadata__"]["kvcore.snapshot"] == "1"
     assert json.loads(header["__metadata__"]["spec"])["schema_version"] == 1
 

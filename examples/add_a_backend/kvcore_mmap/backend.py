@@ -1,7 +1,7 @@
 """The verbs on memory-mapped pools.
 
-Encoding, addressing and attention are the reference's, for the pools are NumPy arrays all the same; what differs is where
-they live, and that whole-slot and whole-block work goes unit by unit, so that it never has more than one in memory.
+Encoding, addressing and attention are the reference's, for the pools are NumPy arrays all the same; what differs is
+where they live, and that whole slots are reset one by one, so that never more than one is in memory.
 """
 
 import os

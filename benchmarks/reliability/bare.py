@@ -1,0 +1,66 @@
+"""A cache without bytes: real requests, slots, blocks and prefix keys over a backend that stores nothing.
+
+What counts, locks and shares is the library's own; only the rows are left out, so that millions of operations fit.
+"""
+
+import numpy as np
+import scene
+
+from kvcore.cache import Cache
+from kvcore.ops import RawRows
+from kvcore.plan import CachePlan, plan_cache
+from kvcore.pools import Pools
+from kvcore.spec import CacheSpec, LayerSpec, Window
+
+
+def plan_of(*, slots: int = 6, max_tokens: int = 96, drafts: int = 2) -> CachePlan:
+    """A small plan: a window and paged rows, blocks of four tokens."""
+    layers = [LayerSpec(window=Window(dim=4, window=3, format="fp32")), scene.classic(heads=1, dim=2)]
+    spec = CacheSpec(layers=layers, block_tokens=4, name="bare")
+    return plan_cache(spec, max_requests=slots, max_tokens=max_tokens, max_draft_tokens=drafts)
+
+
+class NoBytes:
+    """Verbs that accept everything and store nothing."""
+
+    device = "none"
+    how = "no bytes"
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan = plan
+
+    def allocate(self):
+        return Pools({})
+
+    def asarray(self, array):
+        return array
+
+    def index(self, host):
+        return host
+
+    def gather_rows(self, pools, layer, role, index, rows=None, *, columns):
+        return RawRows(np.zeros((1, columns, 4), np.uint8), np.zeros((1, columns), np.int32))
+
+    def _same(self, pools, *rest):
+        return pools
+
+    reset_slots = copy_slots = copy_blocks = store_rows = poison = _same
+
+
+class Nothing:
+    """The backend of that name."""
+
+    name = "none"
+
+
+class BareCache(Cache):
+    """A cache whose steps need no rows."""
+
+    def __init__(self, plan: CachePlan, **options) -> None:
+        super().__init__(plan, Nothing(), NoBytes(plan), **options)
+
+    def step(self, tokens, pad_tokens=None, pad_requests=None):
+        step = super().step(tokens, pad_tokens, pad_requests)
+        # As outside code does that fills the pools itself: completeness is the caller's business.
+        step.pools_replaced = True
+        return step

@@ -1,0 +1,191 @@
+"""An independent model of a cache's requests: sets and lists, no code of the library.
+
+It knows what every request was told, which blocks hold which tokens, and how many units are free. It is told which slots
+and blocks the cache chose (any free one is right) and checks everything that follows from that.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvcore.plan import CachePlan
+
+
+class Divergence(Exception):
+    """The cache did something that the model does not allow."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise unless the condition holds, also under ``python -O``."""
+    if not condition:
+        raise Divergence(what)
+
+
+@dataclass
+class Told:
+    """What one request was told: its tokens, its slot, and blocks as the cache named them."""
+
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    highest: int = 0
+    floor: int = 0
+    published: int = 0
+    stored: int = 0
+
+
+class Model:
+    """Requests by id; ``sealed`` maps a block to the tokens (from the start) that it was published for."""
+
+    def __init__(self, plan: CachePlan, *, publishes: bool) -> None:
+        self.slots, self.blocks, self.block_tokens = plan.slots, plan.blocks, plan.spec.block_tokens
+        self.ring = min(region.rows for region in plan.regions if region.growth == "slot")
+        self.window = max(component.span or 0 for _, _, component in plan.spec.components())
+        self.drafts, self.limit = plan.rollback_tokens, plan.max_tokens
+        self.publishes = publishes
+        self.live: dict[int, Told] = {}
+        self.sealed: dict[int, tuple[int, ...]] = {}
+        self.found: set[tuple[int, ...]] = set()
+        self.holders: Counter[int] = Counter()
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.live)
+
+    @property
+    def free_blocks(self) -> int:
+        """Everything that nobody holds can be had: free or cached."""
+        return self.blocks - len(self.holders)
+
+    def holds(self, told: Told, blocks: list[int]) -> None:
+        """From now on the request holds these blocks."""
+        self.holders.update(blocks)
+        for block in told.blocks:
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                del self.holders[block]
+        told.blocks = list(blocks)
+
+    def admitted(self, id: int, slot: int) -> None:
+        require(self.free_slots > 0, "admitted without a free slot")
+        require(slot not in {told.slot for told in self.live.values()}, f"slot {slot} given out twice")
+        self.live[id] = Told(slot)
+
+    def took_over(self, id: int, prompt: list[int], length: int, blocks: list[int]) -> None:
+        """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed."""
+        told = self.live[id]
+        size = self.block_tokens
+        require(length < len(prompt), "no token left to compute")
+        # A last block that is not published for this prompt is the request's own, for a length inside it.
+        full = len(blocks)
+        if blocks and self.sealed.get(blocks[-1]) != tuple(prompt[: full * size]):
+            full -= 1
+        for column, block in enumerate(blocks[:full]):
+            wanted = tuple(prompt[: (column + 1) * size])
+            require(self.sealed.get(block) == wanted, f"block {block} is no block of this prompt")
+        own = blocks[full:]
+        require(not any(block in self.holders for block in own), "a partial block that somebody holds")
+        require(len(own) == (1 if full * size < length else 0), "blocks do not cover the hit")
+        self._took(own)
+        self.holds(told, blocks)
+        told.tokens, told.highest = prompt[:length], length
+        told.stored = max(length, full * size)
+        # Nothing had left the window yet: then any shorter request can be had.
+        told.floor = 0 if told.stored <= self.window else told.stored
+        self._publish(told)
+
+    def needs(self, new: dict[int, int]) -> tuple[int, bool]:
+        """(blocks that a step must take, whether a request outgrows the limit)."""
+        count, leaving, over = 0, {}, False
+        for id, tokens in new.items():
+            told = self.live[id]
+            length = len(told.tokens)
+            over |= length + tokens > self.limit
+            count += max(0, -(-(length + tokens) // self.block_tokens) - len(told.blocks))
+            count += self._copies(told, tokens, leaving)
+        return count, over
+
+    def stepped(self, new: dict[int, list[int]], blocks: dict[int, list[int]]) -> None:
+        """A committed step, and every request's blocks after it."""
+        before = {id: self.live[id].blocks for id in new}
+        leaving: dict[int, list[int]] = {}
+        fresh: list[int] = []
+        for id, tokens in new.items():
+            told = self.live[id]
+            column = max(told.stored, len(told.tokens)) // self.block_tokens
+            copied = self._copies(told, len(tokens), leaving)
+            for place, block in enumerate(blocks[id]):
+                kept = place < len(before[id]) and not (copied and place == column)
+                if kept:
+                    require(block == before[id][place], "a block changed that nobody else wrote")
+                else:
+                    fresh.append(block)
+            wanted = max(told.stored, len(told.tokens) + len(tokens))
+            require(len(blocks[id]) == -(-wanted // self.block_tokens), "wrong block count")
+        require(len(set(fresh)) == len(fresh), "a block given out twice in one step")
+        require(not any(block in self.holders for block in fresh), "a held block given out")
+        self._took(fresh)
+        for id, tokens in new.items():
+            told = self.live[id]
+            told.tokens += tokens
+            self.holds(told, blocks[id])
+            told.highest = max(told.highest, len(told.tokens))
+        for id in new:
+            self._publish(self.live[id])
+
+    def deepest(self, id: int) -> int:
+        """Smallest length that a truncation may go to."""
+        told = self.live[id]
+        deepest = told.floor
+        if told.highest > self.ring:
+            deepest = max(deepest, told.highest - self.drafts)
+        return min(deepest, len(told.tokens))
+
+    def truncated(self, id: int, length: int) -> None:
+        told = self.live[id]
+        require(self.deepest(id) <= length <= len(told.tokens), "truncated beyond the bound")
+        del told.tokens[length:]
+        told.stored = min(told.stored, length)
+        self.holds(told, told.blocks[: -(-length // self.block_tokens)])
+        told.published = min(told.published, length // self.block_tokens)
+
+    def forked(self, source: int, id: int, slot: int) -> None:
+        self.admitted(id, slot)
+        told, fork = self.live[source], self.live[id]
+        self.holds(fork, told.blocks)
+        fork.tokens = list(told.tokens)
+        fork.highest, fork.floor = told.highest, told.floor
+        fork.published, fork.stored = told.published, told.stored
+
+    def released(self, id: int) -> None:
+        require(id in self.live, "released twice")
+        self.holds(self.live.pop(id), [])
+
+    def _took(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in self.sealed:
+                self.found.remove(self.sealed.pop(block))
+
+    def _publish(self, told: Told) -> None:
+        """Seal the blocks that became full; the first block of a history stays the one that is found."""
+        size = self.block_tokens
+        full = len(told.tokens) // size if self.publishes else 0
+        for column in range(told.published, full):
+            history = tuple(told.tokens[: (column + 1) * size])
+            if told.blocks[column] not in self.sealed and history not in self.found:
+                self.sealed[told.blocks[column]] = history
+                self.found.add(history)
+        told.published = max(told.published, full)
+
+    def _copies(self, told: Told, new: int, leaving: dict[int, list[int]]) -> int:
+        """1 if writing needs a copy: others hold the block, or it is published; the last holder may keep it."""
+        first = max(told.stored, len(told.tokens))
+        column = first // self.block_tokens
+        if len(told.tokens) + new <= first or column >= len(told.blocks):
+            return 0
+        block = told.blocks[column]
+        gone = leaving.setdefault(block, [])
+        left = self.holders[block] - (len(gone) if max(gone, default=0) <= len(told.tokens) else 0)
+        if left > 1 or block in self.sealed:
+            gone.append(len(told.tokens))
+            return 1
+        return 0

@@ -1,0 +1,23 @@
+"""The runnable examples run, without a warning, and say what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize(
+    ("script", "promise"),
+    [
+        pytest.param("decode_step.py", "lengths 39 and 15", id="a decode step in torch"),
+        pytest.param("plan_a_cache.py", "3514.25 bytes", id="planning a cache"),
+        pytest.param("move_a_request.py", "both went on to 28 tokens; digests equal: True", id="moving a request"),
+    ],
+)
+def test_example_runs(script: str, promise: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", EXAMPLES / script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert promise in done.stdout
