@@ -97,8 +97,8 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
         "root": NO_ROOT,
     }
     data = _safetensors().save(arrays, metadata=metadata)
-    header = data[: _header_end(data)]
-    return header.replace(NO_ROOT.encode(), _root(header, arrays).encode()) + data[len(header) :]
+    header = _sorted_header(data)
+    return header.replace(NO_ROOT.encode(), _root(header, arrays).encode()) + data[_header_end(data) :]
 
 
 def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
@@ -172,6 +172,13 @@ def _lanes(ops: Ops, spec: CacheSpec, held: HostRows, layer: int, role: str) -> 
 def _header_end(data: bytes) -> int:
     """Where the header of a safetensors file ends: 8 bytes of its length, then JSON."""
     return 8 + int.from_bytes(data[:8], "little")
+
+
+def _sorted_header(data: bytes) -> bytes:
+    """The header with its keys in order, so that equal caches give equal files; safetensors writes them in any."""
+    text = msgspec.json.encode(msgspec.json.decode(data[8 : _header_end(data)]), order="sorted")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _root(header: bytes, arrays: dict[str, np.ndarray[Any, Any]]) -> str:

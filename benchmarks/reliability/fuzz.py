@@ -79,7 +79,8 @@ class World:
         self.scripts[request.id] = which
         if request.length:
             self.happened["hit"] += 1
-            self.model.took_over(request.id, prompt, request.length, list(request.blocks))
+            stored = self.cache.row(request).stored
+            self.model.took_over(request.id, prompt, request.length, stored, list(request.blocks))
 
     def step(self, id: int, operation: Operation, *, commit: bool = True) -> None:
         known = list(self.requests)
@@ -100,8 +101,10 @@ class World:
             return
         require(not over and needed <= self.model.free_blocks, "more blocks than there are")
         if not commit:
-            # Rows were written; the rings remember how far.
+            # Rows were written; the rings remember how far, and what was evicted for the step stays so.
+            taken = {block for each in new for block in self.requests[each].blocks} - set(self.model.holders)
             step.abort()
+            self.model.took(list(taken))
             for each, ids in new.items():
                 told = self.model.live[each]
                 told.highest = max(told.highest, len(told.tokens) + len(ids))
@@ -203,13 +206,16 @@ def run(*, seeds: int, operations: int, first_seed: int = 0) -> dict[str, Any]:
     happened: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
     for seed in range(first_seed, first_seed + seeds):
+        if len(failures) == 5:
+            break
         todo = operations_of(seed, operations)
         world = World(seed)
         try:
             _all(world, todo)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-            short = shrink(todo, lambda some, seed=seed: failure(seed, list(some)) is not None)
-            failures.append({"seed": seed, "error": repr(error), "trace": [str(operation) for operation in short]})
+            kind = type(error).__name__
+            short = shrink(todo, lambda some, seed=seed, kind=kind: (failure(seed, list(some)) or "").startswith(kind))
+            failures.append({"seed": seed, "error": failure(seed, short), "trace": [str(each) for each in short]})
             print(f"seed {seed}: {failure(seed, short)}", *short, sep="\n  ")
         happened += Counter(operation.what for operation in todo) + world.happened
     return {

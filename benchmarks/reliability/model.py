@@ -70,25 +70,23 @@ class Model:
         require(slot not in {told.slot for told in self.live.values()}, f"slot {slot} given out twice")
         self.live[id] = Told(slot)
 
-    def took_over(self, id: int, prompt: list[int], length: int, blocks: list[int]) -> None:
+    def took_over(self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int]) -> None:
         """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed."""
         told = self.live[id]
         size = self.block_tokens
         require(length < len(prompt), "no token left to compute")
-        # A last block that is not published for this prompt is the request's own, for a length inside it.
-        full = len(blocks)
-        if blocks and self.sealed.get(blocks[-1]) != tuple(prompt[: full * size]):
-            full -= 1
+        require(length <= stored <= len(prompt), "more is stored than the prompt has")
+        full = stored // size
         for column, block in enumerate(blocks[:full]):
             wanted = tuple(prompt[: (column + 1) * size])
             require(self.sealed.get(block) == wanted, f"block {block} is no block of this prompt")
         own = blocks[full:]
         require(not any(block in self.holders for block in own), "a partial block that somebody holds")
         require(len(own) == (1 if full * size < length else 0), "blocks do not cover the hit")
-        self._took(own)
+        self.took(own)
         self.holds(told, blocks)
         told.tokens, told.highest = prompt[:length], length
-        told.stored = max(length, full * size)
+        told.stored = stored
         # Nothing had left the window yet: then any shorter request can be had.
         told.floor = 0 if told.stored <= self.window else told.stored
         self._publish(told)
@@ -123,7 +121,7 @@ class Model:
             require(len(blocks[id]) == -(-wanted // self.block_tokens), "wrong block count")
         require(len(set(fresh)) == len(fresh), "a block given out twice in one step")
         require(not any(block in self.holders for block in fresh), "a held block given out")
-        self._took(fresh)
+        self.took(fresh)
         for id, tokens in new.items():
             told = self.live[id]
             told.tokens += tokens
@@ -160,7 +158,8 @@ class Model:
         require(id in self.live, "released twice")
         self.holds(self.live.pop(id), [])
 
-    def _took(self, blocks: list[int]) -> None:
+    def took(self, blocks: list[int]) -> None:
+        """Blocks were given out: what they were published for is gone."""
         for block in blocks:
             if block in self.sealed:
                 self.found.remove(self.sealed.pop(block))

@@ -16,8 +16,9 @@ def single(calls: Sequence[Callable[[], object]], repeats: int = 30) -> float:
         call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for number, (start, end) in enumerate(events):
-        # Overwriting takes the device long enough that the host has queued the call before it can start.
         flush.zero_()
+        # The device waits, so that the host has queued the call before it can start.
+        torch.cuda._sleep(500_000)
         start.record()
         calls[number % len(calls)]()
         end.record()

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcore.cli.specs import load_spec
 from kvcore.cli.tables import print_table, progress
 from kvcore.errors import BackendError, SpecError
+from kvcore.spec.named import load_spec
 
 EXAMPLES = """\
 examples:

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 from kvcore.cli.plan_figures import describe
 from kvcore.cli.sizes import parse_bytes, parse_count, show_bytes, show_fraction
-from kvcore.cli.specs import load_spec
 from kvcore.cli.tables import print_table
 from kvcore.plan import plan_cache
 from kvcore.spec import LAYOUTS
+from kvcore.spec.named import load_spec
 
 TOKENS_UNLESS_GIVEN = 131072
 

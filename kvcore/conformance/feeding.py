@@ -47,13 +47,12 @@ def life_spec() -> CacheSpec:
 
 def stored_spec() -> CacheSpec:
     """The part of it in which nothing is computed, so that all backends hold the same bytes."""
-    kv = {"key_heads": 2, "key_dim": 8}
     layers = (
         LayerSpec(window=Window(dim=32, window=3, format="fp32"), entries=Entries(dim=32, ratio=2, format="mxfp4")),
-        LayerSpec(kv=KV(**kv, key_format="int8_row", value_format="fp16")),
-        LayerSpec(kv=KV(**kv, storage="ring", window=6)),
-        LayerSpec(kv=KV(**kv, storage="ring", chunk=5)),
-        LayerSpec(kv=KV(**kv, storage="slot", value_heads=1)),
+        LayerSpec(kv=KV(key_heads=2, key_dim=8, key_format="int8_row", value_format="fp16")),
+        LayerSpec(kv=KV(key_heads=2, key_dim=8, storage="ring", window=6)),
+        LayerSpec(kv=KV(key_heads=2, key_dim=8, storage="ring", chunk=5)),
+        LayerSpec(kv=KV(key_heads=2, key_dim=8, storage="slot", value_heads=1)),
     )
     return CacheSpec(layers=layers, block_tokens=8, name="stored")
 

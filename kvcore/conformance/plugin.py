@@ -34,14 +34,16 @@ class Kit:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        from kvcore.cli.specs import load_spec
         from kvcore.conformance.specs import NAME, conformance_spec
         from kvcore.errors import KvcoreError
         from kvcore.parity.run import Subject
         from kvcore.plugins import registry
+        from kvcore.spec.named import load_spec
 
         try:
-            self.spec: CacheSpec = load_spec(config.getoption("--kv-spec"), "--kv-spec", **{NAME: conformance_spec()})
+            self.spec: CacheSpec = load_spec(
+                str(config.getoption("--kv-spec")), "--kv-spec", **{NAME: conformance_spec()}
+            )
             known = registry()
         except KvcoreError as error:
             raise pytest.UsageError(str(error)) from error

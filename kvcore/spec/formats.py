@@ -159,6 +159,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 return "fp32"
         return "bf16"
 
+    @property
+    def is_fp32(self) -> bool:
+        """True if rows are stored as they are computed: then a flush rounds to bf16 nowhere on the way."""
+        return all(field.code == "fp32" for field in self.fields)
+
     def field(self, name: str) -> Field:
         """The field called ``name``."""
         for field in self.fields:

@@ -18,10 +18,19 @@ KINDS = {
 }
 
 
+SIZES = {"max_requests": 2, "max_tokens": 64}
+
+
+def slot_bytes(cache, slot):
+    """Every byte that a slot holds, by pool."""
+    names = [name for region in cache.plan.regions if region.growth == "slot" for name, _ in region.buffers.values()]
+    return {name: kvcore.to_numpy(cache.pools[name])[slot].tobytes() for name in names}
+
+
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=kind) for kind, layer in KINDS.items()])
 def test_cls_02_a_reused_slot_is_a_fresh_one(backend, layer):
-    cache = scene.create([scene.ring(3), layer], backend)
-    fresh = scene.create([scene.ring(3), layer], backend)
+    cache = scene.create([scene.ring(3), layer], backend, **SIZES)
+    fresh = scene.create([scene.ring(3), layer], backend, **SIZES)
     old = cache.admit()
     scene.write(cache, {old: range(500, 505)})
     slot = old.slot
@@ -30,6 +39,7 @@ def test_cls_02_a_reused_slot_is_a_fresh_one(backend, layer):
     a, twin = cache.admit(), fresh.admit()
     assert a.slot == slot
     assert a.length == 0
+    assert slot_bytes(cache, slot) == slot_bytes(kvcore.create_cache(cache.spec, backend=backend, **SIZES), slot)
     assert scene.raw(cache) == scene.raw(fresh)
     scene.write(cache, {a: range(3)})
     scene.write(fresh, {twin: range(3)})

@@ -1,136 +1,141 @@
-"""Prefix reuse: a length is shared only where every component has it, and only where every token is equal.
+"""Prefix reuse: one length for all components, the same unit for look-up and publication, and copies that stay apart."""
 
-A token's value is its id, so what was taken over from another request shows whose it was.
-"""
-
+import numpy as np
 import pytest
 import scene
 from scene import numbered
 
 import kvcore
+from kvcore.spec import CacheSpec
 
 
-def tell(cache, request, ids):
-    """A step whose rows hold the token ids."""
-    with cache.step({request: ids}) as step:
-        scene.fill(step, ids)
+def _create(layers, backend, **sizes):
+    return scene.create(layers, backend, **{"max_requests": 3, "max_tokens": 96, "block_tokens": 16, **sizes})
 
 
-def holds(ids, first=0):
-    """Position -> id from a position on: what a reader should find."""
-    return {position: float(ids[position]) for position in range(max(0, first), len(ids))}
+def _write(cache, request, tokens):
+    """The rows of a token hold its id."""
+    with cache.step({request: tokens}) as step:
+        scene.fill(step, tokens)
 
 
-def test_pfx_01_a_hit_brings_the_ring_and_the_tail_along(backend):
-    layers = [scene.compressed(4, window=4), scene.classic("ring", window=4)]
-    cache = scene.create(layers, backend, block_tokens=8, max_tokens=96, prefix="full")
-    used, a = cache.admit(), cache.admit()
-    tell(cache, used, [999] * 16)
-    prompt = list(range(10, 30))
-    tell(cache, a, prompt[:16])
-    cache.release(used)
-    b = cache.admit(prompt)
-    assert b.cached_tokens == b.length == 16
-    assert b.slot != a.slot
-    for request in (b, a):
-        assert scene.read(cache, scene.window_of, request) == [holds(prompt[:16], 12)]
-        assert scene.read(cache, scene.kv_of, request, layer=1) == [holds(prompt[:16], 12)]
-        assert scene.read(cache, scene.tail_of, request) == [holds(prompt[:16], 12)]
-        assert scene.read(cache, scene.tail_of, request, role="index_tail") == [holds(prompt[:16], 12)]
-    tell(cache, b, prompt[16:])
-    tell(cache, a, prompt[16:])
-    assert cache.digest([b]) == cache.digest([a])
+@pytest.mark.parametrize("prefix", ["full", "zero", kvcore.Periodic(16)], ids=str)
+def test_pfx_01_a_hit_never_comes_with_a_foreign_ring(backend, prefix):
+    cache = _create([scene.compressed(4)], backend, block_tokens=4, prefix=prefix)
+    tokens = list(range(16))
+    a, foreign = cache.admit(tokens), cache.admit()
+    _write(cache, a, tokens)
+    _write(cache, foreign, [999] * 16)
+    cache.release(foreign)
+    b = cache.admit([*tokens, 16])
+    assert b.slot == 1
+    if prefix == "zero":
+        # Reuse of the entries, and the last 7 tokens, the span of the tail, again.
+        assert cache.restorable([*tokens, 16]) == (16, 7, True)
+        assert b.length == 9
+        _write(cache, b, tokens[9:])
+    assert b.length == 16
+    assert scene.read(cache, scene.window_of, b) == [numbered(12, 15)]
+    assert scene.read(cache, scene.tail_of, b) == [numbered(12, 15)]
+    assert scene.read(cache, scene.tail_of, b, role="index_tail") == [numbered(12, 15)]
+    assert scene.read(cache, scene.entries_of, b) == [[1.5, 53.5, 57.5, 61.5]]
+    assert scene.read(cache, scene.keys_of, b) == [[1.5, 53.5, 57.5, 61.5]]
 
 
-@pytest.mark.parametrize(("published", "boundary"), [(24, 24), (23, 20)])
-def test_pfx_03_a_published_prefix_has_a_whole_window(backend, published, boundary):
-    cache = scene.create([scene.ring(8), scene.classic()], backend, block_tokens=4, prefix="full")
-    a = cache.admit()
-    prompt = list(range(100, 125))
-    tell(cache, a, prompt[:published])
+@pytest.mark.parametrize(("published", "boundary"), [(24, 24), (23, 20)], ids=["whole pages", "an entry shorter"])
+def test_pfx_03_what_is_published_keeps_a_whole_window(backend, published, boundary):
+    cache = _create([scene.ring(8), scene.classic()], backend, block_tokens=4, max_tokens=32, prefix="full")
+    tokens = list(range(published))
+    a = cache.admit(tokens)
+    _write(cache, a, tokens)
     cache.release(a)
-    b = cache.admit([*prompt[:published], 7])
-    assert b.cached_tokens == boundary
-    (window,) = scene.read(cache, scene.window_of, b)
-    assert len(window) == 8
-    assert window == holds(prompt[:boundary], boundary - 8)
-    assert scene.read(cache, scene.kv_of, b, layer=1) == [holds(prompt[:boundary])]
+    assert cache.restorable([*range(24), 99]).length == boundary
+    b = cache.admit([*range(24), 99])
+    assert b.length == boundary
+    # All eight rows that the next query sees, not what a frontier left of them.
+    assert scene.read(cache, scene.window_of, b) == [numbered(boundary - 8, boundary - 1)]
+    assert scene.read(cache, scene.kv_of, b, layer=1) == [numbered(0, boundary - 1)]
+    # Evicted, it is no hit any more.
+    cache.release(b)
+    c = cache.admit()
+    _write(cache, c, [999] * 32)
+    assert cache.restorable([*range(24), 99]).length == 0
 
 
-@pytest.mark.parametrize("n", [3, 4, 6, 9, 10])
-@pytest.mark.parametrize("policy", ["full", "zero", kvcore.Periodic(10)], ids=str)
-def test_pfx_04_one_length_for_all_layers(backend, n, policy):
-    layers = [scene.ring(4), scene.ring(16), scene.classic(), scene.classic("ring", window=4)]
-    cache = scene.create(layers, backend, block_tokens=2, prefix=policy)
-    a = cache.admit()
-    prompt = list(range(50, 62))
-    tell(cache, a, prompt[:10])
-    # The rings of 4 still hold 6..9, which no shorter prefix than 9 can use; those of 16 hold everything.
-    length, replay, exact = cache.restorable(prompt[:n])
-    assert exact
-    assert length <= n
-    if policy == kvcore.Periodic(10):
-        assert (length, replay) == ((10, 0) if n == 10 else (0, 0))
-    b = cache.admit([*prompt[:n], 1])
-    assert b.cached_tokens == b.length == length - replay
-    kept = prompt[: b.length]
-    assert scene.read(cache, scene.window_of, b) == [holds(kept, b.length - 4)]
-    assert scene.read(cache, scene.window_of, b, layer=1) == [holds(kept, b.length - 16)]
-    assert scene.read(cache, scene.kv_of, b, layer=2) == [holds(kept)]
-    assert scene.read(cache, scene.kv_of, b, layer=3) == [holds(kept, b.length - 4)]
+def test_pfx_04_one_length_for_rings_of_several_sizes(backend):
+    layers = [scene.ring(4), scene.ring(16), scene.classic()]
+    cache = _create(layers, backend, block_tokens=2, prefix=kvcore.Periodic(1000))
+    tokens = list(range(10))
+    a = cache.admit(tokens)
+    _write(cache, a, tokens)
+    cache.checkpoint(a)
+    # The rings hold the state of length 10 and of no other, whatever the largest of them still has.
+    for n, length in ((3, 0), (4, 0), (6, 0), (9, 0), (10, 10)):
+        assert cache.restorable(tokens, n) == (length, 0, True)
+    b = cache.admit([*tokens, 10])
+    assert [scene.read(cache, scene.window_of, b, layer=layer) for layer in (0, 1)] == [
+        [numbered(6, 9)],
+        [numbered(0, 9)],
+    ]
 
 
-def test_pfx_04_the_shortest_component_decides(backend):
-    layers = [scene.ring(4), scene.classic()]
-    cache = scene.create(layers, backend, block_tokens=4, prefix=kvcore.Periodic(8))
-    a = cache.admit()
-    tell(cache, a, list(range(8)))
-    tell(cache, a, list(range(8, 12)))
-    # Blocks match 12 tokens; the state of the ring was kept at 8.
-    assert cache.restorable(list(range(12))).length == 8
-    b = cache.admit([*range(12), 77])
-    assert b.length == 8
+def test_pfx_04_all_groups_use_the_shorter_length(backend):
+    cache = _create([scene.ring(4), scene.classic()], backend, block_tokens=4, prefix=kvcore.Periodic(8))
+    tokens = list(range(13))
+    a = cache.admit(tokens)
+    for piece in (tokens[:8], tokens[8:]):
+        _write(cache, a, piece)
+    # Three pages of the paged layer match, the window's state is that of 8.
+    b = cache.admit(tokens)
+    assert (b.length, len(b.blocks)) == (8, 2)
     assert scene.read(cache, scene.window_of, b) == [numbered(4, 7)]
     assert scene.read(cache, scene.kv_of, b, layer=1) == [numbered(0, 7)]
 
 
-def test_pfx_05_blocks_are_shared_by_all_their_tokens(backend):
-    cache = scene.create([scene.compressed(4)], backend, block_tokens=16, max_requests=4, max_tokens=160, prefix="full")
-    p = cache.admit()
-    prompt = list(range(1000, 1032))
-    tell(cache, p, prompt)
-    others = [[*prompt[:12], *range(20)], [*prompt[:16], *range(16)], prompt]
-    for ids, shared in zip(others, (0, 1, 2), strict=True):
-        request = cache.admit([*ids, 5])
+def test_pfx_05_blocks_are_shared_only_where_all_their_tokens_are_equal(backend):
+    cache = _create([scene.compressed(4)], backend, max_requests=5, max_tokens=192, prefix="full")
+    p = list(range(100, 132))
+    a = cache.admit(p)
+    _write(cache, a, p)
+    q = [*p[:12], *range(500, 520)]
+    r = [*p[:16], *range(600, 616)]
+    for tokens, shared in ((q, 0), (r, 1), (p, 2)):
+        request = cache.admit([*tokens, 1])
+        assert len(set(request.blocks) & set(a.blocks)) == shared
         assert request.cached_tokens == 16 * shared
-        assert request.blocks == p.blocks[:shared]
-        tell(cache, request, ids[request.length :])
-        assert len(set(request.blocks) & set(p.blocks)) == shared
-        fresh = scene.create([scene.compressed(4)], backend, block_tokens=16)
-        twin = fresh.admit()
-        tell(fresh, twin, ids)
-        assert cache.digest([request]) == fresh.digest([twin])
+        _write(cache, request, [*tokens, 1][request.length :])
+        alone = _create([scene.compressed(4)], backend, max_requests=1)
+        single = alone.admit()
+        _write(alone, single, [*tokens, 1])
+        assert cache.digest([request]) == alone.digest([single])
 
 
-def test_pfx_07_a_snapshot_is_not_what_it_is_restored_to(backend, tmp_path):
-    layers = [scene.compressed(4), scene.classic()]
-    cache = scene.create(layers, backend, max_requests=4, max_tokens=96)
-    a = cache.admit()
-    tell(cache, a, list(range(6)))
-    blob, digest = cache.export_request(a), cache.digest([a])
-    kept = bytes(blob)
-    cache.save(tmp_path / "six.kv", [a])
-    stored = (tmp_path / "six.kv").read_bytes()
-    for turn in range(3):
-        again = cache.import_request(blob)
-        loaded = kvcore.load(tmp_path / "six.kv", backend=backend)
-        (other,) = loaded.requests
-        assert (again.length, other.length) == (6, 6)
-        assert cache.digest([again]) == loaded.digest([other]) == digest
-        for target, request in ((cache, again), (loaded, other)):
-            tell(target, request, [90 + turn, 91, 92])
-            assert request.length == 9
-        assert bytes(blob) == kept
-        assert (tmp_path / "six.kv").read_bytes() == stored
-        assert cache.digest([a]) == digest
-        cache.release(again)
+def test_pfx_07_a_snapshot_that_is_restored_does_not_grow(backend, tmp_path):
+    layers = [scene.ring(4), scene.compressed(4), scene.classic()]
+    spec = CacheSpec(layers=layers, block_tokens=4)
+    cache = scene.create(spec, backend, prefix="zero")
+    six = list(range(6))
+    request = cache.admit()
+    _write(cache, request, six)
+    blob, path = cache.export_request(request), tmp_path / "six.kv"
+    cache.save(path, [request])
+    cache.checkpoint(request)
+    before = path.read_bytes(), bytes(blob)
+    digest = cache.digest([request])
+    for _ in range(3):
+        other = scene.create(spec, backend)
+        for each, restored in (
+            (cache, cache.admit([*six, 6, 7, 8])),
+            (other, other.import_request(blob)),
+            (loaded := kvcore.load(path, backend=backend), loaded.requests[0]),
+        ):
+            assert restored.length == 6
+            assert each.digest([restored]) == digest
+            _write(each, restored, [6, 7, 8])
+            assert restored.length == 9
+            assert scene.read(each, scene.kv_of, restored, layer=2) == [numbered(0, 8)]
+            if each is cache:
+                cache.release(restored)
+        assert (path.read_bytes(), bytes(blob)) == before
+        assert cache.digest([request]) == digest
+        assert np.array_equal(request.tokens, six)

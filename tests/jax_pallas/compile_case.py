@@ -5,9 +5,6 @@ A process of its own for each case: libtpu may abort the process on what it does
 
 import json
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import jax
 import jax.numpy as jnp

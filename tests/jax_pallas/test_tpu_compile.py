@@ -31,6 +31,7 @@ def compiled(chip: str, *cases: str) -> list[dict]:
     """What the compiled programs do to their pools, from a process of their own."""
     here = Path(__file__)
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here.parents[1]), *sys.path])
     env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [sys.executable, here.with_name("compile_case.py"), chip, *cases],

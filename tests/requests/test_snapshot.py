@@ -72,6 +72,13 @@ def test_a_snapshot_moves_between_backends_layouts_and_sizes(tmp_path):
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
 
 
+def test_equal_caches_give_equal_files(backend, tmp_path):
+    for name, layout in (("a", "packed"), ("b", "packed"), ("c", "planar")):
+        filled(STORED, backend, layout=layout)[0].save(tmp_path / name)
+    filled(STORED, "reference")[0].save(tmp_path / "d")
+    assert len({(tmp_path / name).read_bytes() for name in "abcd"}) == 1
+
+
 def test_chosen_requests_in_the_order_wanted(backend, tmp_path):
     cache, (a, b, c, d) = filled(LATENT, backend)
     cache.save(tmp_path / "all")

@@ -24,7 +24,7 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
     own = jnp.concatenate([kv, score], axis=1)
-    exact = layer.component(role).parts[0].format.value_code == "fp32"
+    exact = layer.component(role).parts[0].format.is_fp32
     request, entry = paged.closed(layer, index, count=closed, role=role)
     positions = window_of(entry, m, overlap=component.overlap)
     positions = jnp.where((request >= 0)[:, None], positions, -1)
@@ -72,7 +72,7 @@ def flush(
         if rope is not None:
             _, entries = paged.closed(layer, index, count=closed, role=role)
             latents = rotate(latents, entries * component.ratio, rope)
-            latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
+            latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
         pools = paged.store_role(layer, pools, index, latents, role=role)
     return pools
 

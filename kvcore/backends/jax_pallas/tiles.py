@@ -48,7 +48,7 @@ def load(pools, region: Region, unit, row):
 
 
 def load_fp32(pools, region: Region, unit, row):
-    """Rows of a region of fp32 pools and one head as numbers, [..., dim]; bytes would have to be joined lane by lane."""
+    """Rows of a region of fp32 pools and one head as numbers, [..., dim]; joining bytes would move lanes."""
     interpret = INTERPRETER if pools.kernels == "interpret" else False
     flat = unit.reshape(-1), row.reshape(-1)
     fields = []

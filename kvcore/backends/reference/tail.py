@@ -33,7 +33,7 @@ def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries"
     d, m = component.dim, component.ratio
     (region,) = ops.plan.region(layer, ops.tail_of(role))
     own = ops.encode_rows(region, np.concatenate([kv, score], axis=1))
-    exact = ops.component(layer, role).parts[0].format.value_code == "fp32"
+    exact = ops.component(layer, role).parts[0].format.is_fp32
     closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
     latents = np.zeros((closed, d), np.float32)
     for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, closed, role), strict=True)):
@@ -83,7 +83,7 @@ def flush(
         if rope is not None:
             _, entries = ops.closed(layer, index, len(latents), role)
             latents = rotate(latents, entries * component.ratio, rope)
-            latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
+            latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
         ops.store_role(pools, layer, role, index, latents)
     return pools
 

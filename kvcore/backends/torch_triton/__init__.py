@@ -1,4 +1,4 @@
-"""torch: the verbs in place on torch tensors, in plain operations that run on the CPU and on a GPU alike."""
+"""torch: the verbs in place on torch tensors, with Triton kernels on CUDA and in plain operations everywhere."""
 
 from kvcore.backends.torch_triton.backend import TorchBackend, TorchOps
 

@@ -35,7 +35,7 @@ def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries"
     d, m = component.dim, component.ratio
     (region,) = ops.plan.region(layer, ops.tail_of(role))
     own = ops.encode_rows(region, ops.join(kv, score))
-    exact = ops.component(layer, role).parts[0].format.value_code == "fp32"
+    exact = ops.component(layer, role).parts[0].format.is_fp32
     closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
     requests, entries = ops.closed(layer, index, closed, role)
     latents = torch.zeros((closed, d), dtype=torch.float32, device=own.device)
@@ -84,7 +84,7 @@ def flush(
         if rope is not None:
             _, entries = ops.closed(layer, index, len(latents), role)
             latents = rotate(latents, entries * component.ratio, rope)
-            latents = latents if component.parts[0].format.value_code == "fp32" else to_bf16(latents)
+            latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
         ops.store_role(pools, layer, role, index, latents)
     return pools
 

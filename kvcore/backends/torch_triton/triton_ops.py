@@ -5,8 +5,6 @@ After a step's index is built nothing here allocates on the write path, asks the
 integers that change from step to step, so a decode step can be captured in a CUDA graph.
 """
 
-from functools import cache
-
 import torch
 
 from kvcore.backends.torch_triton.backend import TorchOps
@@ -70,7 +68,7 @@ class TritonOps(TorchOps):
         return pools
 
     def _rotated(self, layer, index, rows, frequencies, norm_weight, eps):
-        exact = self.component(layer, "window").parts[0].format.value_code == "fp32"
+        exact = self.component(layer, "window").parts[0].format.is_fp32
         rows = rows.to(torch.float32)
         if norm_weight is not None:
             rows = rms_norm(rows, norm_weight, eps)
@@ -421,9 +419,3 @@ def calls():
 def capturing():
     """True while launches are recorded for later steps, whose windows may close where this step's don't."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-@cache
-def interpreted():
-    """True where TRITON_INTERPRET=1 runs the kernels without a GPU."""
-    return launch.INTERPRETED

@@ -68,9 +68,6 @@ def _merge(units, numbers, tiles, _, pool, old, arrived, *, parts):
 
 
 def _call(kernel, pool, unit, number, tiles, rows, scratch, interpret):
-    if not interpret:
-        # Without this XLA may carry a small pool into VMEM and back, whole, on every call.
-        pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,

@@ -43,7 +43,8 @@ def append_kernel(
     bound = tl.load(bound_ptr + request, mask=request >= 0, other=0)
     least = bound if R.paged else bound - R.rows
     valid = (unit >= 0) & (position >= least)
-    store_rows(x, unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
+    store_rows(x, unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "eps"])
@@ -96,7 +97,9 @@ def append_rotated_kernel(
                 y = round_bf16(y, NATIVE)
         cos, sin = turns(position, frequencies_ptr, 2 * PAIRS, 2 * PAIRS, PAIRS)
         y = rotate(y, cos, sin, 2 * PAIRS, PAIRS)
-        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, NATIVE)
+        if R.exact:
+            x = round_bf16(x, NATIVE)
+        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.exact, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
         store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
     else:
@@ -105,7 +108,7 @@ def append_rotated_kernel(
         if R.exact:
             flat = round_bf16(flat, NATIVE)
         x = tl.reshape(flat, (ROWS, R.tiles, R.width))
-        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "requests"])
@@ -136,4 +139,6 @@ def store_entries_kernel(
     request, entry = closing(row, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
     unit, place = locate(tl.where(inside, request, -1), entry, table_ptr, table_ptr, table_columns, R)
     stored = tl.load(stored_ptr + request, mask=request >= 0, other=0)
-    store_rows(x, unit, place, (unit >= 0) & ((entry + 1) * RATIO > stored), codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    valid = (unit >= 0) & ((entry + 1) * RATIO > stored)
+    narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
+    store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)

@@ -71,6 +71,17 @@ def e2m1_code(x):
 
 
 @triton.jit
+def e2m1_code_of_narrow(x):
+    """``e2m1_code`` of bf16 numbers: scaled so that fp32's subnormals fall on e2m1's, all codes round alike.
+
+    The product is exact where it matters: a bf16 number has too few bits to lose any that could decide a tie.
+    """
+    bits = float_bits(x * 1.1754943508222875e-38)
+    magnitude = bits & 0x7FFFFFFF
+    return ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) | ((bits >> 28) & 8)
+
+
+@triton.jit
 def e2m1_value(code):
     """4-bit code (int32) -> fp32: the three magnitude bits, placed in an fp32, times 2^126."""
     magnitude = bits_float((code & 7) << 22) * 8.507059173023462e37

@@ -45,8 +45,9 @@ def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
     else:
         here, there = here + channel[None, :], there + channel[None, :]
         if position + 1 - window >= start:
-            kv = load_float(kv_ptr + here, inside)
-            score = tl.where(inside, load_float(score_ptr + here, inside), float("-inf"))
+            known = (r < window)[:, None] & (channel < T.dim)[None, :]
+            kv = load_float(kv_ptr + here, known)
+            score = tl.where(known, load_float(score_ptr + here, known), float("-inf"))
         else:
             new, old = inside & own, inside & (p < start)[:, None]
             kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
@@ -56,32 +57,39 @@ def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
 
 
 @triton.jit
-def pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr,
-         CHUNK: tl.constexpr):
+def weight_of(x, NATIVE: tl.constexpr):
+    """exp(x) for x <= 0; results below 2^-126 may be 0."""
+    if NATIVE:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        power = tl.exp(x)
+    return power
+
+
+@triton.jit
+def pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: tl.constexpr,
+         ROWS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr):
     """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
 
-    Rows are taken CHUNK at a time. Every cell of a chunk keeps a sum of its own, rescaled whenever a larger score turns
-    up, and cells are put together at the end: no thread waits for another on the way.
+    Rows are taken CHUNK at a time, the first of them given. Every cell of a chunk keeps a sum of its own, rescaled
+    whenever a larger score turns up, and cells are put together at the end: no thread waits for another on the way.
     """
-    r = tl.arange(0, CHUNK)
-    kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
-    largest = score
-    weight = tl.where(score == float("-inf"), 0.0, 1.0)
-    total = weight
-    pooled = tl.where(weight == 0.0, 0.0, kv)
+    largest, pooled = score, kv
+    total = tl.full(score.shape, 1.0, tl.float32)
     for chunk in tl.static_range(1, ROWS // CHUNK):
-        kv, score = load_window(
-            kv_ptr, score_ptr, tail_ptr, r + chunk * CHUNK, token, position, start, slot, channel, T
-        )
+        r = chunk * CHUNK + tl.arange(0, CHUNK)
+        kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
         above = tl.maximum(largest, score)
         finite = tl.where(above == float("-inf"), 0.0, above)
-        weight, kept = tl.exp(score - finite), tl.exp(largest - finite)
+        weight, kept = weight_of(score - finite, NATIVE), weight_of(largest - finite, NATIVE)
         total = total * kept + weight
-        pooled = pooled * kept + tl.where(weight == 0.0, 0.0, weight * kv)
+        pooled = tl.where(kept == 0.0, 0.0, pooled * kept) + tl.where(weight == 0.0, 0.0, weight * kv)
         largest = above
     above = tl.max(largest, axis=0)
     finite = tl.where(above == float("-inf"), 0.0, above)
-    kept = tl.exp(largest - finite[None, :])
+    kept = weight_of(largest - finite[None, :], NATIVE)
     total = tl.sum(total * kept, axis=0)
     pooled = tl.sum(tl.where(kept == 0.0, 0.0, pooled * kept), axis=0)
     return pooled / tl.where(total == 0.0, 1.0, total)
@@ -109,9 +117,12 @@ def close_window(
     weight = tl.full([size], 1.0, tl.float32)
     if NORM:
         weight = tl.load(norm_ptr + everything, mask=everything < R.dim, other=0).to(tl.float32)
-    cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
     channel = part * share + tl.arange(0, share)
-    x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK)
+    first = tl.arange(0, CHUNK)
+    kv, score = load_window(kv_ptr, score_ptr, tail_ptr, first, token, position, start, slot, channel, T)
+    # While the first rows are on their way.
+    cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
+    x = pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, NATIVE)
     if R.exact:
         x = round_bf16(x, NATIVE)
     if PARTS > 1:
@@ -126,10 +137,10 @@ def close_window(
             tl.store(arrivals_ptr + number, 0)
             x_all = finish(x_all[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
             x_all = tl.reshape(x_all, (1, R.tiles, R.width))
-            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
     else:
         x = finish(x[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
-        store_rows(tl.reshape(x, (1, R.tiles, R.width)), unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+        store_rows(tl.reshape(x, (1, R.tiles, R.width)), unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
 
 
 @triton.jit
@@ -146,13 +157,12 @@ def stream(
         position = tl.load(positions_ptr + first)
         request = tl.load(request_ptr + first)
         known = (position >= 0) & (request >= 0)
-        if APPEND:
-            if known:
-                append_part(first, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T, R, PARTS)
         if known & ((position + 1) % T.ratio == 0):
             close_window(first, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr,
                          slots_ptr, starts_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
                          arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, NATIVE)
+        if APPEND:
+            append_part(first, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T, R, PARTS)
     else:
         token = first + tl.arange(0, TOKENS)
         positions = tl.load(positions_ptr + token, mask=token < count, other=-1)
@@ -174,14 +184,16 @@ def append_part(
 ):
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
     one = tl.zeros([1], tl.int32)
-    slot = tl.load(slots_ptr + request)
     size: tl.constexpr = (2 if T.overlap else 1) * R.tiles * R.width // PARTS
     column = part * size + tl.arange(0, size)
-    mask = (column < T.width)[None, :] & (one + slot >= 0)[:, None]
-    kv = load_float(kv_ptr + token.to(tl.int64) * T.width + column[None, :], mask)
-    score = load_float(score_ptr + token.to(tl.int64) * T.width + column[None, :], mask)
-    save_rows(kv, column, mask, one + slot, one + position, tail_ptr, T)
-    save_rows(score, column + T.width, mask, one + slot, one + position, tail_ptr, T)
+    inside = (column < T.width)[None, :] & ((one + position >= 0) & (one + request >= 0))[:, None]
+    kv = load_float(kv_ptr + token.to(tl.int64) * T.width + column[None, :], inside)
+    score = load_float(score_ptr + token.to(tl.int64) * T.width + column[None, :], inside)
+    slot = tl.load(slots_ptr + one + request, mask=one + request >= 0, other=-1)
+    mask = inside & (slot >= 0)[:, None]
+    position = tl.maximum(one + position, 0)
+    save_rows(kv, column, mask, slot, position, tail_ptr, T)
+    save_rows(score, column + T.width, mask, slot, position, tail_ptr, T)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "programs", "eps"])

@@ -60,13 +60,12 @@ def is_native(device: torch.device) -> bool:
 
 
 def tile(record: RowRecord, count: int) -> tuple[int, int]:
-    """(rows of a program, warps): one row each while there are few, so that all start at once; else 2,048 channels."""
+    """(rows of a program, warps): at most 2,048 channels, and fewer while that leaves too few programs to fill a GPU."""
     size = record.tiles * record.width
-    if count <= 2048:
-        rows = max(1, 256 // size)
-        return rows, max(1, min(4, rows * size // 256))
-    rows = max(1, 2048 // size)
-    return rows, 4
+    rows = max(1, 256 // size)
+    while rows * size < 2048 and rows * 2048 <= count:
+        rows *= 2
+    return rows, max(1, min(4, rows * size // 256))
 
 
 def registered(mutates: tuple[str, ...], fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:

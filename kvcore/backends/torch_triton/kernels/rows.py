@@ -12,6 +12,7 @@ from kvcore.backends.torch_triton.kernels.codes import (
     bf16_bits,
     bits_float,
     e2m1_code,
+    e2m1_code_of_narrow,
     e2m1_value,
     e4m3_code,
     e4m3_value,
@@ -75,44 +76,54 @@ def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def quantise(x, inside, R: tl.constexpr, NATIVE: tl.constexpr):
-    """Values [n, tiles, width] -> (codes as int32, same shape; scale bits as int32, [n, tiles])."""
-    magnitude = tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0)
+def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """Values [n, tiles, width] -> (codes as int32, same shape; scale bits as int32 and finiteness, both [n, tiles]).
+
+    NARROW: every value is a bf16 number. Codes of groups that are not finite are anything; the caller clears them.
+    """
+    magnitude = float_bits(x) & 0x7FFFFFFF
+    if R.quant < R.tiles * R.width:
+        magnitude = tl.where(inside, magnitude, 0)
     largest = tl.max(magnitude, axis=2)
     finite = largest < 0x7F800000
     stored, scale = scale_of(tl.where(finite, largest, 0), R, NATIVE)
     if R.rule == "pow2":
+        # No clamp: a power of two that is rounded up leaves at most the code's largest value, and a hair.
         ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
     else:
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-    ratio = tl.where(finite[:, :, None], ratio, 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
+        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
     if R.code == "e4m3":
         code = e4m3_code(ratio, NATIVE)
     elif R.code == "e2m1":
-        code = e2m1_code(ratio)
+        if NARROW and R.rule == "pow2":
+            code = e2m1_code_of_narrow(ratio)
+        else:
+            code = e2m1_code(ratio)
     elif R.code == "int8":
         code = int8_code(ratio)
     else:
-        code = tl.where(finite[:, :, None], nf4_code(ratio), 0)
+        code = nf4_code(ratio)
     bad: tl.constexpr = 0xFF if R.scale == "e8m0" else (0x7F if R.scale == "e4m3" else 0x7FC00000)
-    return code, tl.where(finite, stored, bad)
+    return code, tl.where(finite, stored, bad), finite
 
 
 @triton.jit
-def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
+def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """Encode the scaled channels of x [n, tiles, width] and store codes, scales and padding."""
     n: tl.constexpr = x.shape[0]
     channel = channels(R)
-    code, scale = quantise(x, channel < R.quant, R, NATIVE)
+    code, scale, finite = quantise(x, channel < R.quant, R, NARROW, NATIVE)
     at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None, None]
     if R.code == "e2m1" or R.code == "nf4":
         low, high = tl.split(tl.reshape(code, (n, R.tiles, R.width // 2, 2)))
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
         keep = valid[:, None, None] & (half < R.quant // 2)
-        tl.store(codes_ptr + at + half, (low | (high << 4)).to(tl.uint8), mask=keep)
+        byte = tl.where(finite[:, :, None], low | (high << 4), 0).to(tl.uint8)
+        tl.store(codes_ptr + at + half, byte, mask=keep)
     else:
-        tl.store(codes_ptr + at + channel, code.to(tl.uint8), mask=valid[:, None, None] & (channel < R.quant))
+        byte = tl.where(finite[:, :, None], code, 0).to(tl.uint8)
+        tl.store(codes_ptr + at + channel, byte, mask=valid[:, None, None] & (channel < R.quant))
     group = tl.arange(0, R.tiles)[None, :]
     if R.scale == "fp32":
         target = scales_ptr.to(tl.pointer_type(tl.int32)) + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None] + group
@@ -142,12 +153,14 @@ def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE
 
 
 @triton.jit
-def store_rows(x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
-    """Encode x [n, tiles, width] fp32 and store it at rows [n] of units [n] where ``valid`` [n]."""
+def store_rows(
+    x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Encode x [n, tiles, width] fp32 (NARROW: of bf16 numbers) and store it at rows [n] of units [n] if ``valid`` [n]."""
     if R.hadamard:
         x = hadamard(x, R, NATIVE)
     if R.quant:
-        store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R, NATIVE)
+        store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R, NARROW or R.hadamard, NATIVE)
     if R.plain != "":
         store_plain(x, channels(R), unit, row, valid, plain_ptr, R, NATIVE)
 

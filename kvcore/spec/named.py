@@ -1,9 +1,11 @@
-"""A spec named on the command line: a preset, or a JSON file."""
+"""A spec by name: a preset, or a JSON file. What the command line and the conformance kit take."""
 
 from pathlib import Path
 
 from kvcore.errors import SpecError
-from kvcore.spec import CacheSpec, from_json, presets
+from kvcore.spec import presets
+from kvcore.spec.codec import from_json
+from kvcore.spec.model import CacheSpec
 
 
 def load_spec(text: str, where: str, **others: CacheSpec) -> CacheSpec:

@@ -1,0 +1,155 @@
+"""R4: snapshots damaged at random; every damage must be noticed, and what is whole must be restored bit for bit.
+
+Bit flips, cut ends, lost and repeated pieces, swapped pages, zeroed sectors, another version's parts. Beside it, the same
+bit flips on files of safetensors and ``torch.save``, whose loaders say nothing of most of them.
+"""
+
+import io
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import stories
+from benchmarks.reliability import command
+from kvcore import snapshot
+from kvcore.errors import SnapshotError
+
+LENGTHS = (21, 9, 34)
+KINDS = {"flip": 6, "flip header": 2, "cut": 2, "zero": 1, "swap": 2, "repeat": 1, "lose": 1, "other": 1, "byte": 2}
+SECTOR_BYTES = 512
+
+
+def snapshots() -> tuple[Any, list[bytes]]:
+    """A cache of three requests, and two snapshots of it: before and after one more token each."""
+    cache = stories.create(stories.LATENT, "reference", check=False)
+    requests = [cache.admit() for _ in LENGTHS]
+    for number, (request, length) in enumerate(zip(requests, LENGTHS, strict=True)):
+        stories.tell(cache, {request: [100 * number + token for token in range(length)]})
+    files = [snapshot.to_bytes(cache, requests)]
+    stories.tell(cache, {request: [5] for request in requests})
+    return cache, [*files, snapshot.to_bytes(cache, requests)]
+
+
+def corrupt(data: bytes, other: bytes, choice: random.Random) -> tuple[str, bytes]:
+    """(kind of damage, damaged bytes), never equal to ``data``."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    while True:
+        kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
+        bad = bytearray(data)
+        first = choice.randrange(len(data))
+        size = min(choice.choice((1, 8, 64, SECTOR_BYTES, 4096)), len(data) - first)
+        second = choice.randrange(len(data) - size + 1)
+        if kind == "flip":
+            bad[first] ^= 1 << choice.randrange(8)
+        elif kind == "flip header":
+            bad[choice.randrange(header)] ^= 1 << choice.randrange(8)
+        elif kind == "byte":
+            bad[first] = choice.randrange(256)
+        elif kind == "cut":
+            del bad[first:]
+        elif kind == "zero":
+            bad[first : first + size] = bytes(size)
+        elif kind == "swap":
+            bad[first : first + size], bad[second : second + size] = data[second : second + size], data[first : first + size]
+        elif kind == "repeat":
+            bad[first:first] = data[first : first + size]
+        elif kind == "lose":
+            del bad[first : first + size]
+        else:
+            bad[first : first + size] = other[first : first + size]
+        if bytes(bad) != data:
+            return kind, bytes(bad)
+
+
+def verdict(data: bytes, whole: snapshot.Saved, ops: Any) -> tuple[bool, int, int]:
+    """(damage noticed, requests still restored, whether any of those differs from the original)."""
+    try:
+        saved = snapshot.parse(data)
+    except SnapshotError:
+        return True, 0, 0
+    damaged = [bool(snapshot.damage(saved, ops, number)) for number in range(len(saved.requests))]
+    wrong = 0
+    for number, bad in enumerate(damaged):
+        if not bad:
+            names = [name for name in whole.arrays if name.startswith(f"{number}.")]
+            wrong += any(not np.array_equal(whole.arrays[name], saved.arrays[name]) for name in names)
+    return any(damaged), damaged.count(False), wrong
+
+
+def run(full: bool, seed: int) -> dict[str, Any]:
+    """Damage files, and look at undamaged ones in between."""
+    count = 100_000 if full else 300
+    cache, (data, other) = snapshots()
+    whole = snapshot.parse(data)
+    choice = random.Random(seed)
+    kinds: Counter[str] = Counter()
+    missed = false_alarms = wrong = restored = 0
+    for number in range(count):
+        kind, bad = corrupt(data, other, choice)
+        kinds[kind] += 1
+        noticed, left, differing = verdict(bad, whole, cache.ops)
+        restored += left
+        wrong += differing
+        if not noticed:
+            missed += 1
+            print(f"seed {seed}, number {number}: {kind} was not noticed")
+        if number % 100 == 0:
+            false_alarms += verdict(data, whole, cache.ops) != (False, len(LENGTHS), 0)
+    return {
+        "figure": "R4",
+        "seed": seed,
+        "corruptions": count,
+        "bytes": len(data),
+        "kinds": dict(kinds),
+        "missed": missed,
+        "false_alarms": false_alarms,
+        "restored_beside_damage": restored,
+        "restored_wrong": wrong,
+        "divergences": missed + false_alarms + wrong,
+        "beside": others(whole, 2000 if full else 50, seed),
+    }
+
+
+def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, int]]:
+    """Bit flips in files of other formats with the same arrays: loaded with an error, right, or wrong without a word."""
+    import torch
+
+    arrays = {name: array for name, array in whole.arrays.items() if not name.endswith(".digest")}
+    plain = safetensors.numpy.save(arrays)
+    pickled = io.BytesIO()
+    torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, pickled)
+    zipped = io.BytesIO()
+    np.savez(zipped, **arrays)
+
+    def from_torch(data: bytes) -> dict[str, Any]:
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        return {name: tensor.numpy() for name, tensor in loaded.items()}
+
+    files = {
+        f"safetensors {safetensors.__version__}": (plain, safetensors.numpy.load),
+        f"torch.save {torch.__version__}": (pickled.getvalue(), from_torch),
+        f"numpy.savez {np.__version__}": (zipped.getvalue(), lambda data: dict(np.load(io.BytesIO(data)))),
+    }
+    choice = random.Random(seed)
+    found = {}
+    for name, (data, load) in files.items():
+        tally = {"flips": count, "refused": 0, "loaded_right": 0, "loaded_wrong": 0}
+        for _ in range(count):
+            bad = bytearray(data)
+            bad[choice.randrange(len(bad))] ^= 1 << choice.randrange(8)
+            try:
+                loaded = load(bytes(bad))
+                same = loaded.keys() == arrays.keys() and all(np.array_equal(arrays[key], loaded[key]) for key in arrays)
+            except Exception:  # noqa: BLE001 - any error is a refusal
+                tally["refused"] += 1
+            else:
+                tally["loaded_right" if same else "loaded_wrong"] += 1
+        found[name] = tally
+    return found
+
+
+if __name__ == "__main__":
+    command.main(__doc__, run)

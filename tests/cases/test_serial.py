@@ -1,0 +1,107 @@
+"""Save, load and transfer: positions keep their rows, nothing is left out, and whole blocks move."""
+
+import msgspec
+import numpy as np
+import pytest
+import scene
+from scene import numbered
+
+import kvcore
+from kvcore.errors import SnapshotError
+from kvcore.transfer import Blob, _root
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 20])
+def test_ser_01_a_loaded_ring_goes_on_where_it_was(backend, tmp_path, length):
+    layers = [scene.ring(8), scene.classic("ring", window=8), scene.compressed(4, window=8)]
+    cache = scene.create(layers, backend, max_requests=3)
+    cache.admit()
+    request = cache.admit()
+    scene.write(cache, {request: range(length)})
+    cache.save(tmp_path / "saved.kv", [request])
+    blob = cache.export_request(request)
+    loaded = kvcore.load(tmp_path / "saved.kv", backend=backend)
+    other = scene.create(layers, backend, max_requests=3)
+    for _ in range(2):
+        scene.write(other, {other.admit(): [999.0] * 13})
+    for each, restored in ((loaded, loaded.requests[0]), (other, other.import_request(blob))):
+        assert restored.slot != request.slot
+        for token in (length, length + 1):
+            scene.write(each, {restored: [token]})
+        wanted = numbered(max(0, length - 6), length + 1)
+        for reader, layer in ((scene.window_of, 0), (scene.kv_of, 1), (scene.window_of, 2)):
+            assert scene.read(each, reader, restored, layer=layer) == [wanted]
+        first = ((length + 2) // 4 - 1) * 4
+        assert scene.read(each, scene.tail_of, restored, layer=2) == [numbered(first, length + 1)]
+    scene.write(cache, {request: [length, length + 1]})
+    assert loaded.digest() == cache.digest([request]) == other.digest([other.requests[-1]])
+
+
+def test_ser_03_an_export_is_complete_or_refused(backend):
+    layers = [scene.compressed(4), scene.classic(), scene.ring(6)]
+    cache = scene.create(layers, backend)
+    request = cache.admit()
+    scene.write(cache, {request: range(21)})
+    blob = cache.export_request(request)
+    parts = msgspec.msgpack.decode(blob)
+    names = {f"{layer}.{role}" for layer, role, _ in cache.spec.components()}
+    assert set(parts["rows"]) == set(parts["digests"]) == names
+
+    # Into storage that is poisoned through and through.
+    target = scene.create(layers, backend)
+    moved = target.import_request(blob)
+    assert target.digest([moved]) == cache.digest([request])
+    assert scene.read(target, scene.entries_of, moved) == scene.read(cache, scene.entries_of, request)
+    assert scene.read(target, scene.kv_of, moved, layer=1) == [numbered(0, 20)]
+    assert scene.read(target, scene.window_of, moved, layer=2) == [numbered(15, 20)]
+
+    before = scene.raw(target), target.digest()
+    for name in names:
+        rest = {kind: {key: value for key, value in parts[kind].items() if key != name} for kind in ("rows", "digests")}
+        with pytest.raises(SnapshotError, match=name.replace(".", r"\.")):
+            target.import_request(_seal({**parts, **rest}))
+    extra = {kind: {**parts[kind], "2.ghost": value} for kind, value in (("rows", b""), ("digests", (0, 0)))}
+    with pytest.raises(SnapshotError, match="ghost"):
+        target.import_request(_seal({**parts, **extra}))
+    assert (scene.raw(target), target.digest()) == before
+
+
+def _seal(parts):
+    """A blob of these parts with a root that is right."""
+    fields = {name: parts[name] for name in Blob.__struct_fields__ if name != "root"}
+    return msgspec.msgpack.encode({**fields, "root": _root(fields)})
+
+
+def test_ser_04_a_logical_block_is_all_of_its_rows(backend):
+    # Blocks of 16 tokens beside a component with a row for every 16 of them.
+    layers = [scene.compressed(16, overlap=False), scene.classic(), scene.compressed(4)]
+    cache = scene.create(layers, backend, max_tokens=96, block_tokens=16)
+    other, request = cache.admit(), cache.admit()
+    scene.write(cache, {other: [999.0] * 20, request: range(60)})
+    rows = {
+        name: np.frombuffer(data, np.uint8)
+        for name, data in msgspec.msgpack.decode(cache.export_request(request))["rows"].items()
+    }
+    keys, values = cache.spec.layers[1].kv.parts
+    kv = rows["1.kv"].view(np.float32).reshape(60, -1)
+    assert kv.shape[1] == keys.heads * keys.format.dim + values.heads * values.format.dim
+    split = keys.heads * keys.format.dim
+    # Rows 32 to 47 of the keys and values, and the index keys of the same tokens: 8 to 11 of ratio 4, 2 of ratio 16.
+    assert kv[32:48, :split].tolist() == [[float(position)] * split for position in range(32, 48)]
+    assert kv[32:48, split:].tolist() == [[-float(position)] * (kv.shape[1] - split) for position in range(32, 48)]
+    for role in ("entries", "index_keys"):
+        fine = rows[f"2.{role}"].view(np.float32).reshape(15, -1)
+        assert fine[8:12, 0].tolist() == [81.5, 85.5, 89.5, 93.5]
+        assert (fine == fine[:, :1]).all()
+        coarse = rows[f"0.{role}"].view(np.float32).reshape(3, -1)
+        assert coarse[:, 0].tolist() == [7.5, 23.5, 39.5]
+
+
+def test_ser_04_an_export_follows_the_last_write(backend):
+    cache = scene.create([scene.classic()], backend, block_tokens=16)
+    request = cache.admit()
+    for first in range(0, 40, 8):
+        scene.write(cache, {request: range(first, first + 8)})
+        target = scene.create([scene.classic()], backend, block_tokens=16)
+        moved = target.import_request(cache.export_request(request))
+        assert scene.read(target, scene.kv_of, moved) == [numbered(0, first + 7)]

@@ -1,0 +1,80 @@
+"""Every format's rows against the reference, to the bit, eagerly and under jit: what XLA would gladly rewrite."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import every_bf16
+
+from kvcore.backends.jax_pallas import encoding
+from kvcore.backends.reference import encoding as reference
+from kvcore.spec import FORMATS
+
+SCALES = {"index_nvfp4": 0.37, "index_nvfp4_h": 0.37}
+ROTATION_SEES_SUBNORMALS = 2.0**-100
+"""Below this, sums inside a rotation can be subnormal, which XLA takes for zero."""
+
+
+def hard_rows(dim: int, rng: np.random.Generator, *, rotated: bool) -> np.ndarray:
+    """[n, dim] fp32 rows of every kind: all bf16 values, ties, both zeros, huge and tiny, non-finite, random bits."""
+    plain = rng.standard_normal((120, dim)).astype(np.float32)
+    plain *= np.exp(rng.uniform(-12, 8, (120, 1))).astype(np.float32)
+    faulty = plain.copy()
+    for value in (np.nan, -np.nan, np.inf, -np.inf, -0.0):
+        faulty[rng.random(faulty.shape) < 0.003] = value
+    bf16 = every_bf16()
+    kinds = [
+        plain,
+        np.round(plain * 4) / 4,
+        plain * np.float32(2.0**110),
+        plain * np.float32(2.0**-122),
+        plain * np.float32(2.0**-130),
+        faulty,
+        np.resize(bf16, (-(-len(bf16) // dim), dim)),
+        np.resize(rng.permutation(bf16[np.isfinite(bf16)]), (120, dim)),
+        rng.integers(0, 2**32, (120, dim), dtype=np.uint32).view(np.float32),
+        np.zeros((2, dim), np.float32),
+    ]
+    rows = np.concatenate(kinds)
+    if rotated:
+        with np.errstate(invalid="ignore"):
+            small = (np.abs(rows) < ROTATION_SEES_SUBNORMALS) & (rows != 0)
+        rows = rows[~small.any(axis=1)]
+    return rows
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_rows_are_the_references(name: str, rng: np.random.Generator) -> None:
+    format = FORMATS[name]
+    dim = format.dim or 128
+    scale = SCALES.get(name, 1.0)
+    values = hard_rows(dim, rng, rotated=format.hadamard)
+    with np.errstate(all="ignore"):
+        wanted = reference.encode(None, name, values, scale)
+        decoded = reference.decode(None, name, wanted, dim, scale)
+    got = np.asarray(jax.jit(partial(encoding.encode, name, global_scale=scale))(values))
+    wrong = np.argwhere(got != wanted)
+    assert not len(wrong), f"{len(wrong)} bytes differ, the first at {wrong[0].tolist()}"
+    eager = np.asarray(encoding.encode(name, jnp.asarray(values[:130]), scale))
+    assert np.array_equal(eager, wanted[:130])
+    back = np.asarray(jax.jit(partial(encoding.decode, name, dim=dim, global_scale=scale))(wanted))
+    assert back.dtype == decoded.dtype
+    nan = np.isnan(decoded.astype(np.float32))
+    assert np.array_equal(np.isnan(back.astype(np.float32)), nan)
+    assert back[~nan].tobytes() == decoded[~nan].tobytes()
+
+
+def test_quotients_are_rounded_correctly(rng: np.random.Generator) -> None:
+    """A plain division by a broadcast array is not: XLA multiplies by the reciprocal, and a quarter of them change."""
+    values = rng.standard_normal((4000, 512)).astype(np.float32) * np.float32(448)
+    by = (np.abs(rng.standard_normal((4000, 1))) + 1e-6).astype(np.float32)
+    wanted = (values.astype(np.float64) / by).astype(np.float32)
+    assert np.array_equal(np.asarray(jax.jit(encoding.divide)(values, by)), wanted)
+    assert not np.array_equal(np.asarray(jax.jit(lambda a, b: a / b)(values, by)), wanted)
+
+
+def test_bf16_rounding_survives_the_simplifier(rng: np.random.Generator) -> None:
+    values = rng.standard_normal(10_000).astype(np.float32)
+    assert np.array_equal(np.asarray(jax.jit(encoding.to_bf16)(values)), reference.to_bf16(values))
