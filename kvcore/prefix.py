@@ -1,9 +1,10 @@
 """Prefix reuse: which tokens a block's content follows from, and which lengths of a prompt can be taken over.
 
 A block is published under a key that chains the keys before it, so that equal keys mean equal tokens from the start.
-The chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]``, the scheme that vLLM calls ``sha256_cbor``,
-started from a seed that holds the spec digest and a salt. A length can be taken over only where every component is
-restorable there: blocks by their keys, rings and tails by a checkpoint of exactly that length or by replaying tokens.
+The chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]``, the scheme that vLLM calls
+``sha256_cbor``, started from a seed that holds the spec digest and a salt. A length can be taken over only where every
+component is restorable there: blocks by their keys, rings and tails by a checkpoint of exactly that length or by
+replaying tokens.
 """
 
 import hashlib

@@ -85,7 +85,7 @@ def poison(cache: kvcore.Cache, pattern: bytes = b"\xff") -> None:
         free = [unit for unit in range(cache.plan.units(region)) if unit not in held]
         for name, size in region.buffers.values():
             host = kvcore.to_numpy(cache.pools[name])
-            host[free] = np.resize(np.frombuffer(pattern, np.uint8), size)
+            host.view(np.uint8).reshape(len(host), size)[free] = np.resize(np.frombuffer(pattern, np.uint8), size)
             pools[name] = cache.asarray(host)
     cache.pools = pools
 

@@ -1,9 +1,10 @@
 """Requests whose every row follows from (layer, role, token id, position), so that any history can be told again.
 
-``tell`` runs steps through a cache; ``retell`` runs a whole history through a fresh one, in one step, as the answer that
-forks, rollbacks, prefix hits, imports and loads must equal bit for bit.
+``tell`` runs steps through a cache; ``retell`` runs a whole history through a fresh one, in one step, as the answer
+that forks, rollbacks, prefix hits, imports and loads must equal bit for bit.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -103,7 +104,9 @@ def feed_layer(handle: Any, layer: LayerSpec, number: int, tokens: Sequence[int]
             append(*(rows(f"{stream}{role}{number}", tokens, positions, tail.width) for stream in ("kv", "score")))
     if layer.tail is not None:
         weight = np.linspace(0.5, 1.5, layer.entries.dim, dtype=np.float32)
-        index_weight = None if layer.index_tail is None else np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
+        index_weight = (
+            None if layer.index_tail is None else np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
+        )
         handle.flush(norm_weight=weight, rope=ROPE, index_norm_weight=index_weight)
     elif layer.entries is not None and layer.entries.share is None:
         _store(handle, layer, number)
@@ -138,6 +141,17 @@ def _retold(backend: str, spec: CacheSpec, tokens: tuple[int, ...], main: bool, 
     if tokens:
         tell(cache, {request: tokens}, main=main, drafts=drafts)
     return cache.digest([request])
+
+
+class Failed(Exception):
+    """What goes wrong in a step that is to fail."""
+
+
+def fail(cache: kvcore.Cache, new: Mapping[kvcore.Request, Sequence[int]]) -> None:
+    """A step that gets all its rows and then fails."""
+    with contextlib.suppress(Failed), cache.step(new) as step:
+        feed(step, [token for ids in new.values() for token in ids])
+        raise Failed
 
 
 def split(tokens: Sequence[int], rng: np.random.Generator, longest: int = 9) -> list[list[int]]:

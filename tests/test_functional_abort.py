@@ -6,7 +6,6 @@ import scene
 from scene import numbered
 
 
-@pytest.mark.xfail(reason="in-place backends keep no copy of ring rows that functional verbs overwrite", strict=True)
 @pytest.mark.parametrize("new", [1, 2, 4])
 def test_an_exception_after_functional_verbs_leaves_the_old_rows(backend, new):
     cache = scene.create([scene.ring(5)], backend)

@@ -1,7 +1,7 @@
 """R4: snapshots damaged at random; every damage must be noticed, and what is whole must be restored bit for bit.
 
-Bit flips, cut ends, lost and repeated pieces, swapped pages, zeroed sectors, another version's parts. Beside it, the same
-bit flips on files of safetensors and ``torch.save``, whose loaders say nothing of most of them.
+Bit flips, cut ends, lost and repeated pieces, swapped pages, zeroed sectors, another version's parts. Beside it, bit
+flips in files of safetensors, ``torch.save`` and ``numpy.savez``, and what their loaders say.
 """
 
 import io
@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import stories
+
 from benchmarks.reliability import command
 from kvcore import snapshot
 from kvcore.errors import SnapshotError
@@ -53,7 +54,10 @@ def corrupt(data: bytes, other: bytes, choice: random.Random) -> tuple[str, byte
         elif kind == "zero":
             bad[first : first + size] = bytes(size)
         elif kind == "swap":
-            bad[first : first + size], bad[second : second + size] = data[second : second + size], data[first : first + size]
+            bad[first : first + size], bad[second : second + size] = (
+                data[second : second + size],
+                data[first : first + size],
+            )
         elif kind == "repeat":
             bad[first:first] = data[first : first + size]
         elif kind == "lose":
@@ -87,7 +91,9 @@ def run(full: bool, seed: int) -> dict[str, Any]:
     choice = random.Random(seed)
     kinds: Counter[str] = Counter()
     missed = false_alarms = wrong = restored = 0
-    for number in range(count):
+    done = 0
+    while done < count and not command.spent():
+        number, done = done, done + 1
         kind, bad = corrupt(data, other, choice)
         kinds[kind] += 1
         noticed, left, differing = verdict(bad, whole, cache.ops)
@@ -101,7 +107,7 @@ def run(full: bool, seed: int) -> dict[str, Any]:
     return {
         "figure": "R4",
         "seed": seed,
-        "corruptions": count,
+        "corruptions": done,
         "bytes": len(data),
         "kinds": dict(kinds),
         "missed": missed,
@@ -114,7 +120,7 @@ def run(full: bool, seed: int) -> dict[str, Any]:
 
 
 def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, int]]:
-    """Bit flips in files of other formats with the same arrays: loaded with an error, right, or wrong without a word."""
+    """Bit flips in files of other formats with the same arrays: refused, loaded right, or wrong without a word."""
     import torch
 
     arrays = {name: array for name, array in whole.arrays.items() if not name.endswith(".digest")}
@@ -142,7 +148,9 @@ def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, 
             bad[choice.randrange(len(bad))] ^= 1 << choice.randrange(8)
             try:
                 loaded = load(bytes(bad))
-                same = loaded.keys() == arrays.keys() and all(np.array_equal(arrays[key], loaded[key]) for key in arrays)
+                same = loaded.keys() == arrays.keys() and all(
+                    np.array_equal(arrays[key], loaded[key]) for key in arrays
+                )
             except Exception:  # noqa: BLE001 - any error is a refusal
                 tally["refused"] += 1
             else:

@@ -1,8 +1,8 @@
 """R3: ``kill -9`` in the middle of saving, and power loss at every boundary of a simulated disk.
 
-A child saves one version after another to the same file and acknowledges each; it is killed at a random moment. The file
-must then load, and hold the last acknowledged version or the one that was being saved. Beside it, the same with a writer
-that writes in place, as a plain ``safetensors.save_file`` or ``torch.save`` does.
+A child saves one version after another to the same file and acknowledges each; it is killed at a random moment. The
+file must then load, and hold the last acknowledged version or the one that was being saved. Beside it, the same with a
+writer that writes in place, as a plain ``safetensors.save_file`` or ``torch.save`` does.
 """
 
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import stories
+
 from benchmarks.reliability import command
 from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from kvcore import snapshot

@@ -205,9 +205,11 @@ def run(*, seeds: int, operations: int, first_seed: int = 0) -> dict[str, Any]:
     """Fuzz; a failure is printed with its seed and a shrunk trace."""
     happened: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
+    done = 0
     for seed in range(first_seed, first_seed + seeds):
-        if len(failures) == 5:
+        if len(failures) == 5 or command.spent():
             break
+        done += 1
         todo = operations_of(seed, operations)
         world = World(seed)
         try:
@@ -220,8 +222,9 @@ def run(*, seeds: int, operations: int, first_seed: int = 0) -> dict[str, Any]:
         happened += Counter(operation.what for operation in todo) + world.happened
     return {
         "figure": "R1, R6",
-        "seeds": seeds,
-        "operations": seeds * operations,
+        "first_seed": first_seed,
+        "seeds": done,
+        "operations": done * operations,
         "divergences": len(failures),
         "failures": failures,
         "happened": dict(happened),
@@ -231,5 +234,7 @@ def run(*, seeds: int, operations: int, first_seed: int = 0) -> dict[str, Any]:
 if __name__ == "__main__":
     command.main(
         __doc__,
-        lambda full, seed: run(seeds=1000 if full else 20, operations=SEED_OPERATIONS if full else 2000, first_seed=seed),
+        lambda full, seed: run(
+            seeds=1000 if full else 20, operations=SEED_OPERATIONS if full else 2000, first_seed=seed
+        ),
     )

@@ -1,8 +1,8 @@
 """R5: nobody reads what is another's, or what was freed, whatever happens in between.
 
-Every row of every component says whose it is: the request's number and its history so far are in the bytes. Requests share
-prefixes, fork, roll back, are preempted and come back, wrap their rings and reuse slots and blocks under pressure; storage
-that is freed is filled with NaN (``check=True``). Every row that is gathered is compared with what its owner was told.
+Every row of every component says which token it belongs to, and no token is told twice. Requests share prefixes, fork,
+roll back, are preempted and come back, wrap their rings and reuse slots and blocks under pressure; freed storage is
+filled with NaN (``check=True``). Every row that is gathered is compared with what its owner was told.
 """
 
 import math
@@ -19,7 +19,8 @@ from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.spec import CacheSpec
 
 SPEC = CacheSpec(
-    layers=[scene.ring(5), scene.classic(heads=1, dim=2), scene.classic("ring", chunk=4, heads=1, dim=2)], block_tokens=4
+    layers=[scene.ring(5), scene.classic(heads=1, dim=2), scene.classic("ring", chunk=4, heads=1, dim=2)],
+    block_tokens=4,
 )
 
 
@@ -32,7 +33,7 @@ class Story:
 
     def __init__(self, seed: int, backend: str) -> None:
         self.choice = random.Random(seed)
-        policy = self.choice.choice(["off", "full", kvcore.Periodic(3)])
+        policy = self.choice.choice(["off", "full", "full", kvcore.Periodic(3)])
         sizes = {"max_requests": 5, "max_tokens": 72, "max_draft_tokens": 2, "prefix": policy, "check": True}
         self.cache = scene.create(SPEC, backend, **sizes)
         self.told: dict[kvcore.Request, list[int]] = {}
@@ -45,7 +46,9 @@ class Story:
 
     def turn(self) -> None:
         """One random event, then everybody reads everything."""
-        what = self.choice.choice(["admit", "step", "step", "step", "fork", "truncate", "release", "park", "back", "fail"])
+        what = self.choice.choice(
+            ["admit", "step", "step", "step", "fork", "truncate", "release", "park", "back", "fail"]
+        )
         if not self.told:
             what = self.choice.choice(["admit", "back"])
         try:
@@ -57,8 +60,8 @@ class Story:
 
     def admit(self) -> None:
         # Half of them start as somebody else did.
-        start = list(self.choice.choice(list(self.told.values()))) if self.told and self.choice.random() < 0.5 else []
-        prompt = start[: self.choice.randrange(20)] + self.new(self.choice.randrange(1, 6))
+        start = self.choice.choice(list(self.told.values())) if self.told and self.choice.random() < 0.7 else []
+        prompt = start[: self.choice.randint(len(start) // 2, len(start))] + self.new(self.choice.randrange(1, 6))
         request = self.cache.admit(prompt)
         self.told[request] = prompt[: request.length]
         self.happened["hit"] += request.length > 0
@@ -152,7 +155,7 @@ def run(*, gathers: int, seed: int, backend: str = "reference", turns: int = 150
     happened: Counter[str] = Counter()
     failures: list[str] = []
     stories_told = 0
-    while done < gathers and len(failures) < 5:
+    while done < gathers and len(failures) < 5 and not command.spent():
         story = Story(seed + stories_told, backend)
         for turn in range(turns):
             try:

@@ -1,7 +1,7 @@
 """An independent model of a cache's requests: sets and lists, no code of the library.
 
-It knows what every request was told, which blocks hold which tokens, and how many units are free. It is told which slots
-and blocks the cache chose (any free one is right) and checks everything that follows from that.
+It knows what every request was told, which blocks hold which tokens, and how many units are free. It is told which
+slots and blocks the cache chose (any free one is right) and checks everything that follows from that.
 """
 
 from collections import Counter

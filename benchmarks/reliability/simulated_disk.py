@@ -6,9 +6,12 @@ thing is there, gone, or there in part, as on a disk with a write cache.
 
 import errno
 import random
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcore.disk import Disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SECTOR_BYTES = 512
 

@@ -72,6 +72,7 @@ def one_operation(logged: Logged, requests: list[Any], choice: random.Random) ->
     request = choice.choice(known[-12:]) if known else None
     what = choice.choices(("admit", "step", "fork", "truncate", "release"), (4, 8, 2, 3, 4))[0] if known else "admit"
     if what == "admit":
+
         def admit():
             new = cache.admit()
             return new, new.id, new.slot
@@ -89,6 +90,7 @@ def one_operation(logged: Logged, requests: list[Any], choice: random.Random) ->
 
         logged.turn(what, (request.id, count), step)
     elif what == "fork":
+
         def fork():
             new = cache.fork(request)
             return new, new.id, new.slot

@@ -58,7 +58,7 @@ def kvcore_backends() -> Iterator[BackendInfo]:
     )
     yield BackendInfo(
         name="jax_pallas",
-        summary="JAX, functional: jax.numpy on every device",
+        summary="JAX, functional, for use inside jit: jax.numpy on every device, Pallas kernels on TPU",
         requires=("jax",),
         devices=("tpu", "cuda", "cpu"),
         capabilities=EVERYTHING,

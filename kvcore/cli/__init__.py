@@ -1,4 +1,4 @@
-"""The ``kvcore`` command: ``info``, ``plan`` and ``parity``.
+"""The ``kvcore`` command: ``info``, ``plan``, ``parity`` and ``check``.
 
 Exit codes: 0 all well (backends agree), 1 backends disagree, 2 the command could not be carried out as it was typed.
 Every command has ``--json``. Tables are drawn by rich where it is installed; nothing else depends on it.
@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kvcore import checkfile
 from kvcore.cli import info, parity, plan
 from kvcore.errors import KvcoreError
 
@@ -18,6 +19,7 @@ examples:
   kvcore info                                        what is installed and what can run here
   kvcore plan deepseek_v4_flash --budget 40GiB       what a cache takes, and what it holds
   kvcore parity run --backend torch_triton           compare a backend with the reference
+  kvcore check cache.kv                              is a snapshot whole, and if not, what is damaged
 """
 
 
@@ -47,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, plan, parity):
+    for command in (info, plan, parity, checkfile):
         command.add_to(commands)
     return parser

@@ -163,7 +163,7 @@ class Bench:
 
     def hold(self, pools: Pools) -> dict[str, np.ndarray]:
         """Pools back on the host, as [units, bytes of a unit]."""
-        return {name: to_numpy(array).reshape(len(array), -1) for name, array in pools.items()}
+        return {name: to_numpy(array).reshape(len(array), -1).view(np.uint8) for name, array in pools.items()}
 
     def stored(self, pools: Pools, *, computed: dict[str, str] | None = None) -> list[Output]:
         """All canonical rows of all regions: what was written, and that nothing else was.

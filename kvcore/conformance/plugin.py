@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from kvcore.parity.run import Subject
     from kvcore.spec import CacheSpec
 
-pytest.register_assert_rewrite("kvcore.conformance.test_checks", "kvcore.conformance.test_life")
+TESTS = ("test_checks", "test_life", "test_isolation", "test_input", "tenants")
+pytest.register_assert_rewrite(*(f"kvcore.conformance.{name}" for name in TESTS))
 
 ALL = "all"
 RECORD = "kvcore.record"
@@ -77,6 +78,14 @@ class Kit:
         return self._checks
 
 
+    def subject(self, name: str) -> "Subject":
+        """The backend of that name, which has said how it runs."""
+        found = next(subject for subject in self.subjects if subject.info.name == name)
+        if not found.how:
+            found.introduce(self.checks[0].plan)
+        return found
+
+
 KIT = pytest.StashKey[Kit]()
 
 
@@ -129,6 +138,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kv_check", pairs, ids=ids)
     if "kv_backend" in metafunc.fixturenames:
         metafunc.parametrize("kv_backend", [subject.info.name for subject in kit_of(metafunc.config).subjects])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Any:
+    """Make a record of each test over a backend's requests; ``test_check`` makes its own."""
+    given = getattr(getattr(item, "callspec", None), "params", {}).get("kv_backend")
+    if given is None or call.when != "call":
+        return (yield)
+    from kvcore.conformance.lives import record_of, settle, to_text
+
+    subject = kit_of(item.config).subject(given)
+    record = record_of(item, call, subject)
+    item.user_properties.append((RECORD, to_text(record)))
+    report = yield
+    settle(report, record)
+    return report
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ fails. This is the one place that knows that rule.
 import copy
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcore.arguments import check_finite
 from kvcore.errors import StepError
 from kvcore.ops import Array, StepIndex
@@ -57,6 +59,17 @@ class LayerState:
             self._write(role)
         self._waiting.clear()
 
+    def blank_entries(self) -> None:
+        """Store NaN for entries that close in this step and were not stored: seen, and never somebody else's bytes."""
+        count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in self.unstored()}
+        blank = {
+            role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))
+            for role in count
+        }
+        if blank:
+            entries, keys = blank.get("entries"), blank.get("index_keys")
+            self._replace(self._ops.store_entries(self._pools, self._layer, self._index, entries, keys))
+
     def abort(self) -> None:
         """Put back the ring rows that were overwritten."""
         for role, saved in self._overwritten.items():
@@ -70,7 +83,7 @@ class LayerState:
 
     @property
     def _index(self) -> StepIndex:
-        return self._step.index
+        return self._step.device_index
 
     @property
     def _pools(self) -> Pools:

@@ -51,7 +51,7 @@ class Subject:
             try:
                 self._backend = info.load()
             except Exception as error:  # noqa: BLE001 - a backend may fail to load in any way; the report says how
-                self.reason = f"failed to load: {_first_line(error)}"
+                self.reason = f"failed to load: {first_line(error)}"
 
     def ops(self, plan: CachePlan) -> Ops:
         """The backend's verbs for a plan. Checks of one plan follow one another, so the last one is kept."""
@@ -79,7 +79,7 @@ def objection(info: BackendInfo, device: str | None = None) -> str:
     try:
         return info.objection() or ""
     except Exception as error:  # noqa: BLE001 - a probe may fail in any way; that is the reason
-        return f"its probe failed: {_first_line(error)}"
+        return f"its probe failed: {first_line(error)}"
 
 
 def run(
@@ -150,7 +150,7 @@ def check_backends(check: Check, subjects: Sequence[Subject]) -> list[Record]:
         if driven is None:
             drive = check.prepare()
             driven = drive, drive(ReferenceBackend().create(check.plan))
-        records.append(_with_known_gaps(_compared(check, subject, *driven), subject.info))
+        records.append(with_known_gaps(_compared(check, subject, *driven), subject.info))
     return records
 
 
@@ -169,7 +169,7 @@ def _compared(check: Check, subject: Subject, drive: Callable[[Ops], list[Output
     try:
         agreement = compare(wanted, drive(subject.ops(check.plan)))
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is its record
-        return _record(check, subject, "error", detail=_first_line(error), seconds=time.perf_counter() - started)
+        return _record(check, subject, "error", detail=first_line(error), seconds=time.perf_counter() - started)
     return _record(
         check,
         subject,
@@ -187,7 +187,7 @@ def _record(check: Check, subject: Subject, status: Status, **fields: Any) -> Re
     return Record(check=check.id, backend=subject.info.name, how=subject.how, status=status, rule=check.rule, **fields)
 
 
-def _with_known_gaps(record: Record, info: BackendInfo) -> Record:
+def with_known_gaps(record: Record, info: BackendInfo) -> Record:
     """Known gaps are strict: one that has closed is an error, so that lists can't rot."""
     for gap in info.known_gaps:
         if not fnmatchcase(record.check, gap.check):
@@ -200,6 +200,7 @@ def _with_known_gaps(record: Record, info: BackendInfo) -> Record:
     return record
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error's kind and the first line of what it says."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

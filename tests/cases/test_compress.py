@@ -94,6 +94,20 @@ def test_cmp_05_a_group_without_weight_is_zero_not_nan(backend):
     assert entries(cache, a, b) == [[0.0], []]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 777.0])
+def test_cmp_05_a_row_without_weight_adds_nothing_whatever_it_holds(backend, value):
+    cache = scene.create([scene.compressed(4, overlap=False, indexer=False)], backend)
+    a = cache.admit()
+    score = np.zeros((4, scene.DIM), np.float32)
+    score[2] = -np.inf
+    with cache.step({a: 4}) as step:
+        layer = step.layer(0)
+        layer.append_window(scene.filled(range(4), scene.DIM))
+        layer.append_tail(scene.filled([0, 1, value, 5], scene.DIM), score)
+        layer.flush()
+    assert scene.read(cache, scene.entries_of, a) == [[2.0]]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cmp_06_masks_are_boolean_and_combined_by_logic(backend, dtype):
     layers = [scene.compressed(4, overlap=False), scene.classic(), scene.classic("ring", chunk=4)]

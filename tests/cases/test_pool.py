@@ -85,6 +85,7 @@ def test_pool_03_a_smaller_batch_leaves_no_old_tables(backend):
         assert table[0, :4].tolist() == list(c.blocks)
         assert (table[0, 4:] == -1).all()
         assert (table[1:] == -1).all()
+        assert kvcore.to_numpy(step.index.slots).tolist() == [c.slot, -1, -1]
         scene.fill(step, [213], filler=999)
         keys, values, positions = (kvcore.to_numpy(array) for array in step.layer(0).gather_kv())
         assert (positions[1:] == -1).all()

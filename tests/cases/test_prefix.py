@@ -1,4 +1,4 @@
-"""Prefix reuse: one length for all components, the same unit for look-up and publication, and copies that stay apart."""
+"""Prefix reuse: one length for all components, one unit for look-up and publication, copies that stay apart."""
 
 import numpy as np
 import pytest

@@ -33,34 +33,25 @@ class SlotsNotCopied(broken.ReferenceOps):
         return pools
 
 
-class FirstTableForAll(broken.ReferenceOps):
-    """Every request uses the first one's block table."""
+class DeviceIgnored(broken.Backend):
+    """Runs wherever it likes."""
 
-    def append_kv(self, pools, layer, index, k, v):
-        table = np.broadcast_to(index.block_table[:1], index.block_table.shape)
-        return super().append_kv(pools, layer, index._replace(block_table=table), k, v)
-
-
-class OldestChunkWins(broken.ReferenceOps):
-    """Of a step longer than the ring the first rows are kept instead of the last."""
-
-    def append_window(self, pools, layer, index, rows):
-        (region,) = self.plan.region(layer, "window")
-        start = index.starts[np.maximum(index.request_index, 0)]
-        late = index.positions >= start + region.rows
-        kept = index._replace(
-            positions=np.where(late, -1, index.positions),
-            request_index=np.where(late, -1, index.request_index),
-            lengths=np.minimum(index.lengths, index.starts + region.rows),
-        )
-        return super().append_window(pools, layer, kept, rows)
+    def create(self, plan, *, device=None, check=False):
+        del device, check
+        return self.ops(plan)
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (NothingRestored, BlocksNotCopied, SlotsNotCopied, FirstTableForAll, OldestChunkWins)
-}
+class RowsOfNobody(broken.ReferenceOps):
+    """Columns beyond a request's rows hold whatever the slot holds there."""
+
+    def gather_window(self, pools, layer, index, rows=None):
+        found = super().gather_window(pools, layer, index, rows)
+        return found._replace(values=np.where(found.positions[:, :, None] < 0, np.float32(1), found.values))
+
+
+KINDS = {kind.__name__: kind for kind in (NothingRestored, BlocksNotCopied, SlotsNotCopied, RowsOfNobody)}
 RECORDS = {
+    "DeviceIgnored": lambda: broken.info(load=lambda: DeviceIgnored(broken.ReferenceOps)),
     "absent": lambda: broken.info(probe=lambda: "no such chip"),
     "gap": lambda: broken.info(
         broken.RingOffByOne, known_gaps=[KnownGap(check="append_window/*", status="not_yet", reason="being written")]

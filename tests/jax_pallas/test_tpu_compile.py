@@ -23,6 +23,8 @@ KERNELS = (
     "read_rows, fp32",
 )
 TEMPORARY_BYTES = 1 << 20
+STEP_TEMPORARY_BYTES = 8 << 20
+"""A step's gathered rows, scores and queries; its pools are 26 MiB."""
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
 
@@ -61,7 +63,7 @@ def test_every_kernel_compiles_and_updates_its_pool_in_place(chip: str) -> None:
 def test_a_decode_step_compiles_and_updates_every_pool_in_place(chip: str, case: str) -> None:
     (one,) = compiled(chip, case)
     assert one["alias_bytes"] >= one["pool_bytes"] > 16 << 20
-    assert one["temporary_bytes"] <= one["pool_bytes"] // 8, one
+    assert one["temporary_bytes"] <= STEP_TEMPORARY_BYTES, one
     assert not one["moves"], one
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from kvcore.backends.records import EVERYTHING
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.reference.tail import rotate
+from kvcore.errors import BackendError
 from kvcore.ops import Attention, WindowRows
 from kvcore.plugins import BackendInfo, KnownGap
 from kvcore.spec import FORMATS
@@ -23,7 +24,9 @@ class Backend:
         self.ops = ops
 
     def create(self, plan, *, device=None, check=False):
-        del device, check
+        del check
+        if device not in (None, "cpu"):
+            raise BackendError(got=device, where="device", allowed="cpu")
         return self.ops(plan)
 
     def default_layout(self, device):
@@ -102,6 +105,19 @@ class ScaleRoundedDown(ReferenceOps):
         return change_field(format, super().encode(format, values, global_scale), "scales", lambda s: s - 1)
 
 
+class ScaleFloored(ReferenceOps):
+    """Floor where the rule says ceil, right where the two agree: at powers of two."""
+
+    def encode(self, format, values, global_scale=1.0):
+        above = super().encode(format, values.astype(np.float32) * np.float32(1.0001), global_scale)
+        format = FORMATS[format] if isinstance(format, str) else format
+        rows = super().encode(format, values, global_scale)
+        if "scales" not in {field.name for field in format.fields}:
+            return rows
+        first, last = format.byte_range("scales")
+        return change_field(format, rows, "scales", lambda _: above[:, first:last] - 1)
+
+
 class AnotherRounding(ReferenceOps):
     """Every odd code is one too small: truncation instead of rounding."""
 
@@ -155,6 +171,67 @@ class HalvesSwapped(ReferenceOps):
     def append_tail(self, pools, layer, index, kv, score):
         half = kv.shape[1] // 2
         return super().append_tail(pools, layer, index, np.roll(kv, half, axis=1), np.roll(score, half, axis=1))
+
+
+class StaleCarry(ReferenceOps):
+    """A reused slot keeps the raw rows of whoever had it before."""
+
+    def reset_slots(self, pools, slots):
+        kept = {name: array.copy() for name, array in pools.items() if name.split(".")[1] == "tail"}
+        pools = super().reset_slots(pools, slots)
+        for name, array in kept.items():
+            pools[name][:] = array
+        return pools
+
+
+class FirstTableForAll(ReferenceOps):
+    """Every request uses the first one's block table."""
+
+    def append_kv(self, pools, layer, index, k, v):
+        table = np.broadcast_to(index.block_table[:1], index.block_table.shape)
+        return super().append_kv(pools, layer, index._replace(block_table=table), k, v)
+
+
+class FirstTableOnRead(ReferenceOps):
+    """The same for the entries that are read."""
+
+    def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
+        table = np.broadcast_to(index.block_table[:1], index.block_table.shape)
+        found = index._replace(block_table=table)
+        return super().gather_all_entries(pools, layer, found, columns=columns, role=role)
+
+
+class LastEntryForNone(ReferenceOps):
+    """Index -1 reads the last entry there is."""
+
+    def gather_entries(self, pools, layer, index, indices):
+        ratio = self.component(layer, "entries").ratio
+        last = index.lengths[np.maximum(index.request_index, 0)] // ratio - 1
+        found = super().gather_entries(pools, layer, index, np.where(indices < 0, last[:, None], indices))
+        return found._replace(valid=super().gather_entries(pools, layer, index, indices).valid)
+
+
+class PoisonForgotten(ReferenceOps):
+    """What was freed keeps its rows, so that a stale read goes unseen."""
+
+    def poison(self, pools, slots, blocks):
+        del slots, blocks
+        return pools
+
+
+class OldestChunkWins(ReferenceOps):
+    """Of a step longer than the ring the first rows are kept instead of the last."""
+
+    def append_window(self, pools, layer, index, rows):
+        (region,) = self.plan.region(layer, "window")
+        start = index.starts[np.maximum(index.request_index, 0)]
+        late = index.positions >= start + region.rows
+        kept = index._replace(
+            positions=np.where(late, -1, index.positions),
+            request_index=np.where(late, -1, index.request_index),
+            lengths=np.minimum(index.lengths, index.starts + region.rows),
+        )
+        return super().append_window(pools, layer, kept, rows)
 
 
 class MaskedByMultiplying(ReferenceOps):

@@ -29,10 +29,7 @@ def test_cbor_equals_cbor2(value):
 
 @pytest.mark.parametrize(
     "value",
-    [
-        pytest.param(edge, id=f"{edge:#x}")
-        for edge in (0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**64 - 1)
-    ],
+    [pytest.param(edge, id=f"{edge:#x}") for edge in (0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**64 - 1)],
 )
 def test_cbor_of_edge_integers(value):
     assert cbor([value]) == cbor2.dumps([value], canonical=True)

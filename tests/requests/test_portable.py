@@ -172,13 +172,9 @@ def test_other_specs_are_refused_by_their_first_difference(backend):
         "layers: 4 items instead of 3": CacheSpec(layers=layers[:3], block_tokens=16),
         r"layers\[0\].entries.format = 'fp32' instead of 'bf16'": CacheSpec(
             layers=[
-                msgspec.structs.replace(
-                    layers[0], entries=msgspec.structs.replace(layers[0].entries, format="bf16")
-                ),
+                msgspec.structs.replace(layers[0], entries=msgspec.structs.replace(layers[0].entries, format="bf16")),
                 layers[1],
-                msgspec.structs.replace(
-                    layers[2], entries=msgspec.structs.replace(layers[2].entries, format="bf16")
-                ),
+                msgspec.structs.replace(layers[2], entries=msgspec.structs.replace(layers[2].entries, format="bf16")),
                 layers[3],
             ],
             block_tokens=16,

@@ -11,10 +11,10 @@ import pytest
 import safetensors.numpy
 import scene
 import stories
-from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from stories import LATENT, MIXED, STORED
 
 import kvcore
+from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from kvcore import snapshot
 from kvcore.disk import Disk, write_whole
 from kvcore.errors import BackendError, OutOfSlots, RequestError, SnapshotError, StepError
@@ -300,7 +300,7 @@ def test_short_writes_are_completed():
 
 def test_a_disk_that_takes_nothing_is_an_error():
     class Full(SimulatedDisk):
-        def write(self, file, data):
+        def write(self, *_):
             return 0
 
     disk = Full()
@@ -335,7 +335,7 @@ def test_lost_flushes_can_lose_a_snapshot_but_a_torn_one_is_never_accepted():
 
 
 def test_the_harness_finds_a_writer_that_does_not_flush(monkeypatch):
-    monkeypatch.setattr(SimulatedDisk, "flush", lambda self, file: self.operations.append("flush"))
+    monkeypatch.setattr(SimulatedDisk, "flush", lambda self, _: self.operations.append("flush"))
     torn = 0
     for boundary in range(30):
         disk = SimulatedDisk(boundary, fail_at=boundary, fault="crash after")
@@ -352,7 +352,7 @@ def test_the_real_disk_keeps_an_old_file_until_the_new_one_is_whole(tmp_path):
     write_whole(Disk(), path, b"old")
 
     class Stops(Disk):
-        def rename(self, source, target):
+        def rename(self, *_):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(OSError, match="Input/output"):

@@ -1,13 +1,13 @@
-"""Several threads on one cache: verbs take turns, steps are not disturbed, and the order of turns explains the outcome."""
+"""Several threads on one cache: verbs take turns, steps are not disturbed, the order of turns explains it all."""
 
 import threading
 import time
 
 import pytest
 import stories
-from benchmarks.reliability import threads
 from stories import LATENT
 
+from benchmarks.reliability import threads
 from kvcore.errors import OutOfSlots, StepError
 
 

@@ -115,5 +115,6 @@ def finish(state, sink, dtype):
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
     if sink is not None:
         # out · sigmoid(lse - sink), written so that neither exponential overflows.
-        out = out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[:, :, None]
+        shrunk = out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[:, :, None]
+        out = jnp.where(total[:, :, None] == 0, 0, shrunk)
     return Attention(out.astype(dtype), lse)

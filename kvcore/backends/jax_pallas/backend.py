@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
@@ -125,8 +126,9 @@ class JaxOps:
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         return self._read(window.gather_window, pools, layer, ("window",), (index, rows))
 
-    def compress(self, pools, layer, index, kv, score, *, closed, role="entries", norm_weight=None, eps=1e-6):
+    def compress(self, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
         """Pool and norm each of the first ``closed`` entries that the step completes; -> [closed, d]."""
+        closed = bounds.closed(self.plan, layer, role, index) if closed is None else closed
         roles = role, TAIL_OF[role]
         arrays = (index, kv, score, norm_weight)
         options = {"closed": _bucket(closed, index), "role": role, "eps": eps}
@@ -142,13 +144,14 @@ class JaxOps:
         index_kv=None,
         index_score=None,
         *,
-        closed,
+        closed=None,
         norm_weight=None,
         eps=1e-6,
         rope=None,
         index_norm_weight=None,
     ):
         """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
+        closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
         if not closed:
             return pools
         streams = (("entries", "tail", kv), ("index_keys", "index_tail", index_kv))
@@ -165,24 +168,27 @@ class JaxOps:
         writes = tuple(role for role, values in given if values is not None)
         return self._write(entries.store_entries, pools, layer, writes, (index, entries_, index_keys))
 
-    def closed(self, layer, index, count):
+    def closed(self, layer, index, count=None, role="entries"):
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
-        kind = self._layers[layer].only("entries")
-        found = _indexed(entries.closed)(kind, index, (("count", _bucket(count, index)),))
+        count = bounds.closed(self.plan, layer, role, index) if count is None else count
+        kind = self._layers[layer].only(role)
+        found = _indexed(entries.closed)(kind, index, (("count", _bucket(count, index)), ("role", role)))
         return Closed(*(array[:count] for array in found))
 
     def gather_entries(self, pools, layer, index, indices):
         """Entries by logical index, indices [T, k]."""
         return self._read(entries.gather_entries, pools, layer, ("entries",), (index, indices))
 
-    def gather_all_entries(self, pools, layer, index, *, columns, role="entries"):
+    def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+        columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         options = {"columns": _bucket(columns, index), "role": role}
         found = self._read(entries.gather_all_entries, pools, layer, (role,), (index,), **options)
         return AllEntries(found.values[:, :columns], found.counts, found.positions[:, :columns])
 
-    def index_scores(self, pools, layer, index, q, weights, *, columns):
+    def index_scores(self, pools, layer, index, q, weights, *, columns=None):
         """Lightning-indexer scores [T, columns] fp32."""
+        columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
         options = {"columns": _bucket(columns, index)}
         arrays = (index, q, weights)
         return self._read(indexer.index_scores, pools, layer, ("index_keys",), arrays, **options)[:, :columns]
@@ -200,19 +206,22 @@ class JaxOps:
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
         return self._write(classic.append_kv, pools, layer, ("kv",), (index, k, v))
 
-    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         options = {"columns": _bucket(columns, index)}
         found = self._read(classic.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
         return tuple(array[:, :columns] for array in found)
 
-    def mask(self, layer, index, *, columns):
+    def mask(self, layer, index, *, columns=None):
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
         return _indexed(classic.mask)(kind, index, (("columns", _bucket(columns, index)),))[:, :columns]
 
-    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns, sink=None, scale=None):
+    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         arrays = (index, q, k, v, sink, scale)
         return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=_bucket(columns, index))
 
@@ -243,8 +252,9 @@ class JaxOps:
         names = [name for region in regions for name, _ in region.buffers.values()]
         return _exchanged(pools, {name: _copy_units(pools[name], sources, targets) for name in names})
 
-    def gather_rows(self, pools, layer, role, index, rows=None, *, columns):
+    def gather_rows(self, pools, layer, role, index, rows=None, *, columns=None):
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
+        columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         options = {"role": role, "columns": _bucket(columns, index)}
         found = self._read(life.gather_rows, pools, layer, (role,), (index, rows), **options)
         return RawRows(found.rows[:, :columns], found.positions[:, :columns])

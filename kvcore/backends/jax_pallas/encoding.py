@@ -27,6 +27,7 @@ NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 SIGN, INFINITY, MANTISSA = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FFFFF)
 FP32_ONE = 127  # biased exponent of 1.0
+RAISE = 64
 LARGE = np.float32(2.0**100)
 
 
@@ -66,8 +67,9 @@ def decode(format, rows, dim=None, global_scale=1.0):
             if scale_code == "e8m0":
                 values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.size])
             else:
-                scales = scale_values(stored, scale_code, global_scale, format)
-                values = values * jnp.repeat(scales, width, axis=1)[:, : field.size]
+                values = values * jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size]
+                # Code times scale is exact, so the product with the global scale rounds once.
+                values = values * np.float32(global_scale) if format.global_scaled else values
         channels.append(values)
     return jnp.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
 
@@ -132,12 +134,6 @@ def scale_of(amax, field: Field, global_scale):
     return scales, bits_of(scales)
 
 
-def scale_values(stored, code: str, global_scale, format: Format):
-    """Stored scale bytes [rows, groups · size], fp32 or e4m3 -> fp32 [rows, groups]."""
-    scales = from_bytes(stored, code)
-    return scales * np.float32(global_scale) if format.global_scaled else scales
-
-
 def to_bytes(values, code: str, clamp: bool = False):
     """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
     if code == "nf4":
@@ -190,15 +186,40 @@ def unpack_nibbles(stored):
 
 
 def hadamard(values):
-    """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
+    """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16.
+
+    Sums of small values may be subnormal, and XLA takes those for zero, so rows are raised by 2^64 while that is safe.
+    """
     rows, dim = values.shape
+    raised = jnp.max(bits_of(values) & ~SIGN, axis=1, keepdims=True) < bits_of(np.float32(2.0**50))
+    shift = jnp.where(raised, np.uint32(RAISE), np.uint32(0))
+    values = over_power(values, FP32_ONE - shift)
     stride = 1
     while stride < dim:
         pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
         values = jnp.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
         values = values.reshape(rows, dim)
         stride *= 2
-    return to_bf16(values * np.float32(dim**-0.5))
+    factor = np.float32(dim**-0.5)
+    product = values * factor
+    subnormal = raised & (jnp.abs(product) < np.float32(2.0 ** (RAISE - 126)))
+    normal = over_power(to_bf16(product), FP32_ONE + shift)
+    return jnp.where(subnormal, _lowered_to_subnormal_bf16(values, factor), normal)
+
+
+def _lowered_to_subnormal_bf16(values, factor):
+    """``bf16(fp32(values · 2^-64 · factor))`` where subnormal: rounded to a multiple of 2^-149, then of 2^-133."""
+    product = values * factor
+    high, low = _halves(values)
+    factor_high, factor_low = _halves(factor)
+    error = high * factor_high - product + high * factor_low + low * factor_high + low * factor_low
+    multiple = product * np.float32(2.0 ** (149 - RAISE))
+    rounded = jnp.rint(multiple)
+    # Halfway by the rounded product alone: the product's own rounding error says on which side it really is.
+    halfway = (jnp.abs(multiple - rounded) == 0.5) & (error != 0)
+    rounded = jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
+    magnitude = jnp.rint(jnp.abs(rounded) * np.float32(2.0**-16)).astype(jnp.uint32)
+    return from_bits(magnitude << 16 | bits_of(values) & SIGN)
 
 
 def to_bf16(values):

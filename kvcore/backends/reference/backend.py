@@ -12,6 +12,8 @@ from kvcore.spec import TAIL_OF
 class ReferenceOps:
     """Every verb of ``kvcore.ops.Ops`` on NumPy arrays."""
 
+    in_place = True
+
     def __init__(self, plan: CachePlan) -> None:
         self.plan = plan
         self.device = "cpu"

@@ -20,6 +20,8 @@ verb = torch.no_grad()
 class TorchOps:
     """Every verb of ``kvcore.ops.Ops`` on torch tensors of one device."""
 
+    in_place = True
+
     def __init__(self, plan: CachePlan, device: str = "cpu") -> None:
         self.plan = plan
         self.device = device

@@ -1,0 +1,53 @@
+"""Bad input: a typed error, everything as it was before, and the next good step works."""
+
+from collections.abc import Mapping
+
+import pytest
+
+import kvcore
+from kvcore.conformance.feeding import life_spec
+from kvcore.conformance.misuse import BETWEEN_STEPS, IN_A_STEP, Misuse, Scene
+from kvcore.errors import BackendError, OutOfSlots
+
+
+def table(cases: Mapping[str, Misuse]) -> pytest.MarkDecorator:
+    """One test a misuse."""
+    return pytest.mark.parametrize("misuse", list(cases.values()), ids=list(cases))
+
+
+def undisturbed(backend: str, device: str | None, misuse: Misuse) -> int:
+    """What the same cache holds where nobody did anything wrong."""
+    return Scene(backend, device, check=misuse.check).proceed()
+
+
+@table(BETWEEN_STEPS)
+def test_bad_input(kv_backend: str, kv_device: str | None, misuse: Misuse) -> None:
+    """A wrong call between steps."""
+    scene = Scene(kv_backend, kv_device, check=misuse.check)
+    before = scene.state()
+    with pytest.raises(misuse.error) as caught:
+        misuse.call(scene)
+    assert type(caught.value) is misuse.error
+    if misuse.error is OutOfSlots:
+        # Getting there took a slot.
+        scene.cache.release(scene.cache.requests[-1])
+    assert scene.state() == before
+    assert scene.proceed() == undisturbed(kv_backend, kv_device, misuse)
+
+
+@table(IN_A_STEP)
+def test_bad_input_in_a_step(kv_backend: str, kv_device: str | None, misuse: Misuse) -> None:
+    """A wrong call inside a step: the error ends the step, which is undone."""
+    scene = Scene(kv_backend, kv_device, check=misuse.check)
+    before = scene.state()
+    with pytest.raises(misuse.error) as caught, scene.open() as step:
+        misuse.call(scene, step)
+    assert type(caught.value) is misuse.error
+    assert scene.state() == before
+    assert scene.proceed() == undisturbed(kv_backend, kv_device, misuse)
+
+
+def test_bad_input_device(kv_backend: str) -> None:
+    """A device that there is not is refused, not replaced."""
+    with pytest.raises(BackendError):
+        kvcore.create_cache(life_spec(), backend=kv_backend, device="nowhere", max_requests=1, max_tokens=8)

@@ -1,0 +1,74 @@
+"""``kvcore check``: what it prints and how it exits."""
+
+import json
+
+import pytest
+import stories
+from stories import LATENT
+
+from kvcore.cli import main
+
+
+@pytest.fixture
+def saved(tmp_path):
+    cache = stories.create(LATENT, "reference")
+    for length in (41, 0, 7):
+        request = cache.admit()
+        if length:
+            stories.tell(cache, {request: list(range(length))})
+    cache.save(tmp_path / "cache.kv")
+    return tmp_path / "cache.kv"
+
+
+def damage(path, *tensors):
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    for tensor in tensors:
+        data[start + header[tensor]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_whole_file(saved, capsys):
+    assert main(["check", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "3 requests" in out
+    assert "whole" in out
+    assert LATENT.digest[:16] in out
+
+
+def test_damaged_pages_are_named(saved, capsys):
+    damage(saved, "0.0.entries", "2.3.window")
+    assert main(["check", str(saved)]) == 1
+    out = capsys.readouterr().out
+    assert "damaged: request 0: 0.entries page 0" in out
+    assert "damaged: request 2: 3.window page 0" in out
+    assert "1 of 3 requests are whole" in out
+
+
+def test_json(saved, capsys):
+    damage(saved, "2.1.tail")
+    assert main(["check", str(saved), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["whole"], found["spec"], found["spec_digest"]) == (False, "latent", LATENT.digest)
+    assert [request["tokens"] for request in found["requests"]] == [41, 0, 7]
+    assert [request["damaged"] for request in found["requests"]] == [[], [], ["request 2: 1.tail page 0"]]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text, and no snapshot", b"\x08" + bytes(40)], ids=repr)
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_what_is_no_snapshot(tmp_path, capsys, content, flags):
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["check", str(path), *flags]) == 2
+    printed = capsys.readouterr()
+    if flags:
+        assert json.loads(printed.out)["whole"] is False
+    else:
+        assert str(path) in printed.err
+
+
+def test_a_damaged_digest_is_no_snapshot_to_trust(saved):
+    damage(saved, "0.0.entries.digest")
+    assert main(["check", str(saved)]) == 2
