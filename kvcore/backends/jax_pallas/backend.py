@@ -42,6 +42,8 @@ class JaxOps:
         kernels: ``portable``, ``tpu`` or ``interpret``; see ``Layer``.
     """
 
+    in_place = False
+
     def __init__(self, plan: CachePlan, device: str, target: jax.Device | None, kernels: str = "portable") -> None:
         self.plan = plan
         self.device = device

@@ -78,7 +78,7 @@ def pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, c
     """
     largest, pooled = score, kv
     total = tl.full(score.shape, 1.0, tl.float32)
-    for chunk in tl.static_range(1, ROWS // CHUNK):
+    for chunk in tl.range(1, ROWS // CHUNK):
         r = chunk * CHUNK + tl.arange(0, CHUNK)
         kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
         above = tl.maximum(largest, score)
