@@ -32,7 +32,8 @@ def load(
         path: a file that ``Cache.save`` wrote.
         backend, device, prefix, layout, check: as for ``create_cache``.
         requests: numbers of the saved requests to load, in the order wanted; None loads all.
-        max_requests, max_tokens, max_draft_tokens: of the new cache; None takes the saved cache's.
+        max_requests, max_tokens, max_draft_tokens: of the new cache; None takes the saved cache's, or as
+            much more as requests need that shared blocks.
         strict: False loads the undamaged requests, leaves the others out and names their damaged pages in
             ``cache.damaged``.
 
@@ -50,6 +51,13 @@ def load(
     sizes: dict[str, Any] = {
         name: getattr(saved.sizes, name) if value is None else value for name, value in given.items()
     }
+    paged = any(component.growth == "block" for _, _, component in saved.spec.components())
+    if max_tokens is None and paged:
+        # Requests that shared blocks when they were saved have blocks of their own when they are loaded.
+        block = saved.spec.block_tokens
+        sizes["max_tokens"] = max(
+            sizes["max_tokens"], sum(-(-saved.requests[n].length // block) * block for n in chosen)
+        )
     cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
     damaged = {number: damage(saved, cache.ops, number) for number in chosen}
     names = [str(page) for pages in damaged.values() for page in pages]

@@ -111,7 +111,7 @@ def _wrote_elsewhere(rows: Rows) -> str:
         return ""
     if rows.units == [len(rows.want) - 1]:
         return "-1 wrapped: rows without a place were written to the last unit"
-    return "wrote rows that the step does not touch"
+    return "wrote rows that the step does not touch, or left freed ones as they were"
 
 
 def _not_written(rows: Rows) -> str:

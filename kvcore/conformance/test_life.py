@@ -113,15 +113,21 @@ class Life(RuleBasedStateMachine):
         """One of the live requests."""
         return list(self.model)[number % len(self.model)]
 
-    @initialize()
-    def begin_in_the_middle(self) -> None:
-        """Two requests whose rings have wrapped: where mistakes show."""
+    @initialize(third=st.sampled_from(["a fork", "a copy", "nobody"]))
+    def begin_in_the_middle(self, third: str) -> None:
+        """Two requests whose rings have wrapped, and perhaps one with the past of the first: where mistakes show."""
         for length in (19, 10):
             self.admit()
             request = list(self.model)[-1]
             keys = [self.next_key()] * length
             feed(self.cache, {request: keys})
             self.model[request], self.high[request] = keys, length
+        if third == "a fork":
+            self.fork(0)
+        elif third == "a copy":
+            self.copy_through_a_blob(0)
+        self._step([2, 1, 3], fails=True)
+        self._step([2, 1, 3], fails=False)
 
     @rule()
     def admit(self) -> None:

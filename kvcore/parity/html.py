@@ -3,25 +3,17 @@
 Everything shown comes from the report; the page knows no backend and runs no check.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcore.errors import BackendError
+from kvcore.parity.groups import grouped, single
+from kvcore.parity.picture import draw
 from kvcore.parity.records import FAILING, STATUSES, Record, Report
-from kvcore.parity.show import cell_text, summarise
+from kvcore.parity.show import Column, summarise
 
-PICTURE = (640, 300)
-MARGIN = (58, 16, 44, 18)
-"""Left, right, bottom and top room for the axes, in picture units."""
-
-
-class Point(NamedTuple):
-    """One format in the quality picture: place, label, and the label's place."""
-
-    x: float
-    y: float
-    label: str
-    anchor: str
+TPU_BACKEND = "jax"
+"""What the name of a backend with TPU kernels contains."""
 
 
 class Rung(NamedTuple):
@@ -30,19 +22,24 @@ class Rung(NamedTuple):
     name: str
     meaning: str
     reached: str
+    status: str
 
 
-LADDER = (
-    ("portable", "equal to the reference in jax.numpy on a CPU", ("jax", "cpu")),
+LADDER: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
+    ("portable", "equal to the reference in jax.numpy on a CPU", lambda how: how == "cpu"),
     (
         "interpreted",
         "Pallas kernels equal to the reference in the TPU interpreter, races and bounds checked",
-        ("interpreter",),
+        lambda how: "interpreter" in how.lower(),
     ),
-    ("compiled", "accepted by the real TPU compiler, compiled program checked, not run", ("ahead of time",)),
-    ("run", "run on a TPU", ("tpu v",)),
+    (
+        "compiled",
+        "accepted by the real TPU compiler, compiled program checked, not run",
+        lambda how: "ahead of time" in how.lower(),
+    ),
+    ("run", "run on a TPU", lambda how: how.lower().startswith("tpu")),
 )
-"""What can be known of TPU kernels, weakest first; the words are looked for in how a column ran."""
+"""What can be known of TPU kernels, weakest first, and which ways of running are evidence of it."""
 
 
 def render(report: Report) -> str:
@@ -67,82 +64,46 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    summary = summarise(report)
     return environment.get_template("report.html.jinja").render(
         report=report,
-        summary=summary,
-        cell_text=cell_text,
+        summary=summarise(report),
         verdict=_verdict(report),
-        status_of=_status_of,
-        records_of=lambda verb, column: _records_of(report, verb, column),
+        records_of=_by_cell(report),
+        single=single,
+        grouped=grouped,
         statuses=STATUSES,
-        ladder=[Rung(name, meaning, _reached(report, words)) for name, meaning, words in LADDER],
-        points=_points(report),
-        ticks=_ticks(),
-        picture=PICTURE,
-        margin=MARGIN,
+        ladder=[Rung(name, meaning, *_reached(report, fits)) for name, meaning, fits in LADDER],
+        picture=draw(report.quality),
     )
 
 
 def _verdict(report: Report) -> str:
     if report.failures:
-        return f"{len(report.failures)} of {len(report.checks)} checks fail"
+        return f"{len(report.failures):,} of {len(report.checks):,} checks fail"
     return "everything that was compared agrees" if report.agrees else "nothing was compared"
 
 
-def _status_of(cell: Any) -> str:
-    """The status that colours a cell: a failing one if there is any, else the most frequent."""
-    if cell is None:
-        return "none"
-    for status in FAILING:
-        if status in cell.counts:
-            return status
-    return max(cell.counts, key=lambda status: cell.counts[status])
+def _by_cell(report: Report) -> Callable[[str, Column], list[Record]]:
+    """The records of a verb and a column."""
+    cells: dict[tuple[str, str, str], list[Record]] = {}
+    for record in report.checks:
+        cells.setdefault((record.verb, record.backend, record.how), []).append(record)
+    return lambda verb, column: cells.get((verb, column.backend, column.how), [])
 
 
-def _records_of(report: Report, verb: str, column: Any) -> list[Record]:
-    """A cell's records, those that fail first."""
-    found = [
-        record
-        for record in report.checks
-        if record.verb == verb and (record.backend, record.how) == (column.backend, column.how)
-    ]
-    return sorted(found, key=lambda record: (record.status not in FAILING, record.check))
+def _reached(report: Report, fits: Callable[[str], bool]) -> tuple[str, str]:
+    """Who has records of a rung, with counts, and the status that colours them."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for record in report.checks:
+        if TPU_BACKEND in record.backend and fits(record.how) and record.status in ("agree", *FAILING):
+            cell = counts.setdefault((record.backend, record.how), {})
+            cell[record.status] = cell.get(record.status, 0) + 1
+    if not counts:
+        return "no record", "unsupported"
+    texts = [f"{backend} ({how}): {_counts(cell)}" for (backend, how), cell in counts.items()]
+    fails = any(status in FAILING for cell in counts.values() for status in cell)
+    return "; ".join(texts), "disagree" if fails else "agree"
 
 
-def _reached(report: Report, words: tuple[str, ...]) -> str:
-    names = sorted(
-        {
-            f"{record.backend} ({record.how})"
-            for record in report.checks
-            if record.status == "agree"
-            and "jax" in record.backend
-            and all(word in f"{record.backend} {record.how}".lower() for word in words)
-        }
-    )
-    return ", ".join(names) or "no record"
-
-
-def _points(report: Report) -> list[Point]:
-    """Formats in the picture: bits a channel to the right, error upwards on a log scale."""
-    return [
-        Point(_x(quality.bits), _y(quality.error), quality.format, "end" if quality.bits > 24 else "start")
-        for quality in report.quality
-        if quality.error > 0
-    ]
-
-
-def _ticks() -> dict[str, list[tuple[float, str]]]:
-    bits = [4, 8, 16, 32]
-    errors = [1e-1, 1e-2, 1e-3, 1e-4]
-    return {"x": [(_x(bit), str(bit)) for bit in bits], "y": [(_y(error), f"{error:g}") for error in errors]}
-
-
-def _x(bits: float) -> float:
-    left, right, _, _ = MARGIN
-    return left + (math.log2(bits) - 1.8) / 3.4 * (PICTURE[0] - left - right)
-
-
-def _y(error: float) -> float:
-    _, _, bottom, top = MARGIN
-    return top + (-math.log10(error) - 0.5) / 4.5 * (PICTURE[1] - top - bottom)
+def _counts(cell: dict[Any, int]) -> str:
+    return ", ".join(f"{count:,} {status}" for status, count in cell.items())

@@ -105,3 +105,76 @@ def test_ser_04_an_export_follows_the_last_write(backend):
         target = scene.create([scene.classic()], backend, block_tokens=16)
         moved = target.import_request(cache.export_request(request))
         assert scene.read(target, scene.kv_of, moved) == [numbered(0, first + 7)]
+
+
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_pool_10_heads_and_streams_are_told_apart_by_name_in_a_transfer(backend, blocks):
+    # Two heads, so that the axis of heads is as long as that of keys and values.
+    layers = [scene.classic(heads=2, dim=4, value_dim=4)]
+    cache = scene.create(layers, backend, max_tokens=4 * blocks, block_tokens=4)
+    request = cache.admit()
+    heads = np.array([0.0, 10.0], np.float32)[None, :, None]
+    keys, values = np.ones((4 * blocks, 2, 4), np.float32) + heads, -np.ones((4 * blocks, 2, 4), np.float32) + heads
+    with cache.step({request: 4 * blocks}) as step:
+        step.layer(0).append_kv(keys, values)
+    target = scene.create(layers, backend, layout="planar", max_tokens=4 * blocks, block_tokens=4)
+    moved = target.import_request(cache.export_request(request))
+    with target.step({moved: 0}) as step:
+        found = [kvcore.to_numpy(part)[0] for part in step.layer(0).gather_kv()[:2]]
+    assert found[0][:, :, 0].tolist() == [[1, 11]] * 4 * blocks
+    assert found[1][:, :, 0].tolist() == [[-1, 9]] * 4 * blocks
+
+
+@pytest.mark.parametrize("magnitude", [0.02, 40.0])
+def test_qnt_09_moved_and_reused_rows_decode_to_the_same_values(backend, magnitude):
+    layers = [
+        scene.ring(4, format="v4_584", dim=512),
+        scene.classic(heads=1, dim=8, value_dim=8, key_format="int8_row", value_format="fp8_row"),
+    ]
+    tokens = list(range(9))
+    cache = scene.create(layers, backend, block_tokens=4, prefix="full")
+    request = cache.admit(tokens)
+    rows = magnitude * np.random.default_rng(9).standard_normal((9, 512)).astype(np.float32)
+    with cache.step({request: tokens}) as step:
+        step.layer(0).append_window(rows)
+        step.layer(1).append_kv(rows[:, None, :8], rows[:, None, 8:16])
+    wanted = _decoded(cache, request)
+    assert np.allclose(wanted[1], rows[:, None, :8], rtol=1 / 16, atol=magnitude / 32)
+    target = scene.create(layers, backend, block_tokens=4)
+    moved = target.import_request(cache.export_request(request))
+    assert all(np.array_equal(a, b) for a, b in zip(_decoded(target, moved), wanted, strict=True))
+    hit = cache.admit(tokens)
+    assert hit.length == 8
+    found = _decoded(cache, hit)
+    assert np.array_equal(found[1], wanted[1][:8])
+    assert np.array_equal(found[2], wanted[2][:8])
+    # The window of 8 tokens ends one row before that of 9.
+    assert np.array_equal(found[0][1:4], wanted[0][:3])
+
+
+def _decoded(cache, request):
+    """Window, keys and values of a request, as attention reads them."""
+    with cache.step({request: 0}) as step:
+        return [
+            kvcore.to_numpy(part)[0] for part in (step.layer(0).gather_window().values, *step.layer(1).gather_kv()[:2])
+        ]
+
+
+def test_bat_04_a_snapshot_between_padded_chunks_holds_real_rows_only(backend, tmp_path):
+    layers = [scene.classic(), scene.ring(8)]
+    cache = scene.create(layers, backend)
+    short, long = cache.admit(), cache.admit()
+    # Lengths 3 and 5 in chunks of 2 and 3, each padded with rows of 999.
+    scene.write(cache, {short: range(2), long: range(100, 102)}, filler=999, pad_tokens=6)
+    scene.write(cache, {short: [2], long: range(102, 104)}, filler=999, pad_tokens=6)
+    cache.save(tmp_path / "middle.kv", [short])
+    scene.write(cache, {short: [], long: [104]}, filler=999, pad_tokens=3)
+    cache.save(tmp_path / "end.kv", [short])
+    assert (tmp_path / "middle.kv").read_bytes() == (tmp_path / "end.kv").read_bytes()
+    loaded = kvcore.load(tmp_path / "middle.kv", backend=backend)
+    (restored,) = loaded.requests
+    assert restored.length == 3
+    assert scene.read(loaded, scene.kv_of, restored) == [numbered(0, 2)]
+    scene.write(loaded, {restored: [3]})
+    assert scene.read(loaded, scene.kv_of, restored) == [numbered(0, 3)]
+    assert scene.read(loaded, scene.window_of, restored, layer=1) == [numbered(0, 3)]

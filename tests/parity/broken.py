@@ -61,7 +61,7 @@ def info(
 def swap_nibbles(format, rows):
     """Rows with their 4-bit codes the other way round."""
     format = FORMATS[format] if isinstance(format, str) else format
-    if CODES[format.field("codes").code].bits != 4:
+    if not any(field.name == "codes" and CODES[field.code].bits == 4 for field in format.fields):
         return rows
     return change_field(format, rows, "codes", lambda codes: codes >> 4 | codes << 4)
 
@@ -109,7 +109,9 @@ class ScaleFloored(ReferenceOps):
     """Floor where the rule says ceil, right where the two agree: at powers of two."""
 
     def encode(self, format, values, global_scale=1.0):
-        above = super().encode(format, values.astype(np.float32) * np.float32(1.0001), global_scale)
+        with np.errstate(over="ignore"):
+            larger = values.astype(np.float32) * np.float32(1.0001)
+        above = super().encode(format, larger, global_scale)
         format = FORMATS[format] if isinstance(format, str) else format
         rows = super().encode(format, values, global_scale)
         if "scales" not in {field.name for field in format.fields}:

@@ -72,6 +72,19 @@ def test_a_snapshot_moves_between_backends_layouts_and_sizes(tmp_path):
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
 
 
+def test_requests_that_shared_blocks_load_without_being_asked_for_room(backend, tmp_path):
+    cache = stories.create(MIXED, backend, max_tokens=48)
+    first = cache.admit()
+    stories.tell(cache, {first: TOKENS[:33]})
+    for _ in range(3):
+        cache.fork(first)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvcore.load(tmp_path / "cache.kv", backend=backend)
+    assert loaded.digest() == cache.digest()
+    assert (cache.plan.blocks, loaded.plan.blocks) == (6, 20)
+    assert kvcore.load(tmp_path / "cache.kv", backend=backend, requests=[0]).plan.blocks == 6
+
+
 def test_equal_caches_give_equal_files(backend, tmp_path):
     for name, layout in (("a", "packed"), ("b", "packed"), ("c", "planar")):
         filled(STORED, backend, layout=layout)[0].save(tmp_path / name)
