@@ -12,7 +12,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "types", "tests", "conformance"]
+nox.options.sessions = ["lint", "types", "tests", "conformance", "report"]
 
 TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
 JAX = "jax==0.10.2"  # the last for Python 3.11
@@ -71,23 +71,34 @@ def tests_jax(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv")
 @nox.parametrize("backend", list(BACKENDS), ids=list(BACKENDS))
 def conformance(session: nox.Session, backend: str) -> None:
-    """Compare one backend with the reference and write its parity records."""
-    name, extras, torch = BACKENDS[backend]
-    if "jax" in extras:
-        session.install(JAX)
-    install(session, *extras, torch=torch)
-    Path("build").mkdir(exist_ok=True)
-    session.run(
-        "kvcore",
-        "parity",
-        "run",
-        "--backend",
-        name,
-        "--out",
-        f"build/parity-{name}.json",
-        *session.posargs,
-        env=QUICK_COMPILES,
-    )
+    """The conformance kit on one backend, its parity records and JUnit XML; arguments after -- go to pytest."""
+    name, extras, torch, checks = BACKENDS[backend]
+    install(session, *extras, "conformance", torch=torch)
+    run_kit(session, name, *["-k", checks] * bool(checks), *session.posargs)
+
+
+def run_kit(session: nox.Session, backend: str, *arguments: str) -> None:
+    """Into build/parity-BACKEND.json and build/junit-BACKEND.xml."""
+    folder = Path("build").absolute()
+    folder.mkdir(exist_ok=True)
+    line = ["pytest", "--pyargs", "kvcore.conformance", "-q", f"--kv-backend={backend}"]
+    line += [f"--kv-report={folder}/parity-{backend}.json", f"--junitxml={folder}/junit-{backend}.xml"]
+    # Not in the checkout, whose pytest settings are those of its own tests.
+    with session.chdir(session.create_tmp()):
+        session.run(*line, *arguments, env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+
+
+@nox.session(venv_backend="virtualenv")
+def report(session: nox.Session) -> None:
+    """Merge the records of all conformance sessions and render them; a Chromium on PATH opens the page."""
+    install(session, "report")
+    records = sorted(str(path) for path in Path("build").glob("parity-*.json"))
+    if not records:
+        session.error("no records in build: run nox -s conformance first")
+    # 1: some backend disagrees. The page is for reading that, and the session of that backend has failed already.
+    session.run("kvcore", "parity", "merge", *records, "--out", "build/parity.json", success_codes=[0, 1], silent=True)
+    session.run("kvcore", "parity", "html", "build/parity.json", "--out", "build/parity.html", success_codes=[0, 1])
+    session.run("python", "tests/parity/browser.py", "build/parity.html")
 
 
 @nox.session(venv_backend="virtualenv")

@@ -1,7 +1,7 @@
 """What a cache is made of, and the rules that all its verbs keep: one at a time, none inside a step, freed is gone."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,25 @@ class CacheBase:
         self._pools = write_rows(self.ops, self._pools, self.row(request), rows)
         self._prefix.publish(self._manager.place(request))
 
+    def fresh(self) -> Request:
+        """A request with a clean slot and nothing else.
+
+        Raises:
+            OutOfSlots: ``max_requests`` requests are live.
+        """
+        request = self._manager.admit()
+        try:
+            self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
+        except BaseException:
+            self._manager.release(request)
+            raise
+        return request
+
+    def give_back(self, request: Request) -> None:
+        """Take a request's slot and blocks back."""
+        slot = self._manager.place(request).slot
+        self.poison([slot], self._manager.release(request))
+
     def begin_step(self, step: "Step") -> None:
         """Let nobody but this thread touch the cache until the step ends."""
         self._step, self._stepping = step, threading.get_ident()
@@ -134,7 +153,7 @@ class CacheBase:
             self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
 
     @contextmanager
-    def _turn(self, verb: str, *, in_step: bool = False) -> Iterator[None]:
+    def _turn(self, verb: str, *, in_step: bool = False) -> Generator[None, None, None]:
         """One verb at a time. Other threads wait until an open step has ended; its own thread is refused, or let in."""
         with self._turns:
             while self._step is not None and self._stepping != threading.get_ident():

@@ -81,14 +81,13 @@ class Cache(SharingVerbs, PortableVerbs):
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
         with self._turn("admit", in_step=True):
-            request = self._manager.admit()
+            request = self.fresh()
             try:
-                self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
                 hit = self._prefix.find(ids, limit=len(ids) - 1)
                 if hit.length:
                     self._take_over(request, hit, ids)
             except BaseException:
-                self._manager.release(request)
+                self.give_back(request)
                 raise
             return request
 
@@ -154,8 +153,7 @@ class Cache(SharingVerbs, PortableVerbs):
             RequestError: already released, or foreign. StepError: a step is open.
         """
         with self._turn("release"):
-            slot = self._manager.place(request).slot
-            self.poison([slot], self._manager.release(request))
+            self.give_back(self._manager.check(request))
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.

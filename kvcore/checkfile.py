@@ -7,9 +7,20 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import KvcoreError, SnapshotError
+
+if TYPE_CHECKING:
+    from kvcore.spec import CacheSpec
+
+EXAMPLES = """\
+examples:
+  kvcore check cache.kv          which requests are whole, which pages are damaged
+  kvcore check cache.kv --json   the same for programs
+
+exit code: 0 whole, 1 damaged, 2 not a snapshot that this version reads
+"""
 
 WHOLE, DAMAGED, NO_SNAPSHOT = 0, 1, 2
 
@@ -22,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser of ``kvcore``."""
-    parser = commands.add_parser("check", help="is a snapshot whole? names the damaged pages", description=__doc__)
+    parser = commands.add_parser(
+        "check",
+        help="is a snapshot whole? names the damaged pages",
+        description="Reads a file that Cache.save wrote and compares every page with its digest; needs no framework.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -54,11 +71,11 @@ def check(path: Path) -> dict[str, Any]:
     saved = read(path)
     try:
         # Digests need a backend's verbs, bound to any plan of the spec: nothing is allocated.
-        plan = plan_cache(saved.spec, max_requests=1, **_least(saved.spec))
+        plan = plan_cache(saved.spec, max_requests=1, max_tokens=_least(saved.spec))
         ops = choose_backend("reference", None).create(plan)
     except KvcoreError as error:
         raise SnapshotError(got=str(error), where=f"snapshot {path}", allowed="a spec that can be planned") from error
-    requests = []
+    requests: list[dict[str, Any]] = []
     for number, request in enumerate(saved.requests):
         pages = [str(page) for page in damage(saved, ops, number)]
         requests.append({"request": number, "tokens": request.length, "damaged": pages})
@@ -71,14 +88,14 @@ def check(path: Path) -> dict[str, Any]:
     }
 
 
-def _least(spec: Any) -> dict[str, int]:
+def _least(spec: "CacheSpec") -> int | None:
     """The smallest size of a plan, where the spec has a component that needs one."""
     bounded = any(component.growth == "block" or component.span is None for _, _, component in spec.components())
-    return {"max_tokens": 1} if bounded else {}
+    return 1 if bounded else None
 
 
 def _text(findings: dict[str, Any]) -> str:
-    requests = findings["requests"]
+    requests: list[dict[str, Any]] = findings["requests"]
     broken = [request for request in requests if request["damaged"]]
     lines = [f"{findings['file']}: {len(requests)} requests, spec {findings['spec']} {findings['spec_digest'][:16]}"]
     lines += [f"  damaged: {page}" for request in broken for page in request["damaged"]]

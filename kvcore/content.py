@@ -42,7 +42,7 @@ def kept_rows(component: Component, floor: int, length: int) -> list[int]:
     """
     if component.span is None:
         return list(component.live(length))
-    return sorted(set().union(*(component.live(at) for at in range(floor, length + 1))))
+    return sorted({row for at in range(floor, length + 1) for row in component.live(at)})
 
 
 def kept_positions(component: Component, floor: int, length: int) -> list[int]:

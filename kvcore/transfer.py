@@ -5,7 +5,7 @@ digest of each. Import checks all of it before it takes a slot, and a failure le
 """
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -79,12 +79,12 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
     content = _content(cache, found)
-    request = cache.admit() if into is None else into
+    request = cache.fresh() if into is None else into
     try:
         cache.install(request, found.length, found.floor, found.tokens, content)
     except BaseException:
         if into is None:
-            cache.release(request)
+            cache.give_back(request)
         raise
     return request
 
@@ -139,17 +139,19 @@ def first_difference(ours: CacheSpec, theirs: CacheSpec) -> str:
 
 def _difference(ours: Any, theirs: Any, path: str) -> str | None:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
+        left, right = cast("dict[str, Any]", ours), cast("dict[str, Any]", theirs)
+        for key in [*left, *(key for key in right if key not in left)]:
             if path or key != "name":
-                found = _difference(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
+                found = _difference(left.get(key), right.get(key), f"{path}.{key}".lstrip("."))
                 if found:
                     return found
         return None
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if len(ours) != len(theirs):
-            return f"{path}: {len(theirs)} items instead of {len(ours)}"
-        for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            found = _difference(left, right, f"{path}[{number}]")
+        mine, other = cast("list[Any]", ours), cast("list[Any]", theirs)
+        if len(mine) != len(other):
+            return f"{path}: {len(other)} items instead of {len(mine)}"
+        for number, pair in enumerate(zip(mine, other, strict=True)):
+            found = _difference(*pair, f"{path}[{number}]")
             if found:
                 return found
         return None

@@ -6,6 +6,7 @@ same run. Times are of one call with a cold L2 (``single``) and of one of many c
 """
 
 import argparse
+from typing import Any
 
 from kvcore.errors import BackendError
 
@@ -18,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", help="write a bar picture here: time against the floor")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, print a table, write what was asked for; returns the exit status.
+def record(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the benchmark; its record as plain data. Rows are printed as they come.
 
     Raises:
         BackendError: torch, triton or a CUDA device is missing.
@@ -28,19 +29,38 @@ def run(args: argparse.Namespace) -> int:
         import torch
         import triton  # noqa: F401
     except ImportError as error:
-        raise BackendError(got=str(error), where="kvcore bench", allowed="torch and triton", hint="pip install 'kvcore[cuda]'")
+        raise BackendError(
+            got=str(error), where="kvcore bench", allowed="torch and triton", hint='pip install "kvcore[cuda]"'
+        ) from error
     if not torch.cuda.is_available():
         raise BackendError(
             got=f"device {args.device!r}", where="kvcore bench", allowed="a CUDA device", hint="torch finds none here."
         )
-    from kvcore.bench.report import as_svg, as_table, write_json
     from kvcore.bench.session import measure
 
-    record = measure(args.device, only=args.only)
-    print(as_table(record))
+    return measure(args.device, only=args.only)
+
+
+def keep(record: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write the record as JSON and as a picture, where that was asked for."""
+    from kvcore.bench.report import as_svg, write_json
+
     if args.out:
         write_json(record, args.out)
     if args.svg:
         with open(args.svg, "w", encoding="utf-8") as file:
             file.write(as_svg(record))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, print a table, write what was asked for; returns the exit status.
+
+    Raises:
+        BackendError: torch, triton or a CUDA device is missing.
+    """
+    from kvcore.bench.report import as_table
+
+    found = record(args)
+    print(as_table(found))
+    keep(found, args)
     return 0

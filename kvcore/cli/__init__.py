@@ -1,4 +1,4 @@
-"""The ``kvcore`` command: ``info``, ``plan``, ``parity`` and ``check``.
+"""The ``kvcore`` command: ``info``, ``plan``, ``parity``, ``bench`` and ``check``.
 
 Exit codes: 0 all well (backends agree), 1 backends disagree, 2 the command could not be carried out as it was typed.
 Every command has ``--json``. Tables are drawn by rich where it is installed; nothing else depends on it.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from kvcore import checkfile
-from kvcore.cli import info, parity, plan
+from kvcore.cli import bench, info, parity, plan
 from kvcore.errors import KvcoreError
 
 AGREE, DISAGREE, USAGE = 0, 1, 2
@@ -19,6 +19,7 @@ examples:
   kvcore info                                        what is installed and what can run here
   kvcore plan deepseek_v4_flash --budget 40GiB       what a cache takes, and what it holds
   kvcore parity run --backend torch_triton           compare a backend with the reference
+  kvcore bench --only append                         time the verbs on a CUDA device
   kvcore check cache.kv                              is a snapshot whole, and if not, what is damaged
 """
 
@@ -49,6 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, plan, parity, checkfile):
+    for command in (info, plan, parity, bench, checkfile):
         command.add_to(commands)
     return parser

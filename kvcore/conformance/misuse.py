@@ -134,7 +134,9 @@ IN_A_STEP: dict[str, Misuse] = {
     "a second step": Misuse(StepError, lambda s, _: s.cache.step({s.a: 1})),
     "a release during a step": Misuse(StepError, lambda s, _: s.cache.release(s.a)),
     "a layer that there is not": Misuse(ShapeError, lambda _, step: step.layer(99)),
-    "window rows: one too few": Misuse(ShapeError, lambda _, step: step.layer(PLAIN).append_window(array(TOKENS - 1, DIM))),
+    "window rows: one too few": Misuse(
+        ShapeError, lambda _, step: step.layer(PLAIN).append_window(array(TOKENS - 1, DIM))
+    ),
     "window rows: one channel more": Misuse(
         ShapeError, lambda _, step: step.layer(PLAIN).append_window(array(TOKENS, DIM + 1))
     ),

@@ -77,7 +77,6 @@ class Kit:
                 subject.introduce(self._checks[0].plan)
         return self._checks
 
-
     def subject(self, name: str) -> "Subject":
         """The backend of that name, which has said how it runs."""
         found = next(subject for subject in self.subjects if subject.info.name == name)

@@ -118,7 +118,9 @@ class Tenants:
             for number, name in enumerate(order):
                 live = component.live(len(self.writers[name]))
                 wanted = [row * component.tokens_per_row for row in live]
-                self._compare(f"gather_rows {role}", layer, role, self.writers[name], wanted, held[number], positions[number])
+                self._compare(
+                    f"gather_rows {role}", layer, role, self.writers[name], wanted, held[number], positions[number]
+                )
 
     def _look_at_readers(self, step: Step, order: Sequence[str], writers: Mapping[str, list[int]]) -> None:
         for layer, spec in enumerate(SPEC.layers):

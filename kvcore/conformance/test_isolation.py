@@ -47,7 +47,13 @@ SCENARIOS: dict[str, tuple[tuple[str, Any], ...]] = {
         *CROWDED,
         *[("write", {"b": 2, "a": 3}), ("truncate", ("b", 2)), ("truncate", ("a", 1)), ("write", {"a": 2, "b": 1})] * 3,
     ),
-    "a failed step": (*CROWDED, ("fail", {"a": 3, "c": 2}), ("write", {"a": 1}), ("fail", {"b": 17}), ("write", {"b": 5})),
+    "a failed step": (
+        *CROWDED,
+        ("fail", {"a": 3, "c": 2}),
+        ("write", {"a": 1}),
+        ("fail", {"b": 17}),
+        ("write", {"b": 5}),
+    ),
     "forks that part": (
         *CROWDED,
         ("release", "c"),

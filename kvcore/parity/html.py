@@ -37,7 +37,7 @@ LADDER: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
         "accepted by the real TPU compiler, compiled program checked, not run",
         lambda how: "ahead of time" in how.lower(),
     ),
-    ("run", "run on a TPU", lambda how: how.lower().startswith("tpu")),
+    ("run", "run on a TPU", lambda how: how.startswith("tpu (")),
 )
 """What can be known of TPU kernels, weakest first, and which ways of running are evidence of it."""
 

@@ -159,7 +159,9 @@ def test_life_cycles_catch(kit, backend: str, test: str) -> None:
 
 
 def test_a_sound_backend_lives(kit) -> None:
-    ran = kit("--kv-backend=broken", only="test_life or test_stored or test_exchange or test_isolation or test_bad_input")
+    ran = kit(
+        "--kv-backend=broken", only="test_life or test_stored or test_exchange or test_isolation or test_bad_input"
+    )
     assert ran.code == 0, ran.text
     assert "skipped" not in ran.text
 

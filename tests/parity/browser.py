@@ -53,7 +53,9 @@ def faults(text: str) -> list[str]:
     page.feed(text)
     found = [f"fetches {what}" for what in page.fetched if not what.startswith("data:")]
     found += [f"style fetches {what}" for what in re.findall(r"@import[^;]*|url\((?!['\"]?data:)[^)]*\)", text)]
-    found += [f"link to {link} leads nowhere" for link in page.links if link.startswith("#") and link[1:] not in page.ids]
+    found += [
+        f"link to {link} leads nowhere" for link in page.links if link.startswith("#") and link[1:] not in page.ids
+    ]
     return found + ["has a script"] * bool(page.scripts)
 
 

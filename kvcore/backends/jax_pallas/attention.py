@@ -56,8 +56,7 @@ def read(layer, pools, index, role, request, numbers, own=None):
     requests = jnp.broadcast_to(request[:, None], numbers.shape)
     valid = (requests >= 0) & (numbers >= 0)
     stored = place.read(pools, region, index, requests, jnp.where(valid, numbers, -1), own)
-    values = place.decode_rows(region, stored, layer.global_scale(role)).astype(jnp.float32)
-    return jnp.where(valid[:, :, None, None], values, 0), valid
+    return place.decode_rows(region, stored, layer.global_scale(role)).astype(jnp.float32), valid
 
 
 def by_tokens(function, tokens, values_each):
@@ -100,6 +99,8 @@ def softmax_sum(state, q, keys, values, valid):
     base = jnp.where(jnp.isneginf(higher), 0, higher)
     weights = jnp.where(valid[:, None], jnp.exp(logits - base[:, :, None]), 0)
     kept = jnp.exp(largest - base)
+    # A row that a token may not see can hold NaN for one that may: it is taken out, not weighted with 0.
+    values = jnp.where(valid[:, :, None, None], values, 0)
     shared = weights.reshape(tokens, values.shape[2], heads // values.shape[2], values.shape[1])
     added = jnp.einsum("tvgn,tnve->tvge", shared, values, precision=lax.Precision.HIGHEST)
     return higher, total * kept + jnp.sum(weights, axis=2), out * kept[:, :, None] + added.reshape(out.shape)
