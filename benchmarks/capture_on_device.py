@@ -101,7 +101,7 @@ def check_captured(device):
     print("43-layer decode step of 8 requests in a graph:", sorted(a.elapsed_time(b) for a, b in times)[10], "ms", flush=True)
 
 
-def check_compiled(device):
+def check_compiled(device, backend="inductor"):
     """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes."""
     from kvcore.plan import plan_cache
     from kvcore.step import Row, build_index
@@ -118,7 +118,7 @@ def check_compiled(device):
     pools = [ops.allocate() for _ in range(2)]
     want = step(pools[0], index, rows)
     try:
-        got = torch.compile(step, fullgraph=True)(pools[1], index, rows)
+        got = torch.compile(step, fullgraph=True, backend=backend)(pools[1], index, rows)
     except Exception as error:  # noqa: BLE001
         yield "torch.compile(fullgraph=True)", f"{type(error).__name__}: {str(error)[:600]}"
         return

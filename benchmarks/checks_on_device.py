@@ -144,10 +144,11 @@ def check_flush(rng, device):
     ]
     for given in ("fp32", "bf16"):
         for name, ratio, overlap, format, keys, news in shapes:
-            yield f"flush {name} {given}", _flush(rng, device, ratio, overlap, format, keys, news, given)
+            yield f"flush {name} {given}", flush_problems(rng, device, ratio, overlap, format, keys, news, given)
 
 
-def _flush(rng, device, ratio, overlap, format, keys, news, given):
+def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None):
+    """What went wrong over a step of ``news`` tokens and ``after`` decode steps (default: past the next window)."""
     index = {} if keys is None else {
         "index_tail": Tail(dim=128, ratio=ratio, overlap=overlap),
         "index_keys": IndexKeys(dim=128, ratio=ratio, heads=1, topk=1, format=keys),
@@ -168,7 +169,7 @@ def _flush(rng, device, ratio, overlap, format, keys, news, given):
     weight, index_weight = (1 + rng.random(512)).astype(np.float32), (1 + rng.random(128)).astype(np.float32)
     problems = []
     starts = [0] * requests
-    steps = [news] + [[1] * requests] * (ratio + 1)
+    steps = [news] + [[1] * requests] * (ratio + 1 if after is None else after)
     for step in steps:
         rows = [
             Row(slot=requests - 1 - n, start=starts[n], new=new, blocks=list(range(n * per, n * per + per)), stored=0)

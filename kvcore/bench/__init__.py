@@ -1,8 +1,8 @@
 """``kvcore bench``: the cache's verbs timed on a CUDA device, against what its memory allows.
 
-Every row counts the bytes that must be read and written once; the floor is those bytes at the copy speed measured in the
-same run. Times are of one call with a cold L2 (``single``) and of one of many calls in a CUDA graph over rotating buffers
-(``graph``), medians both.
+Every row counts the bytes that must be read and written once; the floor is those bytes at the copy speed measured in
+the same run. Times are of one call with a cold L2 (``single``) and of one of many calls in a CUDA graph over rotating
+buffers (``graph``), medians both.
 """
 
 import argparse

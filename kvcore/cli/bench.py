@@ -1,4 +1,4 @@
-"""``kvcore bench``: the verbs timed on a device, against what its memory allows. The measuring is in ``kvcore.bench``."""
+"""``kvcore bench``: the verbs timed on a device, against what its memory allows. ``kvcore.bench`` measures."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Records of the tests over requests: life cycles, isolation, exchange, bad input. A report shows them beside the verbs."""
+"""Records of the tests over requests (life, isolation, exchange, bad input): a report shows them beside the verbs."""
 
 import re
 

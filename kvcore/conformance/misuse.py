@@ -25,7 +25,7 @@ INDEXED, PLAIN, STORED, PAGED, RING = range(5)
 
 DIM = 32
 TOKENS = 4
-"""Rows of the step in which verbs are misused: three of request ``a``, which overwrite what counts, and one of ``b``."""
+"""Rows of the step in which verbs are misused: three of ``a``, which overwrite what counts, and one of ``b``."""
 
 
 class Scene:

@@ -1,6 +1,7 @@
 """Requests that come and go in one cache, and what every reader must find in it: their own rows and nobody else's."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -8,8 +9,11 @@ from kvcore.arrays import to_numpy
 from kvcore.cache import Cache
 from kvcore.conformance.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
 from kvcore.handle import LayerHandle
-from kvcore.manager import Request
 from kvcore.open_step import Step
+from kvcore.step import Row
+
+if TYPE_CHECKING:
+    from kvcore.manager import Request
 
 SPEC = named_spec()
 NUMBER = {stream: number for number, stream in enumerate(streams(SPEC))}
@@ -169,7 +173,7 @@ class Tenants:
             raise AssertionError(f"{where}, channel {channel}: {found} where {mine} belongs")
 
 
-def row_range(row) -> range:
+def row_range(row: Row) -> range:
     """Positions of a request's new tokens."""
     return range(row.start, row.start + row.new)
 

@@ -1,4 +1,4 @@
-"""Records that say the same thing, as one line: a report of thousands of checks that agree is read by its exceptions."""
+"""Records that say the same thing, as one line: a report of thousands of checks is read by its exceptions."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

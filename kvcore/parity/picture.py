@@ -1,4 +1,4 @@
-"""The picture of a report: the error of each format against the bits it takes, as places on a plane of its own units."""
+"""The picture of a report: each format's error against the bits it takes, as places on a plane of its own units."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The page of a report: what it says, that it stands alone, and that a browser shows it."""
 
+from itertools import pairwise
+
 import pytest
 from parity import broken, browser
 
@@ -143,7 +145,7 @@ def test_labels_of_formats_do_not_cover_one_another() -> None:
     picture = draw([*crowd, Quality(format="exact", bits=32.0, error=0.0)])
     assert {point.label for point in picture.points} == {quality.format for quality in crowd}
     lines = sorted(point.label_y for point in picture.points)
-    assert all(later - earlier >= LINE for earlier, later in zip(lines, lines[1:], strict=False))
+    assert all(later - earlier >= LINE for earlier, later in pairwise(lines))
     assert all(point.label_y < picture.bottom for point in picture.points)
 
 

@@ -192,7 +192,7 @@ def store_rows(
         block_table.shape[1],
         bound.record,
         ratio,
-        power_of_two(starts.shape[0]),
+        min(64, power_of_two(starts.shape[0])),
         rows,
         is_native(values.device),
         num_warps=warps,

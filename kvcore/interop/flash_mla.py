@@ -1,0 +1,94 @@
+"""The cache as FlashMLA's sparse decode takes it: the pools themselves as key caches, rows as physical indices.
+
+FlashMLA (``flash_mla_with_kvcache`` with an fp8 cache) wants pages of ``v4_584`` rows as a tensor [pages, rows, 1, 584]
+whose first stride is the page's bytes, and for every query the physical rows ``page * rows + row`` as int32, -1 where
+there is none. The window is one cache, the compressed entries are the extra one. Nothing is copied; FlashMLA itself is
+not imported.
+
+The second stride says 584, but row r does not begin at ``r * 584``: a page holds all codes and rope first, 576 bytes a
+row, then all scales, 8 bytes a row. Only kernels that know the page may read the tensor.
+"""
+
+from typing import Any, NamedTuple
+
+from kvcore.errors import ShapeError
+from kvcore.ops import PagedView, RingView
+
+Array = Any
+FORMAT = "v4_584"
+
+
+class SparseDecode(NamedTuple):
+    """Arguments of the sparse decode, T queries as a batch of T with one query each.
+
+    Attributes:
+        k_cache: [slots, ring rows, 1, 584] uint8, the window.
+        indices: [T, 1, window] int32 rows of it, ascending by position, -1 beyond.
+        extra_k_cache: [blocks, block rows, 1, 584] uint8, the entries; None for a layer without.
+        extra_indices: [T, 1, k] int32 rows of it, -1 where the selection has none.
+    """
+
+    k_cache: Array
+    indices: Array
+    extra_k_cache: Array | None
+    extra_indices: Array | None
+
+
+def sparse_decode(layer: Any, positions: Array, request_index: Array, window: int, selected: Array | None) -> SparseDecode:
+    """Everything that FlashMLA needs of a layer in an open step, after ``append_window``.
+
+    Args:
+        layer: a handle, ``step.layer(i)``, of a torch cache in the packed layout.
+        positions: [T] positions of the queries, ``step.positions``.
+        request_index: [T] their requests, ``step.request_index``.
+        window: positions that a query sees, its own included.
+        selected: [T, k] entries by logical index, as ``select`` returns them; None for a layer without entries.
+
+    Raises:
+        ShapeError: the pools are not ``v4_584`` in packed pages.
+        StepError: the step brings more tokens than the ring has spare rows, so its window rows wait for the commit.
+    """
+    ring = layer.window_view()
+    extra = layer.entries_view() if selected is not None else None
+    return SparseDecode(
+        k_cache(ring),
+        window_indices(ring, positions, request_index, window)[:, None],
+        None if extra is None else k_cache(extra),
+        None if extra is None or selected is None else entry_indices(extra, selected, positions, request_index)[:, None],
+    )
+
+
+def k_cache(view: RingView | PagedView) -> Array:
+    """The pool as [pages, rows, 1, 584] uint8: the same memory, first stride the page's bytes."""
+    if view.format.name != FORMAT or view.layout.layout != "packed":
+        got = f"{view.format.name} in layout {view.layout.layout}"
+        raise ShapeError(got=got, where="flash_mla.k_cache", allowed=f"{FORMAT} in layout packed")
+    (pool,) = view.buffers.values()
+    rows, size = view.layout.rows, view.format.row
+    return pool.as_strided((pool.shape[0], rows, 1, size), (pool.stride(0), size, size, 1))
+
+
+def window_indices(view: RingView, positions: Array, request_index: Array, window: int) -> Array:
+    """[T, window] int32 ring rows of the last ``window`` positions up to each query, ascending, -1 beyond."""
+    import torch
+
+    known = request_index >= 0
+    slots = torch.where(known, view.slots[request_index.clamp(min=0).long()], -1)[:, None]
+    first = (positions + 1 - window).clamp(min=0)[:, None]
+    seen = first + torch.arange(window, dtype=positions.dtype, device=positions.device)
+    rows = slots * view.slot_rows + seen % view.slot_rows
+    return torch.where((seen <= positions[:, None]) & (slots >= 0), rows, -1).to(torch.int32)
+
+
+def entry_indices(view: PagedView, selected: Array, positions: Array, request_index: Array) -> Array:
+    """[T, k] int32 block rows of selected entries; -1 stays -1, and so does what lies beyond a request's entries."""
+    import torch
+
+    request = request_index.clamp(min=0).long()[:, None]
+    columns = view.block_table.shape[1]
+    column = (selected.clamp(min=0) // view.block_rows).clamp(max=columns - 1).long()
+    block = view.block_table[request, column]
+    known = (selected >= 0) & (selected < view.counts[request]) & (request_index >= 0)[:, None] & (block >= 0)
+    return torch.where(known & (positions >= 0)[:, None], block * view.block_rows + selected % view.block_rows, -1).to(
+        torch.int32
+    )

@@ -1,0 +1,48 @@
+"""One group of kernel checks under Triton's interpreter; run in a process of its own, see ``test_interpreter``."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import numpy as np  # noqa: E402
+from check_cuda import reference_rows  # noqa: E402
+from checks_on_device import check_format, check_rotated, flush_problems  # noqa: E402
+
+from kvcore.spec import FORMATS  # noqa: E402
+
+
+def formats(names):
+    for name in names:
+        for count, dtype in ((17, "fp32"), (3, "bf16")):
+            yield from check_format(name, count, dtype, *reference_rows(name, count, dtype, 5), "cpu")
+
+
+def flushes():
+    rng = np.random.default_rng(3)
+    for given in ("fp32", "bf16"):
+        yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1], given)
+        yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=2)
+        yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2, 1], given)
+
+
+def compiled():
+    from capture_on_device import check_compiled
+
+    yield from check_compiled("cpu", backend="aot_eager")
+
+
+GROUPS = {
+    "flush": flushes,
+    "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
+    "torch.compile": compiled,
+    **{f"formats {n}": lambda n=n: formats(sorted(FORMATS)[n::4]) for n in range(4)},
+}
+
+if __name__ == "__main__":
+    found = list(GROUPS[sys.argv[1]]())
+    print(len(found), "checks")
+    for what, problem in found:
+        if problem:
+            print(what, problem)
+    sys.exit(any(problem for _, problem in found) or not found)

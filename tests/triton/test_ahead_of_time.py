@@ -1,0 +1,103 @@
+"""Every kernel, format and layout compiled for GPUs that are not there: nothing fails, spills stay within bounds."""
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from ahead import compiled, resources  # noqa: E402
+
+from kvcore.backends.torch_triton.kernels import append, flush, gather, tail  # noqa: E402
+from kvcore.backends.torch_triton.kernels.launch import flush_shape, tile, window_rows  # noqa: E402
+from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
+from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
+from kvcore.plan import plan_cache  # noqa: E402
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402
+
+ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
+CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
+SPILLS_ALLOWED = 64
+"""Bytes. A few spilled words in the flush, around the slow path of cos and sin for huge angles, cost nothing."""
+
+
+def regions(name, layout):
+    """Regions of every role that takes the format, by role."""
+    format = FORMATS[name]
+    dim = format.dim or 128
+    layer = {"index_keys": IndexKeys(dim=dim, ratio=4, heads=1, topk=1, format=name)}
+    layer["entries"] = Entries(dim=dim, ratio=4, format="bf16" if format.global_scaled else name)
+    if not format.global_scaled:
+        layer["window"] = Window(dim=dim, window=128, format=name)
+    plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)]), max_requests=2, max_tokens=512, layout=layout)
+    found = {role: plan.region(0, role)[0] for role in layer}
+    if name in CLASSIC:
+        kv = LayerSpec(kv=KV(key_heads=3, key_dim=dim, key_format=name))
+        found["kv"] = plan_cache(CacheSpec(layers=[kv]), max_requests=2, max_tokens=512, layout=layout).region(0, "kv")[0]
+    return found
+
+
+def check(kernel, arch, constants, **options):
+    found = resources(compiled(kernel, arch, constants, **options))
+    assert found.spilled_bytes <= SPILLS_ALLOWED, f"{kernel.fn.__name__}: {found}"
+    assert found.shared_bytes <= 48 * 1024, f"{kernel.fn.__name__}: {found}"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("layout", ["packed", "planar"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_write_and_gather_kernels_compile(name, layout, arch):
+    found = regions(name, layout)
+    for count in (64, 65536):
+        keys = row_record(found["index_keys"], 0.5 if FORMATS[name].global_scaled else 1.0)[0]
+        rows, warps = tile(keys, count)
+        common = {"ROWS": rows, "NATIVE": arch >= 89}
+        options = {"warps": warps, "exact": keys.exact}
+        check(append.store_entries_kernel, arch, {"R": keys, "RATIO": 4, "REQUESTS": 64, **common}, **options)
+        check(gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)
+        if "window" in found:
+            window, entries = row_record(found["window"])[0], row_record(found["entries"])[0]
+            check(append.append_kernel, arch, {"R": window, **common}, **options)
+            check(gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
+            check(gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
+        if "kv" in found:
+            kv = row_record(found["kv"])[0]
+            check(append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
+            ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
+            check(gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("name", ["v4_584", "v41_528", "row_580", "bf16"])
+def test_rotating_append_compiles(name, arch):
+    window = row_record(regions(name, "packed")["window"])[0]
+    rows, warps = tile(window, 64)
+    constants = {"R": window, "NORM": True, "PAIRS": 32, "ROWS": rows, "NATIVE": arch >= 89}
+    check(append.append_rotated_kernel, arch, constants, warps=warps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("given", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("ratio", "overlap", "entries", "keys"),
+    [(4, True, "v4_584", "index_fp4_68_h"), (128, False, "v4_584", None), (2, False, "v41_fp4_288", None)],
+    ids=["CSA with index keys", "HCA", "ratio 2"],
+)
+@pytest.mark.parametrize(("count", "requests"), [(64, 64), (65536, 1)], ids=["decode", "prefill"])
+def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, given, arch):
+    def tail_record(dim):
+        width = 2 * dim if overlap else dim
+        ring = (2 if overlap else 1) * ratio
+        return TailRecord(width=width, dim=dim, ratio=ratio, rows=ring, slot=ring * 2 * width, overlap=overlap)
+
+    main, t = row_record(regions(entries, "packed")["entries"])[0], tail_record(512)
+    index = main if keys is None else row_record(regions(keys, "packed")["index_keys"])[0]
+    it = t if keys is None else tail_record(128)
+    shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
+    constants = {
+        "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts, "IT": it,
+        "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
+        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1, "NATIVE": arch >= 89,
+    }  # fmt: skip
+    check(flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
+    constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}
+    check(tail.append_tail_kernel, arch, constants, given=given)

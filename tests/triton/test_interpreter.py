@@ -1,0 +1,23 @@
+"""The kernels, interpreted, against the reference: bytes for storage, a tolerance for arithmetic."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+GROUPS = ["flush", "rotated append", "torch.compile", "formats 0", "formats 1", "formats 2", "formats 3"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted_kernels_agree_with_the_reference(group):
+    script = Path(__file__).with_name("interpreted.py")
+    # Triton decides when a kernel is defined whether it is interpreted, so the checks need a process of their own.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(script), group]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
