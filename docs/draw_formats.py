@@ -57,9 +57,7 @@ def _bar(fields: list[tuple[str, int]], total: int, y: int) -> list[str]:
         )
         text = f"{label} {size}"
         if width > 7.2 * len(text):
-            parts.append(
-                f'<text x="{x + width / 2:.1f}" y="{y + 22}" text-anchor="middle" fill="#fff">{text}</text>'
-            )
+            parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 22}" text-anchor="middle" fill="#fff">{text}</text>')
         x += width
     return parts
 

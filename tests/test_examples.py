@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     ],
 )
 def test_example_runs(script: str, promise: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", EXAMPLES / script], capture_output=True, text=True, check=False)
+    line = [sys.executable, "-W", "error", EXAMPLES / script]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert promise in done.stdout
