@@ -89,7 +89,10 @@ def check_captured(device):
     yield "captured 43-layer decode: pools", f"{len(different)} pools differ: {different[:3]}" if different else ""
     wrong = sum(not torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(want, seen, strict=True))
     yield "captured 43-layer decode: gathers", f"{wrong} of {len(want)} differ" if wrong else ""
-    yield "captured 43-layer decode: requests differ in length", "" if len({r.length for r in requests[0]}) > 1 else "all equal"
+    yield (
+        "captured 43-layer decode: requests differ in length",
+        "" if len({r.length for r in requests[0]}) > 1 else "all equal",
+    )
     times = []
     for _ in range(20):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -98,7 +101,12 @@ def check_captured(device):
         end.record()
         times.append((start, end))
     torch.cuda.synchronize()
-    print("43-layer decode step of 8 requests in a graph:", sorted(a.elapsed_time(b) for a, b in times)[10], "ms", flush=True)
+    print(
+        "43-layer decode step of 8 requests in a graph:",
+        sorted(a.elapsed_time(b) for a, b in times)[10],
+        "ms",
+        flush=True,
+    )
 
 
 def check_compiled(device, backend="inductor"):
@@ -108,7 +116,9 @@ def check_compiled(device, backend="inductor"):
 
     spec = CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))])
     ops = TritonOps(plan_cache(spec, max_requests=4), device)
-    host = build_index([Row(slot=n, start=5, new=3, blocks=[], stored=0) for n in range(4)], max_blocks=1, pad_tokens=16)
+    host = build_index(
+        [Row(slot=n, start=5, new=3, blocks=[], stored=0) for n in range(4)], max_blocks=1, pad_tokens=16
+    )
     index, rows = ops.index(host), torch.randn(16, 512, device=device)
 
     def step(pools, index, rows):

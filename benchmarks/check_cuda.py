@@ -123,10 +123,8 @@ def images_of(plan, region, index, rows):
     """What the region's pools must hold after the case's tokens were stored."""
     request = index.request_index[index.request_index >= 0]
     position = index.positions[index.request_index >= 0]
-    if region.growth == "slot":
-        unit = index.slots[request]
-    else:
-        unit = index.block_table[request, position // region.rows]
+    paged = region.growth == "block"
+    unit = index.block_table[request, position // region.rows] if paged else index.slots[request]
     row = position % region.rows
     head = np.arange(region.heads)
     unit, row = np.repeat(unit, region.heads), (row[:, None] * region.heads + head).reshape(-1)

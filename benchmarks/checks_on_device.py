@@ -37,7 +37,9 @@ def differing(pools, images) -> str:
 def bits_differ(got, want) -> str:
     """Compare decoded values with the reference's bits; NaN equals NaN whatever its bits."""
     got = got.contiguous().reshape(-1)
-    wanted = torch.from_numpy(want.reshape(-1).view(np.int16 if got.dtype == torch.bfloat16 else np.int32)).to(got.device)
+    wanted = torch.from_numpy(want.reshape(-1).view(np.int16 if got.dtype == torch.bfloat16 else np.int32)).to(
+        got.device
+    )
     bits = got.view(torch.int16 if got.dtype == torch.bfloat16 else torch.int32)
     nan = got.isnan() & wanted.view(got.dtype).isnan()
     different = int(((bits != wanted) & ~nan).sum())
@@ -64,7 +66,10 @@ def check_format(name, count, dtype, values, stored, back, device):
             yield f"append_kv {layout}", differing(pools, images)
             columns = int(host.lengths.max())
             k, _, _ = ops.gather_kv(pools, 0, index, columns=columns)
-            picked = torch.from_numpy(host.request_index[:count]).long(), torch.from_numpy(host.positions[:count]).long()
+            picked = (
+                torch.from_numpy(host.request_index[:count]).long(),
+                torch.from_numpy(host.positions[:count]).long(),
+            )
             yield f"gather_kv {layout}", bits_differ(k[picked[0].to(device), picked[1].to(device)], back)
             continue
         if layer.window is not None:
@@ -86,7 +91,11 @@ def check_format(name, count, dtype, values, stored, back, device):
             picks = torch.from_numpy(np.stack([host.positions, np.full_like(host.positions, -1)], axis=1)).to(device)
             picked = ops.gather_entries(pools, 0, index, picks)
             yield f"gather_entries {layout}", bits_differ(picked.values[:count, 0], back)
-            wrong = int(picked.valid[:, 1].sum()) + int(picked.values[:, 1].ne(0).sum()) + int((~picked.valid[:count, 0]).sum())
+            wrong = (
+                int(picked.valid[:, 1].sum())
+                + int(picked.values[:, 1].ne(0).sum())
+                + int((~picked.valid[:count, 0]).sum())
+            )
             yield f"gather_entries validity {layout}", f"{wrong} wrong" if wrong else ""
 
 
@@ -117,7 +126,7 @@ def check_rotated(rng, device):
             values = as_bf16(rng.standard_normal((125, dim), np.float32))
             weight = (1 + rng.random(dim)).astype(np.float32) if normed else None
             rope = Rope(dim=64, theta=10000.0)
-            exact = plan.region(0, "window")[0].format.value_code == "fp32"
+            exact = plan.region(0, "window")[0].format.is_fp32
             turned = tail.rms_norm(values, weight, 1e-6) if normed else values
             turned = turned if exact else as_bf16(turned)
             turned = tail.rotate(turned, host.positions, rope)
@@ -126,10 +135,17 @@ def check_rotated(rng, device):
             weights = None if weight is None else there.asarray(weight)
             index = there.index(host)
             there.append_rotated_window(ours, 0, index, given, rope=rope, norm_weight=weights)
-            want = here.gather_window(theirs, 0, host).values.astype(np.float32)
-            off = np.abs(there.gather_window(ours, 0, index).values.float().cpu().numpy() - want)
-            bad = off.max() > {"bf16": 0.04, "fp32": 1e-4}.get(format, 0.51) or (off > 1e-3).mean() > 0.01
-            yield f"rotated append {format}{' normed' if normed else ''}", f"{off.max()} off, {(off > 1e-3).mean()}" if bad else ""
+            seen = here.gather_window(theirs, 0, host)
+            # Older rows of the rings were never written.
+            new = seen.positions >= host.starts[:, None]
+            got = there.gather_window(ours, 0, index).values.float().cpu().numpy()
+            off = np.abs(got - seen.values.astype(np.float32))[new]
+            assert new.sum() == 40 + 41 + 42
+            bad = not off.max() <= {"bf16": 0.04, "fp32": 1e-4}.get(format, 0.51) or (off > 1e-3).mean() > 0.01
+            yield (
+                f"rotated append {format}{' normed' if normed else ''}",
+                f"{off.max()} off, {(off > 1e-3).mean()}" if bad else "",
+            )
 
 
 def check_flush(rng, device):
@@ -149,10 +165,14 @@ def check_flush(rng, device):
 
 def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None):
     """What went wrong over a step of ``news`` tokens and ``after`` decode steps (default: past the next window)."""
-    index = {} if keys is None else {
-        "index_tail": Tail(dim=128, ratio=ratio, overlap=overlap),
-        "index_keys": IndexKeys(dim=128, ratio=ratio, heads=1, topk=1, format=keys),
-    }
+    index = (
+        {}
+        if keys is None
+        else {
+            "index_tail": Tail(dim=128, ratio=ratio, overlap=overlap),
+            "index_keys": IndexKeys(dim=128, ratio=ratio, heads=1, topk=1, format=keys),
+        }
+    )
     layer = LayerSpec(
         tail=Tail(dim=512, ratio=ratio, overlap=overlap), entries=Entries(dim=512, ratio=ratio, format=format), **index
     )
@@ -181,18 +201,30 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
         inputs = [rng.standard_normal((sum(step) + 1, width), np.float32) * 2 for width in widths]
         if given == "bf16":
             inputs = [as_bf16(array) for array in inputs]
-        here.flush(theirs, 0, host, *inputs, closed=closed, norm_weight=weight, rope=rope, index_norm_weight=index_weight)
+        here.flush(
+            theirs, 0, host, *inputs, closed=closed, norm_weight=weight, rope=rope, index_norm_weight=index_weight
+        )
         here.append_tail(theirs, 0, host, *inputs[:2])
         if keys:
             here.append_index_tail(theirs, 0, host, *inputs[2:])
-        tensors = [torch.from_numpy(array).to(device).to(torch.bfloat16 if given == "bf16" else torch.float32) for array in inputs]
+        tensors = [
+            torch.from_numpy(array).to(device).to(torch.bfloat16 if given == "bf16" else torch.float32)
+            for array in inputs
+        ]
         where = there.index(host)
         there.append_flush(
-            ours, 0, where, *tensors, closed=closed, newest=max(step), norm_weight=there.asarray(weight), rope=rope,
+            ours,
+            0,
+            where,
+            *tensors,
+            closed=closed,
+            newest=max(step),
+            norm_weight=there.asarray(weight),
+            rope=rope,
             index_norm_weight=there.asarray(index_weight),
         )
-        for role in ("tail", "index_tail") if keys else ("tail",):
-            problems.append(differing(ours, {f"0.{role}.page": theirs[f"0.{role}.page"]}))
+        tails = ("tail", "index_tail") if keys else ("tail",)
+        problems += [differing(ours, {f"0.{role}.page": theirs[f"0.{role}.page"]}) for role in tails]
         starts = [start + new for start, new in zip(starts, step, strict=True)]
         columns = max(start // ratio for start in starts)
         for role in ("entries", "index_keys") if keys else ("entries",):
@@ -204,8 +236,12 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
             # One code step of a group whose largest value is at most a few units.
             bound = {"fp32": 1e-4, "bf16": 0.04}.get(format if role == "entries" else keys, 1.1)
             if not off.size or np.isnan(got_values[live]).any() or off.max() > bound or (off > 0.001).mean() > 0.02:
-                problems.append(f"{role}: {off.max() if off.size else 'nothing'} off, {(off > 0.001).mean():.4f} of values")
-            untouched = sum(int((array == 0xFF).all(axis=1).sum()) for name, array in theirs.items() if f".{role}." in name)
+                problems.append(
+                    f"{role}: {off.max() if off.size else 'nothing'} off, {(off > 0.001).mean():.4f} of values"
+                )
+            untouched = sum(
+                int((array == 0xFF).all(axis=1).sum()) for name, array in theirs.items() if f".{role}." in name
+            )
             still = sum(int((array == 0xFF).all(dim=1).sum()) for name, array in ours.items() if f".{role}." in name)
             if untouched != still:
                 problems.append(f"{role}: {untouched - still} blocks written that should not be")
@@ -214,7 +250,9 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
 
 def check_large(rng, device):
     """A pool of more than 2^32 bytes: rows at both ends, at the addresses that the layout gives."""
-    spec = CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128), entries=Entries(dim=512, ratio=1))], block_tokens=64)
+    spec = CacheSpec(
+        layers=[LayerSpec(window=Window(dim=512, window=128), entries=Entries(dim=512, ratio=1))], block_tokens=64
+    )
     blocks = 2**32 // 37440 + 1000
     plan = plan_cache(spec, max_requests=2, max_tokens=64 * blocks)
     ops = TritonOps(plan, device)

@@ -1,4 +1,4 @@
-"""What a pool must hold after rows were stored, worked out with NumPy from the reference's encoder and the layout table."""
+"""What a pool must hold after rows were stored: the reference's encoder and the layout table, in NumPy."""
 
 import numpy as np
 

@@ -6,7 +6,7 @@ plug-in that cannot be loaded becomes a row that ``kvcore info`` shows and that 
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -186,15 +186,19 @@ def choose_backend(name: str, device: str | None = None) -> Backend:
     Raises:
         BackendError: with every candidate and why it was passed over.
     """
-    if not isinstance(name, str):
-        raise BackendError(got=name, where="backend", allowed="a backend's name or 'auto'")
+    _check_name(name)
     if name == "auto":
         name = _default.get() or os.environ.get("KVCORE_BACKEND") or "auto"
     return registry().auto(device) if name == "auto" else registry().load(name)
 
 
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise BackendError(got=name, where="backend", allowed="a backend's name or 'auto'")
+
+
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str) -> Generator[None]:
     """Within the block, ``backend="auto"`` means ``name``."""
     token = _default.set(name)
     try:

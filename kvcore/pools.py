@@ -77,8 +77,7 @@ def fresh_unit(region: Region, buffer: str) -> bytes | None:
 
 def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
     """Accept pools that came back from an op: same names, shapes and dtypes; ShapeError otherwise."""
-    if not isinstance(pools, Mapping):
-        raise ShapeError(got=type(pools).__name__, where="pools", allowed="a mapping like cache.pools")
+    _check_mapping(pools)
     if set(pools) != set(like):
         odd = sorted(set(pools) ^ set(like))
         raise ShapeError(got=odd, where="pools", allowed="exactly the names of cache.pools")
@@ -88,3 +87,8 @@ def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
         if got != (want.shape, str(want.dtype)):
             raise ShapeError(got=got, where=f"pools[{name!r}]", allowed=f"shape {want.shape}, dtype {want.dtype}")
     return pools if isinstance(pools, Pools) else Pools(pools)
+
+
+def _check_mapping(pools: object) -> None:
+    if not isinstance(pools, Mapping):
+        raise ShapeError(got=type(pools).__name__, where="pools", allowed="a mapping like cache.pools")

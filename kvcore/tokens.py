@@ -20,8 +20,10 @@ def token_ids(value: object, where: str) -> list[int]:
     """A sequence of token ids as plain integers."""
     sized = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     # An array without axes has a length only by name.
-    if not sized or isinstance(value, (str, bytes, Mapping)) or getattr(value, "shape", None) == ():
-        raise ShapeError(got=value, where=where, allowed="an integer, 0 or more, or a sequence of token ids")
+    if not sized or isinstance(value, (str, bytes, Mapping)) or getattr(cast("Any", value), "shape", None) == ():
+        raise ShapeError(
+            got=cast("Any", value), where=where, allowed="an integer, 0 or more, or a sequence of token ids"
+        )
     ids: list[int] = []
     for token in cast("Iterable[Any]", value):
         try:

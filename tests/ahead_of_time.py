@@ -27,7 +27,9 @@ class Resources(NamedTuple):
     warps: int
 
 
-def compiled(kernel: Any, arch: int, constants: dict[str, Any], *, given: str = "bf16", exact: bool = True, warps: int = 4):
+def compiled(
+    kernel: Any, arch: int, constants: dict[str, Any], *, given: str = "bf16", exact: bool = True, warps: int = 4
+):
     """The kernel compiled with the constants that a launch would pass; ``given`` is the dtype of its float inputs."""
     signature, attributes = {}, {}
     for number, name in enumerate(inspect.signature(kernel.fn).parameters):
@@ -57,7 +59,9 @@ def resources(binary: Any) -> Resources:
             capture_output=True,
             text=True,
         ).stderr
-    stack, stores, loads = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill", said).groups()
+    stack, stores, loads = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill", said
+    ).groups()
     registers = int(re.search(r"Used (\d+) registers", said).group(1))
     return Resources(registers, int(stores) + int(loads), int(stack), binary.metadata.shared, binary.metadata.num_warps)
 

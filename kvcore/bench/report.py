@@ -16,8 +16,10 @@ def as_table(record: dict[str, Any]) -> str:
         f"{record['device']}; {ceilings}; goals and peers at {record['goals_measured_at_copy_gb_s']:,.0f} GB/s",
         f"{'':{width}} " + " ".join(f"{head:>12}" for head in HEADS),
     ]
-    for row in record["rows"]:
-        lines.append(f"{row['name']:{width}} " + " ".join(f"{_cell(row[column]):>12}" for column in COLUMNS))
+    lines += [
+        f"{row['name']:{width}} " + " ".join(f"{_cell(row[column]):>12}" for column in COLUMNS)
+        for row in record["rows"]
+    ]
     return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ def graph(calls: Sequence[Callable[[], object]], per_graph: int = 20, repeats: i
 
 
 def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
-    """GB/s of a device copy (read + write, the best way found), of writing and of reading; µs of a tiny kernel in a graph."""
+    """GB/s of a copy (read + write, the best way found), of writing and of reading; µs of a tiny kernel in a graph."""
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     small = torch.zeros(32, device="cuda")

@@ -1,4 +1,4 @@
-"""What is timed: DeepSeek-V4 shapes, one layer each, on buffers that rotate so that no call finds its data in the L2."""
+"""What is timed: DeepSeek-V4 shapes, one layer each, on buffers that rotate so that no call meets them in the L2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Wi
 from kvcore.step import Row, build_index
 
 DIM, INDEX_DIM, BLOCK = 512, 128, 256
+RANDOM = np.random.default_rng()
 ENTRY_BYTES = 584
 
 
@@ -36,13 +37,15 @@ class Setting:
     """Layers with equal specs, an index and inputs; every call takes the next layer's pools."""
 
     def __init__(self, layer: LayerSpec, rows: Sequence[Row], blocks: int, layers: int, device: str) -> None:
-        spec = CacheSpec(layers=[layer] * layers, block_tokens=BLOCK)
+        spec = CacheSpec(layers=(layer,) * layers, block_tokens=BLOCK)
         slots = max((row.slot for row in rows), default=0) + 1
         self.plan = plan_cache(spec, max_requests=slots, max_tokens=max(1, blocks) * BLOCK)
         self.ops: Any = TritonOps(self.plan, device)
         self.pools = self.ops.allocate()
         self.layers = layers
-        self.index = self.ops.index(build_index(rows, max_blocks=max((len(row.blocks) for row in rows), default=1) or 1))
+        self.index = self.ops.index(
+            build_index(rows, max_blocks=max((len(row.blocks) for row in rows), default=1) or 1)
+        )
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
         """One input a layer."""
@@ -144,7 +147,9 @@ def hca_decode(device: str, count: int, goal: float, peer: float) -> Workload:
     return Workload(f"HCA close, n = {count}", nbytes, calls, goal, peer)
 
 
-def prefill(device: str, ratio: int, overlap: bool, count: int, given: torch.dtype, goal: float, peer: float) -> Workload:
+def prefill(
+    device: str, ratio: int, overlap: bool, count: int, given: torch.dtype, goal: float, peer: float
+) -> Workload:
     """One request from its first token; the tail's few rows are not part of it."""
     width = DIM * (2 if overlap else 1)
     nbytes = count * 2 * width * given.itemsize + count // ratio * ENTRY_BYTES
@@ -152,7 +157,9 @@ def prefill(device: str, ratio: int, overlap: bool, count: int, given: torch.dty
     setting = Setting(compressor(ratio, overlap, False), rows, count // BLOCK, min(8, rotating(nbytes)), device)
     calls = flush_calls(setting, count, overlap, False, given, append=False)
     name = f"{'CSA' if overlap else 'HCA'} prefill, {'bf16' if given == torch.bfloat16 else 'fp32'}, {count:,} tokens"
-    return Workload(name, nbytes, calls, goal if given == torch.bfloat16 else None, peer if given == torch.bfloat16 else None)
+    return Workload(
+        name, nbytes, calls, goal if given == torch.bfloat16 else None, peer if given == torch.bfloat16 else None
+    )
 
 
 def compressor(ratio: int, overlap: bool, indexed: bool) -> LayerSpec:
@@ -187,7 +194,8 @@ def flush_calls(
         options["index_norm_weight"] = index_weight
     verb = ops.append_flush if append else ops.flush
     return [
-        lambda n=n: verb(pools, n, setting.index, *(array[n] for array in inputs), **options) for n in range(setting.layers)
+        lambda n=n: verb(pools, n, setting.index, *(array[n] for array in inputs), **options)
+        for n in range(setting.layers)
     ]
 
 
@@ -196,13 +204,16 @@ def gather_picked(device: str, count: int, goal: float, peer: float) -> Workload
     nbytes = count * 512 * (ENTRY_BYTES + 2 * DIM)
     per = 16
     rows = [
-        Row(slot=n, start=per * BLOCK - 1, new=1, blocks=list(range(n * per, n * per + per)), stored=0) for n in range(count)
+        Row(slot=n, start=per * BLOCK - 1, new=1, blocks=list(range(n * per, n * per + per)), stored=0)
+        for n in range(count)
     ]
     setting = Setting(LayerSpec(entries=Entries(dim=DIM, ratio=4)), rows, count * per, 3, device)
     fill(setting)
     entries = per * BLOCK // 4
     picks = [
-        torch.from_numpy(np.stack([np.random.permutation(entries)[:512] for _ in range(count)]).astype(np.int32)).to(device)
+        torch.from_numpy(np.stack([RANDOM.permutation(entries)[:512] for _ in range(count)]).astype(np.int32)).to(
+            device
+        )
         for _ in range(setting.layers)
     ]
     calls = [
@@ -215,7 +226,7 @@ def gather_all(device: str, count: int, goal: float, peer: float) -> Workload:
     """Every entry of one request."""
     nbytes = count * (ENTRY_BYTES + 2 * DIM)
     blocks = count * 4 // BLOCK
-    order = np.random.permutation(blocks).tolist()
+    order = RANDOM.permutation(blocks).tolist()
     rows = [Row(slot=0, start=count * 4 - 1, new=1, blocks=order, stored=0)]
     setting = Setting(LayerSpec(entries=Entries(dim=DIM, ratio=4)), rows, blocks, 5, device)
     fill(setting)
@@ -242,7 +253,8 @@ def store_keys(device: str, format: str, count: int, goal: float | None, peer: f
     keys = IndexKeys(dim=INDEX_DIM, ratio=4, heads=64, topk=512, format=format)
     per = -(-each * 4 // BLOCK)
     rows = [
-        Row(slot=n, start=0, new=each * 4, blocks=list(range(n * per, n * per + per)), stored=0) for n in range(requests)
+        Row(slot=n, start=0, new=each * 4, blocks=list(range(n * per, n * per + per)), stored=0)
+        for n in range(requests)
     ]
     layer = LayerSpec(entries=Entries(dim=8, ratio=4, format="bf16"), index_keys=keys)
     nbytes = count * (2 * INDEX_DIM + keys.parts[0].format.row)

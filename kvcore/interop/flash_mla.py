@@ -34,7 +34,9 @@ class SparseDecode(NamedTuple):
     extra_indices: Array | None
 
 
-def sparse_decode(layer: Any, positions: Array, request_index: Array, window: int, selected: Array | None) -> SparseDecode:
+def sparse_decode(
+    layer: Any, positions: Array, request_index: Array, window: int, selected: Array | None
+) -> SparseDecode:
     """Everything that FlashMLA needs of a layer in an open step, after ``append_window``.
 
     Args:
@@ -54,7 +56,9 @@ def sparse_decode(layer: Any, positions: Array, request_index: Array, window: in
         k_cache(ring),
         window_indices(ring, positions, request_index, window)[:, None],
         None if extra is None else k_cache(extra),
-        None if extra is None or selected is None else entry_indices(extra, selected, positions, request_index)[:, None],
+        None
+        if extra is None or selected is None
+        else entry_indices(extra, selected, positions, request_index)[:, None],
     )
 
 

@@ -54,13 +54,13 @@ def inspect_in_place(fn: Callable[..., Any], pools: Any, *args: Any, chip: str |
     arrays = (pools, *args)
     compiled = jitted.lower(*arrays).compile() if chip is None else _compile_for(chip, jitted, arrays)
     leaves = jax.tree.leaves(pools)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return InPlace(
         device=chip or jax.default_backend(),
         pool_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        moves=tuple(_moves(compiled.as_text(), leaves)),
+        moves=tuple(_moves(compiled.as_text() or "", leaves)),
     )
 
 

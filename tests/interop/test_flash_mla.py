@@ -112,8 +112,9 @@ def test_another_format_is_refused():
         CacheSpec(layers=[layer_spec("v41_528")], block_tokens=8), backend="torch_triton", max_requests=1, max_tokens=8
     )
     request = cache.admit()
-    with pytest.raises(ShapeError, match="v4_584"), cache.step({request: 1}) as step:
-        step.layer(0).append_window(np.zeros((1, DIM), np.float32))
+    step = cache.step({request: 1})
+    step.layer(0).append_window(np.zeros((1, DIM), np.float32))
+    with pytest.raises(ShapeError, match="v4_584"):
         flash_mla.sparse_decode(step.layer(0), step.positions, step.request_index, W, None)
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import numpy as np  # noqa: E402
-from check_cuda import reference_rows  # noqa: E402
-from checks_on_device import check_format, check_rotated, flush_problems  # noqa: E402
+import numpy as np
+from check_cuda import reference_rows
+from checks_on_device import check_format, check_rotated, flush_problems
 
-from kvcore.spec import FORMATS  # noqa: E402
+from kvcore.spec import FORMATS
 
 
 def formats(names):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
@@ -44,7 +45,7 @@ class JaxOps:
 
     in_place = False
 
-    def __init__(self, plan: CachePlan, device: str, target: jax.Device | None, kernels: str = "portable") -> None:
+    def __init__(self, plan: CachePlan, device: str, target: Any, kernels: str = "portable") -> None:
         self.plan = plan
         self.device = device
         self.kernels = kernels
@@ -346,7 +347,7 @@ def _bucket(count: int, index: StepIndex) -> int:
 
     Inside the caller's trace ``count`` is the caller's own static choice and stays.
     """
-    if isinstance(index.lengths, jax.core.Tracer) or count == 0:
+    if isinstance(index.lengths, Tracer) or count == 0:
         return count
     return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 

@@ -114,7 +114,8 @@ def quantise(channels, field: Field, format: Format, global_scale):
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if field.code == "nf4":
         codes = jnp.where(jnp.repeat(finite, width // 2, axis=1)[:, : codes.shape[1]], codes, np.uint8(0))
-    scale_bits = jnp.where(finite, scale_bits, CODES[field.scale].nan).astype(BITS[CODES[field.scale].bits])
+    scale = field.scale_element
+    scale_bits = jnp.where(finite, scale_bits, scale.nan or 0).astype(BITS[scale.bits])
     return codes, bytes_of(scale_bits)
 
 
@@ -148,9 +149,9 @@ def to_bytes(values, code: str, clamp: bool = False):
     if code == "fp32":
         bits = bits_of(values)
         # Told by bits: arithmetic on a NaN might not see it where fast mathematics is on.
-        return bytes_of(jnp.where(bits & ~SIGN > INFINITY, np.uint32(CODES[code].nan), bits))
+        return bytes_of(jnp.where(bits & ~SIGN > INFINITY, np.uint32(CODES[code].nan or 0), bits))
     bits = lax.bitcast_convert_type(values.astype(DTYPES[code]), BITS[CODES[code].bits])
-    return bytes_of(jnp.where(jnp.isnan(values), CODES[code].nan, bits).astype(bits.dtype))
+    return bytes_of(jnp.where(jnp.isnan(values), CODES[code].nan or 0, bits).astype(bits.dtype))
 
 
 def from_bytes(stored, code: str):
@@ -273,7 +274,7 @@ def times_power(values, exponent):
     scaled = jnp.where(raised > 0, jnp.where(raised >= 255, INFINITY, normal), subnormal)
     scaled = jnp.where(bits & ~SIGN == 0, np.uint32(0), scaled) | bits & SIGN
     invalid = (exponent == 255) | (bits & ~SIGN > INFINITY)
-    return from_bits(jnp.where(invalid, np.uint32(CODES["fp32"].nan), scaled))
+    return from_bits(jnp.where(invalid, np.uint32(CODES["fp32"].nan or 0), scaled))
 
 
 def bits_of(values):

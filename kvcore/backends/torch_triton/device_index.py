@@ -1,7 +1,8 @@
 """The index of padded steps on the device: one copy a step, into buffers that stay where they are.
 
 All arrays of an index lie in one buffer. Padded steps of the same shape use the same buffer, so that a captured graph
-replayed after ``put`` sees the new positions, lengths and block tables. An index is good until the next one of its shape.
+replayed after ``put`` sees the new positions, lengths and block tables. An index is good until the next of
+its shape.
 """
 
 import numpy as np

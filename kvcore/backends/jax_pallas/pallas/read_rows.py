@@ -1,5 +1,7 @@
 """Read rows of a pool of tiles by (unit, row), for a block table or a selection: one DMA a row, several in flight."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -8,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 ROWS_IN_FLIGHT = 8
 
 
-def read_rows(pool, unit, row, *, interpret=False):
+def read_rows(pool, unit, row, *, interpret: Any = False):
     """Tiles [n, s, 128] of pool [units, rows, s, 128] at (unit, row) [n]; zeros where the unit is -1."""
     count = len(unit)
     more = -count % ROWS_IN_FLIGHT

@@ -1,6 +1,7 @@
 """Write rows into a pool of tiles, in place: one DMA a row that is a tile, a read-modify-write where rows share one."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 ROWS_IN_FLIGHT = 8
 
 
-def write_rows(pool, unit, row, tiles, *, interpret=False):
+def write_rows(pool, unit, row, tiles, *, interpret: Any = False):
     """Pool [units, rows, s, 128] with tiles [n, s, 128] at (unit, row) [n]; rows with unit -1 are skipped.
 
     Rows must be distinct: DMAs in flight together have no order.
@@ -22,7 +23,7 @@ def write_rows(pool, unit, row, tiles, *, interpret=False):
     )
 
 
-def write_parts(pool, unit, part, tiles, *, interpret=False):
+def write_parts(pool, unit, part, tiles, *, interpret: Any = False):
     """Pool [units, tiles, 4, 128] uint8 with part ``part`` [n] of a unit replaced; unit -1 is skipped.
 
     A unit's parts lie one after another, each a whole fraction of a tile: 4 // parts sublanes.

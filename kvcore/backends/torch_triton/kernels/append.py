@@ -84,31 +84,31 @@ def append_rotated_kernel(
         scale = inverse_rms(tl.sum(tl.sum(x * x, axis=2), axis=1), eps, R.dim)
         weight = tl.load(norm_ptr + channel, mask=channel < R.dim, other=0).to(tl.float32)
         x = x * scale[:, None, None] * weight
-        if R.exact:
+        if R.rounded:
             x = round_bf16(x, NATIVE)
     if R.plain != "" and R.dim - R.quant == 2 * PAIRS and R.quant:
-        # The rotated channels are exactly the plain field: turn those alone, read once more from the cache's first level.
+        # The rotated channels are exactly the plain field: turn those alone, read once more from the L1.
         turned = R.quant + tl.arange(0, 2 * PAIRS)[None, :]
         y = load_float(values_ptr + row.to(tl.int64)[:, None] * R.dim + turned, inside[:, None] & (turned < R.dim))
         if NORM:
             weight = tl.load(norm_ptr + turned).to(tl.float32)
             y = y * scale[:, None] * weight
-            if R.exact:
+            if R.rounded:
                 y = round_bf16(y, NATIVE)
         cos, sin = turns(position, frequencies_ptr, 2 * PAIRS, 2 * PAIRS, PAIRS)
         y = rotate(y, cos, sin, 2 * PAIRS, PAIRS)
-        if R.exact:
+        if R.rounded:
             x = round_bf16(x, NATIVE)
-        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.exact, NATIVE)
+        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.rounded, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
         store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
     else:
         cos, sin = turns(position, frequencies_ptr, R.tiles * R.width, R.dim, PAIRS)
         flat = rotate(tl.reshape(x, (ROWS, R.tiles * R.width)), cos, sin, R.dim, PAIRS)
-        if R.exact:
+        if R.rounded:
             flat = round_bf16(flat, NATIVE)
         x = tl.reshape(flat, (ROWS, R.tiles, R.width))
-        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
+        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, R.rounded, NATIVE)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "requests"])

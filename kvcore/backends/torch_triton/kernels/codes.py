@@ -1,7 +1,7 @@
 """Numbers to codes and back, bit for bit as the formats define them.
 
-``NATIVE`` tells a kernel to use the hardware's fp8 and bf16 conversions (sm_89 and later); without it the same bits come
-from integer arithmetic on the fp32 encoding, which also holds on older GPUs and in the interpreter.
+``NATIVE`` tells a kernel to use the hardware's fp8 and bf16 conversions (sm_89 and later); without it the same bits
+come from integer arithmetic on the fp32 encoding, which also holds on older GPUs and in the interpreter.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Flush: every entry that the step completes, pooled, normed, rotated, encoded and stored in one launch.
 
-Programs go over the step's tokens and act on those that close a window, so the grid depends on shapes alone and a
-captured graph stays right when other tokens close. A window with many rows is split over channels to fill the chip: each
-part leaves its pooled channels in a scratch row, and the part that arrives last finishes the entry. The two streams,
+Programs go over the step's tokens and act on those that close a window, so the grid depends on shapes alone and a graph
+that was captured stays right when other tokens close. A window with many rows is split over channels to fill the chip:
+each part leaves its pooled channels in a scratch row, and the part that arrives last finishes the entry. Two streams,
 entries and index keys, share the launch, and so can the write of the step's own rows to the tail.
 """
 
@@ -12,6 +12,7 @@ import triton.language as tl
 from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.codes import load_float, round_bf16
 from kvcore.backends.torch_triton.kernels.latent import finish, turns
+from kvcore.backends.torch_triton.kernels.pool import load_window, pool
 from kvcore.backends.torch_triton.kernels.rows import store_rows
 from kvcore.backends.torch_triton.kernels.tail import save_rows
 
@@ -19,88 +20,35 @@ NEVER: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
-def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
-    """(kv, score), each [rows, c] fp32: rows ``r`` [rows] of the window that ends at ``position``; no row weighs nothing.
-
-    Rows from before the step come from the tail's ring, the step's own from its inputs.
-    """
-    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
-    p = position + 1 - window + r
-    exists = (r < window) & (p >= 0)
-    own = (p >= start)[:, None]
-    # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
-    half = r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
-    here = ((token - position + p).to(tl.int64) * T.width + half)[:, None]
-    there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
-    there = there[:, None]
-    inside = exists[:, None] & (channel < T.dim)[None, :]
-    if kv_ptr.dtype.element_ty == tl.float32:
-        kv_at = tl.where(own, kv_ptr + here, tail_ptr + there)
-        score_at = tl.where(own, score_ptr + here, tail_ptr + T.width + there)
-        if T.dim % 4 == 0:
-            # Both choices are aligned, which the compiler does not see through the selection.
-            kv_at, score_at = tl.multiple_of(kv_at, (16, 16)), tl.multiple_of(score_at, (16, 16))
-        kv = tl.load(kv_at + channel[None, :], mask=inside, other=0.0)
-        score = tl.load(score_at + channel[None, :], mask=inside, other=float("-inf"))
-    else:
-        here, there = here + channel[None, :], there + channel[None, :]
-        if position + 1 - window >= start:
-            known = (r < window)[:, None] & (channel < T.dim)[None, :]
-            kv = load_float(kv_ptr + here, known)
-            score = tl.where(known, load_float(score_ptr + here, known), float("-inf"))
-        else:
-            new, old = inside & own, inside & (p < start)[:, None]
-            kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
-            old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
-            score = tl.where(new, load_float(score_ptr + here, new), old_score)
-    return kv, score
-
-
-@triton.jit
-def weight_of(x, NATIVE: tl.constexpr):
-    """exp(x) for x <= 0; results below 2^-126 may be 0."""
-    if NATIVE:
-        power = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        power = tl.exp(x)
-    return power
-
-
-@triton.jit
-def pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T: tl.constexpr,
-         ROWS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr):
-    """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
-
-    Rows are taken CHUNK at a time, the first of them given. Every cell of a chunk keeps a sum of its own, rescaled
-    whenever a larger score turns up, and cells are put together at the end: no thread waits for another on the way.
-    """
-    largest, pooled = score, kv
-    total = tl.full(score.shape, 1.0, tl.float32)
-    for chunk in tl.range(1, ROWS // CHUNK):
-        r = chunk * CHUNK + tl.arange(0, CHUNK)
-        kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
-        above = tl.maximum(largest, score)
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        weight, kept = weight_of(score - finite, NATIVE), weight_of(largest - finite, NATIVE)
-        total = total * kept + weight
-        pooled = tl.where(kept == 0.0, 0.0, pooled * kept) + tl.where(weight == 0.0, 0.0, weight * kv)
-        largest = above
-    above = tl.max(largest, axis=0)
-    finite = tl.where(above == float("-inf"), 0.0, above)
-    kept = weight_of(largest - finite[None, :], NATIVE)
-    total = tl.sum(total * kept, axis=0)
-    pooled = tl.sum(tl.where(kept == 0.0, 0.0, pooled * kept), axis=0)
-    return pooled / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
 def close_window(
-    token, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr,
-    stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, T: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, NATIVE: tl.constexpr,
+    token,
+    position,
+    request,
+    part,
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    slots_ptr,
+    starts_ptr,
+    stored_ptr,
+    table_ptr,
+    table_columns,
+    norm_ptr,
+    frequencies_ptr,
+    eps,
+    scratch_ptr,
+    arrivals_ptr,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry."""
     size: tl.constexpr = R.tiles * R.width
@@ -123,7 +71,7 @@ def close_window(
     # While the first rows are on their way.
     cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
     x = pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, NATIVE)
-    if R.exact:
+    if R.rounded:
         x = round_bf16(x, NATIVE)
     if PARTS > 1:
         # Entries of one request close ``ratio`` tokens apart, so this number is an entry's own.
@@ -137,18 +85,54 @@ def close_window(
             tl.store(arrivals_ptr + number, 0)
             x_all = finish(x_all[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
             x_all = tl.reshape(x_all, (1, R.tiles, R.width))
-            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
+            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.rounded, NATIVE)
     else:
         x = finish(x[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
-        store_rows(tl.reshape(x, (1, R.tiles, R.width)), unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.exact, NATIVE)
+        store_rows(
+            tl.reshape(x, (1, R.tiles, R.width)),
+            unit,
+            row,
+            valid,
+            codes_ptr,
+            scales_ptr,
+            plain_ptr,
+            R,
+            R.rounded,
+            NATIVE,
+        )
 
 
 @triton.jit
 def stream(
-    kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr,
-    stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, T: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    positions_ptr,
+    request_ptr,
+    slots_ptr,
+    starts_ptr,
+    stored_ptr,
+    table_ptr,
+    count,
+    table_columns,
+    norm_ptr,
+    frequencies_ptr,
+    eps,
+    scratch_ptr,
+    arrivals_ptr,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    APPEND: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One program's tokens of one stream: close windows, and with APPEND store the tokens' raw rows."""
     part = tl.program_id(0) % PARTS
@@ -158,9 +142,36 @@ def stream(
         request = tl.load(request_ptr + first)
         known = (position >= 0) & (request >= 0)
         if known & ((position + 1) % T.ratio == 0):
-            close_window(first, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr,
-                         slots_ptr, starts_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, NATIVE)
+            close_window(
+                first,
+                position,
+                request,
+                part,
+                kv_ptr,
+                score_ptr,
+                tail_ptr,
+                codes_ptr,
+                scales_ptr,
+                plain_ptr,
+                slots_ptr,
+                starts_ptr,
+                stored_ptr,
+                table_ptr,
+                table_columns,
+                norm_ptr,
+                frequencies_ptr,
+                eps,
+                scratch_ptr,
+                arrivals_ptr,
+                T,
+                R,
+                NORM,
+                PAIRS,
+                ROWS,
+                CHUNK,
+                PARTS,
+                NATIVE,
+            )
         if APPEND:
             append_part(first, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T, R, PARTS)
     else:
@@ -171,15 +182,51 @@ def stream(
         while current < NEVER:
             position = tl.load(positions_ptr + current)
             request = tl.load(request_ptr + current)
-            close_window(current, position, request, part, kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr,
-                         slots_ptr, starts_ptr, stored_ptr, table_ptr, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                         arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, NATIVE)
+            close_window(
+                current,
+                position,
+                request,
+                part,
+                kv_ptr,
+                score_ptr,
+                tail_ptr,
+                codes_ptr,
+                scales_ptr,
+                plain_ptr,
+                slots_ptr,
+                starts_ptr,
+                stored_ptr,
+                table_ptr,
+                table_columns,
+                norm_ptr,
+                frequencies_ptr,
+                eps,
+                scratch_ptr,
+                arrivals_ptr,
+                T,
+                R,
+                NORM,
+                PAIRS,
+                ROWS,
+                CHUNK,
+                PARTS,
+                NATIVE,
+            )
             current = tl.min(tl.where(closes & (token > current), token, NEVER), axis=0)
 
 
 @triton.jit
 def append_part(
-    token, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T: tl.constexpr, R: tl.constexpr,
+    token,
+    position,
+    request,
+    part,
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    slots_ptr,
+    T: tl.constexpr,
+    R: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
@@ -198,27 +245,146 @@ def append_part(
 
 @triton.jit(do_not_specialize=["count", "table_columns", "programs", "eps"])
 def flush_kernel(
-    kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, norm_ptr,
-    index_kv_ptr, index_score_ptr, index_tail_ptr, index_codes_ptr, index_scales_ptr, index_plain_ptr, index_norm_ptr,
-    frequencies_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, stored_ptr, table_ptr, scratch_ptr, arrivals_ptr,
-    count, table_columns, programs, eps,
-    T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX: tl.constexpr,
-    PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    norm_ptr,
+    index_kv_ptr,
+    index_score_ptr,
+    index_tail_ptr,
+    index_codes_ptr,
+    index_scales_ptr,
+    index_plain_ptr,
+    index_norm_ptr,
+    frequencies_ptr,
+    positions_ptr,
+    request_ptr,
+    slots_ptr,
+    starts_ptr,
+    stored_ptr,
+    table_ptr,
+    scratch_ptr,
+    arrivals_ptr,
+    count,
+    table_columns,
+    programs,
+    eps,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    IT: tl.constexpr,
+    IR: tl.constexpr,
+    INDEX_NORM: tl.constexpr,
+    INDEX_ROWS: tl.constexpr,
+    INDEX_CHUNK: tl.constexpr,
+    INDEX: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    APPEND: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
     if INDEX:
         if tl.program_id(1) == 1:
             if tl.program_id(0) < programs:
-                stream(index_kv_ptr, index_score_ptr, index_tail_ptr, index_codes_ptr, index_scales_ptr,
-                       index_plain_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, stored_ptr, table_ptr, count,
-                       table_columns, index_norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr, IT, IR,
-                       INDEX_NORM, PAIRS, INDEX_ROWS, INDEX_CHUNK, 1, TOKENS, APPEND, NATIVE)
+                stream(
+                    index_kv_ptr,
+                    index_score_ptr,
+                    index_tail_ptr,
+                    index_codes_ptr,
+                    index_scales_ptr,
+                    index_plain_ptr,
+                    positions_ptr,
+                    request_ptr,
+                    slots_ptr,
+                    starts_ptr,
+                    stored_ptr,
+                    table_ptr,
+                    count,
+                    table_columns,
+                    index_norm_ptr,
+                    frequencies_ptr,
+                    eps,
+                    scratch_ptr,
+                    arrivals_ptr,
+                    IT,
+                    IR,
+                    INDEX_NORM,
+                    PAIRS,
+                    INDEX_ROWS,
+                    INDEX_CHUNK,
+                    1,
+                    TOKENS,
+                    APPEND,
+                    NATIVE,
+                )
         else:
-            stream(kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr,
-                   slots_ptr, starts_ptr, stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr,
-                   arrivals_ptr, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, TOKENS, APPEND, NATIVE)
+            stream(
+                kv_ptr,
+                score_ptr,
+                tail_ptr,
+                codes_ptr,
+                scales_ptr,
+                plain_ptr,
+                positions_ptr,
+                request_ptr,
+                slots_ptr,
+                starts_ptr,
+                stored_ptr,
+                table_ptr,
+                count,
+                table_columns,
+                norm_ptr,
+                frequencies_ptr,
+                eps,
+                scratch_ptr,
+                arrivals_ptr,
+                T,
+                R,
+                NORM,
+                PAIRS,
+                ROWS,
+                CHUNK,
+                PARTS,
+                TOKENS,
+                APPEND,
+                NATIVE,
+            )
     else:
-        stream(kv_ptr, score_ptr, tail_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr,
-               starts_ptr, stored_ptr, table_ptr, count, table_columns, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr,
-               T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, TOKENS, APPEND, NATIVE)
+        stream(
+            kv_ptr,
+            score_ptr,
+            tail_ptr,
+            codes_ptr,
+            scales_ptr,
+            plain_ptr,
+            positions_ptr,
+            request_ptr,
+            slots_ptr,
+            starts_ptr,
+            stored_ptr,
+            table_ptr,
+            count,
+            table_columns,
+            norm_ptr,
+            frequencies_ptr,
+            eps,
+            scratch_ptr,
+            arrivals_ptr,
+            T,
+            R,
+            NORM,
+            PAIRS,
+            ROWS,
+            CHUNK,
+            PARTS,
+            TOKENS,
+            APPEND,
+            NATIVE,
+        )

@@ -15,7 +15,7 @@ def inverse_rms(square_sum, eps, DIM: tl.constexpr):
 
 @triton.jit
 def turns(position, frequencies_ptr, SIZE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """(cos, sin), each [n, SIZE / 2]: angle fp32(position [n]) * fp32(frequency) of the last PAIRS of DIM / 2 pairs, else 0."""
+    """(cos, sin), each [n, SIZE / 2], of fp32(position [n]) * fp32(frequency) in the last PAIRS of DIM / 2 pairs."""
     pair = tl.arange(0, SIZE // 2) - (DIM // 2 - PAIRS)
     frequency = tl.load(frequencies_ptr + pair, mask=(pair >= 0) & (pair < PAIRS), other=0.0)
     angle = position.to(tl.float32)[:, None] * frequency[None, :]
@@ -40,10 +40,10 @@ def finish(x, weight, cos, sin, eps, R: tl.constexpr, NORM: tl.constexpr, PAIRS:
     """Norm latents x [n, channels] with weight [channels] and rotate them; R says where bf16 rounding belongs."""
     if NORM:
         x = x * inverse_rms(tl.sum(x * x, axis=1), eps, R.dim)[:, None] * weight[None, :]
-        if R.exact:
+        if R.rounded:
             x = round_bf16(x, NATIVE)
     if PAIRS:
         x = rotate(x, cos, sin, R.dim, PAIRS)
-        if R.exact:
+        if R.rounded:
             x = round_bf16(x, NATIVE)
     return x

@@ -37,6 +37,7 @@ class RowRecord(NamedTuple):
         hadamard: rows are rotated before they are encoded.
         plain: code of the plain field, "" without one.
         exact: decoding is exact in bf16; else rows are decoded to fp32.
+        rounded: what is computed before it is encoded is rounded to bf16: everything but plain fp32 rows.
         codes_unit, codes_base, codes_stride: byte k of the codes of row r of unit u is at
             ``u * unit + base + r * stride + k``; likewise of scales and the plain field.
     """
@@ -60,6 +61,7 @@ class RowRecord(NamedTuple):
     hadamard: bool
     plain: str
     exact: bool
+    rounded: bool
     codes_unit: int
     codes_base: int
     codes_stride: int
@@ -121,6 +123,7 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         hadamard=region.format.hadamard,
         plain=plain[0].code if plain else "",
         exact=region.format.value_code == "bf16",
+        rounded=not region.format.is_fp32,
         **_places(region, "codes", places.get(quant.name) if quant else None),
         **_places(region, "scales", places.get("scales")),
         **_places(region, "plain", places.get(plain[0].name) if plain else None),
@@ -152,7 +155,9 @@ def native(device: torch.device) -> bool:
 
 def _places(region: Region, name: str, place: Place | None) -> dict[str, int]:
     """The record's three numbers for a field, zeros for one that the format lacks."""
-    unit, base, stride = (0, 0, 0) if place is None else (dict(region.unit.buffers)[place.buffer], place.base, place.stride)
+    unit, base, stride = (
+        (0, 0, 0) if place is None else (dict(region.unit.buffers)[place.buffer], place.base, place.stride)
+    )
     return {f"{name}_unit": unit, f"{name}_base": base, f"{name}_stride": stride}
 
 

@@ -67,10 +67,7 @@ def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
         stored = e4m3_code(tl.minimum(tl.maximum(relative, 0.001953125), 448.0), NATIVE)
         scale = e4m3_value(stored, NATIVE) * R.global_scale
     else:
-        if R.rule == "absmax":
-            scale = bits_float(tl.maximum(largest, R.floor_bits))
-        else:
-            scale = product
+        scale = bits_float(tl.maximum(largest, R.floor_bits)) if R.rule == "absmax" else product
         stored = float_bits(scale)
     return stored, scale
 
@@ -96,10 +93,7 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
     if R.code == "e4m3":
         code = e4m3_code(ratio, NATIVE)
     elif R.code == "e2m1":
-        if NARROW and R.rule == "pow2":
-            code = e2m1_code_of_narrow(ratio)
-        else:
-            code = e2m1_code(ratio)
+        code = e2m1_code_of_narrow(ratio) if NARROW and R.rule == "pow2" else e2m1_code(ratio)
     elif R.code == "int8":
         code = int8_code(ratio)
     else:
@@ -109,7 +103,9 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
 
 
 @triton.jit
-def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+def store_codes(
+    x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
+):
     """Encode the scaled channels of x [n, tiles, width] and store codes, scales and padding."""
     n: tl.constexpr = x.shape[0]
     channel = channels(R)
@@ -126,11 +122,17 @@ def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NAR
         tl.store(codes_ptr + at + channel, byte, mask=valid[:, None, None] & (channel < R.quant))
     group = tl.arange(0, R.tiles)[None, :]
     if R.scale == "fp32":
-        target = scales_ptr.to(tl.pointer_type(tl.int32)) + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None] + group
+        target = (
+            scales_ptr.to(tl.pointer_type(tl.int32))
+            + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None]
+            + group
+        )
         tl.store(target, scale, mask=valid[:, None] & (group < R.groups))
     else:
         scale = tl.where(group < R.groups, scale, 0).to(tl.uint8)
-        target = scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
+        target = (
+            scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
+        )
         tl.store(target, scale, mask=valid[:, None] & (group < R.groups + R.pad))
 
 
@@ -138,7 +140,9 @@ def store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr, NAR
 def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
     """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong."""
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
-    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (channel - R.quant)
+    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (
+        channel - R.quant
+    )
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
     if R.plain == "fp32":
         bits = tl.where(x != x, 0x7FC00000, float_bits(x))
@@ -156,7 +160,7 @@ def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE
 def store_rows(
     x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """Encode x [n, tiles, width] fp32 (NARROW: of bf16 numbers) and store it at rows [n] of units [n] if ``valid`` [n]."""
+    """Encode x [n, tiles, width] fp32 (NARROW: bf16 numbers) and store it at rows [n] of units [n] where ``valid``."""
     if R.hadamard:
         x = hadamard(x, R, NATIVE)
     if R.quant:
@@ -171,10 +175,16 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
     group = tl.arange(0, R.tiles)[None, :]
     keep = valid[:, None] & (group < R.groups)
     if R.scale == "fp32":
-        source = scales_ptr.to(tl.pointer_type(tl.float32)) + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None] + group
+        source = (
+            scales_ptr.to(tl.pointer_type(tl.float32))
+            + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)[:, None]
+            + group
+        )
         scale = tl.load(source, mask=keep, other=0.0)
     else:
-        source = scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
+        source = (
+            scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
+        )
         stored = tl.load(source, mask=keep, other=0).to(tl.int32)
         if R.scale == "e8m0":
             scale = bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
@@ -210,7 +220,9 @@ def load_plain(unit, row, valid, plain_ptr, R: tl.constexpr):
     """The plain field's channels of a tile [n, tiles, width] as fp32; 0 elsewhere and where not ``valid``."""
     channel = channels(R)
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
-    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (channel - R.quant)
+    at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (
+        channel - R.quant
+    )
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
     if R.plain == "fp32":
         value = tl.load(plain_ptr.to(tl.pointer_type(tl.float32)) + at, mask=keep, other=0.0)

@@ -1,0 +1,79 @@
+"""What all launches share: records by number, the shape of a tile, options, registration with ``torch.library``.
+
+A custom operator takes tensors and numbers, so records go into lists and travel as their place in them.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kvcore.backends.torch_triton.kernels.record import RowRecord, native
+from kvcore.backends.torch_triton.kernels.tail import TailRecord
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+class Bound(NamedTuple):
+    """A record with the places of its codes, scales and plain buffers in the list that a launch is given."""
+
+    record: RowRecord
+    codes: int
+    scales: int
+    plain: int
+
+
+BOUND: list[Bound] = []
+TAILS: list[TailRecord] = []
+
+
+def bind(bound: Bound) -> int:
+    """The number of a bound record; equal ones share a number."""
+    if bound not in BOUND:
+        BOUND.append(bound)
+    return BOUND.index(bound)
+
+
+def bind_tail(record: TailRecord) -> int:
+    """The number of a tail record; equal ones share a number."""
+    if record not in TAILS:
+        TAILS.append(record)
+    return TAILS.index(record)
+
+
+@cache
+def options(device: torch.device) -> dict[str, Any]:
+    """What every launch on a device is given: no contraction of products and sums, so that stored bits are the same."""
+    return {} if INTERPRETED else {"enable_fp_fusion": False}
+
+
+@cache
+def is_native(device: torch.device) -> bool:
+    """``record.native``, looked up once a device."""
+    return not INTERPRETED and native(device)
+
+
+def tile(record: RowRecord, count: int) -> tuple[int, int]:
+    """(rows of a program, warps): 2,048 channels, or fewer while that would leave too few programs to fill a GPU."""
+    size = record.tiles * record.width
+    rows = max(1, 256 // size)
+    while rows * size < 2048 and rows * 2048 <= count:
+        rows *= 2
+    return rows, max(1, min(4, rows * size // 256))
+
+
+def _nothing(*args: Any) -> None:
+    """The fake of a launch that returns nothing."""
+
+
+def registered(mutates: tuple[str, ...], fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+    """Register a launch as ``torch.ops.kvcore.<name>`` and leave the function itself as it is."""
+
+    def wrap(function: Any) -> Any:
+        op = torch.library.custom_op(f"kvcore::{function.__name__}", function, mutates_args=mutates)
+        op.register_fake(fake or (_nothing))
+        return function
+
+    return wrap

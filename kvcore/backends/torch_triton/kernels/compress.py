@@ -1,0 +1,141 @@
+"""The launch of the flush, and how it is cut into programs."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcore.backends.torch_triton.kernels import flush
+from kvcore.backends.torch_triton.kernels.bound import BOUND, TAILS, is_native, options, registered
+from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two
+from kvcore.backends.torch_triton.kernels.tail import TailRecord
+
+
+class FlushShape(NamedTuple):
+    """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps.
+
+    Warps are such that, with 16-byte loads, a thread holds all rows of its channels where the window is short.
+    """
+
+    tokens: int
+    parts: int
+    chunk: int
+    warps: int
+
+
+def one_token_programs(count: int, requests: int) -> bool:
+    """True where a step of ``count`` tokens looks like decode: few new tokens a request."""
+    return count <= 4 * requests or count <= 64
+
+
+def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> FlushShape:
+    """One program a token in decode, one a window in prefill; windows of many rows are split over channels.
+
+    The figures were measured on an H100 (``records/``); a thread that holds all rows of its channels wins where it can.
+    """
+    decode = one_token_programs(count, requests)
+    tokens = 1 if decode else power_of_two(tail_record.ratio)
+    size = record.tiles * record.width
+    rows = window_rows(tail_record)
+    if rows * size <= 16384:
+        return FlushShape(tokens, 1, min(rows, max(1, 4096 // size)), max(1, min(4, size * given_bytes // 512)))
+    if not decode and count // tail_record.ratio >= 256:
+        return FlushShape(tokens, 1, min(rows, max(1, 2048 // size)), 4)
+    parts = max(1, min(8, size // 64))
+    few = count <= 128 or not decode
+    return FlushShape(tokens, parts, min(rows, max(1, (2048 if few else 1024) // (size // parts))), 4 if few else 2)
+
+
+def window_rows(tail_record: TailRecord) -> int:
+    """Rows of a window's tile."""
+    return power_of_two(2 * tail_record.ratio if tail_record.overlap else tail_record.ratio)
+
+
+@registered(("buffers", "index_buffers", "tail_buffer", "index_tail_buffer", "scratch", "arrivals"))
+def flush_rows(
+    kv: Tensor,
+    score: Tensor,
+    tail_buffer: Tensor,
+    buffers: list[Tensor],
+    norm_weight: Tensor | None,
+    index_kv: Tensor | None,
+    index_score: Tensor | None,
+    index_tail_buffer: Tensor | None,
+    index_buffers: list[Tensor],
+    index_norm_weight: Tensor | None,
+    frequencies: Tensor | None,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    stored: Tensor,
+    block_table: Tensor,
+    scratch: Tensor,
+    arrivals: Tensor,
+    records: list[int],
+    eps: float,
+    append_rows: bool,
+) -> None:
+    """Pool, norm, rotate, encode and store every entry that the step completes, and its index key.
+
+    ``records``: numbers of the entries' record and tail, then of the index keys' record and tail where there are any.
+    """
+    count = positions.shape[0]
+    if count == 0:
+        return
+    bound, t = BOUND[records[0]], TAILS[records[1]]
+    with_index = len(records) > 2
+    index_bound, it = (BOUND[records[2]], TAILS[records[3]]) if with_index else (bound, t)
+    shape = flush_shape(bound.record, t, count, slots.shape[0], kv.itemsize)
+    chunks = triton.cdiv(count, shape.tokens)
+    tail_values = tail_buffer.view(torch.float32)
+    index_tail_values = tail_values if index_tail_buffer is None else index_tail_buffer.view(torch.float32)
+    index_buffers = index_buffers or buffers
+    flush.flush_kernel[(chunks * shape.parts, 2 if with_index else 1)](
+        kv,
+        score,
+        tail_values,
+        buffers[bound.codes],
+        buffers[bound.scales],
+        buffers[bound.plain],
+        kv if norm_weight is None else norm_weight,
+        kv if index_kv is None else index_kv,
+        score if index_score is None else index_score,
+        index_tail_values,
+        index_buffers[index_bound.codes],
+        index_buffers[index_bound.scales],
+        index_buffers[index_bound.plain],
+        kv if index_norm_weight is None else index_norm_weight,
+        scratch if frequencies is None else frequencies,
+        positions,
+        request_index,
+        slots,
+        starts,
+        stored,
+        block_table,
+        scratch,
+        arrivals,
+        count,
+        block_table.shape[1],
+        chunks,
+        eps,
+        t,
+        bound.record,
+        norm_weight is not None,
+        window_rows(t),
+        shape.chunk,
+        shape.parts,
+        it,
+        index_bound.record,
+        index_norm_weight is not None,
+        window_rows(it),
+        min(window_rows(it), max(1, 4096 // (index_bound.record.tiles * index_bound.record.width))),
+        with_index,
+        0 if frequencies is None else frequencies.shape[0],
+        shape.tokens,
+        append_rows,
+        is_native(kv.device),
+        num_warps=shape.warps,
+        **options(kv.device),
+    )
