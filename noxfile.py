@@ -15,7 +15,6 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests", "conformance", "report"]
 
 TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
-TRITON = "triton==3.9.0"  # compiles for every GPU without one, and interprets kernels
 JAX = "jax==0.10.2"  # the last for Python 3.11
 TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
