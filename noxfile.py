@@ -55,12 +55,20 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after -- go to pytest."""
     install(session, "torch", "transformers", "report", "conformance", groups=("test",), torch=True)
-    session.install("--no-deps", TRITON)
     install_language_model(session)
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("pytest", "-n", "2", "--ignore=tests/jax_pallas", *session.posargs, env=threads)
+    line = ["pytest", "-n", "2", "--ignore=tests/jax_pallas", "--ignore=tests/triton"]
+    session.run(*line, *session.posargs, env=threads)
+
+
+@nox.session(venv_backend="virtualenv")
+def tests_triton(session: nox.Session) -> None:
+    """The CUDA kernels without a GPU: interpreted, and compiled for three generations. Takes most of an hour."""
+    install(session, "torch", "conformance", groups=("test",), torch=True)
+    session.install("--no-deps", TRITON)
+    session.run("pytest", "-n", "2", "tests/triton", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="virtualenv")

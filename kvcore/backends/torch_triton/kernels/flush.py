@@ -2,8 +2,8 @@
 
 Programs go over the step's tokens and act on those that close a window, so the grid depends on shapes alone and a graph
 that was captured stays right when other tokens close. A window with many rows is split over channels to fill the chip:
-each part leaves its pooled channels in a scratch row, and the part that arrives last finishes the entry. Two streams,
-entries and index keys, share the launch, and so can the write of the step's own rows to the tail.
+each part leaves its pooled channels in a scratch row, and the part that arrives last finishes the entry. Entries and
+index keys share the launch, and so can the write of the step's own rows to the tail.
 """
 
 import triton
