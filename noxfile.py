@@ -59,7 +59,7 @@ def tests(session: nox.Session) -> None:
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    line = ["pytest", "-n", "2", "--ignore=tests/jax_pallas", "--ignore=tests/triton"]
+    line = ["pytest", "-n", "2", "--ignore=tests/jax_pallas", "--ignore=tests/triton_kernels"]
     session.run(*line, *session.posargs, env=threads)
 
 
@@ -68,7 +68,7 @@ def tests_triton(session: nox.Session) -> None:
     """The CUDA kernels without a GPU: interpreted, and compiled for three generations. Takes most of an hour."""
     install(session, "torch", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON)
-    session.run("pytest", "-n", "2", "tests/triton", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-n", "2", "tests/triton_kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="virtualenv")
