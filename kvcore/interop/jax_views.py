@@ -41,7 +41,7 @@ class Appended(NamedTuple):
 
 
 class Kind:
-    """What layers of one spec share: the verbs of a one-layer cache. Compared by spec and sizes, so they share traces."""
+    """The verbs of a one-layer cache, shared by all layers of its spec; equal kinds share traces."""
 
     def __init__(self, layer: LayerSpec, batch: int, length: int, block_tokens: int) -> None:
         self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens

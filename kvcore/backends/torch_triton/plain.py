@@ -94,7 +94,7 @@ MOST_REQUESTS = 16
 
 
 def counts(index) -> list[tuple[int, int, int]] | None:
-    """(length before, length after, tokens taken over) of every request; None for padded steps, and for many requests."""
+    """(length before, after, tokens taken over) of every request; None for padded steps, and for many requests."""
     if len(index.slots) > MOST_REQUESTS or index.slots.is_cuda:
         return None
     found = list(zip(index.starts.tolist(), index.lengths.tolist(), index.stored.tolist(), strict=True))

@@ -1,7 +1,8 @@
 """Classic attention on the CPU, request by request over pieces of its rows, none of them held longer than needed.
 
 Rows of plain formats are read where they lie, others are decoded piece by piece. A piece's result is torch's own fused
-attention in fp32, and pieces are joined by their log-sums; query heads that share a key head are queries of one product.
+attention in fp32, and pieces are joined by their log-sums; query heads that share a key head are queries of one
+product.
 """
 
 import torch
@@ -14,14 +15,14 @@ PIECE = 2048
 """Rows of a piece: in fp32, keys of eight heads of 64 take 4 MiB."""
 
 fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""(q, k, v [B, heads, n, dim], mask as a summand) -> out, log-sum-exp [B, heads, n]; what torch's own attention calls."""
+"""(q, k, v [B, heads, n, dim], mask as a summand) -> (out, log-sum-exp); what torch's attention calls."""
 
 
 def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     """Attend from q [T, H, dim] to what the pools hold; None where this is not possible, and another way must be taken.
 
-    That is: a padded step, keys and values of different heads or dims, or a number that is not finite, which a sum over unseen rows
-    would spread.
+    That is: a padded step, keys and values of different heads or dims, or a number that is not finite, which a sum over
+    unseen rows would spread.
     """
     keys, values = ops.plan.region(layer, "kv")
     heads, requests = q.shape[1], plain.counts(index)
