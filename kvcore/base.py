@@ -108,6 +108,10 @@ class CacheBase:
         """Smallest length that ``truncate`` accepts for the request."""
         return self._manager.deepest_truncation(self._manager.check(request))
 
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
+        self._manager.check_whole(request, where)
+
     def install(self, request: Request, length: int, floor: int, tokens: Sequence[int] | None, rows: Content) -> None:
         """Make a fresh request hold ``rows`` at ``length`` tokens, complete for every length from ``floor`` on.
 

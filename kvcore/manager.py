@@ -111,6 +111,21 @@ class Manager:
                 hint="Admit a request with the ids that it will be given.",
             )
 
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
+
+        Raises:
+            RequestError: tokens are left to replay.
+        """
+        place = self._places[request]
+        if place.length < place.stored:
+            raise RequestError(
+                got=f"request {request.id}, {place.stored - place.length} tokens of its prefix hit not replayed yet",
+                where=where,
+                allowed="a request whose windows and tails are complete",
+                hint=f"Step it through the prompt's ids up to token {place.stored} first.",
+            )
+
     def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
         """Get each request the blocks that its new tokens need; all of them or none.
 
@@ -195,6 +210,9 @@ class Manager:
                 allowed=f"{deepest} to {place.length}",
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
+        if length == place.length:
+            # Also in the middle of a replay, which goes on.
+            return []
         place.length = length
         place.stored, place.given = min(place.stored, length), min(place.given, length)
         place.written = {group: min(done, length) for group, done in place.written.items()}

@@ -80,6 +80,7 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
     for number, request in enumerate(requests):
+        cache.check_whole(request, "save")
         floor = cache.floor(request)
         for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
             name = f"{number}.{layer}.{role}"

@@ -51,6 +51,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def export(cache: "CacheBase", request: Request) -> bytes:
     """The request as a blob."""
+    cache.check_whole(request, "export_request")
     rows: dict[str, bytes] = {}
     digests: dict[str, tuple[int, int]] = {}
     floor = cache.floor(request)
