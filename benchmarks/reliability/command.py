@@ -205,21 +205,24 @@ def run_figure(description: str, figure: Figure) -> None:
     _end(finished({**merged(records), "target": target}), given.out)
 
 
-def run_whole(description: str, run: Callable[[bool, int], dict[str, Any]]) -> None:
+def run_whole(description: str, run: Callable[..., dict[str, Any]], options: Mapping[str, str] = {}) -> None:
     """Run a figure that is told in one piece from the command line; the exit code is 1 if it did not hold.
 
     Args:
-        run: (full, seed) -> the record; ``divergences`` in it must be 0.
+        run: (full, seed, and the options by name) -> the record; ``divergences`` in it must be 0.
+        options: what else the command line may set, with defaults.
     """
     parser = _parser(description)
     parser.add_argument("--seed", type=int, default=0)
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", default=default)
     given = parser.parse_args()
     start = time.perf_counter()
     if given.seconds:
         _stop_at.append(start + given.seconds)
     record = {
         "form": "full" if given.full else "short",
-        **run(given.full, given.seed),
+        **run(given.full, given.seed, **{name: getattr(given, name) for name in options}),
         "stopped_early": spent(),
         "seconds": round(time.perf_counter() - start, 1),
         **versions(),

@@ -1,7 +1,7 @@
 """R5: nobody reads what is another's, or what was freed, whatever happens in between.
 
-Every row of every component says who wrote it: the token's number, which is never told twice and names the request and
-its slot's generation, the position, the layer and the role. Requests share prefixes, fork, roll back, are preempted and
+Every row of every component says whose it is: the token's number, which stands for one request's history only, that
+request and its slot's generation, the position, the layer and the role. Requests share prefixes, fork, roll back, are preempted and
 come back, wrap their rings and reuse slots and blocks under pressure; what is freed is filled with NaN (``check``).
 Every row that is gathered is compared with what its owner was told; compressed entries are the exact means of theirs.
 """
@@ -100,6 +100,8 @@ class Story:
         self.held: dict[kvcore.Request, Owner] = {}
         self.parked: list[tuple[bytes, Owner]] = []
         self.gone: list[kvcore.Request] = []
+        # Histories that were rolled back or released: prompts may begin like them.
+        self.past: list[list[int]] = []
         # Number of a token -> (number, position, request, generation): what its rows say.
         self.marks = np.zeros((4096, DIM), np.float32)
         self.next = 1
@@ -130,7 +132,7 @@ class Story:
 
     def admit(self, operation: Operation) -> None:
         # Most of them start as somebody else did.
-        known = [owner.tokens for owner in self.held.values()] + [owner.tokens for _, owner in self.parked]
+        known = [owner.tokens for owner in (*self.held.values(), *(owner for _, owner in self.parked))] + self.past
         start = known[operation.a % len(known)] if known and operation.a % 10 < 7 else []
         prompt = start[: len(start) - operation.b % (len(start) // 3 + 1)]
         prompt = prompt + list(range(self.next, self.next + 1 + operation.c % 5))
@@ -182,6 +184,7 @@ class Story:
         self.cache.truncate(request, length)
         if shorter:
             owner = self.held[request]
+            self.past = [*self.past[-5:], owner.tokens]
             self.held[request] = owner._replace(tokens=owner.tokens[:length], rest=[])
 
     def point(self, operation: Operation) -> None:
@@ -193,7 +196,7 @@ class Story:
 
     def release(self, operation: Operation) -> None:
         request = self.one(operation.a)
-        del self.held[request]
+        self.past = [*self.past[-5:], self.held.pop(request).tokens]
         self.cache.release(request)
         self.gone = [*self.gone[-3:], request]
 
@@ -246,10 +249,13 @@ class Story:
             raise Foreign(f"{layer}.{role}: positions {positions[here].tolist()} instead of {live}")
         wanted = expected(self.marks, owner, layer, role, component, live)
         for part, rows in zip(values, wanted, strict=True):
-            if not np.array_equal(part[here], rows) or part[~here].any():
-                raise Foreign(
-                    f"{request} read in {layer}.{role} {part[here].tolist()} and was told {rows.tolist()}"[:1500]
-                )
+            wrong = np.flatnonzero((part[here] != rows).any(axis=1))
+            if len(wrong):
+                row = wrong[0]
+                read, wanted_row = part[here][row].tolist(), rows[row].tolist()
+                raise Foreign(f"{request} read in {layer}.{role}, row {live[row]}: {read}, and was told {wanted_row}")
+            if part[~here].any():
+                raise Foreign(f"{request} read in {layer}.{role} more than {len(live)} rows")
         self.rows += len(live)
         self.gathers += 1
 

@@ -1,7 +1,8 @@
 """R9: one log of operations on every backend and layout; equal digests, blocks and answers at every checkpoint.
 
 The specs store rows as they are given, quantised in several formats, so that not a bit may differ. One of the caches is
-replaced now and then by what it exported, saved and loaded, on another backend.
+replaced now and then by what it exported, saved and loaded, on another backend. Which backends, and where, is said as
+``--backends reference,torch_triton@cuda,jax_pallas@cpu``.
 """
 
 import importlib.util
@@ -70,14 +71,14 @@ class Twins:
     Every operation is done in one cache after the other; ``_rows`` are the requests after it, ``_start`` before it.
     """
 
-    def __init__(self, seed: int, folder: Path, backends: list[str], device: str | None) -> None:
+    def __init__(self, seed: int, folder: Path, backends: list[str]) -> None:
         self.folder = folder
         self.policy = ("full", kvcore.Periodic(4), "zero")[seed // 2 % 3]
         sizes = {"max_requests": 4, "max_tokens": 96, "max_draft_tokens": 2, "prefix": self.policy}
-        kinds = [(backend, "packed") for backend in backends] + [("reference", LAYOUTS[1 + seed % 2])]
+        named = [backend.partition("@")[::2] for backend in backends]
+        kinds = [(backend, "packed") for backend, _ in named] + [("reference", LAYOUTS[1 + seed % 2])]
         spec = (stories.STORED, CLASSIC)[seed % 2]
-        # A named device is that of the backends which have one.
-        self.devices = [None if backend == "reference" else device for backend, _ in kinds]
+        self.devices = [*(device or None for _, device in named), None]
         self.caches = [
             stories.create(spec, backend, layout=layout, device=device, **sizes)
             for (backend, layout), device in zip(kinds, self.devices, strict=True)
@@ -198,16 +199,14 @@ class Twins:
 def tell(seed: int, options: dict[str, str]) -> command.Told:
     """One log."""
     operations = operations_of(seed, int(options["operations"]))
-    backends = options["backend"].split(",")
+    backends = options["backends"].split(",")
     with tempfile.TemporaryDirectory() as folder:
-        twins, failures = told(seed, lambda: Twins(seed, Path(folder), backends, options["device"] or None), operations)
+        twins, failures = told(seed, lambda: Twins(seed, Path(folder), backends), operations)
     happened = dict(twins.happened) if isinstance(twins, Twins) else {}
     return command.Told({"operations": len(operations), "logs": 1, "happened": happened}, failures)
 
 
-FIGURE = command.Figure(
-    "R9", "operations", 100, 10_000, tell, {"backend": backends(), "device": "", "operations": "100"}
-)
+FIGURE = command.Figure("R9", "operations", 100, 10_000, tell, {"backends": backends(), "operations": "100"})
 
 if __name__ == "__main__":
     command.run_figure(__doc__, FIGURE)
