@@ -79,4 +79,4 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache.install(cache.admit(), request.length, request.floor, request.tokens, content)
+            cache.install(cache.admit(), request, content)

@@ -48,8 +48,8 @@ class Manager:
         """True between admission and release."""
         return request in self._places
 
-    def admit(self) -> Request:
-        """Give out a slot. Blocks are taken by steps.
+    def admit(self, salt: str | None = None) -> Request:
+        """Give out a slot. Blocks are taken by steps; ``salt`` tells whose prefixes are shared.
 
         Raises:
             OutOfSlots: none is free.
@@ -63,7 +63,7 @@ class Manager:
             )
         slot = self._free_slots.pop()
         request = Request(self._next_id, self)
-        self._places[request] = Place(slot=slot, generation=self._generations[slot])
+        self._places[request] = Place(slot=slot, generation=self._generations[slot], salt=salt)
         self._generations[slot] += 1
         self._next_id += 1
         return request
@@ -249,6 +249,7 @@ class Manager:
         blocks: Sequence[int] = (),
         tokens: Sequence[int] | None,
         prompt: Sequence[int] = (),
+        salt: str | None = None,
     ) -> None:
         """Start a fresh request from shared blocks, plus those of its own that ``length`` needs beyond them.
 
@@ -269,6 +270,7 @@ class Manager:
         place.floor, place.stored, place.prompt = floor, stored, prompt
         place.given = place.written["main"] = max(length, stored)
         place.tokens = None if tokens is None else list(tokens)
+        place.salt = salt
 
     def fork(self, request: Request) -> Request:
         """A request with the same history: blocks are held by both, the slot is a new one.
@@ -277,7 +279,7 @@ class Manager:
             OutOfSlots: none is free.
         """
         source = self._places[request]
-        fork = self.admit()
+        fork = self.admit(source.salt)
         place = self._places[fork]
         for block in source.blocks:
             self.blocks.hold(block)

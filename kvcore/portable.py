@@ -21,7 +21,7 @@ class PortableVerbs(CacheBase):
             return transfer.export(self, self._manager.check(request))
 
     def import_request(self, blob: bytes, into: Request | None = None) -> Request:
-        """Take in an exported request; generation goes on where it was.
+        """Take in an exported request, its salt included; generation goes on where it was.
 
         Args:
             blob: from ``export_request`` of a cache with the same spec, on any backend.

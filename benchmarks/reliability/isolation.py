@@ -1,8 +1,8 @@
 """R5: nobody reads what is another's, or what was freed, whatever happens in between.
 
 Every row of every component says whose it is: the token's number, which stands for one request's history only, that
-request and its slot's generation, the position, the layer and the role. Requests share prefixes, fork, roll back, are preempted and
-come back, wrap their rings and reuse slots and blocks under pressure; what is freed is filled with NaN (``check``).
+request and its slot's generation, the position, the layer and the role. Requests share prefixes, fork, roll back, are
+preempted and come back, wrap their rings and reuse slots and blocks under pressure; what is freed is filled with NaN.
 Every row that is gathered is compared with what its owner was told; compressed entries are the exact means of theirs.
 """
 

@@ -149,7 +149,7 @@ def without_rows(_, pools, *__):
     return pools
 
 
-def keep_pools(self, pools, *_):
+def keep_pools(_, pools, *__):
     """A verb that moves nothing."""
     return pools
 
