@@ -77,7 +77,7 @@ def tests_triton(session: nox.Session) -> None:
 def tests_jax(session: nox.Session) -> None:
     """The JAX backend's suite: the CPU, the TPU interpreter, and the TPU compiler; nothing needs a TPU."""
     session.install(JAX, TPU_COMPILER)
-    install(session, "jax", "conformance", groups=("test",))
+    install(session, "jax", "snapshot", "conformance", groups=("test",))
     session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
 
 
