@@ -55,8 +55,9 @@ def read(layer, pools, index, role, request, numbers, own=None):
     (region,) = layer.regions[role]
     requests = jnp.broadcast_to(request[:, None], numbers.shape)
     valid = (requests >= 0) & (numbers >= 0)
-    stored = place.read(pools, region, index, requests, jnp.where(valid, numbers, -1), own)
-    return place.decode_rows(region, stored, layer.global_scale(role)).astype(jnp.float32), valid
+    numbers = jnp.where(valid, numbers, -1)
+    values = place.read_values(pools, region, index, requests, numbers, own, layer.global_scale(role))
+    return values.astype(jnp.float32), valid
 
 
 def by_tokens(function, tokens, values_each):
