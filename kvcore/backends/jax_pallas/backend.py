@@ -198,7 +198,7 @@ class JaxOps:
 
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        return _select(scores, k)
+        return _select(scores, k, self.kernels)
 
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
@@ -384,6 +384,6 @@ _reset = jax.jit(
 )
 _poison = jax.jit(life.poison, donate_argnums=0)
 _copy_units = jax.jit(life.copy_units, donate_argnums=0)
-_select = jax.jit(lambda scores, k: indexer.select(scores, k=k), static_argnums=1)
+_select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
 _encode = jax.jit(encoding.encode, static_argnums=(0, 2))
 _decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

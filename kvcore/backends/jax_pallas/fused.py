@@ -5,13 +5,16 @@ What they don't know (classic heads, int8 and NF4 rows) is moved by ``tiles`` an
 
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, interpreted
+from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
+from kvcore.backends.jax_pallas.pallas import index_scores as scoring
 from kvcore.backends.jax_pallas.pallas import rows_codec
+from kvcore.backends.jax_pallas.pallas.attend_rows import Source, attend_rows
 from kvcore.backends.jax_pallas.pallas.flush import flush as flush_kernel
 from kvcore.backends.jax_pallas.pallas.gather_rows import gather_rows
 from kvcore.backends.jax_pallas.pallas.lines import buffers_of
 from kvcore.backends.jax_pallas.pallas.store_rows import store_rows
+from kvcore.backends.jax_pallas.pallas.top_k import LARGEST, top_k
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
@@ -99,6 +102,56 @@ def flush(
         )
         pools = _exchanged(pools, region, written)
     return pools
+
+
+def scores(pools, region: Region) -> bool:
+    """True where index scores are one kernel."""
+    return moves(pools, region) and scoring.supports(region)
+
+
+def index_scores(pools, region: Region, blocks, q, weights, global_scale=1.0):
+    """Scores [T, blocks · rows] fp32 of the keys in blocks [T, n] of each token; arbitrary where the block is -1."""
+    (pool,) = _of(pools, region)
+    step = max(1, ROWS_A_CALL // max(blocks.shape[1], 1))
+    found = []
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        given = blocks[some], q[some], weights[some]
+        found.append(
+            scoring.index_scores(region, pool, *given, global_scale=global_scale, interpret=interpreted(pools))
+        )
+    return jnp.concatenate(found)
+
+
+def selects(kernels: str, scores_) -> bool:
+    """True where a top-k is one kernel; longer rows are XLA's to sort."""
+    return kernels != "portable" and 0 < scores_.shape[1] <= LARGEST and len(scores_) > 0
+
+
+def select(kernels: str, scores_, k: int):
+    """Top k of scores [T, n] -> [T, k] int32."""
+    return top_k(scores_, k, interpret=INTERPRETER if kernels == "interpret" else False)
+
+
+def attends(pools, regions, q, rows: int) -> bool:
+    """True where attention over ``rows`` rows a token of these regions is one kernel."""
+    fits = q.shape[2] % LANES == 0 and 0 < rows <= ROWS_A_CALL and len(q) > 0
+    return fits and all(moves(pools, region) and region.format.dim == q.shape[2] for region in regions)
+
+
+def attend(pools, q, sources, sink):
+    """Out [T, H, d] fp32 and lse [T, H] from q, scaled, over (region, unit [T, n], row [T, n], global scale) each."""
+    step = max(1, ROWS_A_CALL // sum(unit.shape[1] for _, unit, _, _ in sources))
+    outs, lses = [], []
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        given = [
+            Source(region, _of(pools, region), unit[some], row[some], scale) for region, unit, row, scale in sources
+        ]
+        out, lse = attend_rows(q[some], given, sink, interpret=interpreted(pools))
+        outs.append(out)
+        lses.append(lse)
+    return jnp.concatenate(outs), jnp.concatenate(lses)
 
 
 def _of(pools, region: Region):

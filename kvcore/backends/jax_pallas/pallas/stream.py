@@ -12,9 +12,9 @@ HALVES = 2
 """Chunks in VMEM: one that is worked on and one that arrives."""
 
 
-def scratch(region: Region, count: int):
-    """Scratch of a stream of chunks of ``count`` rows: tiles of every buffer, and a semaphore a half."""
-    tiles = [pltpu.VMEM((HALVES, count, *buffer.tile), buffer.dtype) for buffer in buffers_of(region)]
+def scratch(region: Region, *count: int):
+    """Scratch of a stream of chunks of ``count`` rows, or (units, tiles of one): all buffers' tiles, and semaphores."""
+    tiles = [pltpu.VMEM((HALVES, *count, *buffer.tile), buffer.dtype) for buffer in buffers_of(region)]
     return [*tiles, pltpu.SemaphoreType.DMA((HALVES,))]
 
 
@@ -25,8 +25,8 @@ class Stream:
         region: of the rows.
         pools: a reference to each of its pools, in HBM.
         held: the references that ``scratch`` asked for.
-        units, rows: where row i of the stream lies, [all] int32 each.
-        count: rows of a chunk.
+        units, rows: where row i of the stream lies, [all] int32 each; rows None: whole units are what is streamed.
+        count: rows, or units, of a chunk.
     """
 
     def __init__(self, region: Region, pools, held, units, rows, count: int) -> None:
@@ -39,11 +39,12 @@ class Stream:
         self._each(chunk, lambda copy: copy.start())
 
     def words(self, chunk):
-        """Wait for a chunk; buffer name -> words [count, tiles, 128]. Skipped rows are arbitrary."""
+        """Wait for a chunk; buffer name -> words [rows, tiles, 128]. Skipped rows are arbitrary."""
         self._each(chunk, lambda copy: copy.wait())
         half = lax.rem(chunk, HALVES)
         return {
-            buffer.name: words_of(tiles[half], buffer) for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
+            buffer.name: words_of(tiles[half].reshape(-1, *buffer.tile), buffer)
+            for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
         }
 
     def _each(self, chunk, act) -> None:
@@ -51,12 +52,13 @@ class Stream:
 
         def row(i, _):
             at = chunk * self._count + i
-            unit, number = self._units[at], self._rows[at]
+            unit = self._units[at]
 
             @pl.when(unit >= 0)
             def _():
                 for buffer, pool, tiles in zip(self._buffers, self._pools, self._tiles, strict=True):
-                    source = pool.at[unit, lax.div(number, jnp.int32(buffer.parts))]
+                    whole = self._rows is None
+                    source = pool.at[unit] if whole else pool.at[unit, lax.div(self._rows[at], jnp.int32(buffer.parts))]
                     act(pltpu.make_async_copy(source, tiles.at[half, i], self._arrived.at[half]))
 
             return _
