@@ -27,7 +27,7 @@ from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
 
 BACKEND = "jax_pallas"
 TEMPORARY_BYTES = {True: 8 << 20, False: 1 << 20}
-"""Allowed beside the pools: of whole steps, whose selections and scores pass from verb to verb; and of single kernels."""
+"""Allowed beside the pools: of whole steps, whose selections pass from verb to verb, and of single kernels."""
 
 
 def compiled(chip: str, *cases: str) -> list[dict[str, Any]]:

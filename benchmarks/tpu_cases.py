@@ -107,7 +107,7 @@ def index_scores(o: JaxOps, p: Any, i: StepIndex, q: Any, weights: Any) -> Any:
     return p, o.index_scores(p, 0, i, q, weights, columns=64 * BLOCKS)
 
 
-def select(o: JaxOps, p: Any, i: StepIndex, scores: Any) -> Any:
+def select(o: JaxOps, p: Any, _: StepIndex, scores: Any) -> Any:
     return p, o.select(scores, TOPK)
 
 
@@ -161,9 +161,7 @@ for _name in LATENT_FORMATS:
     )
     KERNELS[f"gather_window/{_name}/tpu_tile/decode"] = lambda n=_name: verb((csa(n),), gather_window)
 for _name in INDEX_FORMATS:
-    KERNELS[f"index_scores/{_name}.m4/tpu_tile/decode"] = lambda n=_name: verb(
-        (csa(index=n),), index_scores, *SCORING
-    )
+    KERNELS[f"index_scores/{_name}.m4/tpu_tile/decode"] = lambda n=_name: verb((csa(index=n),), index_scores, *SCORING)
 
 STEPS: dict[str, Callable[[], Case]] = {
     "step/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb(

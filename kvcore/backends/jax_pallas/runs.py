@@ -88,7 +88,7 @@ def from_bytes(stored, dtype):
 
 
 def as_elements(pool, unit, dtype):
-    """A pool with units of that shape and dtype: itself, or the same bytes otherwise, as [units, bytes] for instance."""
+    """A pool with units of that shape and dtype: itself, or the same bytes from another, such as [units, bytes]."""
     if pool.shape[1:] == unit and pool.dtype == dtype:
         return pool
     stored = to_bytes(pool).reshape(pool.shape[0], -1)

@@ -47,10 +47,10 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
     """
     tokens, heads, dim = q.shape
     chunks = [-(-source.unit.shape[1] // ROWS_A_STEP) for source in sources]
-    scalars, inputs, specs, held = [], [q], [pl.BlockSpec((1, heads, dim), lambda t, j, *_: (t, 0, 0))], []
+    scalars, inputs, specs, held = [], [q], [pl.BlockSpec((1, heads, dim), lambda t, *_: (t, 0, 0))], []
     if sink is not None:
         inputs.append(jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (heads, LANES)))
-        specs.append(pl.BlockSpec((heads, LANES), lambda t, j, *_: (0, 0)))
+        specs.append(pl.BlockSpec((heads, LANES), lambda *_: (0, 0)))
     first = 0
     for source, count in zip(sources, chunks, strict=True):
         more = ((0, 0), (0, count * ROWS_A_STEP - source.unit.shape[1]))
@@ -83,8 +83,8 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
             grid=(tokens, first),
             in_specs=specs,
             out_specs=[
-                pl.BlockSpec((1, heads, dim), lambda t, j, *_: (t, 0, 0)),
-                pl.BlockSpec((1, heads, LANES), lambda t, j, *_: (t, 0, 0)),
+                pl.BlockSpec((1, heads, dim), lambda t, *_: (t, 0, 0)),
+                pl.BlockSpec((1, heads, LANES), lambda t, *_: (t, 0, 0)),
             ],
             scratch_shapes=[*state, *held],
         ),

@@ -46,7 +46,7 @@ def flush(
         pools: its pools.
         tails: the ring's kv and score pools, [slots, R, width / 128, 128] fp32.
         own: the step's kv and score, [T, width] fp32.
-        sources: (token, unit, row), [n · rows] int32 each: row of ``own``, or of the ring where token is -1, or neither.
+        sources: (token, unit, row), [n · rows] int32 each: a row of ``own``, or of the ring if token is -1, or neither.
         places: (unit, row), [n] int32 each.
         skipped: [n] int32, how many of an entry's first rows do not exist.
         norm_weight: [d], or None for no norm.
@@ -64,7 +64,7 @@ def flush(
     inputs, specs = [*own, *tails], [pl.BlockSpec(memory_space=pl.ANY)] * 4
     if norm_weight is not None:
         inputs.append(norm_weight.astype(jnp.float32)[None])
-        specs.append(pl.BlockSpec((1, len(norm_weight)), lambda i, *_: (0, 0)))
+        specs.append(pl.BlockSpec((1, len(norm_weight)), lambda *_: (0, 0)))
     if turn is not None:
         inputs += [array[:, None] for array in turn]
         specs += [pl.BlockSpec((1, 1, LANES), lambda i, *_: (i, 0, 0))] * 2

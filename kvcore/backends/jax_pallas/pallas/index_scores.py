@@ -1,4 +1,4 @@
-"""Lightning-indexer scores straight from blocks of keys (DeepSeek-V4 paper section 2.3.1): a DMA a block, then products.
+"""Lightning-indexer scores straight from blocks of keys (DeepSeek-V4 paper section 2.3.1): a DMA a block, products.
 
 Keys that share a tile are decoded by what they share: one product for the first rows of all tiles, one for the second.
 """
@@ -54,8 +54,8 @@ def index_scores(region: Region, pool, blocks, q, weights, *, global_scale: floa
             num_scalar_prefetch=1,
             grid=(tokens, steps),
             in_specs=[
-                pl.BlockSpec((1, heads, LANES), lambda t, j, *_: (t, 0, 0)),
-                pl.BlockSpec((1, heads, 1), lambda t, j, *_: (t, 0, 0)),
+                pl.BlockSpec((1, heads, LANES), lambda t, *_: (t, 0, 0)),
+                pl.BlockSpec((1, heads, 1), lambda t, *_: (t, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec((1, 1, buffer.parts, count * tiles), lambda t, j, *_: (t, j, 0, 0)),
