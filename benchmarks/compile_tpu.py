@@ -26,8 +26,8 @@ from kvcore.parity import environment
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
 
 BACKEND = "jax_pallas"
-TEMPORARY_BYTES = {True: 8 << 20, False: 1 << 20}
-"""Allowed beside the pools: of whole steps, whose selections pass from verb to verb, and of single kernels."""
+TEMPORARY_BYTES = {True: 8 << 20, False: 4 << 20}
+"""Allowed beside pools of 15 to 50 MB: of whole steps, and of single kernels, whose results are up to 4 MB."""
 
 
 def compiled(chip: str, *cases: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from kvcore.backends.jax_pallas.pallas.write_rows import write_rows
 from kvcore.interop.jax import inspect_in_place
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
-from kvcore.spec import FORMATS, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.step import Row, build_index
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
@@ -54,6 +54,11 @@ def hca() -> LayerSpec:
     )
 
 
+def classic() -> LayerSpec:
+    """Keys and values a row a head, moved by kernels that know no format: four rows to a tile, and two."""
+    return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=2, value_dim=128, key_format="int8_row"))
+
+
 def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
     """``fn(ops, pools, index, *inputs) -> pools``, or pools and results, of a decode step of 8 requests."""
     spec = CacheSpec(layers=layers, block_tokens=256)
@@ -76,6 +81,18 @@ def append_window(o: JaxOps, p: Any, i: StepIndex, rows: Any) -> Any:
 
 def append_tail(o: JaxOps, p: Any, i: StepIndex, kv: Any, score: Any) -> Any:
     return o.append_tail(p, 0, i, kv, score)
+
+
+def gather_tail(o: JaxOps, p: Any, i: StepIndex) -> Any:
+    return p, o.gather_rows(p, 0, "tail", i, columns=8)
+
+
+def append_kv(o: JaxOps, p: Any, i: StepIndex, k: Any, v: Any) -> Any:
+    return o.append_kv(p, 0, i, k, v)
+
+
+def gather_kv(o: JaxOps, p: Any, i: StepIndex) -> Any:
+    return p, o.gather_kv(p, 0, i, columns=256)
 
 
 def flush_hca(o: JaxOps, p: Any, i: StepIndex, kv: Any, score: Any, turn: Any) -> Any:
@@ -142,6 +159,9 @@ SCORING, ATTENTION, TURN = ((INDEX_HEADS, 128), (INDEX_HEADS,)), ((HEADS, 512), 
 KERNELS: dict[str, Callable[[], Case]] = {
     "append_window/v4_584/tpu_tile/decode": lambda: verb((csa(),), append_window, (512,)),
     "append_tail/m4/tpu_tile/decode": lambda: verb((csa(),), append_tail, *TAIL),
+    "gather_rows/m4/tpu_tile/decode": lambda: verb((csa(),), gather_tail),
+    "append_kv/int8_row/tpu_tile/decode": lambda: verb((classic(),), append_kv, (2, 64), (2, 128)),
+    "gather_kv/int8_row/tpu_tile/decode": lambda: verb((classic(),), gather_kv),
     "flush/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb((csa(),), flush_csa, *TAIL, *INDEX_TAIL, TURN),
     "flush/v4_584.m128/tpu_tile/decode": lambda: verb((hca(),), flush_hca, (512,), (512,), TURN),
     "store_entries/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb((csa(),), store_entries, (512,), (128,)),

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas.pallas import rows_codec
-from kvcore.backends.jax_pallas.pallas.lines import buffers_of
+from kvcore.backends.jax_pallas.pallas.lines import buffers_of, column
 from kvcore.backends.jax_pallas.pallas.stream import Stream, scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
@@ -58,13 +58,9 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
         last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
         scalars += [unit.reshape(-1), row.reshape(-1), (last + ROWS_A_STEP - 1) // ROWS_A_STEP]
-        column = functools.partial(_chunk, first=first, count=count)
-        inputs += [unit.reshape(-1, 1), row.reshape(-1, 1), unit.reshape(-1, 1, ROWS_A_STEP)]
-        specs += [
-            pl.BlockSpec((ROWS_A_STEP, 1), lambda t, j, *_, column=column: (column(t, j), 0)),
-            pl.BlockSpec((ROWS_A_STEP, 1), lambda t, j, *_, column=column: (column(t, j), 0)),
-            pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, column=column: (column(t, j), 0, 0)),
-        ]
+        chunk = functools.partial(_chunk, first=first, count=count)
+        inputs += [unit.reshape(-1, 1, ROWS_A_STEP), row.reshape(-1, 1, ROWS_A_STEP)]
+        specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * 2
         pools = source.pools
         inputs += pools if interpret else [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
@@ -104,7 +100,7 @@ def _attend(*refs, regions, chunks, sunk: bool):
     sink, refs = (refs[0], refs[1:]) if sunk else (None, refs)
     given = []
     for region, _ in regions:
-        size = 3 + len(buffers_of(region))
+        size = 2 + len(buffers_of(region))
         given.append(refs[:size])
         refs = refs[size:]
     out, lse, largest, total, weighted, *refs = refs
@@ -121,23 +117,31 @@ def _attend(*refs, regions, chunks, sunk: bool):
         size = len(buffers_of(region)) + 1
         held, refs = refs[:size], refs[size:]
         units, rows, needed = scalars[3 * number : 3 * number + 3]
-        unit_column, row_column, unit_row, *pools = given[number]
+        unit, row, *pools = given[number]
         stream = Stream(region, pools, held, units, rows, ROWS_A_STEP)
         pl.when((token == 0) & (step == 0))(lambda stream=stream: stream.start(0))
 
         @pl.when((step >= first) & (step < first + count))
-        def _(stream=stream, first=first, count=count, needed=needed, region=region, scale=global_scale,
-              unit_column=unit_column, row_column=row_column, unit_row=unit_row):  # fmt: skip
+        def _(
+            stream=stream,
+            first=first,
+            count=count,
+            needed=needed,
+            region=region,
+            scale=global_scale,
+            unit=unit,
+            row=row,
+        ):
             chunk = token * count + step - first
             pl.when(chunk + 1 < pl.num_programs(0) * count)(lambda: stream.start(chunk + 1))
             words = stream.words(chunk)
 
             @pl.when(step - first < needed[token])
             def _():
-                exists = unit_column[...] >= 0
-                lines = rows_codec.decode(region, words, row_column[...], scale)
+                exists = column(unit[0]) >= 0
+                lines = rows_codec.decode(region, words, column(row[0]), scale)
                 lines = [jnp.where(jnp.broadcast_to(exists, line.shape), line, 0.0) for line in lines]
-                _softmax_sum(q, lines, unit_row[0] >= 0, largest, total, weighted)
+                _softmax_sum(q, lines, unit[0] >= 0, largest, total, weighted)
 
         first += count
 

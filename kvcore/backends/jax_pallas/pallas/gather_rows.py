@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas.pallas import rows_codec
+from kvcore.backends.jax_pallas.pallas.lines import column
 from kvcore.backends.jax_pallas.pallas.stream import Stream, ahead, scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
@@ -25,19 +26,19 @@ def gather_rows(region: Region, pools, unit, row, *, global_scale: float = 1.0, 
     if not interpret:
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
-    column = pl.BlockSpec((ROWS_A_STEP, 1), lambda i, *_: (i, 0))
+    chunk = pl.BlockSpec((1, 1, ROWS_A_STEP), lambda i, *_: (i, 0, 0))
     values = pl.pallas_call(
         functools.partial(_gather, region=region, pools=len(pools), global_scale=global_scale),
         out_shape=jax.ShapeDtypeStruct((len(unit), lines * LANES), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(len(unit) // ROWS_A_STEP,),
-            in_specs=[column, column, *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
+            in_specs=[chunk, chunk, *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools)],
             out_specs=pl.BlockSpec((ROWS_A_STEP, lines * LANES), lambda i, *_: (i, 0)),
             scratch_shapes=scratch(region, ROWS_A_STEP),
         ),
         interpret=interpret,
-    )(unit, row, unit[:, None], row[:, None], *pools)
+    )(unit, row, unit.reshape(-1, 1, ROWS_A_STEP), row.reshape(-1, 1, ROWS_A_STEP), *pools)
     return values[:count, : region.format.dim]
 
 
@@ -47,7 +48,7 @@ def _gather(units, rows, unit, row, *refs, region: Region, pools: int, global_sc
     stream = Stream(region, pools, held, units, rows, ROWS_A_STEP)
     ahead(stream, step, pl.num_programs(0))
     words = stream.words(step)
-    exists = unit[...] >= 0
-    for number, line in enumerate(rows_codec.decode(region, words, row[...], global_scale)):
+    exists = column(unit[0]) >= 0
+    for number, line in enumerate(rows_codec.decode(region, words, column(row[0]), global_scale)):
         kept = jnp.where(jnp.broadcast_to(exists, line.shape), line, 0.0)
         values[:, LANES * number : LANES * (number + 1)] = kept.astype(values.dtype)

@@ -107,6 +107,14 @@ def pick(line, lane: int):
     return jnp.sum(jnp.where(lanes(line.shape) == lane, line, 0), axis=1, keepdims=True)
 
 
+def column(numbers):
+    """[1, K] int32 along lanes -> [K, 1] along sublanes. In HBM a column would take a whole tile line a row."""
+    count = numbers.shape[1]
+    square = jnp.broadcast_to(numbers, (count, count))
+    diagonal = lanes((count, count)) == lax.broadcasted_iota(jnp.int32, (count, count), 0)
+    return jnp.sum(jnp.where(diagonal, square, 0), axis=1, keepdims=True)
+
+
 def lanes(shape: Sequence[int]):
     """The number of every lane, int32."""
     return lax.broadcasted_iota(jnp.int32, tuple(shape), len(shape) - 1)
