@@ -107,9 +107,14 @@ class TorchOps:
 
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
-        arrays = [np.ascontiguousarray(array, np.int32) for array in host]
-        moved = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(self.device)
-        pieces = moved.split([array.size for array in arrays])
+        arrays = [np.asarray(array, np.int32) for array in host]
+        # Each starts on a 16-byte boundary: kernels are compiled for that, once.
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        flat = np.zeros(starts[-1], np.int32)
+        for start, array in zip(starts, arrays, strict=False):
+            flat[start : start + array.size] = array.reshape(-1)
+        moved = torch.from_numpy(flat).to(self.device)
+        pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
         return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
 
     def component(self, layer, role):
