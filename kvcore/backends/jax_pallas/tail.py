@@ -23,7 +23,7 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
-    own = jnp.concatenate([kv, score], axis=1)
+    own = jnp.concatenate([kv, score], axis=1).astype(jnp.float32)
     exact = layer.component(role).parts[0].format.is_fp32
     request, entry = paged.closed(layer, index, count=closed, role=role)
     positions = window_of(entry, m, overlap=component.overlap)

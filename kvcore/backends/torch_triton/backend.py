@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan
@@ -17,7 +18,7 @@ verb = torch.no_grad()
 """A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
 
 
-class TorchOps:
+class TorchOps(ComposedVerbs):
     """Every verb of ``kvcore.ops.Ops`` on torch tensors of one device."""
 
     in_place = True
@@ -37,6 +38,7 @@ class TorchOps:
     pack_page = verb(encoding.pack_page)
     unpack_page = verb(encoding.unpack_page)
     append_window = verb(window.append_window)
+    append_rotated_window = verb(window.append_rotated_window)
     append_tail = verb(tail.append_tail)
     append_index_tail = verb(tail.append_index_tail)
     gather_window = verb(window.gather_window)

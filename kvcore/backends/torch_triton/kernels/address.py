@@ -50,7 +50,8 @@ def closing(
         request = tl.zeros_like(number) + owner
         entry = number + shift
         if first + ROWS > last:
-            request, entry = each_closing(number, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
+            # Few programs come here: a small tile keeps their code out of the way of the others.
+            request, entry = each_closing(number, starts_ptr, lengths_ptr, requests, RATIO, 8)
     found = request < requests
     return tl.where(found, request, -1), tl.where(found, entry, -1)
 
