@@ -52,9 +52,7 @@ def check_captured(device):
                 window, *streams = prompt[number]
                 cache.ops.append_window(cache.pools, number, step.index, window)
                 if layer.tail is not None:
-                    cache.ops.append_flush(
-                        cache.pools, number, step.index, *streams, newest=max(lengths), rope=ROPE
-                    )
+                    cache.ops.append_flush(cache.pools, number, step.index, *streams, newest=max(lengths), rope=ROPE)
             cache.pools = cache.pools
     static = inputs_for(spec, PADDED, device)
     graph, seen = None, None

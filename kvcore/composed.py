@@ -40,6 +40,7 @@ class ComposedVerbs:
         index_norm_weight: Array | None = None,
     ) -> Pools:
         """Flush, then append: the flush reads ring rows that the step's own may overwrite."""
+        del newest
         options = {"norm_weight": norm_weight, "eps": eps, "rope": rope, "index_norm_weight": index_norm_weight}
         pools = self.flush(pools, layer, index, kv, score, index_kv, index_score, closed=closed, **options)
         pools = self.append_tail(pools, layer, index, kv, score)

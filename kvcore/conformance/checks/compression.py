@@ -54,7 +54,7 @@ def flush(bench: Bench) -> list[Output]:
 
 
 def append_flush(bench: Bench) -> list[Output]:
-    """The same with the tails written too: told how many tokens are new, and not told; given what the shape class has."""
+    """The same with the tails written too, in the shape class's dtype: told how many tokens are new, and not told."""
     newest = max((row.new for row in bench.case.rows), default=0)
     return [
         output._replace(name=f"{output.name}{how}")
@@ -77,7 +77,9 @@ def append_rotated_window(bench: Bench) -> list[Output]:
         output._replace(name=f"{output.name}{how}")
         for how, norm in ((", normed", {"norm_weight": bench.put(weight), "eps": EPS}), ("", {}))
         for output in bench.stored(
-            bench.ops.append_rotated_window(bench.pools(), bench.layer, bench.index, bench.put(rows), rope=rope, **norm),
+            bench.ops.append_rotated_window(
+                bench.pools(), bench.layer, bench.index, bench.put(rows), rope=rope, **norm
+            ),
             computed={"window": "rope"},
         )
     ]

@@ -69,9 +69,7 @@ def restore_ring(role: str) -> Callable[[Bench], list[Output]]:
     return drive
 
 
-def tail_inputs(
-    bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype = FP32
-) -> tuple[object, object]:
+def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype = FP32) -> tuple[object, object]:
     """The compressor's kv and score, [T, width] each, on the device."""
     width = bench.case.component(role).width
     kv = bench.case.token_floats(f"{role} kv", width, dtype=dtype, wild=wild)

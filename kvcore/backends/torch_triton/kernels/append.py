@@ -145,9 +145,7 @@ def store_entries_kernel(
     channel = channels(R)
     source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim + channel
     x = load_float(source, inside[:, None, None] & (channel < R.dim))
-    request, entry = closing(
-        tl.program_id(0) * ROWS, starts_ptr, lengths_ptr, requests, ROWS, RATIO, REQUESTS, SPREAD
-    )
+    request, entry = closing(tl.program_id(0) * ROWS, starts_ptr, lengths_ptr, requests, ROWS, RATIO, REQUESTS, SPREAD)
     unit, place = locate(tl.where(inside, request, -1), entry, table_ptr, table_ptr, table_columns, R)
     stored = tl.load(stored_ptr + request, mask=request >= 0, other=0)
     valid = (unit >= 0) & ((entry + 1) * RATIO > stored)

@@ -78,10 +78,14 @@ def close_window(
         cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
         if PREFILL and T.ratio & (T.ratio - 1) == 0:
             if position + 1 - window >= start:
-                x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE)
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE
+                )
             else:
                 few: tl.constexpr = CHUNK // 4 if CHUNK > 4 else 1
-                x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE)
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE
+                )
         else:
             x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, False, NATIVE)
     if R.rounded:

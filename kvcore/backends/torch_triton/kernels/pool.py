@@ -51,7 +51,7 @@ def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
 
 @triton.jit
 def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
-    """``load_either`` where most windows are the step's own: its inputs are read at once, the ring only if need be."""
+    """``load_either`` where most windows are the step's own: inputs are read at once, the ring only if need be."""
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
     kv, score = widened(kv), widened(score)
@@ -94,7 +94,9 @@ def weight_of(x, largest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr, OWN: tl.constexpr):
+def load_rows(
+    kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr, OWN: tl.constexpr
+):
     """Rows ``r`` of a window; with OWN all are the step's, and come as they are."""
     if OWN:
         kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
