@@ -131,7 +131,7 @@ class Cache(SharingVerbs, PortableVerbs):
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
                 padded = pad_tokens is not None or pad_requests is not None
-                put = getattr(self.ops, "padded_index", self.ops.index) if padded else self.ops.index
+                put = self.ops.padded_index if padded else self.ops.index
                 step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, put(host))
             except BaseException:
                 self._manager.shrink(requests, grown)
