@@ -89,7 +89,7 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
     index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.blocks))
     state: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(spec):
-        aligned = length // spec.block_tokens * spec.block_tokens // component.tokens_per_row
+        aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
         columns = len(component.live(length))
         if component.in_checkpoint or columns > aligned:
             raw = ops.gather_rows(pools, layer, role, index, own.get((layer, role)), columns=columns)
