@@ -17,8 +17,9 @@ class Processes:
     """``count`` processes of one gloo group; ``run(function, *arguments)`` answers what each of them returned."""
 
     def __init__(self, count: int) -> None:
-        # A fresh interpreter would import torch for seconds; a fork has it. Nothing has started threads of torch here.
-        context = multiprocessing.get_context("fork")
+        # A fresh interpreter imports torch for seconds; one server without threads does so once, and is forked.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvcore.interop.torch_distributed", "numpy", "torch"])
         self._folder = tempfile.TemporaryDirectory()
         self.pipes = []
         self.processes = []

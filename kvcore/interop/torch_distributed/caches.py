@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,7 +76,7 @@ def create_cache(
         )
     exchange = TorchExchange(mesh["context"].get_group(), "cpu" if device is None else device)
     ops: Any = ShardedOps(chosen, cache_plan, exchange, device=device, check=check)
-    if not ops.in_place:
+    if not isinstance(ops.asarray(np.zeros(1, np.int32)), torch.Tensor):
         raise BackendError(got=backend, where="backend", allowed="a backend of torch tensors, such as 'torch_triton'")
     return Cache(cache_plan, chosen, ops, prefix=policy, check=check)
 
