@@ -16,7 +16,8 @@ TIMEOUT = 60.0
 class Processes:
     """``count`` processes of one gloo group; ``run(function, *arguments)`` answers what each of them returned."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
         # A fresh interpreter imports torch for seconds; one server without threads does so once, and is forked.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvcore.interop.torch_distributed", "numpy", "torch"])
@@ -25,7 +26,9 @@ class Processes:
         self.processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, count, Path(self._folder.name) / "store"))
+            process = context.Process(
+                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout)
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -35,7 +38,7 @@ class Processes:
         """``function(*arguments)`` in every process."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, pickle.dumps(arguments)))
-        answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, "no answer in time") for pipe in self.pipes]
+        answers = [pipe.recv() if pipe.poll(self.timeout) else (False, "no answer in time") for pipe in self.pipes]
         for rank, (fine, answer) in enumerate(answers):
             assert fine, f"rank {rank}: {answer}"
         return [answer for _, answer in answers]
@@ -45,13 +48,13 @@ class Processes:
         for pipe in self.pipes:
             pipe.send(None)
         for process in self.processes:
-            process.join(TIMEOUT)
+            process.join(self.timeout)
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, rank: int, count: int, store: Path) -> None:
+def _serve(pipe: Any, rank: int, count: int, store: Path, timeout: float) -> None:
     import importlib
 
     import torch
@@ -59,7 +62,7 @@ def _serve(pipe: Any, rank: int, count: int, store: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
     )
     while (task := pipe.recv()) is not None:
         module, name, arguments = task

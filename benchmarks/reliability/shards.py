@@ -243,12 +243,12 @@ def differences(one: Told, ranks: list[Told]) -> list[str]:
     return found
 
 
-def run(*, operations: int, seed: int, plans: dict[str, tuple[int, int]], each: int = 100) -> dict[str, Any]:
+def run(*, operations: int, seed: int, plans: dict[str, tuple[int, int]], each: int = 50) -> dict[str, Any]:
     """Logs of ``each`` operations on one device and on every plan, until there were ``operations`` on each."""
     happened: Counter[str] = Counter()
     failures: list[str] = []
     done, compared, at = 0, 0, seed
-    processes = {name: gloo.Processes(replicas * context) for name, (replicas, context) in plans.items()}
+    processes = {name: gloo.Processes(replicas * context, timeout=900) for name, (replicas, context) in plans.items()}
     while done < operations and len(failures) < 5 and not command.spent():
         count, which = min(each, operations - done), at % len(SPECS)
         one = life(at, count, 1, 1, which)

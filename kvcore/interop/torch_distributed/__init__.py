@@ -5,6 +5,8 @@ the same order, like the rank of any SPMD program.
 """
 
 from kvcore.interop.torch_distributed.caches import create_cache, gathered_digest, request_shard
+from kvcore.interop.torch_distributed.carrier import PeerCarrier, serve
 from kvcore.interop.torch_distributed.exchange import TorchExchange
+from kvcore.interop.torch_distributed.pulls import pull
 
-__all__ = ["TorchExchange", "create_cache", "gathered_digest", "request_shard"]
+__all__ = ["PeerCarrier", "TorchExchange", "create_cache", "gathered_digest", "pull", "request_shard", "serve"]
