@@ -130,14 +130,14 @@ class Desk:
                 place.staged = None
             return len(ended)
 
-    def staged(self, handle: Handle) -> Staged:
-        """What a handle of this desk refers to, for carriers that give out memory.
+    def staged(self, exporter: str, number: int, generation: int) -> Staged:
+        """Manifest and pages of an export, for carriers that give out memory.
 
         Raises:
             TransferError: as ``manifest``.
         """
         with self._lock:
-            return self._staged(handle.exporter, handle.number, handle.generation)
+            return self._staged(exporter, number, generation)
 
     def _handle(self, number: int) -> Handle:
         place = self._places[number]

@@ -37,7 +37,7 @@ def publish(desk: Desk, handle: Handle, folder: str | PathLike[str], *, readers:
     Raises:
         TransferError: the handle is no longer good. OSError: the disk refused.
     """
-    staged = desk.staged(handle)
+    staged = desk.staged(*reference(handle))
     head = Head(
         generation=handle.generation,
         deadline=handle.deadline,

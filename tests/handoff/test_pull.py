@@ -224,7 +224,7 @@ def test_every_flipped_bit_of_every_page_is_noticed(rng):
     stories.tell(cache, {request: list(range(21))})
     desk = Desk(cache)
     handle = desk.export(request, readers=1000)
-    right = desk.staged(handle).pages
+    right = desk.staged(handle.exporter, handle.number, handle.generation).pages
     for _ in range(60):
         page, byte = int(rng.integers(handle.pages)), int(rng.integers(handle.page_bytes))
         if right[page, byte] == 0 and page in (2, handle.pages - 1):
