@@ -13,12 +13,13 @@ from kvcore.backends.torch_triton.encoding import to_bf16
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
+from kvcore.backends.torch_triton.reading import ReadingVerbs, Workspaces
 from kvcore.backends.torch_triton.tail import frequencies_of, rms_norm, rotate
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import Rope
 
 
-class TritonOps(TorchOps):
+class TritonOps(ReadingVerbs, TorchOps):
     """``TorchOps`` with launches in place of the verbs that a step waits for."""
 
     def __init__(self, plan, device="cpu"):
@@ -28,6 +29,7 @@ class TritonOps(TorchOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self.workspaces = Workspaces(device)
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -52,7 +54,7 @@ class TritonOps(TorchOps):
             rows = self._rotated(layer, index, rows, frequencies, norm_weight, eps)
             return super().append_window(pools, layer, index, rows)
         ((record, names, _),) = bound
-        calls().append_rotated_rows(
+        launch.calls().append_rotated_rows(
             rows.contiguous(),
             index.positions,
             index.request_index,
@@ -88,7 +90,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return False
         for (record, names, paged), values in zip(bound, parts, strict=True):
-            calls().append_rows(
+            launch.calls().append_rows(
                 values.contiguous(),
                 index.positions,
                 index.request_index,
@@ -115,7 +117,7 @@ class TritonOps(TorchOps):
         if record is None:
             plain = super().append_tail if role == "tail" else super().append_index_tail
             return plain(pools, layer, index, kv, score)
-        calls().append_tail_rows(
+        launch.calls().append_tail_rows(
             kv.contiguous(),
             score.contiguous(),
             index.positions,
@@ -134,7 +136,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return super().store_role(pools, layer, role, index, values)
         ((record, names, _),) = bound
-        calls().store_rows(
+        launch.calls().store_rows(
             values.contiguous(),
             index.starts,
             index.lengths,
@@ -246,7 +248,7 @@ class TritonOps(TorchOps):
             records += [index_record, index_tail_record]
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
-        calls().flush_rows(
+        launch.calls().flush_rows(
             aligned(kv),
             aligned(score),
             pools[tail_name],
@@ -281,7 +283,7 @@ class TritonOps(TorchOps):
         ((record, names, _),) = bound
         window = self.component(layer, "window").window
         buffers = [pools[name] for name in names]
-        return WindowRows(*calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        return WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
 
     @torch.no_grad()
     def gather_entries(self, pools, layer, index, indices):
@@ -290,7 +292,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return super().gather_entries(pools, layer, index, indices)
         ((record, names, _),) = bound
-        found = calls().gather_picked_rows(
+        found = launch.calls().gather_picked_rows(
             indices.contiguous(),
             index.request_index,
             index.lengths,
@@ -310,7 +312,7 @@ class TritonOps(TorchOps):
         ((record, names, _),) = bound
         ratio = self.component(layer, role).ratio
         buffers = [pools[name] for name in names]
-        return AllEntries(*calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
+        return AllEntries(*launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
 
     @torch.no_grad()
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
@@ -323,7 +325,7 @@ class TritonOps(TorchOps):
         window, chunk = component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
         (keys, positions), (values, _) = (
-            calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
+            launch.calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
             for record, names, _ in bound
         )
         return keys, values, positions
@@ -409,11 +411,6 @@ def aligned(values):
     """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't."""
     values = values.contiguous()
     return values.clone() if values.storage_offset() * values.itemsize % 16 else values
-
-
-def calls():
-    """The launches: directly in eager mode, as registered operators while ``torch.compile`` traces."""
-    return torch.ops.kvcore if torch.compiler.is_compiling() else launch
 
 
 def capturing():

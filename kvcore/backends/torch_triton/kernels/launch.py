@@ -6,7 +6,13 @@ kernel call; while ``torch.compile`` traces, callers go through ``torch.ops.kvco
 registered.
 """
 
-from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound, bind, bind_tail
+import sys
+from typing import Any
+
+import torch
+
+from kvcore.backends.torch_triton.kernels.attention import attend_rows
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
@@ -17,13 +23,16 @@ from kvcore.backends.torch_triton.kernels.read import (
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
 __all__ = [
+    "BOUND",
     "INTERPRETED",
     "Bound",
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_rows",
     "bind",
     "bind_tail",
+    "calls",
     "flush_rows",
     "gather_all_rows",
     "gather_kv_rows",
@@ -32,3 +41,8 @@ __all__ = [
     "one_token_programs",
     "store_rows",
 ]
+
+
+def calls() -> Any:
+    """The launches: directly in eager mode, as registered operators while ``torch.compile`` traces."""
+    return torch.ops.kvcore if torch.compiler.is_compiling() else sys.modules[__name__]
