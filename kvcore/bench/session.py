@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 
+from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, graph, single
 from kvcore.bench.workloads import all_workloads
 
@@ -18,7 +19,7 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
     with torch.cuda.device(torch.device(device)):
         found = ceilings()
         rows = []
-        for make in all_workloads(device):
+        for make in (*all_workloads(device), *reading_workloads(device)):
             work = make()
             if only in work.name:
                 rows.append(timed(work, found["copy_gb_s"]))

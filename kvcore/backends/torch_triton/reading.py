@@ -6,10 +6,15 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 
 import torch
 
+from kvcore import bounds
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
+from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.ops import Attention
+
+SCORES_AT_ONCE = 1 << 22
+"""Scores that ``index_select`` keeps at a time: 16 MiB, which stay in a large GPU's L2."""
 
 
 class Workspaces:
@@ -74,6 +79,82 @@ class ReadingVerbs:
             q.dtype == torch.bfloat16,
         )
         return Attention(out, lse)
+
+    @torch.no_grad()
+    def index_scores(self, pools, layer, index, q, weights, *, columns=None):
+        """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
+        columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
+        bound = self._index_keys(layer)
+        if bound is None or not len(index.slots):
+            return super().index_scores(pools, layer, index, q, weights, columns=columns)
+        number, names = bound
+        return launch.calls().score_rows(
+            q.contiguous(),
+            weights.contiguous(),
+            index.positions,
+            index.request_index,
+            index.block_table,
+            [pools[name] for name in names],
+            self._rotated_room(number, q),
+            number,
+            self.component(layer, "index_keys").ratio,
+            columns,
+        )
+
+    @torch.no_grad()
+    def select(self, scores, k):
+        """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+        return launch.calls().select_rows(
+            scores.to(torch.float32).contiguous(), *self._ranking_room(len(scores), k, scores.shape[1]), k
+        )
+
+    @torch.no_grad()
+    def index_select(self, pools, layer, index, q, weights, k, *, columns=None, run=None):
+        """``select(index_scores(...), k)`` with scores in a buffer that does not grow with the context.
+
+        ``run`` entries are scored at a time; from run to run the best k are carried on.
+        """
+        columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
+        run = run or max(4096, SCORES_AT_ONCE // max(len(q), 1))
+        bound = self._index_keys(layer)
+        if bound is None or not len(index.slots) or columns <= run or not k:
+            return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
+        number, names = bound
+        return launch.calls().score_select_rows(
+            q.contiguous(),
+            weights.contiguous(),
+            index.positions,
+            index.request_index,
+            index.block_table,
+            [pools[name] for name in names],
+            self._rotated_room(number, q),
+            self.workspaces.take("scores", len(q) * (k + run)),
+            *self._ranking_room(len(q), k, k + run),
+            number,
+            self.component(layer, "index_keys").ratio,
+            columns,
+            k,
+            run,
+        )
+
+    def _index_keys(self, layer):
+        """(record number, names of buffers) of the layer's index keys; None if not covered."""
+        bound = self.bound(layer, "index_keys")
+        if bound is None or score_parts(launch.BOUND[bound[0][0]].record) is None:
+            return None
+        return bound[0][0], bound[0][1]
+
+    def _rotated_room(self, number, q):
+        rotated = launch.BOUND[number].record.hadamard
+        return self.workspaces.take("queries", q.numel() if rotated else 1, torch.bfloat16)
+
+    def _ranking_room(self, tokens, k, columns):
+        hands, room = ranking(max(k, 1), max(columns, 1))
+        rows = min(tokens, MOST_ROWS)
+        return (
+            self.workspaces.take("hands", rows * (hands + 1), torch.int32),
+            self.workspaces.take("pairs", rows * room, torch.int64),
+        )
 
     def _attention(self, layer, q):
         """(window, entries, parts): (record number, names of buffers) of each or None; None if not covered."""

@@ -10,73 +10,8 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import locate
-from kvcore.backends.torch_triton.kernels.codes import e2m1_value, e4m3_value, e8m0_value, nf4_value, round_bf16
-from kvcore.backends.torch_triton.kernels.rows import element_offsets
-
-
-@triton.jit
-def load_chunk(unit, row, valid, codes_ptr, plain_ptr, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
-    """Channels FIRST .. FIRST + S.chunk of rows [n] as they are stored: bytes [n, chunk or half of it], or floats."""
-    keep = valid[:, None]
-    if FIRST < R.quant:
-        packed: tl.constexpr = 2 if R.code == "e2m1" or R.code == "nf4" else 1
-        at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None]
-        byte = FIRST // packed + tl.arange(0, S.chunk // packed)[None, :]
-        raw = tl.load(codes_ptr + at + byte, mask=keep, other=0)
-    else:
-        size: tl.constexpr = 4 if R.plain == "fp32" else 2
-        dtype: tl.constexpr = tl.float32 if R.plain == "fp32" else tl.bfloat16 if R.plain == "bf16" else tl.float16
-        at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None]
-        channel = FIRST - R.quant + tl.arange(0, S.chunk)[None, :]
-        if FIRST + S.chunk > R.dim:
-            keep = keep & (channel < R.dim - R.quant)
-        raw = tl.load(plain_ptr.to(tl.pointer_type(dtype)) + at + channel, mask=keep, other=0.0)
-    return raw
-
-
-@triton.jit
-def load_chunk_scales(
-    unit, row, valid, scales_ptr, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr
-):
-    """Scales of the chunk's groups, fp32 [n, groups]."""
-    groups: tl.constexpr = S.chunk // R.width if R.width < S.chunk else 1
-    group = FIRST // R.width + tl.arange(0, groups)[None, :]
-    size: tl.constexpr = 4 if R.scale == "fp32" else 1
-    at = element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, size)[:, None] + group
-    if R.scale == "fp32":
-        scale = tl.load(scales_ptr.to(tl.pointer_type(tl.float32)) + at, mask=valid[:, None], other=0.0)
-    else:
-        stored = tl.load(scales_ptr + at, mask=valid[:, None], other=0).to(tl.int32)
-        if R.scale == "e8m0":
-            scale = e8m0_value(stored)
-        else:
-            scale = e4m3_value(stored, NATIVE)
-    return scale
-
-
-@triton.jit
-def decode_chunk(raw, scale, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr):
-    """What ``load_chunk`` returned as numbers [n, chunk] in the products' precision."""
-    dtype: tl.constexpr = tl.float32 if S.full else tl.bfloat16
-    n: tl.constexpr = raw.shape[0]
-    if FIRST < R.quant:
-        if R.code == "e2m1":
-            byte = raw.to(tl.int32)
-            value = tl.reshape(tl.join(e2m1_value(byte & 15), e2m1_value(byte >> 4)), (n, S.chunk))
-        elif R.code == "nf4":
-            byte = raw.to(tl.int32)
-            value = tl.reshape(tl.join(nf4_value(byte & 15), nf4_value(byte >> 4)), (n, S.chunk))
-            value = tl.where(valid[:, None], value, 0.0)
-        elif R.code == "e4m3":
-            value = e4m3_value(raw.to(tl.int32), NATIVE)
-        else:
-            value = raw.to(tl.int8, bitcast=True).to(tl.float32)
-        groups: tl.constexpr = scale.shape[1]
-        value = tl.reshape(value, (n, groups, S.chunk // groups)) * scale[:, :, None]
-        x = tl.reshape(value.to(dtype), (n, S.chunk))
-    else:
-        x = raw.to(dtype)
-    return x
+from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_chunk, load_chunk_scales
+from kvcore.backends.torch_triton.kernels.codes import round_bf16
 
 
 @triton.jit
@@ -91,7 +26,8 @@ def absorb(
     n: tl.constexpr = unit.shape[0]
     raw = ()
     scales = ()
-    for c in tl.static_range(S.chunks):
+    chunks: tl.constexpr = S.chunks
+    for c in tl.static_range(chunks):
         raw = raw + (load_chunk(unit, row, valid, codes_ptr, plain_ptr, c * S.chunk, R, S),)
         if c * S.chunk < R.quant:
             scales = scales + (load_chunk_scales(unit, row, valid, scales_ptr, c * S.chunk, R, S, NATIVE),)
@@ -99,7 +35,7 @@ def absorb(
             scales = scales + (0,)
     logit = tl.zeros([q[0].shape[0], n], tl.float32)
     keys = ()
-    for c in tl.static_range(S.chunks):
+    for c in tl.static_range(chunks):
         k = decode_chunk(raw[c], scales[c], valid, c * S.chunk, R, S, NATIVE)
         keys = keys + (k,)
         logit = tl.dot(q[c], tl.trans(k), logit, input_precision="ieee")
@@ -115,7 +51,7 @@ def absorb(
         # What rounding took from the weights, as a second product: then they are good to 2^-17.
         low = (weight - high.to(tl.float32)).to(q[0].dtype)
     summed = ()
-    for c in tl.static_range(S.chunks):
+    for c in tl.static_range(chunks):
         part = tl.dot(high, keys[c], out[c] * kept[:, None], input_precision="ieee")
         if S.twice:
             part = tl.dot(low, keys[c], part, input_precision="ieee")
@@ -164,7 +100,8 @@ def entry_place(
 @triton.jit
 def store_heads(at, out, some, inside, S: tl.constexpr, NATIVE: tl.constexpr):
     """Store chunks ``out`` of [heads, chunk], times ``some`` [heads], at pointers ``at`` [heads]."""
-    for c in tl.static_range(S.chunks):
+    chunks: tl.constexpr = S.chunks
+    for c in tl.static_range(chunks):
         channel = c * S.chunk + tl.arange(0, S.chunk)[None, :]
         x = out[c] * some[:, None]
         if at.dtype.element_ty == tl.bfloat16 and not NATIVE:
@@ -219,10 +156,12 @@ def attend_kernel(
     q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
     q = ()
     out = ()
-    for c in tl.static_range(S.chunks):
-        channel = c * S.chunk + tl.arange(0, S.chunk)[None, :]
+    chunks: tl.constexpr = S.chunks
+    CHUNK: tl.constexpr = S.chunk
+    for c in tl.static_range(chunks):
+        channel = c * CHUNK + tl.arange(0, CHUNK)[None, :]
         q = q + (tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0).to(dtype),)
-        out = out + (tl.zeros([HEADS, S.chunk], tl.float32),)
+        out = out + (tl.zeros([HEADS, CHUNK], tl.float32),)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     if WINDOW:

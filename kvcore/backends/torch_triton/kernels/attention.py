@@ -24,6 +24,7 @@ class Parts(NamedTuple):
         chunk: channels taken at a time, a power of two; ``chunks`` of them make a row.
         full: keys, queries and weights are fp32 and products IEEE; else they are bf16 and sums fp32.
         twice: weights are multiplied as two bf16 numbers, the rounded weight and what rounding took.
+        apart: a row's only scale is not part of the keys.
     """
 
     dim: int
@@ -31,6 +32,7 @@ class Parts(NamedTuple):
     chunks: int
     full: bool
     twice: bool
+    apart: bool = False
 
 
 class Cut(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
+from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
@@ -39,6 +40,9 @@ __all__ = [
     "gather_picked_rows",
     "gather_window_rows",
     "one_token_programs",
+    "score_rows",
+    "score_select_rows",
+    "select_rows",
     "store_rows",
 ]
 
