@@ -131,7 +131,7 @@ class Cache(SharingVerbs, PortableVerbs):
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
                 padded = pad_tokens is not None or pad_requests is not None
-                put = getattr(self.ops, "padded_index", self.ops.index) if padded else self.ops.index
+                put = self.ops.padded_index if padded else self.ops.index
                 step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, put(host))
             except BaseException:
                 self._manager.shrink(requests, grown)
@@ -164,6 +164,10 @@ class Cache(SharingVerbs, PortableVerbs):
         Args:
             requests: in the order that counts; None for all live ones in order of admission.
         """
+        return digest.combine(self.digest_lanes(requests))
+
+    def digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
+        """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
         with self._turn("digest"):
             chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
             rows = self._rows(chosen, [0] * len(chosen))
@@ -175,7 +179,7 @@ class Cache(SharingVerbs, PortableVerbs):
                 found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
                 for request, pair in enumerate(found):
                     lanes[request].append((int(pair[0]), int(pair[1])))
-            return digest.combine([(row.length, lane) for row, lane in zip(rows, lanes, strict=True)])
+            return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
     def __repr__(self) -> str:
         live = self.plan.slots - self.free_slots

@@ -141,7 +141,7 @@ class Manager:
             max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
             for place, count in zip(places, new, strict=True)
         ]
-        shared = shared_columns(self.blocks, self.plan.spec.block_tokens, places, new)
+        shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
         fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
         grown: list[Growth] = []
         for place, count, column in zip(places, added, shared, strict=True):
@@ -218,7 +218,7 @@ class Manager:
         place.written = {group: min(done, length) for group, done in place.written.items()}
         if place.tokens is not None:
             del place.tokens[length:]
-            del place.keys[length // self.plan.spec.block_tokens :]
+            del place.keys[length // self.plan.block_tokens :]
         return self._keep_blocks(place, self.plan.blocks_for(length))
 
     def deepest_truncation(self, request: Request) -> int:

@@ -47,7 +47,7 @@ class PrefixCache:
 
     def __init__(self, spec: CacheSpec, policy: Policy, manager: Manager) -> None:
         self.policy = policy
-        self._spec = spec
+        self._block_tokens = manager.plan.block_tokens
         self._manager = manager
         self._seed = seed_of(spec)
         self._replay = replay_tokens(spec)
@@ -75,7 +75,7 @@ class PrefixCache:
 
     def boundaries(self, start: int, length: int) -> list[int]:
         """Lengths within a step, after ``start`` up to ``length``, at which the policy keeps a checkpoint."""
-        size = self._spec.block_tokens
+        size = self._block_tokens
         if self.policy == "full":
             return list(range((start // size + 1) * size, length + 1, size))
         if isinstance(self.policy, Periodic) and length > start and length % self.policy.tokens == 0:
@@ -86,7 +86,7 @@ class PrefixCache:
         """Work out the keys of a request whose token ids are known, and seal its full blocks."""
         if not self.on or place.tokens is None:
             return
-        size = self._spec.block_tokens
+        size = self._block_tokens
         done = len(place.keys)
         parent = place.keys[-1] if done else self._seed
         place.keys += chain(parent, place.tokens[done * size : place.complete], size, None if done else place.salt)
@@ -96,9 +96,9 @@ class PrefixCache:
     def keep(self, place: Place, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""
         assert place.tokens is not None
-        full = length // self._spec.block_tokens
+        full = length // self._block_tokens
         parent = place.keys[full - 1] if full else self._seed
-        rest = place.tokens[full * self._spec.block_tokens : length]
+        rest = place.tokens[full * self._block_tokens : length]
         key = point_key(parent, rest, place.salt)
         if key in self._states:
             self._states.move_to_end(key)
@@ -112,7 +112,7 @@ class PrefixCache:
         """The longest hit of at most ``limit`` tokens of a prompt, among histories of the same salt."""
         if not self.on:
             return NO_HIT
-        size = self._spec.block_tokens
+        size = self._block_tokens
         keys = list(chain(self._seed, tokens, size, salt))
         blocks = self._sealed(keys)
         best = self._checkpointed(tokens, keys, blocks, limit, salt)
@@ -130,7 +130,7 @@ class PrefixCache:
         self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int, salt: str | None
     ) -> Hit:
         """The longest kept state whose full blocks are all sealed."""
-        size = self._spec.block_tokens
+        size = self._block_tokens
         within = min(limit // size, len(blocks) if self._manager.plan.blocks else len(keys))
         for full in range(max(0, within), -1, -1):
             parent = keys[full - 1] if full else self._seed
