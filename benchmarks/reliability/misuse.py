@@ -60,4 +60,4 @@ def run(full: bool, seed: int, backends: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command.run_whole(__doc__, run, {"backends": installed()})
+    command.main(__doc__, run, {"backends": installed()})
