@@ -18,6 +18,7 @@ from kvcore.backends.jax_pallas import attention, classic, encoding, entries, in
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements, pool_shape
+from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
 from kvcore.plan import CachePlan
@@ -36,7 +37,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class JaxOps:
+class JaxOps(ComposedVerbs):
     """Every verb of ``kvcore.ops.Ops`` on JAX arrays.
 
     Attributes:
@@ -118,6 +119,11 @@ class JaxOps:
     def append_window(self, pools, layer, index, rows):
         """Encode rows [T, d] and store them at slot·C + p mod C."""
         return self._write(window.append_window, pools, layer, ("window",), (index, rows))
+
+    def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
+        arrays = (index, rows, tail.frequencies_of(rope), norm_weight)
+        return self._write(window.append_rotated_window, pools, layer, ("window",), arrays, eps=eps)
 
     def append_tail(self, pools, layer, index, kv, score):
         """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""

@@ -28,6 +28,7 @@ E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 SIGN, INFINITY, MANTISSA = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FFFFF)
 FP32_ONE = 127  # biased exponent of 1.0
 RAISE = 64
+SUBNORMAL_RAISED = np.float32(2.0 ** (RAISE - 126))
 LARGE = np.float32(2.0**100)
 
 
@@ -67,7 +68,7 @@ def decode(format, rows, dim=None, global_scale=1.0):
             if scale_code == "e8m0":
                 values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.size])
             else:
-                values = values * jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size]
+                values = times(values, jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size])
                 # Code times scale is exact, so the product with the global scale rounds once.
                 values = values * np.float32(global_scale) if format.global_scaled else values
         channels.append(values)
@@ -203,9 +204,10 @@ def hadamard(values, butterflies=None, rounded=None):
     values = (butterflies or sylvester)(over_power(values, FP32_ONE - shift))
     factor = np.float32(values.shape[1] ** -0.5)
     product = values * factor
-    subnormal = raised & (jnp.abs(product) < np.float32(2.0 ** (RAISE - 126)))
     normal = over_power((rounded or to_bf16)(product), FP32_ONE + shift)
-    return jnp.where(subnormal, _lowered_to_subnormal_bf16(values, factor), normal)
+    # Where subnormal, bf16 is a multiple of 2^-133.
+    small = jnp.rint(jnp.abs(_lowered(values, factor)) * np.float32(2.0**-16)).astype(jnp.uint32) << 16
+    return jnp.where(raised & (jnp.abs(product) < SUBNORMAL_RAISED), from_bits(small | bits_of(values) & SIGN), normal)
 
 
 def sylvester(values):
@@ -220,8 +222,19 @@ def sylvester(values):
     return values
 
 
-def _lowered_to_subnormal_bf16(values, factor):
-    """``bf16(fp32(values · 2^-64 · factor))`` where subnormal: rounded to a multiple of 2^-149, then of 2^-133."""
+def times(values, scales):
+    """The correctly rounded product of values of at most 2^20 and scales, subnormal scales and products included."""
+    raised = (bits_of(scales) & ~SIGN) < bits_of(np.float32(2.0**-42))
+    shift = jnp.where(raised, np.uint32(RAISE), np.uint32(0))
+    scales = over_power(scales, FP32_ONE - shift)
+    product = values * scales
+    subnormal = raised & (jnp.abs(product) < SUBNORMAL_RAISED)
+    small = jnp.abs(_lowered(values, scales)).astype(jnp.uint32) | bits_of(product) & SIGN
+    return jnp.where(subnormal, from_bits(small), over_power(product, FP32_ONE + shift))
+
+
+def _lowered(values, factor):
+    """``values · 2^-64 · factor`` where that is subnormal, in units of 2^-149, rounded to a whole number."""
     product = values * factor
     high, low = _halves(values)
     factor_high, factor_low = _halves(factor)
@@ -230,9 +243,7 @@ def _lowered_to_subnormal_bf16(values, factor):
     rounded = jnp.rint(multiple)
     # Halfway by the rounded product alone: the product's own rounding error says on which side it really is.
     halfway = (jnp.abs(multiple - rounded) == 0.5) & (error != 0)
-    rounded = jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
-    magnitude = jnp.rint(jnp.abs(rounded) * np.float32(2.0**-16)).astype(jnp.uint32)
-    return from_bits(magnitude << 16 | bits_of(values) & SIGN)
+    return jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
 
 
 def to_bf16(values):

@@ -25,7 +25,7 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
-    own = jnp.concatenate([kv, score], axis=1)
+    own = jnp.concatenate([kv, score], axis=1).astype(jnp.float32)
     exact = layer.component(role).parts[0].format.is_fp32
     request, requests, positions = windows(layer, index, closed=closed, role=role)
     raw = place.read_fp32(pools, region, index, requests, positions, own)
