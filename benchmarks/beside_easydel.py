@@ -94,8 +94,8 @@ def easydel_side() -> dict[str, Any]:
     from easydel.infra.utils import AttnMaskType
     from easydel.layers.caching.transformer.cache import AttnMaskDetail, TransformerCacheConfig, TransformerCacheView
     from easydel.layers.quantization.quantizers import EasyQuantizer
-    from ejkernel.types import MaskInfo
     from eformer.escale import PartitionAxis, PartitionManager
+    from ejkernel.types import MaskInfo
 
     mesh = jax.make_mesh((1, 1, 1, 1, 1), ("dp", "fsdp", "ep", "tp", "sp"))
     manager, quantizer = PartitionManager(PartitionAxis()), EasyQuantizer(quantization_config=None)
