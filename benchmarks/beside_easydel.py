@@ -90,7 +90,6 @@ def kvcore_side() -> dict[str, Any]:
 
 def easydel_side() -> dict[str, Any]:
     """Times and outcomes of EasyDeL."""
-    from easydel.infra.etils import EasyDeLQuantizationConfig  # noqa: F401  (imports what the cache needs)
     from easydel.infra.utils import AttnMaskType
     from easydel.layers.caching.transformer.cache import AttnMaskDetail, TransformerCacheConfig, TransformerCacheView
     from easydel.layers.quantization.quantizers import EasyQuantizer
@@ -168,6 +167,7 @@ def main() -> None:
         "kind": "beside_easydel",
         "what": f"µs of one decode step's cache update, median of {STEPS}, CPU, one jit, cache donated",
         "sizes": {"batch": BATCH, "heads": HEADS, "head_dim": DIM, "dtype": "bfloat16", "tokens": TOKENS},
+        "load_average": [round(load, 1) for load in os.getloadavg()],
         "times_faster": {name: round(theirs[name] / ours[name], 1) for name in CASES},
         **sides,
     }
