@@ -26,8 +26,10 @@ from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, W
 ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
 RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
-SPILLS_ALLOWED = 128
-"""Bytes, with another Triton than the record's: a few spilled words cost nothing."""
+OTHER_COMPILER = 64
+"""Bytes of spills more than recorded that another Triton than the record's may come to: a few words cost nothing."""
+UNRECORDED = 128
+"""Bytes of spills of a case that the record lacks."""
 
 
 def regions(name, layout):
@@ -70,15 +72,10 @@ def check(record, case, kernel, arch, constants, **options):
     if os.environ.get("KVCORE_COMPILE_RECORD"):
         return
     recorded = known.get((name, f"sm_{arch}", case))
-    assert recorded, f"{name} for sm_{arch}, {case!r}: not in {RECORD.name}; see the top of this file"
-    allowed = recorded["spilled_bytes"] if version == triton.__version__ else SPILLS_ALLOWED
-    assert found.spilled_bytes <= allowed, f"{name} for sm_{arch}, {case!r} spills more than recorded: {found}"
-
-
-def test_the_record_holds_no_large_spill():
-    rows = json.loads(RECORD.read_text())["rows"]
-    assert {row["arch"] for row in rows} == {f"sm_{arch}" for arch in ARCHITECTURES.values()}
-    assert [row for row in rows if row["spilled_bytes"] > SPILLS_ALLOWED] == []
+    allowed = UNRECORDED
+    if recorded:
+        allowed = recorded["spilled_bytes"] + (version != triton.__version__) * OTHER_COMPILER
+    assert found.spilled_bytes <= allowed, f"{name} for sm_{arch}, {case!r} spills more than {allowed} bytes: {found}"
 
 
 @pytest.mark.parametrize(
