@@ -249,5 +249,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path:
         command = shlex.join(["pytest", *sys.argv[1:]])
         subjects: list[Subject] = [*kit.subjects, *kit.absent]
-        Path(path).write_bytes(write(report_of(kit.spec, subjects, records, command=command)))
+        report = report_of(kit.spec, subjects, records, command=command)
+        Path(path).write_bytes(write(report, packed=path.endswith(".gz")))
         terminalreporter.write_line(f"report: {path}")

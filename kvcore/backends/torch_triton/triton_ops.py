@@ -13,13 +13,14 @@ from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.launch import calls
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
+from kvcore.backends.torch_triton.reading import ReadingVerbs, Workspaces
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import Rope
 
 
-class TritonOps(LifeOps):
+class TritonOps(ReadingVerbs, LifeOps):
     """``TorchOps`` with launches in place of the verbs that a step waits for."""
 
     def __init__(self, plan, device="cpu"):
@@ -29,6 +30,7 @@ class TritonOps(LifeOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self.workspaces = Workspaces(device)
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -53,7 +55,7 @@ class TritonOps(LifeOps):
             return super().append_rotated_window(pools, layer, index, rows, **options)
         frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
         ((record, names, _),) = bound
-        calls().append_rotated_rows(
+        launch.calls().append_rotated_rows(
             rows.contiguous(),
             index.positions,
             index.request_index,
@@ -80,7 +82,7 @@ class TritonOps(LifeOps):
         if bound is None:
             return False
         for (record, names, paged), values in zip(bound, parts, strict=True):
-            calls().append_rows(
+            launch.calls().append_rows(
                 values.contiguous(),
                 index.positions,
                 index.request_index,
@@ -107,7 +109,7 @@ class TritonOps(LifeOps):
         if record is None:
             plain = super().append_tail if role == "tail" else super().append_index_tail
             return plain(pools, layer, index, kv, score)
-        calls().append_tail_rows(
+        launch.calls().append_tail_rows(
             kv.contiguous(),
             score.contiguous(),
             index.positions,
@@ -126,7 +128,7 @@ class TritonOps(LifeOps):
         if bound is None:
             return super().store_role(pools, layer, role, index, values)
         ((record, names, _),) = bound
-        calls().store_rows(
+        launch.calls().store_rows(
             values.contiguous(),
             index.starts,
             index.lengths,
@@ -231,7 +233,7 @@ class TritonOps(LifeOps):
             records += [index_record, index_tail_record]
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
-        calls().flush_rows(
+        launch.calls().flush_rows(
             aligned(kv),
             aligned(score),
             pools[tail_name],
@@ -266,7 +268,7 @@ class TritonOps(LifeOps):
         ((record, names, _),) = bound
         window = self.component(layer, "window").window
         buffers = [pools[name] for name in names]
-        return WindowRows(*calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        return WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
 
     @torch.no_grad()
     def gather_entries(self, pools, layer, index, indices):
@@ -275,7 +277,7 @@ class TritonOps(LifeOps):
         if bound is None:
             return super().gather_entries(pools, layer, index, indices)
         ((record, names, _),) = bound
-        found = calls().gather_picked_rows(
+        found = launch.calls().gather_picked_rows(
             indices.contiguous(),
             index.request_index,
             index.lengths,
@@ -296,7 +298,9 @@ class TritonOps(LifeOps):
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         ratio = self.component(layer, role).ratio
         buffers = [pools[name] for name in names]
-        return AllEntries(*calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
+        return AllEntries(
+            *launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns)
+        )
 
     @torch.no_grad()
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
@@ -310,7 +314,7 @@ class TritonOps(LifeOps):
         window, chunk = component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
         (keys, positions), (values, _) = (
-            calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
+            launch.calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
             for record, names, _ in bound
         )
         return keys, values, positions

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound, bind, bind_tail
+from kvcore.backends.torch_triton.kernels.attention import attend_rows
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
+from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
@@ -24,11 +26,13 @@ from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
 __all__ = [
+    "BOUND",
     "INTERPRETED",
     "Bound",
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_rows",
     "bind",
     "bind_tail",
     "calls",
@@ -41,6 +45,9 @@ __all__ = [
     "gather_picked_rows",
     "gather_window_rows",
     "one_token_programs",
+    "score_rows",
+    "score_select_rows",
+    "select_rows",
     "store_rows",
 ]
 

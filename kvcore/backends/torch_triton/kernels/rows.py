@@ -16,6 +16,7 @@ from kvcore.backends.torch_triton.kernels.codes import (
     e2m1_value,
     e4m3_code,
     e4m3_value,
+    e8m0_value,
     float_bits,
     int8_code,
     nf4_code,
@@ -206,7 +207,7 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
         )
         stored = tl.load(source, mask=keep, other=0).to(tl.int32)
         if R.scale == "e8m0":
-            scale = bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
+            scale = e8m0_value(stored)
         else:
             scale = e4m3_value(stored, NATIVE)
     return scale
