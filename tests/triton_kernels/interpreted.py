@@ -22,6 +22,7 @@ def formats(names):
 def flushes(given):
     rng = np.random.default_rng(3)
     yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 1], given, after=3)
+    yield f"CSA in chunks {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=1)
     yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=1)
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
