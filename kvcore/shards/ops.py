@@ -21,7 +21,8 @@ from kvcore.spec import LayerSpec
 
 WHOLE = (
     *("allocate", "asarray", "join", "index", "encode", "decode", "pack_page", "unpack_page", "digest_rows"),
-    *("append_window", "append_tail", "append_index_tail", "gather_window", "compress", "closed"),
+    *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
+    *("gather_window", "compress", "closed"),
     *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
 )
 """Verbs that need nothing of other shards: the backend's own."""
@@ -54,6 +55,14 @@ class ShardedOps:
         if name in WHOLE:
             return getattr(self._base, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def padded_index(self, host: StepIndex) -> StepIndex:
+        """A padded step's index, kept in one place where the backend does that."""
+        return getattr(self._base, "padded_index", self._base.index)(host)
+
+    def append_flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, **how: Any) -> Pools:
+        """``flush`` and the append of the same rows, where the backend has that verb."""
+        return self._base.append_flush(pools, layer, self._to_write(index), *streams, **how)
 
     def flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, closed: int | None = None, **how: Any):
         """Compress what closes, and store the entries of this shard's pages."""
