@@ -116,8 +116,10 @@ class ShardedOps:
         index = self._to_write(index)
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         found = self._base.gather_all_entries(pools, layer, index, columns=columns, role=role)
-        mine = self._mine(columns, self._pages_of(layer, role)) & (found.positions >= 0)
-        return found._replace(values=self.exchange.pick(self.exchange.where(mine, found.values)))
+        positions = self._positions(columns, index.lengths // self._ratio(layer, role), self._ratio(layer, role))
+        mine = self._mine(columns, self._pages_of(layer, role)) & (positions >= 0)
+        values = self.exchange.pick(self.exchange.where(mine, found.values))
+        return found._replace(values=values, positions=positions)
 
     def index_scores(
         self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int | None = None
@@ -174,6 +176,7 @@ class ShardedOps:
         keys, values, positions = self._base.gather_kv(pools, layer, index, k, v, columns=columns)
         if not self._is_paged(layer, "kv"):
             return keys, values, positions
+        positions = self._positions(columns, index.lengths, 1)
         mine = self._mine(columns, self._pages_of(layer, "kv")) & (positions >= 0)
         keys, values = (self.exchange.pick(self.exchange.where(mine, part)) for part in (keys, values))
         return keys, values, positions
@@ -219,6 +222,14 @@ class ShardedOps:
         """[1, columns] bool: canonical rows that lie on this shard."""
         rows = self._base.asarray(np.arange(columns, dtype=np.int32)[None])
         return pages.owner(rows) == self.exchange.shard
+
+    def _positions(self, columns: int, counts: Array, ratio: int) -> Array:
+        """[Q, columns] int32: positions of canonical rows, -1 beyond each request's ``counts``.
+
+        Worked out here, since a backend may say -1 for a row that is on no page of its own.
+        """
+        rows = self._base.asarray(np.arange(columns, dtype=np.int32)[None])
+        return (rows * ratio + 1) * (rows < counts[:, None]) - 1
 
     def _pages_of(self, layer: int, role: str) -> Pages:
         return Pages(self.plan.context, self.plan.region(layer, role)[0].rows)
