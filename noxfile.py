@@ -77,7 +77,7 @@ def tests_triton(session: nox.Session) -> None:
 def tests_jax(session: nox.Session) -> None:
     """The JAX backend's suite: the CPU, the TPU interpreter, and the TPU compiler; nothing needs a TPU."""
     session.install(JAX, TPU_COMPILER)
-    install(session, "jax", "conformance", groups=("test",))
+    install(session, "jax", "snapshot", "conformance", groups=("test",))
     session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
 
 
@@ -144,7 +144,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def example_backend(session: nox.Session) -> None:
-    """The third-party backend of the examples, as its page says: built, installed and compared in its own environment."""
+    """The third-party backend of the examples, as its page says: built, installed and compared, alone."""
     page = Path("examples/add_a_backend/README.md").read_text()
     commands = [shlex.split(line) for line in page.split("```")[1].split("\n") if line]
     installs = [command for command in commands if command[0] == "python"]

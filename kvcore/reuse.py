@@ -89,7 +89,7 @@ class PrefixCache:
         size = self._block_tokens
         done = len(place.keys)
         parent = place.keys[-1] if done else self._seed
-        place.keys += chain(parent, place.tokens[done * size : place.complete], size)
+        place.keys += chain(parent, place.tokens[done * size : place.complete], size, None if done else place.salt)
         for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
             self._manager.blocks.seal(block, key)
 
@@ -99,7 +99,7 @@ class PrefixCache:
         full = length // self._block_tokens
         parent = place.keys[full - 1] if full else self._seed
         rest = place.tokens[full * self._block_tokens : length]
-        key = point_key(parent, rest)
+        key = point_key(parent, rest, place.salt)
         if key in self._states:
             self._states.move_to_end(key)
             return
@@ -108,14 +108,14 @@ class PrefixCache:
         while len(self._states) > self._capacity:
             self._forget(next(iter(self._states)))
 
-    def find(self, tokens: Sequence[int], *, limit: int) -> Hit:
-        """The longest hit of at most ``limit`` tokens of a prompt."""
+    def find(self, tokens: Sequence[int], *, limit: int, salt: str | None = None) -> Hit:
+        """The longest hit of at most ``limit`` tokens of a prompt, among histories of the same salt."""
         if not self.on:
             return NO_HIT
         size = self._block_tokens
-        keys = list(chain(self._seed, tokens, size))
+        keys = list(chain(self._seed, tokens, size, salt))
         blocks = self._sealed(keys)
-        best = self._checkpointed(tokens, keys, blocks, limit)
+        best = self._checkpointed(tokens, keys, blocks, limit, salt)
         if self._replay == 0:
             # Nothing but blocks to restore: every full block within the limit is a hit.
             stored = length = min(len(blocks), limit // size) * size
@@ -126,7 +126,9 @@ class PrefixCache:
             return best
         return Hit(length, stored, tuple(blocks[: stored // size]), None) if length > best.length else best
 
-    def _checkpointed(self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int) -> Hit:
+    def _checkpointed(
+        self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int, salt: str | None
+    ) -> Hit:
         """The longest kept state whose full blocks are all sealed."""
         size = self._block_tokens
         within = min(limit // size, len(blocks) if self._manager.plan.blocks else len(keys))
@@ -134,7 +136,7 @@ class PrefixCache:
             parent = keys[full - 1] if full else self._seed
             for rest in sorted(set(self._beyond.get(parent, {}).values()), reverse=True):
                 length = full * size + rest
-                key = point_key(parent, tokens[full * size : length])
+                key = point_key(parent, tokens[full * size : length], salt)
                 if 0 < length <= limit and key in self._states:
                     self._states.move_to_end(key)
                     return Hit(length, length, tuple(blocks[:full]), self._states[key].state)

@@ -39,7 +39,7 @@ def compiled(
             signature[name] = f"*{_element(name.removesuffix('_ptr'), given, exact)}"
             attributes[(number,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name == "eps" else "i32"
+            signature[name] = "fp32" if name in ("eps", "scale") else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -7,18 +7,20 @@ integers that change from step to step, so a decode step can be captured in a CU
 
 import torch
 
-from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore import bounds
 from kvcore.backends.torch_triton.device_index import DeviceIndex
-from kvcore.backends.torch_triton.encoding import to_bf16
 from kvcore.backends.torch_triton.kernels import launch
+from kvcore.backends.torch_triton.kernels.launch import calls
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
-from kvcore.backends.torch_triton.tail import frequencies_of, rms_norm, rotate
+from kvcore.backends.torch_triton.reading import ReadingVerbs, Workspaces
+from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import Rope
 
 
-class TritonOps(TorchOps):
+class TritonOps(ReadingVerbs, LifeOps):
     """``TorchOps`` with launches in place of the verbs that a step waits for."""
 
     def __init__(self, plan, device="cpu"):
@@ -28,6 +30,7 @@ class TritonOps(TorchOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self.workspaces = Workspaces(device)
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -46,13 +49,13 @@ class TritonOps(TorchOps):
 
         Rounded to bf16 after the norm and after the rotation, unless the window's format decodes to fp32.
         """
-        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
         bound = self.bound(layer, "window")
         if bound is None:
-            rows = self._rotated(layer, index, rows, frequencies, norm_weight, eps)
-            return super().append_window(pools, layer, index, rows)
+            options = {"rope": rope, "norm_weight": norm_weight, "eps": eps}
+            return super().append_rotated_window(pools, layer, index, rows, **options)
+        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
         ((record, names, _),) = bound
-        calls().append_rotated_rows(
+        launch.calls().append_rotated_rows(
             rows.contiguous(),
             index.positions,
             index.request_index,
@@ -67,15 +70,6 @@ class TritonOps(TorchOps):
         )
         return pools
 
-    def _rotated(self, layer, index, rows, frequencies, norm_weight, eps):
-        exact = self.component(layer, "window").parts[0].format.is_fp32
-        rows = rows.to(torch.float32)
-        if norm_weight is not None:
-            rows = rms_norm(rows, norm_weight, eps)
-            rows = rows if exact else to_bf16(rows)
-        rows = rotate(rows, index.positions, frequencies)
-        return rows if exact else to_bf16(rows)
-
     @torch.no_grad()
     def append_kv(self, pools, layer, index, k, v):
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
@@ -88,7 +82,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return False
         for (record, names, paged), values in zip(bound, parts, strict=True):
-            calls().append_rows(
+            launch.calls().append_rows(
                 values.contiguous(),
                 index.positions,
                 index.request_index,
@@ -115,7 +109,7 @@ class TritonOps(TorchOps):
         if record is None:
             plain = super().append_tail if role == "tail" else super().append_index_tail
             return plain(pools, layer, index, kv, score)
-        calls().append_tail_rows(
+        launch.calls().append_tail_rows(
             kv.contiguous(),
             score.contiguous(),
             index.positions,
@@ -134,7 +128,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return super().store_role(pools, layer, role, index, values)
         ((record, names, _),) = bound
-        calls().store_rows(
+        launch.calls().store_rows(
             values.contiguous(),
             index.starts,
             index.lengths,
@@ -157,7 +151,7 @@ class TritonOps(TorchOps):
         index_kv=None,
         index_score=None,
         *,
-        closed,
+        closed=None,
         norm_weight=None,
         eps=1e-6,
         rope=None,
@@ -187,8 +181,8 @@ class TritonOps(TorchOps):
         index_kv=None,
         index_score=None,
         *,
-        closed,
-        newest=1,
+        newest=None,
+        closed=None,
         norm_weight=None,
         eps=1e-6,
         rope=None,
@@ -196,23 +190,16 @@ class TritonOps(TorchOps):
     ):
         """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch in decode.
 
-        Args:
-            newest: most new tokens of a request in the step. Where it leaves no spare row in the ring, the flush reads
-                the old rows first and the tails are written by launches of their own.
+        Where ``newest`` leaves no spare row in the ring, or is not known, the flush reads the old rows first and the
+        tails are written by launches of their own.
         """
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
+        newest = len(index.positions) if newest is None else newest
         decode = self._is_decode(layer, index) and newest <= self._spare(layer)
-        if decode and self._flush(
-            pools, layer, index, kv, score, index_kv, index_score, eps, rope, append=True, **weights
-        ):
+        streams = kv, score, index_kv, index_score
+        if decode and self._flush(pools, layer, index, *streams, eps, rope, append=True, **weights):
             return pools
-        pools = self.flush(
-            pools, layer, index, kv, score, index_kv, index_score, closed=closed, eps=eps, rope=rope, **weights
-        )
-        pools = self.append_tail(pools, layer, index, kv, score)
-        if index_kv is not None:
-            pools = self.append_index_tail(pools, layer, index, index_kv, index_score)
-        return pools
+        return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
     def _flush(
         self,
@@ -246,7 +233,7 @@ class TritonOps(TorchOps):
             records += [index_record, index_tail_record]
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
-        calls().flush_rows(
+        launch.calls().flush_rows(
             aligned(kv),
             aligned(score),
             pools[tail_name],
@@ -281,7 +268,7 @@ class TritonOps(TorchOps):
         ((record, names, _),) = bound
         window = self.component(layer, "window").window
         buffers = [pools[name] for name in names]
-        return WindowRows(*calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        return WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
 
     @torch.no_grad()
     def gather_entries(self, pools, layer, index, indices):
@@ -290,7 +277,7 @@ class TritonOps(TorchOps):
         if bound is None:
             return super().gather_entries(pools, layer, index, indices)
         ((record, names, _),) = bound
-        found = calls().gather_picked_rows(
+        found = launch.calls().gather_picked_rows(
             indices.contiguous(),
             index.request_index,
             index.lengths,
@@ -302,28 +289,32 @@ class TritonOps(TorchOps):
         return SelectedEntries(*found)
 
     @torch.no_grad()
-    def gather_all_entries(self, pools, layer, index, *, columns, role="entries"):
+    def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         bound = self.bound(layer, role)
         if bound is None:
             return super().gather_all_entries(pools, layer, index, columns=columns, role=role)
         ((record, names, _),) = bound
+        columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         ratio = self.component(layer, role).ratio
         buffers = [pools[name] for name in names]
-        return AllEntries(*calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
+        return AllEntries(
+            *launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns)
+        )
 
     @torch.no_grad()
-    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
         if bound is None or k is not None or v is not None:
             return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
         ring = component.span is not None
         window, chunk = component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
         (keys, positions), (values, _) = (
-            calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
+            launch.calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
             for record, names, _ in bound
         )
         return keys, values, positions
@@ -409,11 +400,6 @@ def aligned(values):
     """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't."""
     values = values.contiguous()
     return values.clone() if values.storage_offset() * values.itemsize % 16 else values
-
-
-def calls():
-    """The launches: directly in eager mode, as registered operators while ``torch.compile`` traces."""
-    return torch.ops.kvcore if torch.compiler.is_compiling() else launch
 
 
 def capturing():

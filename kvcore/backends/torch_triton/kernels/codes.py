@@ -65,6 +65,12 @@ def e4m3_value(code, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def e8m0_value(stored):
+    """e8m0 byte (int32) -> fp32 power of two; 0xFF is NaN."""
+    return bits_float(tl.where(stored == 0xFF, 0x7FC00000, tl.where(stored == 0, 0x00400000, stored << 23)))
+
+
+@triton.jit
 def e2m1_code(x):
     """fp32 with |x| <= 6 (or a hair above) -> 4-bit code as int32, to nearest even; keeps -0."""
     return small_float(x, 1, 1) | ((float_bits(x) >> 28) & 8)
@@ -130,9 +136,14 @@ def round_bf16(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_float(pointers, mask):
-    """Load fp32 or bf16 values as fp32 (bf16 widened from its bits); zeros where masked."""
-    x = tl.load(pointers, mask=mask, other=0)
+def widened(x):
+    """fp32 or bf16 values as fp32, bf16 from its bits."""
     if x.dtype != tl.float32:
         x = bits_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     return x
+
+
+@triton.jit
+def load_float(pointers, mask):
+    """Load fp32 or bf16 values as fp32; zeros where masked."""
+    return widened(tl.load(pointers, mask=mask, other=0))

@@ -6,29 +6,52 @@ kernel call; while ``torch.compile`` traces, callers go through ``torch.ops.kvco
 registered.
 """
 
-from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound, bind, bind_tail
+import sys
+from typing import Any
+
+import torch
+
+from kvcore.backends.torch_triton.kernels.attention import attend_rows
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
+from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
+from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
     gather_picked_rows,
     gather_window_rows,
 )
+from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
 __all__ = [
+    "BOUND",
     "INTERPRETED",
     "Bound",
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_rows",
     "bind",
     "bind_tail",
+    "calls",
+    "copy_units",
+    "digest_lanes",
+    "fill_units",
     "flush_rows",
     "gather_all_rows",
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
     "one_token_programs",
+    "score_rows",
+    "score_select_rows",
+    "select_rows",
     "store_rows",
 ]
+
+
+def calls() -> Any:
+    """The launches: directly in eager mode, as registered operators while ``torch.compile`` traces."""
+    return torch.ops.kvcore if torch.compiler.is_compiling() else sys.modules[__name__]

@@ -1,0 +1,97 @@
+"""Index scores and top-k with kernels: against fp64, and against a sort."""
+
+from collections.abc import Iterator
+
+import torch
+from reading_scene import off, scene, scores
+
+from kvcore.backends.torch_triton import indexer
+from kvcore.spec import Entries, IndexKeys, LayerSpec
+
+Problem = tuple[str, str]
+
+
+def keys_layer(format: str, *, ratio: int = 4, dim: int = 128, topk: int = 512) -> LayerSpec:
+    """A layer of index keys; its entries are as small as they can be."""
+    keys = IndexKeys(dim=dim, ratio=ratio, heads=64, topk=topk, format=format)
+    return LayerSpec(entries=Entries(dim=16, ratio=ratio, format="bf16"), index_keys=keys)
+
+
+def check(
+    what: str, layer: LayerSpec, lengths, news, device, *, heads=64, dtype=torch.bfloat16, weights="any", **options
+) -> Iterator[Problem]:
+    """Scores against fp64, then picks of those scores; ``weights``: any, negative, or queries that are zero."""
+    found = scene(layer, lengths, news, device, **options)
+    tokens, keys = len(found.host.positions), layer.index_keys
+    q = torch.randn(tokens, heads, keys.dim, device=device).to(dtype)
+    w = torch.randn(tokens, heads, device=device)
+    if weights == "negative":
+        w = -w.abs()
+    if weights == "zero queries":
+        q[::2] = 0
+    columns = max(length // keys.ratio for length in lengths)
+    got = found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns)
+    yield f"scores {what}", off(got, scores(found, q, w, columns), "scores")
+    again = found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns)
+    yield f"scores {what}, repeated", "" if torch.equal(got, again) else "a repeat differs"
+    k = min(keys.topk, max(4, columns // 3))
+    picks = found.ops.select(got, k)
+    yield f"picks {what}", different(picks, indexer.select(None, got, k))
+    run = max(16, columns // 3)
+    fused = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
+    yield f"picks {what}, scores not kept", different(fused, picks)
+
+
+def different(picks: torch.Tensor, want: torch.Tensor) -> str:
+    """How many picks differ in which rows."""
+    wrong = picks != want
+    return f"{int(wrong.sum())} picks differ in {int(wrong.any(dim=1).sum())} rows" if bool(wrong.any()) else ""
+
+
+def given_scores(device: str, n: int, rows: int = 6) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rows that make a top-k stumble."""
+    normal = torch.randn(rows, n, device=device)
+    yield "random", normal
+    yield "ties", (normal * 2).round()
+    yield "one value", torch.full_like(normal, -0.5)
+    yield "zeros of both signs", torch.where(normal > 0, 0.0, -0.0)
+    yield "ascending", torch.arange(n, device=device).float().expand(rows, n).contiguous()
+    yield "nothing", torch.full_like(normal, -torch.inf)
+    holes = normal.clone()
+    holes[:, ::3] = -torch.inf
+    holes[:, 1::5] = torch.nan
+    holes[0, 2:] = -torch.inf
+    yield "holes and NaN", holes
+    crowded = normal * 1e-3
+    crowded[:, n // 2 : n // 2 + n // 8] += 1
+    yield "the best side by side", crowded
+    yield "few hands hold the best", few_hands(device, n, rows)
+
+
+def few_hands(device: str, n: int, rows: int) -> torch.Tensor:
+    """All columns of 64 of 1,024 hands are high: many more than are asked for reach the bound that the hands give."""
+    return torch.randn(rows, n, device=device) + 100.0 * (torch.arange(n, device=device) % 1024 < 64)
+
+
+def check_select(device: str, sizes: list[tuple[int, int]], ops) -> Iterator[Problem]:
+    """``select`` against a stable sort."""
+    for n, k in sizes:
+        for what, given in given_scores(device, n):
+            yield f"top {k} of {n:,}: {what}", different(ops.select(given, k), indexer.select(None, given, k))
+
+
+def small(device: str) -> Iterator[Problem]:
+    """Cases for the interpreter and the sanitizer."""
+    for format in ("index_fp8_132", "index_fp4_68_h", "index_fp8_132_fp32scale", "index_nvfp4", "bf16"):
+        layer = keys_layer(format, topk=16)
+        yield from check(format, layer, [151, 3, 1], [2, 1, 1], device, heads=5, block_tokens=16)
+    yield from check("fp32 queries", keys_layer("index_fp4_68"), [90], [3], device, heads=3, dtype=torch.float32)
+    for weights in ("negative", "zero queries"):
+        yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
+    found = scene(keys_layer("bf16"), [8], [1], device)
+    yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
+    given = few_hands(device, 61_440, 1)
+    yield (
+        "top 64 of 61,440: no room for all pairs",
+        different(found.ops.select(given, 64), indexer.select(None, given, 64)),
+    )

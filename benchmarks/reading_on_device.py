@@ -1,0 +1,156 @@
+"""The verbs that read, on a CUDA device, against fp64: writes what was found as JSON.
+
+    python benchmarks/reading_on_device.py --out reading.json [--workers 14] [--small]
+
+``--small`` is for ``compute-sanitizer``. The commit is taken from KVCORE_COMMIT.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import check_attention
+import check_indexer
+import torch
+from check_attention import layer_of
+from check_indexer import keys_layer
+from reading_scene import scene
+
+Case = Iterator[tuple[str, str]]
+MILLION = 1 << 20
+BOTH = ("v4_584", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368", "bf16", "fp32")
+
+
+def attention_cases(device: str) -> Iterator[Case]:
+    """Formats, heads, drafts, empty selections, and one request of a token beside one of a million."""
+    for name in BOTH:
+        dim = 576 if name == "v32_656" else 512
+        layer = layer_of(name, name, dim=dim)
+        yield check_attention.check(f"{name}, 64 heads", layer, [5003, 129, 1], [1, 1, 1], device, count=512)
+        yield check_attention.check(
+            f"{name}, fp32 queries", layer, [777, 130], [1, 2], device, heads=7, count=33, dtype=torch.float32
+        )
+    v4 = layer_of("v4_584", "v4_584")
+    for drafts in (2, 3, 4):
+        yield check_attention.check(f"{drafts} tokens each", v4, [4001, 77, 9000], [drafts] * 3, device, count=512)
+    yield check_attention.check("128 heads", v4, [4001, 77], [1, 2], device, heads=128, count=512)
+    yield check_attention.check("many requests", v4, [300 + 17 * n for n in range(150)], [1] * 150, device, count=512)
+    yield check_attention.check("nothing selected", v4, [4001, 1], [1, 1], device, count=0)
+    yield check_attention.check("nothing at all", layer_of(None, "v4_584"), [4001, 1], [1, 1], device, count=0)
+    yield check_attention.check(
+        "V4.1", layer_of("v41_528", "v41_fp4_288", ratio=1), [900, 4], [2, 1], device, count=512
+    )
+    yield check_attention.check("window alone", layer_of("v4_584", None), [900, 4], [2, 1], device)
+    hca = layer_of("v4_584", "v4_584", ratio=128)
+    yield check_attention.check("HCA, all entries", hca, [131072, 127, 5001], [1, 1, 4], device)
+    yield check_attention.check("HCA, a token beside a million", hca, [MILLION + 77, 1], [1, 1], device)
+    yield check_attention.check("CSA, a token beside a million", v4, [MILLION + 3, 1], [1, 1], device, count=1024)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield check_attention.own_rows(
+            f"v4_584, {dtype}", v4, [900, 301], [700, 301], device, heads=64, count=128, dtype=dtype
+        )
+    yield check_attention.own_rows("HCA", hca, [900, 301], [700, 301], device, heads=64, count=None)
+
+
+def indexer_cases(device: str) -> Iterator[Case]:
+    """Formats, weights, contexts up to a million tokens; top-k of awkward rows."""
+    for name in (
+        "index_fp8_132",
+        "index_fp8_132_h",
+        "index_fp4_68",
+        "index_fp4_68_h",
+        "index_fp8_132_fp32scale",
+        "index_nvfp4",
+        "bf16",
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            what = f"{name}, {dtype}"
+            yield check_indexer.check(what, keys_layer(name), [20011, 5, 1, 1030], [3, 1, 1, 2], device, dtype=dtype)
+    fp4 = keys_layer("index_fp4_68")
+    for weights in ("negative", "zero queries"):
+        yield check_indexer.check(weights, fp4, [9000, 77], [1, 1], device, weights=weights)
+    yield check_indexer.check("scales far apart", fp4, [9000, 77], [1, 1], device, spread=20.0)
+    yield check_indexer.check(
+        "32 heads, ratio 1", keys_layer("index_fp4_68", ratio=1), [3001, 9], [1, 2], device, heads=32
+    )
+    yield check_indexer.check(
+        "a token beside a million", keys_layer("index_fp4_68_h"), [MILLION + 77, 1], [1, 1], device
+    )
+    found = scene(keys_layer("bf16"), [8], [1], device)
+    sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
+    yield check_indexer.check_select(device, sizes, found.ops)
+
+
+def small(device: str) -> Iterator[Case]:
+    """Every kernel once."""
+    yield check_attention.small(device)
+    yield check_indexer.small(device)
+
+
+def run(shard: int, shards: int, names: list[str], device: str, seed: int) -> list[dict[str, object]]:
+    """Every ``shards``-th case of the groups; what a case raises is a finding."""
+    torch.manual_seed(seed + shard)
+    found = []
+    cases = [case for name in names for case in GROUPS[name](device)]
+    for number in range(shard, len(cases), shards):
+        try:
+            answers = list(cases[number])
+        except Exception as error:  # noqa: BLE001
+            answers = [(f"case {number}", "".join(traceback.format_exception(error))[-1500:])]
+        for what, problem in answers:
+            found.append({"what": what, "ok": not problem, **({"problem": problem} if problem else {})})
+            if problem:
+                print(what, problem, flush=True)
+    return found
+
+
+GROUPS = {"attention": attention_cases, "indexer": indexer_cases, "small": small}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--small", action="store_true", help="every kernel once on small data")
+    parser.add_argument("--only", nargs="*", choices=["attention", "indexer"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=1, help="processes, since most of the time goes to compilation")
+    arguments = parser.parse_args()
+    names = ["small"] if arguments.small else arguments.only or ["attention", "indexer"]
+    began, seed = time.time(), secrets.randbits(40)
+    if arguments.workers == 1:
+        results = run(0, 1, names, arguments.device, seed)
+    else:
+        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as workers:
+            shards = arguments.workers * 3
+            tasks = [workers.submit(run, n, shards, names, arguments.device, seed) for n in range(shards)]
+            results = [found for task in tasks for found in task.result()]
+    failures = [found["what"] for found in results if not found["ok"]]
+    import triton
+
+    cuda = torch.device(arguments.device).type == "cuda"
+    record = {
+        "kind": "reading",
+        "command": " ".join(["python", *sys.argv]),
+        "commit": os.environ.get("KVCORE_COMMIT"),
+        "device": torch.cuda.get_device_name() if cuda else arguments.device,
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "seed": seed,
+        "checks": len(results),
+        "failures": failures,
+        "results": results,
+    }
+    with open(arguments.out, "w") as file:
+        json.dump(record, file, indent=1)
+    print(f"{len(results)} checks, {len(failures)} failures, {time.time() - began:.1f} s", flush=True)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

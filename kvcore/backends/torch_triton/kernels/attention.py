@@ -1,0 +1,197 @@
+"""Launches of attention: how a query's work is cut up, and the two kernels that do it."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcore.backends.torch_triton.kernels import attend, merge
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, is_native, registered
+from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two
+from kvcore.spec import Format
+
+LOG2_E = 1.4426950408889634
+MOST_SPLITS = 64
+
+
+class Parts(NamedTuple):
+    """How a row of keys is cut for the products.
+
+    Attributes:
+        dim: channels of a row.
+        chunk: channels taken at a time, a power of two; ``chunks`` of them make a row.
+        full: keys, queries and weights are fp32 and products IEEE; else they are bf16 and sums fp32.
+        twice: weights are multiplied as two bf16 numbers, the rounded weight and what rounding took.
+        apart: a row's only scale is not part of the keys.
+    """
+
+    dim: int
+    chunk: int
+    chunks: int
+    full: bool
+    twice: bool
+    apart: bool = False
+
+
+class Cut(NamedTuple):
+    """What a program takes: heads, keys a tile; and its warps and the depth of its pipeline."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FULL = Cut(heads=16, keys=16, warps=4, stages=1)
+TENSOR = {80: Cut(64, 32, 8, 1), 90: Cut(64, 64, 8, 1), 100: Cut(64, 64, 8, 1)}
+"""By compute capability: the newest that is not above the device's."""
+
+
+@cache
+def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool) -> Parts | None:
+    """How keys of both kinds are cut, for queries in bf16 or not; None where the kernel does not cover them."""
+    records = [record for record in (window, entries) if record is not None]
+    dim = records[0].dim
+    chunk = min(64, power_of_two(dim))
+    if chunk < 16 or not all(_covered(record, chunk) for record in records):
+        return None
+    narrow = bf16 and all(record.exact for record in records)
+    # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
+    return Parts(dim, chunk, triton.cdiv(dim, chunk), INTERPRETED or not narrow, narrow)
+
+
+def _covered(record: RowRecord, chunk: int) -> bool:
+    """A chunk must not lie in two fields, nor in parts of two groups."""
+    whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
+    return whole and not record.hadamard and record.heads == 1 and record.global_scale == 1.0
+
+
+def own_record(record: RowRecord, format: Format) -> RowRecord:
+    """The record of canonical rows [rows, row_bytes] of the same format, row r of unit 0."""
+
+    def base(*names: str) -> int:
+        return next((format.byte_range(f.name)[0] for f in format.fields if f.name in names), 0)
+
+    values = [field.name for field in format.fields if field.is_value]
+    row = format.row
+    return record._replace(
+        codes_unit=0, codes_base=base(values[0]), codes_stride=row,
+        scales_unit=0, scales_base=base("scales"), scales_stride=row,
+        plain_unit=0, plain_base=base(values[-1]), plain_stride=row,
+    )  # fmt: skip
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at once; under the interpreter a number that makes small cases split."""
+    return 5 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
+    """The cut for queries of ``heads`` heads."""
+    if full:
+        return FULL
+    capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
+    cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+    return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
+
+
+def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool) -> int:
+    """Programs that share a query's keys, of which there are at most ``keys``: enough that all together fill the GPU."""
+    cut = cut_for(device, heads, full)
+    programs = max(1, tokens * triton.cdiv(heads, cut.heads))
+    return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
+
+
+def _attend_out(
+    q: Tensor,
+    selected: Tensor | None,
+    sink: Tensor | None,
+    own: Tensor | None,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    block_table: Tensor,
+    window: list[Tensor],
+    entries: list[Tensor],
+    workspace: Tensor,
+    records: list[int],
+    sizes: list[int],
+    scale: float,
+    bf16: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@registered(("workspace",), _attend_out)
+def attend_rows(
+    q: Tensor,
+    selected: Tensor | None,
+    sink: Tensor | None,
+    own: Tensor | None,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    block_table: Tensor,
+    window: list[Tensor],
+    entries: list[Tensor],
+    workspace: Tensor,
+    records: list[int],
+    sizes: list[int],
+    scale: float,
+    bf16: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [tokens, heads, dim], contiguous: out like q and lse [tokens, heads].
+
+    Args:
+        selected: [tokens, picks] entries, contiguous; None: every visible one.
+        own: [tokens, row_bytes] canonical rows of the step where the ring does not hold them yet.
+        window, entries: the pools' buffers, empty where the layer lacks them.
+        workspace: fp32, for ``splits`` · tokens · heads · (dim + 1) numbers where ``splits`` > 1.
+        records: of the window, the entries, the own rows; -1 where there are none.
+        sizes: window, ratio (0 without), splits.
+        bf16: keys and queries may be multiplied in bf16.
+    """
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    tokens, heads, dim = q.shape
+    if not q.numel():
+        return out, lse
+    w, e, o = (BOUND[number] if number >= 0 else None for number in records)
+    parts = parts_of(w.record if w else None, e.record if e else None, bf16=bf16)
+    assert parts is not None
+    span, ratio, splits = sizes
+    cut = cut_for(q.device, heads, parts.full)
+    some = w or e
+    assert some is not None
+    rows = [(bound or some).record for bound in (w, e, o)]
+    partial = workspace if splits > 1 else out
+    sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse
+    attend.attend_kernel[(tokens * triton.cdiv(heads, cut.heads) * splits,)](
+        out, lse, partial, sums, q,
+        lse if sink is None else sink, positions if selected is None else selected,
+        *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
+        positions, request_index, slots, starts, block_table,
+        tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
+        rows[0], rows[1], 0 if o is None else rows[2], parts, span if w else 0, ratio if e else 0,
+        selected is None, sink is not None, cut.heads, cut.keys, cut.stages, is_native(q.device),
+        num_warps=cut.warps,
+    )  # fmt: skip
+    if splits > 1:
+        merge.merge_kernel[(tokens * heads,)](
+            out, lse, partial, sums, lse if sink is None else sink, heads, splits,
+            dim, power_of_two(dim), min(8, power_of_two(splits)), power_of_two(splits), sink is not None,
+            is_native(q.device), num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def _three(bound: Bound | None, buffers: list[Tensor], absent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers of codes, scales and plain channels; any tensor stands in for one that is never read."""
+    if bound is None:
+        return absent, absent, absent
+    return buffers[bound.codes], buffers[bound.scales], buffers[bound.plain]

@@ -1,0 +1,171 @@
+"""Indexer scores from encoded keys: one program takes one query's heads and a run of its request's keys.
+
+A product of keys [n, dim] with all heads of the query, negative products dropped, the others summed with the heads'
+weights. A key's scale is positive and comes last, where the format has but one or where scales are powers of two.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.backends.torch_triton.kernels.address import locate
+from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_chunk, load_chunk_scales
+from kvcore.backends.torch_triton.kernels.codes import bf16_bits, e8m0_value, load_float
+from kvcore.backends.torch_triton.kernels.rows import channels, element_offsets, hadamard
+
+
+@triton.jit(do_not_specialize=["count"])
+def rotate_kernel(out_ptr, q_ptr, count, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """Queries [count, dim] rotated as rotated keys were, rounded to bf16."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = (row.to(tl.int64) * R.dim)[:, None, None] + channels(R)
+    keep = (row < count)[:, None, None] & (channels(R) < R.dim)
+    x = hadamard(load_float(q_ptr + at, keep), R, NATIVE)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, bf16_bits(x, NATIVE).to(tl.int16), mask=keep)
+
+
+@triton.jit
+def spread_nibbles(byte, factor):
+    """Bytes of two e2m1 codes [n, w] -> (low, high) codes times ``factor`` / 2^126, bf16 [n, w].
+
+    A code's magnitude bits, placed in a bf16 number, are its value times 2^-126.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, t, u, z;
+        mov.b32 z, 0x80008000;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        shl.b32 t, a, 12;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, a, 6;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $0, u, $5, z;
+        shl.b32 t, b, 12;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, b, 6;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $1, u, $6, z;
+        shl.b32 t, a, 8;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, a, 2;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $2, u, $5, z;
+        shl.b32 t, b, 8;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, b, 2;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $3, u, $6, z;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [byte, factor],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr):
+    """(low, high nibbles' values over the key's largest scale [n, dim / 2] bf16, that scale [n] fp32)."""
+    column = tl.arange(0, R.dim // 2)[None, :]
+    at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None]
+    byte = tl.load(codes_ptr + at + column, mask=valid[:, None], other=0)
+    at = element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)
+    # A key's four scales are one word.
+    scales = tl.load(scales_ptr.to(tl.pointer_type(tl.int32)) + at, mask=valid, other=0)
+    largest = tl.maximum(
+        tl.maximum(scales & 0xFF, (scales >> 8) & 0xFF), tl.maximum((scales >> 16) & 0xFF, (scales >> 24) & 0xFF)
+    )
+    exponent = (scales[:, None] >> (column // 16 * 8)) & 0xFF
+    factor = tl.maximum(253 + exponent - largest[:, None], 0) << 7
+    low, high = spread_nibbles(byte, factor.to(tl.int16).to(tl.bfloat16, bitcast=True))
+    return low, high, e8m0_value(largest)
+
+
+@triton.jit
+def load_queries(q_at, inside, FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Every STEP-th channel from FIRST on of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
+    channel = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
+    x = tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0)
+    if S.full:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def product(k, q, acc, S: tl.constexpr):
+    """acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
+    if S.full or q.dtype == tl.bfloat16:
+        acc = tl.dot(k, tl.trans(q), acc, input_precision="ieee")
+    else:
+        high = q.to(tl.bfloat16)
+        rest = q - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(k, tl.trans(high), acc)
+        acc = tl.dot(k, tl.trans(middle), acc)
+        acc = tl.dot(k, tl.trans(low), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "first_column", "columns", "table_columns", "line"])
+def scores_kernel(
+    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, first_column, columns, table_columns, line,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Scores of entries first_column .. first_column + columns -> out [tokens, line], -inf where not visible."""
+    token = tl.program_id(0) % tokens
+    run = tl.program_id(0) // tokens * (KEYS * TILES)
+    request = tl.load(request_ptr + token)
+    position = tl.where(request >= 0, tl.load(positions_ptr + token), -1)
+    request = tl.maximum(request, 0)
+    visible = tl.minimum((position + 1) // RATIO - first_column, columns)
+    out_at = out_ptr + token.to(tl.int64) * line + run
+    head = tl.arange(0, HEADS)
+    inside = head < heads
+    weight = load_float(weights_ptr + token.to(tl.int64) * heads + head, inside)
+    q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
+    chunks: tl.constexpr = S.chunks
+    if NIBBLES:
+        even = load_queries(q_at, inside, 0, 2, R.dim // 2, S)
+        odd = load_queries(q_at, inside, 1, 2, R.dim // 2, S)
+    else:
+        q = ()
+        for c in tl.static_range(chunks):
+            q = q + (load_queries(q_at, inside, c * S.chunk, 1, S.chunk, S),)
+    n = tl.arange(0, KEYS)
+    each = tl.zeros_like(n) + request
+    for tile in tl.range(0, tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), num_stages=STAGES):
+        column = run + tile * KEYS + n
+        valid = column < visible
+        unit, row = locate(each, tl.where(valid, first_column + column, -1), table_ptr, table_ptr, table_columns, R)
+        valid = valid & (unit >= 0)
+        unit, row = tl.where(valid, unit, 0), tl.where(valid, row, 0)
+        acc = tl.zeros([KEYS, HEADS], tl.float32)
+        if NIBBLES:
+            low, high, scale = load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R)
+            acc = product(low, even, acc, S)
+            acc = product(high, odd, acc, S)
+            score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
+        else:
+            for c in tl.static_range(chunks):
+                raw = load_chunk(unit, row, valid, codes_ptr, plain_ptr, c * S.chunk, R, S)
+                scales = 0
+                if c * S.chunk < R.quant:
+                    scales = load_chunk_scales(unit, row, valid, scales_ptr, c * S.chunk, R, S, NATIVE)
+                acc = product(decode_chunk(raw, scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
+            score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
+            if R.groups == 1:
+                only = load_chunk_scales(unit, row, valid, scales_ptr, 0, R, S, NATIVE)
+                score *= tl.reshape(only, (KEYS,))
+            score *= R.global_scale
+        tl.store(out_at + tile * KEYS + n, tl.where(column < visible, score, float("-inf")), mask=column < columns)
+    # The rest of the run is not visible.
+    rest = tl.maximum(tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), 0)
+    for tile in range(rest, TILES):
+        column = run + tile * KEYS + n
+        tl.store(out_at + tile * KEYS + n, tl.full([KEYS], float("-inf"), tl.float32), mask=column < columns)

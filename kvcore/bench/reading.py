@@ -1,0 +1,136 @@
+"""What is timed of the verbs that read: index scores, top-k, decode attention, in DeepSeek-V4 shapes."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
+from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Window
+from kvcore.step import Row
+
+HEADS, TOPK = 64, 512
+SHAPES = ((1, 16384), (1, 262144), (64, 16384), (64, 262144))
+"""(requests, keys of each)."""
+
+SCORES = {
+    "index_fp8_132": ((5.4, 3.6), (20.3, 13.5), (59.7, 39.8), (845.0, 563.0)),
+    "index_fp4_68": ((4.0, 17.1), (20.0, 217.0), (80.0, 849.0), (1100.0, 13389.0)),
+    "index_fp4_68_h": ((None, None),) * 4,
+}
+"""(goal, best peer's time) of each shape; FP8's goal is 1.5 times DeepGEMM's time."""
+
+TOP = ((7.6, 6.3), (14.0, 11.7), (8.9, 7.4), (57.4, 47.8))
+CSA = ((2, 13.0, 13.6), (64, 44.0, 44.1), (128, 60.0, 45.4))
+HCA = ((2, 16.0, 15.6), (64, 60.0, 59.5), (128, 95.0, 72.2))
+
+
+def reading_workloads(device: str) -> Iterator[Callable[[], Workload]]:
+    """Makers of all rows."""
+    for format, times in SCORES.items():
+        for (count, keys), (goal, peer) in zip(SHAPES, times, strict=True):
+            yield lambda a=(format, count, keys, goal, peer): index_scores(device, *a)
+    for (count, keys), (goal, peer) in zip(SHAPES, TOP, strict=True):
+        yield lambda a=(count, keys, goal, peer): select(device, *a)
+    yield lambda: index_select(device, "index_fp4_68", 64, 262144)
+    for count, goal, peer in CSA:
+        yield lambda a=(count, goal, peer): attend_selected(device, *a)
+    for count, goal, peer in HCA:
+        yield lambda a=(count, goal, peer): attend_all(device, *a)
+    yield lambda: attend_selected(device, 64, None, None, drafts=4)
+    yield lambda: attend_selected(device, 64, None, None, heads=128)
+
+
+def decode_rows(count: int, tokens: int, drafts: int = 1) -> list[Row]:
+    """``count`` requests of ``tokens`` tokens, the last ``drafts`` new, in shuffled blocks."""
+    per = tokens // BLOCK
+    order = RANDOM.permutation(count * per).tolist()
+    return [
+        Row(slot=n, start=tokens - drafts, new=drafts, blocks=tuple(order[n * per : n * per + per]))
+        for n in range(count)
+    ]
+
+
+def keys_setting(device: str, format: str, count: int, keys: int) -> tuple[Setting, int]:
+    """(layers of index keys, bytes that scores of one must read and write)."""
+    nbytes = count * (keys * (FORMATS[format].row_bytes + 4) + HEADS * (INDEX_DIM * 2 + 4))
+    layer = LayerSpec(
+        entries=Entries(dim=8, ratio=4, format="bf16"),
+        index_keys=IndexKeys(dim=INDEX_DIM, ratio=4, heads=HEADS, topk=TOPK, format=format),
+    )
+    setting = Setting(layer, decode_rows(count, 4 * keys), count * keys * 4 // BLOCK, rotating(nbytes), device)
+    fill(setting)
+    return setting, nbytes
+
+
+def index_scores(device: str, format: str, count: int, keys: int, goal: float | None, peer: float | None) -> Workload:
+    """One query a request over all its keys."""
+    setting, nbytes = keys_setting(device, format, count, keys)
+    q = setting.random(count, HEADS, INDEX_DIM)
+    weights = setting.random(count, HEADS, dtype=torch.float32)
+    calls = [
+        lambda n=n: setting.ops.index_scores(setting.pools, n, setting.index, q[n], weights[n], columns=keys)
+        for n in range(setting.layers)
+    ]
+    return Workload(f"scores {format}, {count} × {keys // 1024} K keys", nbytes, calls, goal, peer)
+
+
+def index_select(device: str, format: str, count: int, keys: int) -> Workload:
+    """Scores and top-k together, scores not kept."""
+    setting, nbytes = keys_setting(device, format, count, keys)
+    q = setting.random(count, HEADS, INDEX_DIM)
+    weights = setting.random(count, HEADS, dtype=torch.float32)
+    calls = [
+        lambda n=n: setting.ops.index_select(setting.pools, n, setting.index, q[n], weights[n], TOPK, columns=keys)
+        for n in range(setting.layers)
+    ]
+    nbytes -= count * keys * 4
+    return Workload(f"scores + top {TOPK} {format}, {count} × {keys // 1024} K keys", nbytes, calls, None, None)
+
+
+def select(device: str, count: int, keys: int, goal: float, peer: float) -> Workload:
+    """The best 512 of given scores."""
+    nbytes = count * (keys + TOPK) * 4
+    setting = Setting(LayerSpec(window=Window(dim=8, window=4, format="bf16")), [], 0, 1, device)
+    given = [torch.randn(count, keys, device=device) for _ in range(rotating(nbytes))]
+    calls = [lambda scores=scores: setting.ops.select(scores, TOPK) for scores in given]
+    return Workload(f"top {TOPK}, {count} × {keys // 1024} K", nbytes, calls, goal, peer)
+
+
+def attend_selected(
+    device: str, count: int, goal: float | None, peer: float | None, *, drafts: int = 1, heads: int = HEADS
+) -> Workload:
+    """CSA decode: the window and 512 of 4,096 entries."""
+    entries, tokens = 4096, count * drafts
+    nbytes = tokens * ((TOPK + 128) * ENTRY_BYTES + 4 * heads * DIM)
+    layer = LayerSpec(window=Window(dim=DIM, window=128, rows=128 + drafts), entries=Entries(dim=DIM, ratio=4))
+    rows = decode_rows(count, 4 * entries, drafts)
+    setting = Setting(layer, rows, count * 4 * entries // BLOCK, min(6, rotating(nbytes)), device)
+    fill(setting)
+    q = setting.random(tokens, heads, DIM)
+    sink = torch.randn(heads, device=device)
+    picks = [
+        torch.stack([torch.randperm(entries - 1, device=device)[:TOPK] for _ in range(tokens)]).int()
+        for _ in range(setting.layers)
+    ]
+    calls = [
+        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], sink=sink)
+        for n in range(setting.layers)
+    ]
+    extra = (f", {drafts} tokens each" if drafts > 1 else "") + (f", {heads} heads" if heads != HEADS else "")
+    return Workload(f"CSA attend 128 + {TOPK}, B = {count}{extra}", nbytes, calls, goal, peer)
+
+
+def attend_all(device: str, count: int, goal: float, peer: float) -> Workload:
+    """HCA decode: the window and 1,024 entries, two to a block."""
+    entries = 1024
+    nbytes = count * ((entries + 128) * ENTRY_BYTES + 4 * HEADS * DIM)
+    layer = LayerSpec(window=Window(dim=DIM, window=128, rows=129), entries=Entries(dim=DIM, ratio=128))
+    rows = decode_rows(count, 128 * entries)
+    setting = Setting(layer, rows, count * 128 * entries // BLOCK, min(6, rotating(nbytes)), device)
+    fill(setting)
+    q = setting.random(count, HEADS, DIM)
+    sink = torch.randn(HEADS, device=device)
+    calls = [
+        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], sink=sink) for n in range(setting.layers)
+    ]
+    return Workload(f"HCA attend 128 + {entries:,}, B = {count}", nbytes, calls, goal, peer)
