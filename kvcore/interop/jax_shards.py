@@ -91,7 +91,7 @@ class JaxExchange:
         if once is not None:
             out = out + once.out * jnp.exp(once.lse - safe)[..., None]
         if sink is not None:
-            share = jnp.where(jnp.isneginf(lse), 0, 1 / (1 + jnp.exp(sink.astype(jnp.float32) - lse)))
+            share = jnp.where(jnp.isneginf(lse), 0, 1 / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse)))
             out = out * share[..., None]
         return Attention(out.astype(like.dtype), lse)
 

@@ -229,7 +229,7 @@ class ShardedOps:
         Worked out here, since a backend may say -1 for a row that is on no page of its own.
         """
         rows = self._base.asarray(np.arange(columns, dtype=np.int32)[None])
-        return (rows * ratio + 1) * (rows < counts[:, None]) - 1
+        return self.exchange.where(rows < counts[:, None], rows * ratio + 1) - 1
 
     def _pages_of(self, layer: int, role: str) -> Pages:
         return Pages(self.plan.context, self.plan.region(layer, role)[0].rows)
