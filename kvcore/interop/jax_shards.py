@@ -70,17 +70,17 @@ class JaxExchange:
         local = jnp.minimum(pages.local(entry), scores.shape[1] - 1)
         return jnp.where(pages.owner(entry) == self.shard, scores[:, local], -jnp.inf)
 
-    def top(self, scores, picks):
+    def top(self, scores, picks, entries):
         """Merge every shard's best k: highest first, ties to the lowest entry, -1 where there is none."""
         if not picks.size or not scores.shape[1]:
-            return picks
+            return entries
         best = jnp.take_along_axis(scores.astype(jnp.float32), jnp.maximum(picks, 0), axis=1) + 0.0
         best = jnp.where(picks >= 0, best, -jnp.inf)
-        best, all_picks = self._side_by_side(best), self._side_by_side(picks)
-        order = jnp.argsort(jnp.where(all_picks >= 0, all_picks, jnp.iinfo(jnp.int32).max), axis=1, stable=True)
-        best, all_picks = (jnp.take_along_axis(array, order, axis=1) for array in (best, all_picks))
+        best, entries = self._side_by_side(best), self._side_by_side(entries)
+        order = jnp.argsort(jnp.where(entries >= 0, entries, jnp.iinfo(jnp.int32).max), axis=1, stable=True)
+        best, entries = (jnp.take_along_axis(array, order, axis=1) for array in (best, entries))
         order = jnp.argsort(-best, axis=1, stable=True)
-        return jnp.take_along_axis(all_picks, order, axis=1)[:, : picks.shape[1]]
+        return jnp.take_along_axis(entries, order, axis=1)[:, : picks.shape[1]]
 
     def merge(self, parts, once, sink, like):
         """Attention over all shards' parts and what every shard holds, counted once; then the sink, once."""

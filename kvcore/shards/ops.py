@@ -135,7 +135,30 @@ class ShardedOps:
 
     def select(self, scores: Array, k: int) -> Array:
         """Top k over all shards' scores."""
-        return self.exchange.top(scores, self._base.select(scores, k))
+        picks = self._base.select(scores, k)
+        return self.exchange.top(scores, picks, picks)
+
+    def index_select(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        weights: Array,
+        k: int,
+        *,
+        columns: int | None = None,
+    ) -> Array:
+        """``select(index_scores(...), k)``, without scores as wide as the whole history on any shard."""
+        pages = self._pages_of(layer, "index_keys")
+        most = bounds.columns(self.plan, layer, "index_keys", index) * self.plan.context
+        few = _columns(pages, most if columns is None else columns)
+        scores = self._pages.index_scores(
+            pools, layer, self._to_read(index, layer, "index_keys"), q, weights, columns=few
+        )
+        picks = self._base.select(scores, k)
+        entries = self.exchange.where(picks >= 0, pages.canonical(self.exchange.shard, picks) + 1) - 1
+        return self.exchange.top(scores, picks, entries)
 
     def attend(
         self,
