@@ -188,6 +188,18 @@ def carrier_world(request, tmp_path):
         yield InProcess(tmp_path if request.param == "file" else None)
 
 
+def test_context_shards_pull_all_or_none(pair, tmp_path):
+    cache = stories.create(pulling.SPEC, "reference")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(40))})
+    desk = Desk(cache)
+    handle = desk.export(request, readers=2)
+    publish(desk, handle, tmp_path, readers=2)
+    arguments = str(tmp_path), encode_handle(handle)
+    assert pair.run(pulling.pull_together, *arguments, 1) == [("peer_lost", True), ("damaged", True)]
+    assert pair.run(pulling.pull_together, *arguments, None) == [("committed", True)] * 2
+
+
 def test_memory_that_is_gone_cannot_be_read(tmp_path):
     """One-sided reads ask nobody: what was replaced meanwhile is not registered any more, or does not verify."""
     world = ThroughNixl(tmp_path)
