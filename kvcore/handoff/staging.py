@@ -81,6 +81,9 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
         request: a live one.
         export: (exporter, number, generation) for the manifest.
         on_device: leave the pages on the device of a torch cache.
+
+    Raises:
+        RequestError: the request is still replaying the tokens of a prefix hit.
     """
     cache.check_whole(request, "export")
     row, floor = cache.row(request), cache.floor(request)
