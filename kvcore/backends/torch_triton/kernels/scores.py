@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import locate
-from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_chunk, load_chunk_scales
+from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_row, row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import bf16_bits, e8m0_value, load_float
 from kvcore.backends.torch_triton.kernels.rows import channels, element_offsets, hadamard
 
@@ -154,16 +154,13 @@ def scores_kernel(
             acc = product(high, odd, acc, S)
             score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
         else:
+            at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
+            raw, scales = load_row(at, valid, R, S)
             for c in tl.static_range(chunks):
-                raw = load_chunk(unit, row, valid, codes_ptr, plain_ptr, c * S.chunk, R, S)
-                scales = 0
-                if c * S.chunk < R.quant:
-                    scales = load_chunk_scales(unit, row, valid, scales_ptr, c * S.chunk, R, S, NATIVE)
-                acc = product(decode_chunk(raw, scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
+                acc = product(decode_chunk(raw[c], scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
             score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
             if R.groups == 1:
-                only = load_chunk_scales(unit, row, valid, scales_ptr, 0, R, S, NATIVE)
-                score *= tl.reshape(only, (KEYS,))
+                score *= scale_value(scales[0], R, NATIVE)
             score *= R.global_scale
         tl.store(out_at + tile * KEYS + n, tl.where(column < visible, score, float("-inf")), mask=column < columns)
     # The rest of the run is not visible.
