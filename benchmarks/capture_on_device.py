@@ -18,7 +18,7 @@ def inputs_for(spec, tokens, device):
     return made
 
 
-def decode(ops, pools, index, inputs, weights, picks, closed):
+def decode(ops, pools, index, inputs, weights, picks):
     """One step through all layers; returns what was gathered."""
     seen = []
     for number, layer in enumerate(ops.plan.spec.all_layers):
@@ -26,7 +26,7 @@ def decode(ops, pools, index, inputs, weights, picks, closed):
         ops.append_rotated_window(pools, number, index, window, rope=ROPE)
         if layer.tail is not None:
             options = {"norm_weight": weights[0], "index_norm_weight": weights[1] if layer.index_tail else None}
-            ops.append_flush(pools, number, index, *streams, closed=closed, rope=ROPE, **options)
+            ops.append_flush(pools, number, index, *streams, newest=1, rope=ROPE, **options)
             seen.append(ops.gather_entries(pools, number, index, picks).values)
         seen.append(ops.gather_window(pools, number, index).values)
     return seen
@@ -52,9 +52,7 @@ def check_captured(device):
                 window, *streams = prompt[number]
                 cache.ops.append_window(cache.pools, number, step.index, window)
                 if layer.tail is not None:
-                    cache.ops.append_flush(
-                        cache.pools, number, step.index, *streams, closed=1, newest=max(lengths), rope=ROPE
-                    )
+                    cache.ops.append_flush(cache.pools, number, step.index, *streams, newest=max(lengths), rope=ROPE)
             cache.pools = cache.pools
     static = inputs_for(spec, PADDED, device)
     graph, seen = None, None
@@ -67,7 +65,7 @@ def check_captured(device):
         # The first and last request sit some steps out, so that lengths part ways.
         going = [n for n in range(LIVE) if (turn + n) % 5 or turn < 3]
         with eager.step({requests[0][n]: 1 for n in going}, pad_tokens=PADDED, pad_requests=PADDED) as step:
-            want = decode(eager.ops, eager.pools, step.index, static, weights, picks, closed=1)
+            want = decode(eager.ops, eager.pools, step.index, static, weights, picks)
             eager.pools = eager.pools
         torch.cuda.synchronize()
         if turn > 2:
@@ -75,11 +73,11 @@ def check_captured(device):
         try:
             with captured.step({requests[1][n]: 1 for n in going}, pad_tokens=PADDED, pad_requests=PADDED) as step:
                 if turn < 2:
-                    decode(captured.ops, captured.pools, step.index, static, weights, picks, closed=1)
+                    decode(captured.ops, captured.pools, step.index, static, weights, picks)
                 elif turn == 2:
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
-                        seen = decode(captured.ops, captured.pools, step.index, static, weights, picks, closed=1)
+                        seen = decode(captured.ops, captured.pools, step.index, static, weights, picks)
                 if graph is not None:
                     graph.replay()
                 captured.pools = captured.pools

@@ -10,7 +10,9 @@ from kvcore.spec import Entries, LayerSpec, Window
 Problem = tuple[str, str]
 
 
-def layer_of(window: str | None, entries: str | None, *, dim: int = 512, span: int = 128, ratio: int = 4, rows: int = 132):
+def layer_of(
+    window: str | None, entries: str | None, *, dim: int = 512, span: int = 128, ratio: int = 4, rows: int = 132
+):
     """A layer that reads: formats by role, None for a role that it lacks."""
     return LayerSpec(
         window=None if window is None else Window(dim=dim, window=span, format=window, rows=rows),
@@ -29,7 +31,9 @@ def picks_for(tokens: int, count: int, entries: int, device: str) -> torch.Tenso
     return picks
 
 
-def check(what: str, layer, lengths, news, device, *, heads=64, count=None, dtype=torch.bfloat16, sink=True, **options) -> Iterator[Problem]:
+def check(
+    what: str, layer, lengths, news, device, *, heads=64, count=None, dtype=torch.bfloat16, sink=True, **options
+) -> Iterator[Problem]:
     """One case: ``count`` picks a query, None for every visible entry."""
     found = scene(layer, lengths, news, device, **options)
     tokens = len(found.host.positions)
@@ -58,19 +62,29 @@ def small(device: str) -> Iterator[Problem]:
     yield from check("v4_584, all entries, drafts", v4, [90, 40], [3, 2], device, heads=3)
     for dtype in (torch.float32, torch.bfloat16):
         yield from check(f"bf16 rows, {dtype}", plain, [50, 1, 21], [2, 1, 1], device, heads=17, count=5, dtype=dtype)
-    yield from check("nothing selected, no window", layer_of(None, "bf16", **SMALL), [30, 2], [1, 1], device, heads=2, count=0)
-    yield from check("one request of a token, entries alone", layer_of(None, "bf16", **SMALL), [1, 30], [1, 1], device, heads=2)
+    yield from check(
+        "nothing selected, no window", layer_of(None, "bf16", **SMALL), [30, 2], [1, 1], device, heads=2, count=0
+    )
+    yield from check(
+        "one request of a token, entries alone", layer_of(None, "bf16", **SMALL), [1, 30], [1, 1], device, heads=2
+    )
     yield from check("window alone", layer_of("bf16", None, **SMALL), [30, 2], [2, 1], device, heads=2)
-    yield from check("formats differ", layer_of("v41_528", "v41_fp4_288", span=9, rows=12), [40], [1], device, heads=2, count=6)
+    yield from check(
+        "formats differ", layer_of("v41_528", "v41_fp4_288", span=9, rows=12), [40], [1], device, heads=2, count=6
+    )
     yield from check("mixed cuts", layer_of("v4_584", "bf16", span=9, rows=12), [40], [1], device, heads=2, count=6)
     yield from check("row_580", layer_of("row_580", "row_580", span=9, rows=12), [40], [1], device, heads=2, count=6)
-    yield from own_rows("v4_584", layer_of("v4_584", "v4_584", span=9, rows=12), [40, 11], [25, 11], device, heads=2, count=4)
+    yield from own_rows(
+        "v4_584", layer_of("v4_584", "v4_584", span=9, rows=12), [40, 11], [25, 11], device, heads=2, count=4
+    )
     yield from own_rows("bf16", layer_of("bf16", "bf16", **SMALL), [40, 11], [25, 1], device, heads=2, count=None)
 
 
 def own_rows(what: str, layer, lengths, news, device, *, heads, count, dtype=torch.bfloat16) -> Iterator[Problem]:
     """A chunk whose rows the ring does not hold yet, against the plain verb."""
-    found = scene(layer, [length - new for length, new in zip(lengths, news, strict=True)], [0] * len(news), device, pad=0)
+    found = scene(
+        layer, [length - new for length, new in zip(lengths, news, strict=True)], [0] * len(news), device, pad=0
+    )
     full = scene(layer, lengths, news, device)
     pools = {**full.pools}
     # The ring as it was before the step: rows of older positions, everything else 0xFF.

@@ -61,7 +61,7 @@ def main() -> None:
     import triton
 
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "check_cuda.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__},
         "python": platform.python_version(),

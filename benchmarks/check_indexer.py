@@ -17,7 +17,9 @@ def keys_layer(format: str, *, ratio: int = 4, dim: int = 128, topk: int = 512) 
     return LayerSpec(entries=Entries(dim=16, ratio=ratio, format="bf16"), index_keys=keys)
 
 
-def check(what: str, layer: LayerSpec, lengths, news, device, *, heads=64, dtype=torch.bfloat16, weights="any", **options) -> Iterator[Problem]:
+def check(
+    what: str, layer: LayerSpec, lengths, news, device, *, heads=64, dtype=torch.bfloat16, weights="any", **options
+) -> Iterator[Problem]:
     """Scores against fp64, then picks of those scores; ``weights``: any, negative, or queries that are zero."""
     found = scene(layer, lengths, news, device, **options)
     tokens, keys = len(found.host.positions), layer.index_keys
@@ -89,4 +91,7 @@ def small(device: str) -> Iterator[Problem]:
     found = scene(keys_layer("bf16"), [8], [1], device)
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
     given = few_hands(device, 61_440, 1)
-    yield "top 64 of 61,440: no room for all pairs", different(found.ops.select(given, 64), indexer.select(None, given, 64))
+    yield (
+        "top 64 of 61,440: no room for all pairs",
+        different(found.ops.select(given, 64), indexer.select(None, given, 64)),
+    )

@@ -10,6 +10,7 @@ from expected import as_bf16, decoded, encoded, random_values
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.ops import RawRows
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import Row, build_index
@@ -104,6 +105,7 @@ def check_rest(seed, device):
     rng = np.random.default_rng(seed)
     yield from check_rotated(rng, device)
     yield from check_flush(rng, device)
+    yield from check_life(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
         for check in (check_captured, check_compiled):
@@ -248,6 +250,36 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
     return "; ".join(problem for problem in problems if problem)
 
 
+def check_life(rng, device):
+    """Reset, poison, copies and digests against the reference, in pools full of noise."""
+    layers = [
+        LayerSpec(window=Window(dim=512, window=5, format="v4_584")),
+        LayerSpec(tail=Tail(dim=12, ratio=4, overlap=True), entries=Entries(dim=12, ratio=4, format="int8_row")),
+    ]
+    verbs = {
+        "reset_slots": ([3, 0, -1],),
+        "poison": ([4, 0], [1, 7]),
+        "copy_slots": ([0, 1, 2], [1, 0, 4]),
+        "copy_blocks": ([0, 1, 2, 5], [1, 2, 7, 0]),
+    }
+    for layout in ("packed", "planar"):
+        plan = plan_cache(CacheSpec(layers=layers, block_tokens=8), max_requests=5, max_tokens=64, layout=layout)
+        here, there = ReferenceOps(plan), TritonOps(plan, device)
+        for verb, numbers in verbs.items():
+            theirs = {name: rng.integers(0, 256, a.shape, np.uint8) for name, a in here.allocate().items()}
+            ours = {name: torch.from_numpy(array).to(device) for name, array in theirs.items()}
+            theirs = {name: array.copy() for name, array in theirs.items()}
+            getattr(here, verb)(theirs, *(np.array(some, np.int32) for some in numbers))
+            getattr(there, verb)(ours, *(np.array(some, np.int32) for some in numbers))
+            yield f"{verb} {layout}", differing(ours, theirs)
+    for size in (7, 528, 584):
+        raw = RawRows(rng.integers(0, 256, (3, 37, size), np.uint8), rng.integers(-1, 40, (3, 37)).astype(np.int32))
+        for salt in (5, 0xF1234567):
+            lanes = there.digest_rows(RawRows(*map(there.asarray, raw)), salt).cpu().numpy()
+            wrong = int((lanes != here.digest_rows(raw, salt)).sum())
+            yield f"digest of rows of {size} bytes", f"{wrong} lanes" if wrong else ""
+
+
 def check_large(rng, device):
     """A pool of more than 2^32 bytes: rows at both ends, at the addresses that the layout gives."""
     spec = CacheSpec(
@@ -273,6 +305,9 @@ def check_large(rng, device):
             got = flat[at : at + last - first].cpu().numpy()
             wrong += int((got != rows[entry, first:last]).sum())
     yield "pool of more than 2^32 bytes: store", f"{wrong} bytes" if wrong else ""
+    ops.copy_blocks(pools, np.array([chosen[1]]), np.array([blocks - 3]))
+    same = torch.equal(pools["0.entries.page"][chosen[1]], pools["0.entries.page"][blocks - 3])
+    yield "pool of more than 2^32 bytes: copy", "" if same else "blocks differ"
     got = ops.gather_all_entries(pools, 0, index, columns=192)
     want = decoded(region.format, rows)
     yield "pool of more than 2^32 bytes: gather", bits_differ(got.values[0], want.view(np.uint16))

@@ -44,7 +44,9 @@ def attention_cases(device: str) -> Iterator[Case]:
     yield check_attention.check("many requests", v4, [300 + 17 * n for n in range(150)], [1] * 150, device, count=512)
     yield check_attention.check("nothing selected", v4, [4001, 1], [1, 1], device, count=0)
     yield check_attention.check("nothing at all", layer_of(None, "v4_584"), [4001, 1], [1, 1], device, count=0)
-    yield check_attention.check("V4.1", layer_of("v41_528", "v41_fp4_288", ratio=1), [900, 4], [2, 1], device, count=512)
+    yield check_attention.check(
+        "V4.1", layer_of("v41_528", "v41_fp4_288", ratio=1), [900, 4], [2, 1], device, count=512
+    )
     yield check_attention.check("window alone", layer_of("v4_584", None), [900, 4], [2, 1], device)
     hca = layer_of("v4_584", "v4_584", ratio=128)
     yield check_attention.check("HCA, all entries", hca, [131072, 127, 5001], [1, 1, 4], device)
@@ -59,7 +61,15 @@ def attention_cases(device: str) -> Iterator[Case]:
 
 def indexer_cases(device: str) -> Iterator[Case]:
     """Formats, weights, contexts up to a million tokens; top-k of awkward rows."""
-    for name in ("index_fp8_132", "index_fp8_132_h", "index_fp4_68", "index_fp4_68_h", "index_fp8_132_fp32scale", "index_nvfp4", "bf16"):
+    for name in (
+        "index_fp8_132",
+        "index_fp8_132_h",
+        "index_fp4_68",
+        "index_fp4_68_h",
+        "index_fp8_132_fp32scale",
+        "index_nvfp4",
+        "bf16",
+    ):
         for dtype in (torch.bfloat16, torch.float32):
             what = f"{name}, {dtype}"
             yield check_indexer.check(what, keys_layer(name), [20011, 5, 1, 1030], [3, 1, 1, 2], device, dtype=dtype)
@@ -67,8 +77,12 @@ def indexer_cases(device: str) -> Iterator[Case]:
     for weights in ("negative", "zero queries"):
         yield check_indexer.check(weights, fp4, [9000, 77], [1, 1], device, weights=weights)
     yield check_indexer.check("scales far apart", fp4, [9000, 77], [1, 1], device, spread=20.0)
-    yield check_indexer.check("32 heads, ratio 1", keys_layer("index_fp4_68", ratio=1), [3001, 9], [1, 2], device, heads=32)
-    yield check_indexer.check("a token beside a million", keys_layer("index_fp4_68_h"), [MILLION + 77, 1], [1, 1], device)
+    yield check_indexer.check(
+        "32 heads, ratio 1", keys_layer("index_fp4_68", ratio=1), [3001, 9], [1, 2], device, heads=32
+    )
+    yield check_indexer.check(
+        "a token beside a million", keys_layer("index_fp4_68_h"), [MILLION + 77, 1], [1, 1], device
+    )
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
     yield check_indexer.check_select(device, sizes, found.ops)

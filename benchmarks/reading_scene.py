@@ -99,7 +99,9 @@ def decoded(found: Scene, role: str, request: int, numbers: torch.Tensor) -> tor
     return found.plain.decode_rows(region, stored, scale)[:, 0].to(torch.float64)
 
 
-def attention(found: Scene, q: torch.Tensor, selected: Any, sink: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    found: Scene, q: torch.Tensor, selected: Any, sink: Any, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp64."""
     layer = found.plain.plan.spec.all_layers[0]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)

@@ -6,7 +6,7 @@ compute-sanitizer --tool memcheck python benchmarks/small_run.py
 import numpy as np
 import torch
 from check_cuda import reference_rows
-from checks_on_device import check_flush, check_format, check_rotated
+from checks_on_device import check_flush, check_format, check_life, check_rotated
 
 problems = []
 for name, count in (
@@ -24,6 +24,6 @@ for name, count in (
     ]
 rng = np.random.default_rng(0)
 problems += [found for found in check_rotated(rng, "cuda") if found[1]]
-problems += [found for found in check_flush(rng, "cuda") if found[1]]
+problems += [found for check in (check_flush, check_life) for found in check(rng, "cuda") if found[1]]
 torch.cuda.synchronize()
 print("small run:", problems or "ok")

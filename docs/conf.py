@@ -1,4 +1,7 @@
-"""Sphinx configuration: furo, MyST Markdown, doctests; the byte diagrams are drawn from the format table."""
+"""Sphinx configuration: furo, MyST Markdown, doctests.
+
+The byte diagrams are drawn from the format table, the example report is rendered from the committed records.
+"""
 
 import sys
 from pathlib import Path
@@ -7,11 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from draw_formats import draw_all
 
+from kvcore import parity
+from kvcore.parity.html import render
+
 project = "kvcore"
 author = "the kvcore developers"
 copyright = author
 extensions = ["myst_parser", "sphinx.ext.doctest", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["build"]
+exclude_patterns = ["build", "rendered"]
 html_theme = "furo"
 html_title = "kvcore"
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -22,3 +28,9 @@ doctest_global_setup = "import numpy as np, kvcore\nfrom kvcore.spec import *"
 napoleon_use_ivar = True  # attributes are described once, in the class docstring
 
 draw_all(Path(__file__).parent / "formats")
+
+html_extra_path = ["rendered"]
+rendered = Path(__file__).parent / "rendered"
+rendered.mkdir(exist_ok=True)
+records = Path(__file__).parent.parent / "records"
+(rendered / "parity.html").write_text(render(parity.read(records / "parity.json.gz")), encoding="utf-8")

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,19 @@ from kvcore.step import Row
 
 if TYPE_CHECKING:
     from kvcore.open_step import Step
+
+
+class Left(Protocol):
+    """A request that left a cache: tokens, the smallest length it can be rolled back to, ids if known, its salt."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def tokens(self) -> list[int] | None: ...
+    @property
+    def salt(self) -> str | None: ...
 
 
 class CacheBase:
@@ -108,23 +121,27 @@ class CacheBase:
         """Smallest length that ``truncate`` accepts for the request."""
         return self._manager.deepest_truncation(self._manager.check(request))
 
-    def install(self, request: Request, length: int, floor: int, tokens: Sequence[int] | None, rows: Content) -> None:
-        """Make a fresh request hold ``rows`` at ``length`` tokens, complete for every length from ``floor`` on.
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
+        self._manager.check_whole(request, where)
+
+    def install(self, request: Request, left: "Left", rows: Content) -> None:
+        """Make a fresh request hold ``rows``, as it was when it left another cache.
 
         Raises:
             OutOfBlocks: no room; the request is still fresh.
         """
-        self._manager.take_over(request, length=length, floor=floor, tokens=tokens)
+        self._manager.take_over(request, length=left.length, floor=left.floor, tokens=left.tokens, salt=left.salt)
         self._pools = write_rows(self.ops, self._pools, self.row(request), rows)
         self._prefix.publish(self._manager.place(request))
 
-    def fresh(self) -> Request:
+    def fresh(self, salt: str | None = None) -> Request:
         """A request with a clean slot and nothing else.
 
         Raises:
             OutOfSlots: ``max_requests`` requests are live.
         """
-        request = self._manager.admit()
+        request = self._manager.admit(salt)
         try:
             self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
         except BaseException:

@@ -14,7 +14,7 @@ from kvcore.prefix import Policy, check_policy
 from kvcore.sharing import SharingVerbs
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
-from kvcore.tokens import as_mapping, parse_tokens, token_ids
+from kvcore.tokens import as_mapping, check_salt, parse_tokens, token_ids
 
 Tokens = int | Sequence[int]
 
@@ -70,20 +70,23 @@ class Cache(SharingVerbs, PortableVerbs):
     Safe to use from several threads: verbs run one at a time, and while a step is open other threads wait for its end.
     """
 
-    def admit(self, tokens: Sequence[int] | None = None) -> Request:
+    def admit(self, tokens: Sequence[int] | None = None, *, salt: str | None = None) -> Request:
         """Admit a request: it gets a clean slot; blocks are taken by its steps.
 
         Args:
             tokens: the prompt's token ids, for prefix reuse.
+            salt: prefixes are shared among requests of the same salt only, so that nobody learns from a hit what
+                others asked. It stays with the request, its forks, exports and snapshots.
 
         Raises:
-            OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids.
+            OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids, or the salt is no text.
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
+        salt = check_salt(salt, "admit: salt")
         with self._turn("admit", in_step=True):
-            request = self.fresh()
+            request = self.fresh(salt)
             try:
-                hit = self._prefix.find(ids, limit=len(ids) - 1)
+                hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
                 if hit.length:
                     self._take_over(request, hit, ids)
             except BaseException:
@@ -128,7 +131,7 @@ class Cache(SharingVerbs, PortableVerbs):
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
                 padded = pad_tokens is not None or pad_requests is not None
-                put = getattr(self.ops, "padded_index", self.ops.index) if padded else self.ops.index
+                put = self.ops.padded_index if padded else self.ops.index
                 step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, put(host))
             except BaseException:
                 self._manager.shrink(requests, grown)
@@ -161,6 +164,10 @@ class Cache(SharingVerbs, PortableVerbs):
         Args:
             requests: in the order that counts; None for all live ones in order of admission.
         """
+        return digest.combine(self.digest_lanes(requests))
+
+    def digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
+        """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
         with self._turn("digest"):
             chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
             rows = self._rows(chosen, [0] * len(chosen))
@@ -172,7 +179,7 @@ class Cache(SharingVerbs, PortableVerbs):
                 found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
                 for request, pair in enumerate(found):
                     lanes[request].append((int(pair[0]), int(pair[1])))
-            return digest.combine([(row.length, lane) for row, lane in zip(rows, lanes, strict=True)])
+            return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
     def __repr__(self) -> str:
         live = self.plan.slots - self.free_slots

@@ -13,6 +13,7 @@ from kvcore.arrays import to_numpy
 from kvcore.ops import Array, Ops, RawRows
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
+from kvcore.spec.components import Growth
 from kvcore.step import Row, build_index
 
 
@@ -50,10 +51,17 @@ def kept_positions(component: Component, floor: int, length: int) -> list[int]:
     return [number * component.tokens_per_row for number in kept_rows(component, floor, length)]
 
 
-def read_rows(ops: Ops, pools: Pools, row: Row, floor: int) -> dict[tuple[int, str], HostRows]:
-    """Everything that one request holds and could roll back to, down to ``floor``, on the host."""
+def read_rows(
+    ops: Ops, pools: Pools, row: Row, floor: int, *, growth: Growth | None = None
+) -> dict[tuple[int, str], HostRows]:
+    """Everything that one request holds and could roll back to, down to ``floor``, on the host.
+
+    ``growth``: only what grows like that.
+    """
     content: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(ops.plan.spec):
+        if growth not in (None, component.growth):
+            continue
         lengths = _covering(component, floor, row.length)
         index = ops.index(build_index([row._replace(start=at, new=0) for at in lengths], max_blocks=ops.plan.blocks))
         columns = max(len(component.live(at)) for at in lengths)
@@ -89,7 +97,7 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
     index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.blocks))
     state: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(spec):
-        aligned = length // spec.block_tokens * spec.block_tokens // component.tokens_per_row
+        aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
         columns = len(component.live(length))
         if component.in_checkpoint or columns > aligned:
             raw = ops.gather_rows(pools, layer, role, index, own.get((layer, role)), columns=columns)
@@ -115,12 +123,19 @@ def to_raw(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int]) -> Ra
     return RawRows(ops.asarray(rows[None]), ops.asarray(np.array([positions], np.int32).reshape(1, len(positions))))
 
 
-def page_digests(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int], page: int, salt: int) -> Array:
+def page_digests(ops: Ops, rows: Array, positions: Sequence[int], page: int, salt: int) -> Array:
     """Digest lanes of every page of ``page`` rows: [pages, 2] int64 on the device; the last page may be short."""
     pages = -(-len(rows) // page)
-    padded = np.zeros((pages * page, rows.shape[1]), np.uint8)
-    padded[: len(rows)] = rows
     places = np.full(pages * page, -1, np.int32)
     places[: len(rows)] = positions
+    padded = rows if len(places) == len(rows) else _padded(rows, len(places))
     raw = RawRows(ops.asarray(padded.reshape(pages, page, rows.shape[1])), ops.asarray(places.reshape(pages, page)))
     return ops.digest_rows(raw, salt)
+
+
+def _padded(rows: Array, count: int) -> Array:
+    """Rows with zeros after them, as many as ``count``; NumPy, or torch on any device."""
+    shape = count, rows.shape[1]
+    padded = rows.new_zeros(shape) if hasattr(rows, "new_zeros") else np.zeros(shape, np.uint8)
+    padded[: len(rows)] = rows
+    return padded

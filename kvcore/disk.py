@@ -2,10 +2,15 @@
 
 ``write_whole`` is the protocol: write a file beside the name, flush it, rename it, flush the folder. Whatever fails on
 the way, the name shows the old file or the new one, whole; once ``write_whole`` has returned, the new one, durably.
+
+A process that is killed on the way leaves its temporary file, ``.NAME.PROCESS.THREAD.tmp``. A writer keeps a lock on
+its own, which ends with the process, so that the next save to that name can tell what was left behind and removes it.
 """
 
 import contextlib
+import fcntl
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,8 +22,15 @@ class Disk:
     """The real file system, one system call a method."""
 
     def create(self, path: Path) -> Any:
-        """An empty file, open for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        """An empty file, open for writing and locked until it is closed."""
+        while True:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            with contextlib.suppress(OSError):  # some network disks know no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return file
+            # Swept away between the two calls.
+            os.close(file)
 
     def write(self, file: Any, data: bytes | memoryview) -> int:
         """Write some of ``data``, from its start; returns how many bytes."""
@@ -48,6 +60,18 @@ class Disk:
         """Remove a file if it is there."""
         path.unlink(missing_ok=True)
 
+    def sweep(self, path: Path) -> None:
+        """Remove temporary files of saves to ``path`` whose writers are gone; those in use are locked."""
+        temporary = re.compile(rf"\.{re.escape(path.name)}\.\d+\.\d+\.tmp")
+        for left in [file for file in path.parent.glob(".*.tmp") if temporary.fullmatch(file.name)]:
+            with contextlib.suppress(OSError):
+                file = os.open(left, os.O_WRONLY)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
+                finally:
+                    os.close(file)
+
     def read(self, path: Path) -> bytes:
         """All bytes of a file."""
         return path.read_bytes()
@@ -57,18 +81,20 @@ def write_whole(disk: Disk, path: Path, data: bytes) -> None:
     """Put ``data`` in place of the file ``path``: all of it, durably, or nothing.
 
     Raises:
-        OSError: the disk refused. The old file, if there was one, is still there; after a failed flush of the folder
-            the new one may be instead.
+        OSError: the disk refused. The old file, if there was one, is still there; after a failed close or flush of
+            the folder the new one may be instead.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    disk.sweep(path)
     try:
         file = disk.create(temporary)
         try:
             _write_all(disk, file, data)
             disk.flush(file)
+            # While the file is open it is locked: nobody sweeps it away before it has its name.
+            disk.rename(temporary, path)
         finally:
             disk.close(file)
-        disk.rename(temporary, path)
         disk.flush_folder(path.parent)
     except BaseException:
         # A disk that refuses to write may refuse to remove as well; the first error is the one to report.

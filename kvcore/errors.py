@@ -64,6 +64,23 @@ class BackendError(KvcoreError, RuntimeError):
     """A backend that is unknown, cannot run here, or was registered twice."""
 
 
+class TransferError(KvcoreError, RuntimeError):
+    """A request that could not be pulled from another process; nothing was changed here.
+
+    Attributes:
+        reason: ``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired`` (the exporter refused the
+            reference), ``peer_lost``, ``timeout`` (it did not answer), or ``damaged`` (what came does not verify).
+    """
+
+    def __init__(self, *, reason: str, got: object, where: str, allowed: str, hint: str = "") -> None:
+        super().__init__(got=got, where=where, allowed=allowed, hint=hint)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        parts = {"got": self.got, "where": self.where, "allowed": self.allowed, "hint": self.hint}
+        return _rebuild, (type(self), {"reason": self.reason, **parts})
+
+
 class OutOfBlocks(KvcoreError, MemoryError):
     """The paged pools cannot hold the tokens asked for; nothing was taken."""
 

@@ -9,7 +9,7 @@ from kvcore.content import owned
 from kvcore.counts import is_count
 from kvcore.errors import SnapshotError
 from kvcore.prefix import Policy
-from kvcore.snapshot import damage, read, rows_of
+from kvcore.snapshot import Saved, damage, read, rows_of
 
 
 def load(
@@ -59,12 +59,18 @@ def load(
             sizes["max_tokens"], sum(-(-saved.requests[n].length // block) * block for n in chosen)
         )
     cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
+    take_in(cache, saved, chosen, where=f"snapshot {path}", strict=strict)
+    return cache
+
+
+def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, strict: bool = True) -> None:
+    """Check the pages of the chosen saved requests and admit those that are whole; see ``load``."""
     damaged = {number: damage(saved, cache.ops, number) for number in chosen}
     names = [str(page) for pages in damaged.values() for page in pages]
     if strict and names:
         raise SnapshotError(
             got="; ".join(names),
-            where=f"snapshot {path}",
+            where=where,
             allowed="pages of their digests",
             hint="strict=False loads the requests that are whole.",
         )
@@ -73,5 +79,4 @@ def load(
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache.install(cache.admit(), request.length, request.floor, request.tokens, content)
-    return cache
+            cache.install(cache.admit(), request, content)

@@ -48,8 +48,8 @@ class Manager:
         """True between admission and release."""
         return request in self._places
 
-    def admit(self) -> Request:
-        """Give out a slot. Blocks are taken by steps.
+    def admit(self, salt: str | None = None) -> Request:
+        """Give out a slot. Blocks are taken by steps; ``salt`` tells whose prefixes are shared.
 
         Raises:
             OutOfSlots: none is free.
@@ -63,7 +63,7 @@ class Manager:
             )
         slot = self._free_slots.pop()
         request = Request(self._next_id, self)
-        self._places[request] = Place(slot=slot, generation=self._generations[slot])
+        self._places[request] = Place(slot=slot, generation=self._generations[slot], salt=salt)
         self._generations[slot] += 1
         self._next_id += 1
         return request
@@ -111,6 +111,21 @@ class Manager:
                 hint="Admit a request with the ids that it will be given.",
             )
 
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
+
+        Raises:
+            RequestError: tokens are left to replay.
+        """
+        place = self._places[request]
+        if place.length < place.stored:
+            raise RequestError(
+                got=f"request {request.id}, {place.stored - place.length} tokens of its prefix hit not replayed yet",
+                where=where,
+                allowed="a request whose windows and tails are complete",
+                hint=f"Step it through the prompt's ids up to token {place.stored} first.",
+            )
+
     def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
         """Get each request the blocks that its new tokens need; all of them or none.
 
@@ -126,7 +141,7 @@ class Manager:
             max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
             for place, count in zip(places, new, strict=True)
         ]
-        shared = shared_columns(self.blocks, self.plan.spec.block_tokens, places, new)
+        shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
         fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
         grown: list[Growth] = []
         for place, count, column in zip(places, added, shared, strict=True):
@@ -195,12 +210,15 @@ class Manager:
                 allowed=f"{deepest} to {place.length}",
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
+        if length == place.length:
+            # Also in the middle of a replay, which goes on.
+            return []
         place.length = length
         place.stored, place.given = min(place.stored, length), min(place.given, length)
         place.written = {group: min(done, length) for group, done in place.written.items()}
         if place.tokens is not None:
             del place.tokens[length:]
-            del place.keys[length // self.plan.spec.block_tokens :]
+            del place.keys[length // self.plan.block_tokens :]
         return self._keep_blocks(place, self.plan.blocks_for(length))
 
     def deepest_truncation(self, request: Request) -> int:
@@ -231,6 +249,7 @@ class Manager:
         blocks: Sequence[int] = (),
         tokens: Sequence[int] | None,
         prompt: Sequence[int] = (),
+        salt: str | None = None,
     ) -> None:
         """Start a fresh request from shared blocks, plus those of its own that ``length`` needs beyond them.
 
@@ -251,6 +270,7 @@ class Manager:
         place.floor, place.stored, place.prompt = floor, stored, prompt
         place.given = place.written["main"] = max(length, stored)
         place.tokens = None if tokens is None else list(tokens)
+        place.salt = salt
 
     def fork(self, request: Request) -> Request:
         """A request with the same history: blocks are held by both, the slot is a new one.
@@ -259,7 +279,7 @@ class Manager:
             OutOfSlots: none is free.
         """
         source = self._places[request]
-        fork = self.admit()
+        fork = self.admit(source.salt)
         place = self._places[fork]
         for block in source.blocks:
             self.blocks.hold(block)

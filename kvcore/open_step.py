@@ -97,8 +97,9 @@ class Step:
         try:
             self._check_complete()
             if not self.pools_replaced:
-                for number in range(len(self.cache.spec.layers)):
-                    self.layer(number).blank_entries()
+                for number in range(len(self.cache.spec.all_layers)):
+                    # A layer that the step left out stays one that it did not touch.
+                    (self._layers.get(number) or LayerHandle(self, number)).blank()
             states = [
                 self.cache.boundary_states(
                     request, self.rows[number], self._ids[number], self._own_rows(number), written=self.pools_replaced

@@ -145,6 +145,13 @@ class Ops(Protocol):
         """The step index on the device, from NumPy int32 arrays."""
         ...
 
+    def padded_index(self, host: StepIndex) -> StepIndex:
+        """The index of a padded step, which may be kept in one place: good until the next of the same shape.
+
+        A graph that was captured on one step then finds the next step's numbers where it looks for them.
+        """
+        ...
+
     def encode(self, format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
         """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
         ...
@@ -165,8 +172,25 @@ class Ops(Protocol):
         """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
         ...
 
+    def append_rotated_window(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        rows: Array,
+        *,
+        rope: Rope | Array,
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+    ) -> Pools:
+        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
+
+        Rounded to bf16 after the norm and after the rotation, as ``flush`` does; not at all where rows are fp32.
+        """
+        ...
+
     def append_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
-        """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
+        """Store raw compressor rows kv and score, [T, width] each, fp32 (bf16 is widened), at slot·R + p mod R."""
         ...
 
     def append_index_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
@@ -215,6 +239,31 @@ class Ops(Protocol):
         index_norm_weight: Array | None = None,
     ) -> Pools:
         """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
+        ...
+
+    def append_flush(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Array,
+        score: Array,
+        index_kv: Array | None = None,
+        index_score: Array | None = None,
+        *,
+        newest: int | None = None,
+        closed: int | None = None,
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Array | None = None,
+        index_norm_weight: Array | None = None,
+    ) -> Pools:
+        """``flush`` and the append of the same rows to the tails: all that a decode step does with them.
+
+        Args:
+            newest: most new tokens of a request in the step, where the caller knows it: 1 in plain decode. It decides
+                only whether one launch may do both.
+        """
         ...
 
     def store_entries(

@@ -64,6 +64,8 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         max_draft_tokens: D, the drafts that every ring keeps room for.
         layout: ``packed``, ``planar`` or ``tpu_tile``.
         regions: every pool, in canonical order.
+        context: shards that history is spread over, page by page; each holds one page of every block, and all the
+            rest of this plan is what one shard holds.
     """
 
     spec: CacheSpec
@@ -73,6 +75,12 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_draft_tokens: int
     layout: str
     regions: tuple[Region, ...]
+    context: int = 1
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block over all context shards: what requests take, share and publish."""
+        return self.spec.block_tokens * self.context
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -103,7 +111,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of ``tokens`` tokens holds."""
-        return -(-tokens // self.spec.block_tokens) if self.blocks else 0
+        return -(-tokens // self.block_tokens) if self.blocks else 0
 
     def units(self, region: Region) -> int:
         """Units of a region's pool: slots or blocks."""
@@ -122,7 +130,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found
 
     def __repr__(self) -> str:
-        blocks = f"{self.blocks} blocks × {self.spec.block_tokens} tokens"
+        blocks = f"{self.blocks} blocks × {self.block_tokens} tokens"
         return f"CachePlan({self.spec.name or 'unnamed'}: {blocks}, {self.slots} slots, {self.nbytes / 2**30:.3f} GiB)"
 
 
@@ -134,6 +142,7 @@ def plan_cache(
     budget_bytes: int | None = None,
     max_draft_tokens: int = 0,
     layout: str = "packed",
+    context: int = 1,
 ) -> CachePlan:
     """Work out a cache that holds ``max_tokens``, or the largest one within ``budget_bytes``.
 
@@ -145,6 +154,7 @@ def plan_cache(
         budget_bytes: bytes for everything; give this or ``max_tokens``, not both.
         max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
         layout: ``packed``, ``planar`` or ``tpu_tile``.
+        context: shards that history is spread over; bytes are those of one shard.
 
     Raises:
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
@@ -153,6 +163,7 @@ def plan_cache(
     _check_spec(spec)
     check_count(SpecError, "max_requests", max_requests, 1)
     check_count(SpecError, "max_draft_tokens", max_draft_tokens, 0)
+    check_count(SpecError, "context", context, 1)
     if layout not in LAYOUTS:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     _check_drafts(spec, max_draft_tokens)
@@ -165,6 +176,7 @@ def plan_cache(
         )
 
     paged = any(component.growth == "block" for _, _, component in spec.components())
+    block_tokens = spec.block_tokens * context
 
     def plan(blocks: int, tokens: int | None) -> CachePlan:
         return CachePlan(
@@ -175,19 +187,20 @@ def plan_cache(
             max_draft_tokens=max_draft_tokens,
             layout=layout,
             regions=_regions(spec, tokens if bounded else None, max_draft_tokens, layout),
+            context=context,
         )
 
     if max_tokens is not None:
         check_count(SpecError, "max_tokens", max_tokens, 1)
-        blocks = -(-max_tokens // spec.block_tokens)
-        return plan(blocks, blocks * spec.block_tokens if paged else max_tokens)
+        blocks = -(-max_tokens // block_tokens)
+        return plan(blocks, blocks * block_tokens if paged else max_tokens)
     if budget_bytes is None:
         return plan(0, None)
     check_count(SpecError, "budget_bytes", budget_bytes, 1)
     if not bounded:
         return _checked(plan(0, None), budget_bytes, "")
     # What is not paged grows token by token.
-    unit, name = (spec.block_tokens, "block") if paged else (1, "token of each")
+    unit, name = (block_tokens, "block") if paged else (1, "token of each")
     return _largest(lambda count: plan(count, count * unit), budget_bytes, name)
 
 

@@ -15,13 +15,13 @@ class PortableVerbs(CacheBase):
         """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
 
         Raises:
-            RequestError: stale or foreign. StepError: a step is open.
+            RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
         """
         with self._turn("export_request"):
             return transfer.export(self, self._manager.check(request))
 
     def import_request(self, blob: bytes, into: Request | None = None) -> Request:
-        """Take in an exported request; generation goes on where it was.
+        """Take in an exported request, its salt included; generation goes on where it was.
 
         Args:
             blob: from ``export_request`` of a cache with the same spec, on any backend.
@@ -38,7 +38,8 @@ class PortableVerbs(CacheBase):
         """Write a verified snapshot of some or all requests; the file appears whole or not at all.
 
         Raises:
-            RequestError: stale or foreign. StepError: a step is open. OSError: the disk refused.
+            RequestError: stale, foreign, or still replaying a prefix hit. StepError: a step is open.
+            OSError: the disk refused; a file of that name is as it was, or the new one, whole.
             BackendError: safetensors is not installed.
         """
         with self._turn("save"):

@@ -2,7 +2,8 @@
 
 A block is published under a key that chains the keys before it, so that equal keys mean equal tokens from the start.
 The chain is ``sha256`` over canonical CBOR of ``[parent, [tokens], extra]``, the scheme that vLLM calls
-``sha256_cbor``, started from a seed that holds the spec digest and a salt. A length can be taken over only where every
+``sha256_cbor``: it starts from a seed that holds the spec digest, and a request's salt is the ``extra`` of its first
+block. A length can be taken over only where every
 component is restorable there: blocks by their keys, rings and tails by a checkpoint of exactly that length or by
 replaying tokens.
 """
@@ -54,24 +55,23 @@ def check_policy(policy: object) -> Policy:
     return policy  # type: ignore[return-value]
 
 
-def chain(seed: bytes, tokens: Sequence[int], block_tokens: int, extra: Sequence[str] | None = None) -> Iterator[bytes]:
-    """Keys of the full blocks of ``tokens``, in order. ``extra`` enters the first block only, like a cache salt."""
-    parent = seed
+def chain(parent: bytes, tokens: Sequence[int], block_tokens: int, salt: str | None = None) -> Iterator[bytes]:
+    """Keys of the full blocks of ``tokens``, in order; ``salt`` enters the first of them, and the others through it."""
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         block = list(tokens[start : start + block_tokens])
-        keys = list(extra) if extra and start == 0 else None
+        keys = [salt] if salt and start == 0 else None
         parent = hashlib.sha256(cbor([parent, block, keys])).digest()
         yield parent
 
 
-def point_key(parent: bytes, rest: Sequence[int]) -> bytes:
-    """Key of a checkpoint at any length: from the key of its last full block and the tokens beyond it."""
-    return hashlib.sha256(cbor([parent, list(rest), "point"])).digest()
+def point_key(parent: bytes, rest: Sequence[int], salt: str | None = None) -> bytes:
+    """Key of a checkpoint at any length: from the key of its last full block, the tokens beyond it, and the salt."""
+    return hashlib.sha256(cbor([parent, list(rest), ["point", *([salt] if salt else [])]])).digest()
 
 
-def seed_of(spec: CacheSpec, salt: str = "") -> bytes:
-    """Start of every chain: caches of other specs or salts never find each other's blocks."""
-    return hashlib.sha256(cbor(["kvcore", spec.digest, salt])).digest()
+def seed_of(spec: CacheSpec) -> bytes:
+    """Start of every chain: caches of other specs never find each other's blocks."""
+    return hashlib.sha256(cbor(["kvcore", spec.digest])).digest()
 
 
 def replay_tokens(spec: CacheSpec) -> int | None:

@@ -23,6 +23,7 @@ class Place:
         given: tokens that did not come through steps of this request but from a prefix, a snapshot or an import.
         blocks: block numbers in order of history.
         tokens: ids so far, or None once a step gave only a count.
+        salt: text that its prefix must share to be found, or None.
         prompt: ids that the ``stored`` tokens were computed from.
         keys: keys of the full blocks of ``tokens``, as far as they were worked out.
         written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
@@ -38,6 +39,7 @@ class Place:
     given: int = 0
     blocks: list[int] = field(default_factory=list[int])
     tokens: list[int] | None = field(default_factory=list[int])
+    salt: str | None = None
     prompt: Sequence[int] = ()
     keys: list[bytes] = field(default_factory=list[bytes])
     written: dict[str, int] = field(default_factory=lambda: {"main": 0})
@@ -91,6 +93,11 @@ class Request:
         """Token ids so far, or None if some step gave only a count."""
         known = self._manager.place(self).tokens
         return None if known is None else tuple(known)
+
+    @property
+    def salt(self) -> str | None:
+        """What the request was admitted with: only requests of the same salt share prefixes."""
+        return self._manager.place(self).salt
 
     def of(self, manager: "Manager") -> bool:
         """True if this manager admitted the request."""

@@ -47,7 +47,7 @@ class PrefixCache:
 
     def __init__(self, spec: CacheSpec, policy: Policy, manager: Manager) -> None:
         self.policy = policy
-        self._spec = spec
+        self._block_tokens = manager.plan.block_tokens
         self._manager = manager
         self._seed = seed_of(spec)
         self._replay = replay_tokens(spec)
@@ -75,7 +75,7 @@ class PrefixCache:
 
     def boundaries(self, start: int, length: int) -> list[int]:
         """Lengths within a step, after ``start`` up to ``length``, at which the policy keeps a checkpoint."""
-        size = self._spec.block_tokens
+        size = self._block_tokens
         if self.policy == "full":
             return list(range((start // size + 1) * size, length + 1, size))
         if isinstance(self.policy, Periodic) and length > start and length % self.policy.tokens == 0:
@@ -86,20 +86,20 @@ class PrefixCache:
         """Work out the keys of a request whose token ids are known, and seal its full blocks."""
         if not self.on or place.tokens is None:
             return
-        size = self._spec.block_tokens
+        size = self._block_tokens
         done = len(place.keys)
         parent = place.keys[-1] if done else self._seed
-        place.keys += chain(parent, place.tokens[done * size : place.complete], size)
+        place.keys += chain(parent, place.tokens[done * size : place.complete], size, None if done else place.salt)
         for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
             self._manager.blocks.seal(block, key)
 
     def keep(self, place: Place, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""
         assert place.tokens is not None
-        full = length // self._spec.block_tokens
+        full = length // self._block_tokens
         parent = place.keys[full - 1] if full else self._seed
-        rest = place.tokens[full * self._spec.block_tokens : length]
-        key = point_key(parent, rest)
+        rest = place.tokens[full * self._block_tokens : length]
+        key = point_key(parent, rest, place.salt)
         if key in self._states:
             self._states.move_to_end(key)
             return
@@ -108,14 +108,14 @@ class PrefixCache:
         while len(self._states) > self._capacity:
             self._forget(next(iter(self._states)))
 
-    def find(self, tokens: Sequence[int], *, limit: int) -> Hit:
-        """The longest hit of at most ``limit`` tokens of a prompt."""
+    def find(self, tokens: Sequence[int], *, limit: int, salt: str | None = None) -> Hit:
+        """The longest hit of at most ``limit`` tokens of a prompt, among histories of the same salt."""
         if not self.on:
             return NO_HIT
-        size = self._spec.block_tokens
-        keys = list(chain(self._seed, tokens, size))
+        size = self._block_tokens
+        keys = list(chain(self._seed, tokens, size, salt))
         blocks = self._sealed(keys)
-        best = self._checkpointed(tokens, keys, blocks, limit)
+        best = self._checkpointed(tokens, keys, blocks, limit, salt)
         if self._replay == 0:
             # Nothing but blocks to restore: every full block within the limit is a hit.
             stored = length = min(len(blocks), limit // size) * size
@@ -126,15 +126,17 @@ class PrefixCache:
             return best
         return Hit(length, stored, tuple(blocks[: stored // size]), None) if length > best.length else best
 
-    def _checkpointed(self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int) -> Hit:
+    def _checkpointed(
+        self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int, salt: str | None
+    ) -> Hit:
         """The longest kept state whose full blocks are all sealed."""
-        size = self._spec.block_tokens
+        size = self._block_tokens
         within = min(limit // size, len(blocks) if self._manager.plan.blocks else len(keys))
         for full in range(max(0, within), -1, -1):
             parent = keys[full - 1] if full else self._seed
             for rest in sorted(set(self._beyond.get(parent, {}).values()), reverse=True):
                 length = full * size + rest
-                key = point_key(parent, tokens[full * size : length])
+                key = point_key(parent, tokens[full * size : length], salt)
                 if 0 < length <= limit and key in self._states:
                     self._states.move_to_end(key)
                     return Hit(length, length, tuple(blocks[:full]), self._states[key].state)

@@ -10,7 +10,7 @@ from kvcore.manager import Request
 from kvcore.prefix import Restorable
 from kvcore.reuse import Hit
 from kvcore.step import Row
-from kvcore.tokens import token_ids
+from kvcore.tokens import check_salt, token_ids
 
 
 class SharingVerbs(CacheBase):
@@ -61,18 +61,22 @@ class SharingVerbs(CacheBase):
                 state = state_at(self.ops, self._pools, self.row(request), place.length, {})
                 self._prefix.keep(place, place.length, state)
 
-    def restorable(self, tokens: Sequence[int], n: int | None = None) -> Restorable:
+    def restorable(self, tokens: Sequence[int], n: int | None = None, *, salt: str | None = None) -> Restorable:
         """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
 
+        Args:
+            salt: as for ``admit``.
+
         Raises:
-            ShapeError: tokens are not ids, or n is out of range.
+            ShapeError: tokens are not ids, n is out of range, or the salt is no text.
         """
         ids = token_ids(tokens, "restorable: tokens")
+        salt = check_salt(salt, "restorable: salt")
         if n is not None and (not is_count(n) or n > len(ids)):
             raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
         with self._turn("restorable", in_step=True):
             ids = ids[:n]
-            hit = self._prefix.find(ids, limit=len(ids))
+            hit = self._prefix.find(ids, limit=len(ids), salt=salt)
             return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
 
     def boundary_states(
@@ -114,6 +118,7 @@ class SharingVerbs(CacheBase):
                 blocks=hit.blocks,
                 tokens=ids[: hit.length],
                 prompt=ids[:stored],
+                salt=request.salt,
             )
         except OutOfBlocks:
             return

@@ -34,11 +34,12 @@ NO_ROOT = "0" * 64
 
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request in a snapshot's metadata: tokens, the smallest length it can be rolled back to, ids if known."""
+    """One request in a snapshot: tokens, the smallest length it can be rolled back to, ids if known, its salt."""
 
     length: int
     floor: int
     tokens: list[int] | None
+    salt: str | None = None
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,13 +81,14 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
     for number, request in enumerate(requests):
+        cache.check_whole(request, "save")
         floor = cache.floor(request)
         for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
             name = f"{number}.{layer}.{role}"
             arrays[name] = held.rows
             arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, held, layer, role)
         tokens = None if request.tokens is None else list(request.tokens)
-        saved.append(SavedRequest(length=request.length, floor=floor, tokens=tokens))
+        saved.append(SavedRequest(length=request.length, floor=floor, tokens=tokens, salt=request.salt))
     plan = cache.plan
     sizes = Sizes(max_requests=plan.slots, max_tokens=plan.max_tokens, max_draft_tokens=plan.max_draft_tokens)
     metadata = {

@@ -36,6 +36,13 @@ def token_ids(value: object, where: str) -> list[int]:
     return ids
 
 
+def check_salt(salt: object, where: str) -> str | None:
+    """A salt: text that is not empty, or None."""
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    raise ShapeError(got=salt, where=where, allowed="text that is not empty, or None")
+
+
 def as_mapping(value: object) -> Mapping[object, object]:
     """The argument of ``cache.step``, if it is a mapping."""
     if not isinstance(value, Mapping):

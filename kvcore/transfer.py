@@ -1,6 +1,6 @@
 """One request as a self-contained blob: the way between caches, backends, processes and frameworks.
 
-The blob is msgpack: a header (format version, spec, length, token ids), the canonical rows of every component, and a
+The blob is msgpack: a header (format version, spec, length, token ids, salt), every component's canonical rows, and a
 digest of each. Import checks all of it before it takes a slot, and a failure leaves the cache as it was.
 """
 
@@ -34,6 +34,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         length: tokens.
         floor: smallest length that the rows can be rolled back to.
         tokens: ids, or None if they are not known.
+        salt: whose prefixes it may share, or None.
         rows: ``"L.role"`` -> canonical rows, one after another.
         digests: ``"L.role"`` -> the two lanes of those rows.
         root: sha256 over everything above.
@@ -44,6 +45,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     length: int
     floor: int
     tokens: list[int] | None
+    salt: str | None
     rows: dict[str, bytes]
     digests: dict[str, tuple[int, int]]
     root: bytes
@@ -51,6 +53,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def export(cache: "CacheBase", request: Request) -> bytes:
     """The request as a blob."""
+    cache.check_whole(request, "export_request")
     rows: dict[str, bytes] = {}
     digests: dict[str, tuple[int, int]] = {}
     floor = cache.floor(request)
@@ -64,6 +67,7 @@ def export(cache: "CacheBase", request: Request) -> bytes:
         "length": request.length,
         "floor": floor,
         "tokens": tokens,
+        "salt": request.salt,
         "rows": rows,
         "digests": digests,
     }
@@ -81,7 +85,7 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     content = _content(cache, found)
     request = cache.fresh() if into is None else into
     try:
-        cache.install(request, found.length, found.floor, found.tokens, content)
+        cache.install(request, found, content)
     except BaseException:
         if into is None:
             cache.give_back(request)

@@ -86,9 +86,10 @@ def rows(name: str, tokens: Sequence[int], positions: np.ndarray, *shape: int) -
 
 
 def feed(step: Any, tokens: Sequence[int], *, main: bool = True, drafts: bool = True) -> None:
-    """Give the layers of an open step their rows."""
+    """Give the layers of an open step their rows; those of padding hold token 0 of position -1."""
     spec = step.cache.spec
     positions = kvcore.to_numpy(step.positions)
+    tokens = [*tokens, *[0] * (len(positions) - len(tokens))]
     for number, layer in enumerate(spec.all_layers):
         if main if number < len(spec.layers) else drafts:
             feed_layer(step.layer(number), layer, number, tokens, positions)

@@ -2,12 +2,26 @@
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCABULARY = 128
@@ -34,6 +48,112 @@ def mistral(dtype: torch.dtype = torch.float32) -> MistralForCausalLM:
     """Sliding attention, window 8."""
     torch.manual_seed(0)
     return MistralForCausalLM(MistralConfig(**CLASSIC, sliding_window=8)).eval().to(dtype)
+
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+
+
+def multi_query(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Full attention, one key-value head for all query heads."""
+    return varied(LlamaForCausalLM(LlamaConfig(**{**CLASSIC, "num_key_value_heads": 1})), dtype)
+
+
+def multi_head(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Full attention, a key-value head for every query head."""
+    return varied(LlamaForCausalLM(LlamaConfig(**{**CLASSIC, "num_key_value_heads": 4})), dtype)
+
+
+def sliding(dtype: torch.dtype = torch.float32) -> MistralForCausalLM:
+    """Sliding attention, window 8."""
+    return varied(MistralForCausalLM(MistralConfig(**CLASSIC, sliding_window=8)), dtype)
+
+
+def qwen2(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    """Full attention in the first layer, sliding above it."""
+    config = Qwen2Config(**CLASSIC, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    return varied(Qwen2ForCausalLM(config), dtype)
+
+
+def qwen3(dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """Full attention, heads wider than the hidden size divided by their number."""
+    return varied(Qwen3ForCausalLM(Qwen3Config(**CLASSIC, head_dim=16)), dtype)
+
+
+def gemma3(dtype: torch.dtype = torch.float32) -> Gemma3ForCausalLM:
+    """Sliding and full attention mixed."""
+    config = Gemma3TextConfig(
+        **CLASSIC, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, layer_types=MIXED, bos_token_id=1
+    )
+    return varied(Gemma3ForCausalLM(config), dtype)
+
+
+def gpt_oss(dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
+    """Sliding and full attention mixed, with sinks."""
+    config = GptOssConfig(
+        **CLASSIC,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=MIXED,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=None,
+    )
+    return varied(GptOssForCausalLM(config), dtype)
+
+
+def llama4(dtype: torch.dtype = torch.float32) -> Llama4ForCausalLM:
+    """Chunked attention, chunks of 8, and full attention mixed."""
+    config = Llama4TextConfig(
+        **CLASSIC,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=8,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        no_rope_layers=[1, 0, 1],
+    )
+    return varied(Llama4ForCausalLM(config), dtype)
+
+
+def deepseek_v3(dtype: torch.dtype = torch.float32) -> DeepseekV3ForCausalLM:
+    """Latent attention: the cache holds a latent and a rotary key a token."""
+    return varied(DeepseekV3ForCausalLM(DeepseekV3Config(**{**CLASSIC, **MLA}, first_k_dense_replace=1)), dtype)
+
+
+def deepseek_v32(dtype: torch.dtype = torch.float32) -> DeepseekV32ForCausalLM:
+    """Latent attention to the 8 tokens that an indexer picks."""
+    config = DeepseekV32Config(**{**CLASSIC, **MLA}, index_n_heads=2, index_head_dim=16, index_topk=8)
+    return varied(DeepseekV32ForCausalLM(config), dtype)
+
+
+def varied(model, dtype):
+    """Weights wide enough that generated tokens differ from one another, and biases, norms and sinks that show."""
+    random = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=random)
+        elif name.endswith(("sinks", "bias")):
+            weight.data.normal_(0, 0.5, generator=random)
+        else:
+            weight.data.uniform_(0.5, 1.5, generator=random)
+    return model.eval().to(dtype)
 
 
 def deepseek_v4(dtype: torch.dtype = torch.float32) -> DeepseekV4ForCausalLM:

@@ -4,6 +4,7 @@ Bit flips, cut ends, lost and repeated pieces, swapped pages, zeroed sectors, an
 flips in files of safetensors, ``torch.save`` and ``numpy.savez``, and what their loaders say.
 """
 
+import functools
 import io
 import random
 from collections import Counter
@@ -15,17 +16,21 @@ import safetensors.numpy
 import stories
 
 from benchmarks.reliability import command
+from benchmarks.reliability.shrink import shrink
 from kvcore import snapshot
 from kvcore.errors import SnapshotError
 
 LENGTHS = (21, 9, 34)
 KINDS = {"flip": 6, "flip header": 2, "cut": 2, "zero": 1, "swap": 2, "repeat": 1, "lose": 1, "other": 1, "byte": 2}
 SECTOR_BYTES = 512
+SEED_CORRUPTIONS = 1000
+SEED_BESIDE = 20
 
 
-def snapshots() -> tuple[Any, list[bytes]]:
+@functools.cache
+def snapshots(backend: str = "reference", device: str | None = None) -> tuple[Any, list[bytes]]:
     """A cache of three requests, and two snapshots of it: before and after one more token each."""
-    cache = stories.create(stories.LATENT, "reference", check=False)
+    cache = stories.create(stories.LATENT, backend, device=device, check=False)
     requests = [cache.admit() for _ in LENGTHS]
     for number, (request, length) in enumerate(zip(requests, LENGTHS, strict=True)):
         stories.tell(cache, {request: [100 * number + token for token in range(length)]})
@@ -83,40 +88,60 @@ def verdict(data: bytes, whole: snapshot.Saved, ops: Any) -> tuple[bool, int, in
     return any(damaged), damaged.count(False), wrong
 
 
-def run(full: bool, seed: int) -> dict[str, Any]:
-    """Damage files, and look at undamaged ones in between."""
-    count = 100_000 if full else 300
-    cache, (data, other) = snapshots()
+def unnoticed(data: bytes, bad: bytes, whole: snapshot.Saved, ops: Any) -> str | None:
+    """What is wrong about how a damaged file is received, or None."""
+    noticed, _, differing = verdict(bad, whole, ops)
+    if differing:
+        return "a request was restored with other bytes"
+    return None if noticed or bad == data else "damage was not noticed"
+
+
+def failure(seed: int, number: int, kind: str, data: bytes, bad: bytes, whole: snapshot.Saved, ops: Any):
+    """The failure's record, its trace the fewest changed bytes that do it."""
+    error = f"number {number}, {kind}: {unnoticed(data, bad, whole, ops)}"
+    trace = [f"{len(data)} bytes became {len(bad)}"]
+    if len(bad) == len(data):
+
+        def changed(places) -> bytes:
+            some = bytearray(data)
+            for place in places:
+                some[place] = bad[place]
+            return bytes(some)
+
+        every = [place for place in range(len(data)) if data[place] != bad[place]]
+        short = shrink(every, lambda places: bool(unnoticed(data, changed(places), whole, ops)))
+        trace = [f"byte {place}: {data[place]:#04x} became {bad[place]:#04x}" for place in short]
+    print(f"seed {seed}: {error}", *trace, sep="\n  ")
+    return {"seed": seed, "error": error, "trace": trace}
+
+
+def tell(seed: int, options: dict[str, str]) -> command.Told:
+    """Damage a file many times, and look at the whole one in between."""
+    cache, (data, other) = snapshots(options["backend"], options["device"] or None)
     whole = snapshot.parse(data)
     choice = random.Random(seed)
     kinds: Counter[str] = Counter()
-    missed = false_alarms = wrong = restored = 0
-    done = 0
-    while done < count and not command.spent():
-        number, done = done, done + 1
+    restored = false_alarms = 0
+    failures = []
+    for number in range(SEED_CORRUPTIONS):
         kind, bad = corrupt(data, other, choice)
         kinds[kind] += 1
         noticed, left, differing = verdict(bad, whole, cache.ops)
         restored += left
-        wrong += differing
-        if not noticed:
-            missed += 1
-            print(f"seed {seed}, number {number}: {kind} was not noticed")
-        if number % 100 == 0:
-            false_alarms += verdict(data, whole, cache.ops) != (False, len(LENGTHS), 0)
-    return {
-        "figure": "R4",
-        "seed": seed,
-        "corruptions": done,
-        "bytes": len(data),
+        if not noticed or differing:
+            failures.append(failure(seed, number, kind, data, bad, whole, cache.ops))
+        if number % 100 == 0 and verdict(data, whole, cache.ops) != (False, len(LENGTHS), 0):
+            false_alarms += 1
+            failures.append({"seed": seed, "error": "a whole file was refused", "trace": []})
+    counts = {
+        "corruptions": SEED_CORRUPTIONS,
         "kinds": dict(kinds),
-        "missed": missed,
-        "false_alarms": false_alarms,
         "restored_beside_damage": restored,
-        "restored_wrong": wrong,
-        "divergences": missed + false_alarms + wrong,
-        "beside": others(whole, 2000 if full else 50, seed),
+        "whole_files_looked_at": SEED_CORRUPTIONS // 100,
+        "false_alarms": false_alarms,
+        "beside": others(whole, SEED_BESIDE, seed) if options["beside"] == "yes" else {},
     }
+    return command.Told(counts, failures)
 
 
 def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, int]]:
@@ -159,5 +184,9 @@ def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, 
     return found
 
 
+FIGURE = command.Figure(
+    "R4", "corruptions", 1000, 100_000, tell, {"backend": "reference", "device": "", "beside": "yes"}
+)
+
 if __name__ == "__main__":
-    command.main(__doc__, run)
+    command.run_figure(__doc__, FIGURE)

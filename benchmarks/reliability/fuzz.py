@@ -1,5 +1,6 @@
 """R1: random lives of requests against an independent model: admissions with prefix hits, steps, failed steps, forks,
-rollbacks, checkpoints, releases, uses of released requests; after each of them every count must be as the model says.
+rollbacks, checkpoints, releases, export and import, snapshots saved and loaded, in part too, uses of released requests;
+after each of them every count must be as the model says.
 
 R6 comes with it: free and live units add up after every operation, and after a drain everything is free.
 """
@@ -11,11 +12,25 @@ from typing import Any, NamedTuple
 import kvcore
 from benchmarks.reliability import command
 from benchmarks.reliability.bare import BareCache, plan_of
-from benchmarks.reliability.model import Divergence, Model, require
-from benchmarks.reliability.shrink import shrink
-from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from benchmarks.reliability.model import Divergence, Left, Model, require
+from benchmarks.reliability.shrink import told
+from kvcore import snapshot
+from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
+from kvcore.loading import take_in
 
-KINDS = {"admit": 5, "step": 12, "fail": 2, "fork": 3, "truncate": 4, "release": 4, "point": 1, "stale": 1}
+KINDS = {
+    "admit": 50,
+    "step": 120,
+    "fail": 20,
+    "fork": 30,
+    "truncate": 40,
+    "release": 40,
+    "point": 10,
+    "export": 20,
+    "import_": 20,
+    "save": 3,
+    "stale": 10,
+}
 SEED_OPERATIONS = 10_000
 
 
@@ -46,18 +61,25 @@ class World:
     def __init__(self, seed: int) -> None:
         policy = ("full", kvcore.Periodic(3), "zero", "off")[seed % 4]
         plan = plan_of(slots=3 + seed % 5, max_tokens=40 + 8 * (seed % 7), drafts=seed % 4)
+        self.policy = policy
         self.cache = BareCache(plan, prefix=policy)
         self.model = Model(plan, publishes=policy != "off")
         self.requests: dict[int, kvcore.Request] = {}
         self.scripts: dict[int, int] = {}
         self.stale: list[kvcore.Request] = []
+        self.parked: list[tuple[bytes, Left, int]] = []
         self.happened: Counter[str] = Counter()
 
     def apply(self, operation: Operation) -> None:
         """Do one operation on both, and compare."""
         known = list(self.requests)
+        self.happened[operation.what.strip("_")] += 1
         id = known[operation.a % len(known)] if known else None
-        if operation.what == "admit" or id is None:
+        if operation.what == "stale":
+            self.use_stale(operation)
+        elif operation.what == "import_":
+            self.import_(operation)
+        elif operation.what == "admit" or id is None:
             self.admit(operation)
         else:
             getattr(self, operation.what)(id, operation)
@@ -151,6 +173,80 @@ class World:
         if self.model.publishes and len(told.tokens) >= told.stored:
             self.cache.checkpoint(self.requests[id])
 
+    def export(self, id: int, operation: Operation) -> None:
+        """Out to the host; half of the time its place goes to others."""
+        request = self.requests[id]
+        try:
+            blob = self.cache.export_request(request)
+        except RequestError:
+            require(self.model.replays(id), "an export was refused")
+            self.happened["exports refused in a replay"] += 1
+            return
+        require(not self.model.replays(id), "an export in the middle of a replay")
+        self.parked = [*self.parked[-4:], (blob, self.model.left(id), self.scripts[id])]
+        if operation.b % 2:
+            self.release(id, operation)
+
+    def import_(self, operation: Operation) -> None:
+        """An exported request comes back, perhaps damaged, perhaps into an empty one."""
+        if not self.parked:
+            return
+        blob, left, which = self.parked[operation.a % len(self.parked)]
+        empty = [id for id, told in self.model.live.items() if not told.tokens]
+        into = empty[0] if empty and operation.b % 3 == 0 else None
+        if operation.c % 7 == 0:
+            blob = bytearray(blob)
+            blob[operation.b % len(blob)] ^= 1 << operation.c % 8
+            try:
+                self.cache.import_request(bytes(blob))
+            except SnapshotError:
+                self.happened["damaged imports refused"] += 1
+                return
+            raise Divergence("a damaged request was taken in")
+        blocks = -(-len(left.tokens) // self.model.block_tokens)
+        try:
+            request = self.cache.import_request(blob, into=None if into is None else self.requests[into])
+        except OutOfSlots:
+            require(into is None and self.model.free_slots == 0, "an import was refused with a free slot")
+            return
+        except OutOfBlocks:
+            require(blocks > self.model.free_blocks, "an import was refused with free blocks")
+            return
+        if into is None:
+            self.model.admitted(request.id, request.slot)
+        self.model.imported(request.id, left, list(request.blocks))
+        self.requests[request.id], self.scripts[request.id] = request, which
+
+    def save(self, id: int, operation: Operation) -> None:
+        """Some of the requests into a snapshot, and some of those into a cache that takes the place of this one."""
+        known = list(self.requests)
+        chosen = [id, *(each for each in known if each != id and operation.b >> each % 30 & 1)]
+        replaying = [each for each in chosen if self.model.replays(each)]
+        try:
+            data = snapshot.to_bytes(self.cache, [self.requests[each] for each in chosen])
+        except RequestError:
+            require(bool(replaying), "a snapshot was refused")
+            return
+        require(not replaying, "a snapshot in the middle of a replay")
+        saved = snapshot.parse(data)
+        lefts = [self.model.left(each) for each in chosen]
+        which = [self.scripts[each] for each in chosen]
+        order = [number for number in range(len(chosen)) if not operation.c >> number & 1]
+        while sum(-(-len(lefts[n].tokens) // self.model.block_tokens) for n in order) > self.model.blocks:
+            order.pop()
+        plan, stale = self.cache.plan, [*self.requests.values()][:3]
+        self.drain()
+        self.cache, self.model = BareCache(plan, prefix=self.policy), Model(plan, publishes=self.policy != "off")
+        take_in(self.cache, saved, order, where="snapshot")
+        require(len(self.cache.requests) == len(order), "another number of requests was loaded")
+        self.stale = stale
+        self.requests, self.scripts = {}, {}
+        for number, request in zip(order, self.cache.requests, strict=True):
+            require(list(request.tokens or ()) == lefts[number].tokens, "other tokens were loaded")
+            self.model.admitted(request.id, request.slot)
+            self.model.imported(request.id, lefts[number], list(request.blocks))
+            self.requests[request.id], self.scripts[request.id] = request, which[number]
+
     def stale_uses(self, request: kvcore.Request) -> list[Any]:
         cache = self.cache
         return [
@@ -158,83 +254,44 @@ class World:
             lambda: cache.fork(request),
             lambda: cache.truncate(request, 0),
             lambda: cache.step({request: 1}),
+            lambda: cache.export_request(request),
+            lambda: cache.digest([request]),
             lambda: request.length,
         ]
+
+    def use_stale(self, operation: Operation) -> None:
+        """Use a released request, perhaps one of a cache that is gone."""
+        if self.stale:
+            uses = self.stale_uses(self.stale[operation.b % len(self.stale)])
+            try:
+                uses[operation.c % len(uses)]()
+            except RequestError:
+                return
+            raise Divergence("a released request was served")
+
+    def finish(self) -> None:
+        self.drain()
 
     def drain(self) -> None:
         """Release everything: then everything is free."""
         for request in list(self.requests.values()):
             self.cache.release(request)
             self.model.released(request.id)
+        self.requests = {}
         plan = self.cache.plan
         free = self.cache.free_slots, self.cache.free_blocks
         require(free == (plan.slots, plan.blocks), f"after a drain {free} are free")
 
 
-def _stale(self: World, _: int, operation: Operation) -> None:
-    """Use a released request."""
-    if self.stale:
-        use = self.stale_uses(self.stale[operation.b % len(self.stale)])[operation.c % 5]
-        try:
-            use()
-        except RequestError:
-            return
-        raise Divergence("a released request was served")
+def tell(seed: int, options: dict[str, str]) -> command.Told:
+    """One life of a cache."""
+    operations = operations_of(seed, int(options["operations"]))
+    world, failures = told(seed, lambda: World(seed), operations)
+    happened = dict(world.happened) if isinstance(world, World) else {}
+    return command.Told({"operations": len(operations), "happened": happened}, failures)
 
 
-def failure(seed: int, operations: list[Operation]) -> str | None:
-    """What goes wrong when the operations are done from the start, or None."""
-    world = World(seed)
-    try:
-        _all(world, operations)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _all(world: World, operations: list[Operation]) -> None:
-    for operation in operations:
-        if operation.what == "stale":
-            _stale(world, 0, operation)
-        else:
-            world.apply(operation)
-    world.drain()
-
-
-def run(*, seeds: int, operations: int, first_seed: int = 0) -> dict[str, Any]:
-    """Fuzz; a failure is printed with its seed and a shrunk trace."""
-    happened: Counter[str] = Counter()
-    failures: list[dict[str, Any]] = []
-    done = 0
-    for seed in range(first_seed, first_seed + seeds):
-        if len(failures) == 5 or command.spent():
-            break
-        done += 1
-        todo = operations_of(seed, operations)
-        world = World(seed)
-        try:
-            _all(world, todo)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-            kind = type(error).__name__
-            short = shrink(todo, lambda some, seed=seed, kind=kind: (failure(seed, list(some)) or "").startswith(kind))
-            failures.append({"seed": seed, "error": failure(seed, short), "trace": [str(each) for each in short]})
-            print(f"seed {seed}: {failure(seed, short)}", *short, sep="\n  ")
-        happened += Counter(operation.what for operation in todo) + world.happened
-    return {
-        "figure": "R1, R6",
-        "first_seed": first_seed,
-        "seeds": done,
-        "operations": done * operations,
-        "divergences": len(failures),
-        "failures": failures,
-        "happened": dict(happened),
-    }
-
+FIGURE = command.Figure("R1, R6", "operations", 40_000, 10_000_000, tell, {"operations": str(SEED_OPERATIONS)})
 
 if __name__ == "__main__":
-    command.main(
-        __doc__,
-        lambda full, seed: run(
-            seeds=1000 if full else 20, operations=SEED_OPERATIONS if full else 2000, first_seed=seed
-        ),
-    )
+    command.run_figure(__doc__, FIGURE)

@@ -6,6 +6,7 @@ slots and blocks the cache chose (any free one is right) and checks everything t
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcore.plan import CachePlan
 
@@ -31,6 +32,13 @@ class Told:
     floor: int = 0
     published: int = 0
     stored: int = 0
+
+
+class Left(NamedTuple):
+    """What a request that left its cache holds: its tokens, and the smallest length that it can go back to."""
+
+    tokens: list[int]
+    floor: int
 
 
 class Model:
@@ -141,6 +149,8 @@ class Model:
     def truncated(self, id: int, length: int) -> None:
         told = self.live[id]
         require(self.deepest(id) <= length <= len(told.tokens), "truncated beyond the bound")
+        if length == len(told.tokens):
+            return
         del told.tokens[length:]
         told.stored = min(told.stored, length)
         self.holds(told, told.blocks[: -(-length // self.block_tokens)])
@@ -153,6 +163,28 @@ class Model:
         fork.tokens = list(told.tokens)
         fork.highest, fork.floor = told.highest, told.floor
         fork.published, fork.stored = told.published, told.stored
+
+    def replays(self, id: int) -> bool:
+        """Whether the request is still running through tokens whose blocks it took over."""
+        told = self.live[id]
+        return len(told.tokens) < told.stored
+
+    def left(self, id: int) -> Left:
+        """What an export or a snapshot of the request holds."""
+        return Left(list(self.live[id].tokens), self.deepest(id))
+
+    def imported(self, id: int, left: Left, blocks: list[int]) -> None:
+        """An empty request got what left another one."""
+        told = self.live[id]
+        require(not told.tokens, "imported over tokens")
+        require(len(blocks) == -(-len(left.tokens) // self.block_tokens), "wrong block count after an import")
+        require(len(set(blocks)) == len(blocks), "a block given out twice in one import")
+        require(not any(block in self.holders for block in blocks), "a held block given to an import")
+        self.took(blocks)
+        self.holds(told, blocks)
+        told.tokens, told.floor, told.highest = list(left.tokens), left.floor, len(left.tokens)
+        told.stored = told.published = 0
+        self._publish(told)
 
     def released(self, id: int) -> None:
         require(id in self.live, "released twice")

@@ -10,11 +10,13 @@ import random
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.reliability import command
 from benchmarks.reliability.bare import BareCache, plan_of
 from benchmarks.reliability.model import Divergence, Model, require
+from benchmarks.reliability.shrink import shrink
 from kvcore.errors import KvcoreError, OutOfBlocks, OutOfSlots, RequestError, RollbackError
 
 
@@ -118,16 +120,24 @@ def one_operation(logged: Logged, requests: list[Any], choice: random.Random) ->
                 requests.remove(request)
 
 
-def replay(plan, log: list[Event]) -> str | None:
-    """The first thing in the log that the model does not allow, or None."""
+def replay(plan, log: Sequence[Event]) -> tuple[int, str] | None:
+    """(number of the first event that the model does not allow, why), or None."""
     model = Model(plan, publishes=False)
     for number, event in enumerate(log):
         try:
             _explain(model, event)
             require(event.free == (model.free_slots, model.free_blocks), f"free {event.free}")
         except Divergence as divergence:
-            return f"event {number}, {event}: {divergence}"
+            return number, str(divergence)
     return None
+
+
+def failure(plan, log: list[Event], seed: int, number: int, why: str) -> dict[str, Any]:
+    """A failure's record, printed too: the last of the events contradicts the ones that are left before it."""
+    last = log[number]
+    short = shrink(log[:number], lambda some: replay(plan, [*some, last]) == (len(some), why))
+    print(f"seed {seed}: {why}", *short, last, sep="\n  ")
+    return {"seed": seed, "error": why, "trace": [str(event) for event in (*short, last)]}
 
 
 def _explain(model: Model, event: Event) -> None:
@@ -177,8 +187,7 @@ def run(*, threads: int, operations: int, seed: int) -> dict[str, Any]:
     plan, log = plan_of(), []
     drive(Logged(plan, log), threads=threads, operations=operations, seed=seed)
     found = replay(plan, log)
-    if found:
-        print(f"seed {seed}: {found}")
+    failures = [failure(plan, log, seed, *found)] if found else []
     kinds = Counter(event.what for event in log)
     errors = Counter(event.outcome.__name__ for event in log if isinstance(event.outcome, type))
     return {
@@ -186,11 +195,12 @@ def run(*, threads: int, operations: int, seed: int) -> dict[str, Any]:
         "threads": threads,
         "operations": len(log),
         "seed": seed,
-        "divergences": int(found is not None),
+        "divergences": len(failures),
+        "failures": failures,
         "kinds": dict(kinds),
         "refusals": dict(errors),
     }
 
 
 if __name__ == "__main__":
-    command.main(__doc__, lambda full, seed: run(threads=8, operations=100_000 if full else 1_000, seed=seed))
+    command.run_whole(__doc__, lambda full, seed: run(threads=8, operations=100_000 if full else 1_000, seed=seed))

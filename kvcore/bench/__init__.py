@@ -2,7 +2,8 @@
 
 Every row counts the bytes that must be read and written once; the floor is those bytes at the copy speed measured in
 the same run. Times are of one call with a cold L2 (``single``) and of one of many calls in a CUDA graph over rotating
-buffers (``graph``), medians both.
+buffers (``graph``), medians both. Goals and peers' times were taken on another GPU; ``goal_here`` carries a goal over.
+The environment variable KVCORE_COMMIT, where it is set, says in the record which commit was measured.
 """
 
 import argparse

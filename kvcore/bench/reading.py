@@ -62,9 +62,7 @@ def keys_setting(device: str, format: str, count: int, keys: int) -> tuple[Setti
     return setting, nbytes
 
 
-def index_scores(
-    device: str, format: str, count: int, keys: int, goal: float | None, peer: float | None
-) -> Workload:
+def index_scores(device: str, format: str, count: int, keys: int, goal: float | None, peer: float | None) -> Workload:
     """One query a request over all its keys."""
     setting, nbytes = keys_setting(device, format, count, keys)
     q = setting.random(count, HEADS, INDEX_DIM)
@@ -133,7 +131,6 @@ def attend_all(device: str, count: int, goal: float, peer: float) -> Workload:
     q = setting.random(count, HEADS, DIM)
     sink = torch.randn(HEADS, device=device)
     calls = [
-        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], sink=sink)
-        for n in range(setting.layers)
+        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], sink=sink) for n in range(setting.layers)
     ]
     return Workload(f"HCA attend 128 + {entries:,}, B = {count}", nbytes, calls, goal, peer)

@@ -4,8 +4,8 @@ import json
 from typing import Any
 from xml.sax.saxutils import escape
 
-COLUMNS = ("graph_us", "single_us", "floor_us", "share_of_copy", "goal_us", "best_peer_us")
-HEADS = ("graph µs", "single µs", "floor µs", "of copy", "goal µs", "best peer µs")
+COLUMNS = ("graph_us", "single_us", "floor_us", "copy_us", "goal_here_us", "goal_us", "best_peer_us")
+HEADS = ("graph µs", "single µs", "floor µs", "copy µs", "goal here", "goal µs", "best peer µs")
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -13,13 +13,14 @@ def as_table(record: dict[str, Any]) -> str:
     width = max(len(row["name"]) for row in record["rows"]) if record["rows"] else 4
     ceilings = ", ".join(f"{name} {value:,.0f}" for name, value in record["ceilings"].items() if name.endswith("gb_s"))
     lines = [
-        f"{record['device']}; {ceilings}; goals and peers at {record['goals_measured_at_copy_gb_s']:,.0f} GB/s",
+        f"{record['device']}; {ceilings}; goals and peers at {record['goals_measured_at']['copy_gb_s']:,.0f} GB/s",
         f"{'':{width}} " + " ".join(f"{head:>12}" for head in HEADS),
     ]
     lines += [
         f"{row['name']:{width}} " + " ".join(f"{_cell(row[column]):>12}" for column in COLUMNS)
         for row in record["rows"]
     ]
+    lines += [f"{row['name']}: {row['why']}" for row in record["rows"] if row.get("why")]
     return "\n".join(lines)
 
 

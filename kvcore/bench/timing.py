@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+import triton
+import triton.language as tl
 
 FLUSH_BYTES = 256 << 20
 """More than any L2."""
@@ -51,10 +53,9 @@ def graph(calls: Sequence[Callable[[], object]], per_graph: int = 20, repeats: i
 
 
 def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
-    """GB/s of a copy (read + write, the best way found), of writing and of reading; µs of a tiny kernel in a graph."""
+    """GB/s of a copy (read + write, the best way found), of writing and of reading; µs of an empty kernel."""
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    small = torch.zeros(32, device="cuda")
     ways = (lambda: target.copy_(source), lambda: torch.bitwise_not(source, out=target))
     copy = min(graph([way], per_graph=4, repeats=10) for way in ways)
     write = graph([lambda: target.fill_(7)], per_graph=4, repeats=10)
@@ -63,5 +64,18 @@ def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
         "copy_gb_s": 2e-3 * nbytes / copy,
         "write_gb_s": 1e-3 * nbytes / write,
         "read_gb_s": 1e-3 * nbytes / read,
-        "smallest_kernel_us": graph([lambda: small.zero_()], per_graph=20),
+        "empty_kernel_us": graph([lambda: _empty[(1,)](target)], repeats=100),
     }
+
+
+def copy_time(nbytes: int, copies: int) -> float:
+    """µs of a device's copy that moves ``nbytes`` in all, read and written, in a graph over ``copies`` buffers."""
+    size = max(16, nbytes // 2)
+    pairs = [torch.empty((2, size), dtype=torch.uint8, device="cuda").random_() for _ in range(copies)]
+    return graph([lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs])
+
+
+@triton.jit
+def _empty(pointer):
+    """Nothing: what a launch costs."""
+    tl.static_assert(pointer.dtype.is_ptr())

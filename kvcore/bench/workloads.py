@@ -192,6 +192,8 @@ def flush_calls(
     options = {"closed": count, "norm_weight": weight, "rope": Rope(dim=64, theta=160000.0)}
     if indexed:
         options["index_norm_weight"] = index_weight
+    if append:
+        options["newest"] = 1
     verb = ops.append_flush if append else ops.flush
     return [
         lambda n=n: verb(pools, n, setting.index, *(array[n] for array in inputs), **options)

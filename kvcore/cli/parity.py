@@ -66,7 +66,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the report here")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the report here, packed if FILE ends in .gz")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of tables")
 
 
@@ -170,14 +170,13 @@ def _check_writable(path: Path) -> None:
 def _finish(report, options: argparse.Namespace) -> int:
     from kvcore import parity
 
-    text = parity.write(report)
     if options.out is not None:
         try:
-            options.out.write_bytes(text)
+            options.out.write_bytes(parity.write(report, packed=options.out.suffix == ".gz"))
         except OSError as error:
             raise SpecError(got=error.strerror or str(error), where="--out", allowed="a file to write to") from error
     if options.json:
-        print(text.decode())
+        print(parity.write(report).decode())
         return _verdict(report)
     code = _print(report)
     if options.out is not None:

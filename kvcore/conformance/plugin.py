@@ -116,6 +116,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="preset or JSON file whose roles and formats are checked (default: all there are)",
     )
     group.addoption("--kv-report", metavar="FILE", help="write a parity report, for kvcore parity merge and show")
+    group.addoption(
+        "--kv-shard",
+        metavar="I/N",
+        help="run only part I (from 0) of N; the parts' reports together, merged, are the whole run's",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,9 +128,42 @@ def pytest_configure(config: pytest.Config) -> None:
     report = config.getoption("--kv-report")
     if report and not Path(report).absolute().parent.is_dir():
         raise pytest.UsageError(f"--kv-report={report}: no such folder")
+    shard_of(config)
     # A backend that was named must run, whether or not a test asks for it.
     if config.getoption("--kv-backend") or report:
         kit_of(config)
+
+
+def shard_of(config: pytest.Config) -> tuple[int, int]:
+    """(number, of how many) parts of the kit this process runs.
+
+    Raises:
+        pytest.UsageError: ``--kv-shard`` is not I/N with 0 <= I < N.
+    """
+    given = str(config.getoption("--kv-shard") or "0/1")
+    number, _, total = given.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and int(number) < int(total)):
+        raise pytest.UsageError(f"--kv-shard={given}: I/N, with I from 0 to N - 1")
+    return int(number), int(total)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this process's part of the kit.
+
+    Checks of the same formats and layout stay together, since they need the same compiled code.
+    """
+    number, total = shard_of(config)
+    if total == 1:
+        return
+    groups: dict[str, int] = {}
+    parts: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {}).get("kv_check")
+        group = item.nodeid if given is None else "/".join(given[0].id.split("/")[1:3])
+        mine = groups.setdefault(group, len(groups)) % total == number
+        parts[mine].append(item)
+    config.hook.pytest_deselected(items=parts[False])
+    items[:] = parts[True]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -211,5 +249,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path:
         command = shlex.join(["pytest", *sys.argv[1:]])
         subjects: list[Subject] = [*kit.subjects, *kit.absent]
-        Path(path).write_bytes(write(report_of(kit.spec, subjects, records, command=command)))
+        report = report_of(kit.spec, subjects, records, command=command)
+        Path(path).write_bytes(write(report, packed=path.endswith(".gz")))
         terminalreporter.write_line(f"report: {path}")

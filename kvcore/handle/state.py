@@ -59,8 +59,16 @@ class LayerState:
             self._write(role)
         self._waiting.clear()
 
-    def blank_entries(self) -> None:
-        """Store NaN for entries that close in this step and were not stored: seen, and never somebody else's bytes."""
+    def blank(self) -> None:
+        """Store NaN for paged rows that this step leaves out: seen, and never the bytes of the block's last owner.
+
+        Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
+        """
+        kv = self._spec.kv
+        if kv is not None and kv.growth == "block" and self._tokens and "kv" not in self._own:
+            shapes = ((self._tokens, part.heads, part.format.dim) for part in kv.parts)
+            nothing = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
+            self._replace(self._ops.append_kv(self._pools, self._layer, self._index, *nothing))
         count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in self.unstored()}
         blank = {
             role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))
@@ -193,4 +201,6 @@ class LayerState:
 
     def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
         if self._step.cache.check:
-            check_finite(self._step.cache.to_host(array), where, component, minus_infinity=minus_infinity)
+            # Padding comes last, and its rows are ignored.
+            given = self._step.cache.to_host(array)[: sum(row.new for row in self._step.rows)]
+            check_finite(given, where, component, minus_infinity=minus_infinity)

@@ -1,5 +1,6 @@
 """Where a run took place: versions, platform, commit. Nothing here may fail, and nothing imports a framework."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -53,7 +54,13 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+`` if tracked files were changed; None where kvcore is not run from a checkout."""
+    """The checkout's commit, with ``+`` if tracked files were changed; None where kvcore is not run from a checkout.
+
+    Where files were copied to a machine without their history, the variable ``KVCORE_COMMIT`` says what they are.
+    """
+    said = os.environ.get("KVCORE_COMMIT")
+    if said:
+        return said
     root = Path(kvcore.__file__).resolve().parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

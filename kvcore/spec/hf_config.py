@@ -1,4 +1,4 @@
-"""Specs from ``transformers`` configurations: DeepSeek-V4 and classic decoders.
+"""Specs from ``transformers`` configurations: DeepSeek-V4, latent attention (V2, V3, V3.2) and classic decoders.
 
 Only attributes are read, so any object with the same names will do and ``transformers`` need not be installed.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcore.errors import SpecError
-from kvcore.spec.components import KV
+from kvcore.spec.components import KV, Entries, IndexKeys
 from kvcore.spec.formats import FORMATS
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, v4_layer
@@ -17,8 +17,6 @@ CLASSIC = frozenset(
     (
         "cohere",
         "cohere2",
-        "deepseek_v2",
-        "deepseek_v3",
         "ernie4_5",
         "exaone4",
         "gemma",
@@ -55,6 +53,9 @@ CLASSIC = frozenset(
 )
 """Model types whose layers hold keys and values of full, sliding or chunked attention, and nothing else."""
 
+LATENT = {"deepseek_v2": False, "deepseek_v3": False, "deepseek_v32": True}
+"""Model types with latent attention (MLA), one row a token for all heads; True: with an indexer (DSA)."""
+
 V4_KINDS = {
     "sliding_attention": None,
     "compressed_sparse_attention": True,
@@ -83,12 +84,14 @@ def from_hf_config(
     chosen = dict(formats or {})
     if kind == "deepseek_v4":
         return _deepseek_v4(config, chosen, block_tokens)
+    if kind in LATENT:
+        return _latent(config, chosen, block_tokens)
     if kind in CLASSIC:
         return _classic(config, chosen, block_tokens)
     raise SpecError(
         got=kind,
         where="config.model_type",
-        allowed=", ".join(["deepseek_v4", *sorted(CLASSIC)]),
+        allowed=", ".join(["deepseek_v4", *LATENT, *sorted(CLASSIC)]),
         hint="Compose a CacheSpec from LayerSpec and components for other models.",
     )
 
@@ -148,21 +151,43 @@ def _schedule(config: Any) -> list[tuple[int, bool]]:
     return [(rates.get(name, 0), bool(V4_KINDS[name])) for name in types]
 
 
+def _latent(config: Any, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+    """Compressed key-value latent ‖ rotary key, one entry a token; V3.2 adds its indexer's keys."""
+    has_indexer = LATENT[config.model_type]
+    # The formats that engines use for V3.2; V2 and V3 are served in bf16.
+    defaults = {"entries": "v32_656", "index_keys": "index_fp8_132_fp32scale"} if has_indexer else {"entries": "bf16"}
+    _check_formats(formats, defaults)
+    dims = {"entries": _attribute(config, "kv_lora_rank") + _attribute(config, "qk_rope_head_dim")}
+    if has_indexer:
+        dims["index_keys"] = _attribute(config, "index_head_dim")
+    chosen = {role: formats.get(role) or _fitting(format, dims[role]) for role, format in defaults.items()}
+    layer = LayerSpec(
+        entries=Entries(dim=dims["entries"], ratio=1, format=chosen["entries"]),
+        index_keys=IndexKeys(
+            dim=dims["index_keys"],
+            ratio=1,
+            heads=_attribute(config, "index_n_heads"),
+            topk=_attribute(config, "index_topk"),
+            format=chosen["index_keys"],
+        )
+        if has_indexer
+        else None,
+    )
+    layers = (layer,) * _attribute(config, "num_hidden_layers")
+    return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=config.model_type)
+
+
 def _classic(config: Any, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     _check_formats(formats, {"key": "", "value": ""})
     heads = _attribute(config, "num_attention_heads")
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or _attribute(config, "hidden_size") // heads
-    # Latent attention of V2 and V3 hands expanded heads to its cache, with keys wider than values.
-    key_dim = getattr(config, "qk_head_dim", None) or head_dim
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
     key_format = formats.get("key", "bf16")
 
     def kv(*, window: int | None = None, chunk: int | None = None) -> LayerSpec:
         component = KV(
             key_heads=key_heads,
-            key_dim=key_dim,
-            value_dim=None if value_dim == key_dim else value_dim,
+            key_dim=head_dim,
             storage="paged" if window is None and chunk is None else "ring",
             window=window,
             chunk=chunk,

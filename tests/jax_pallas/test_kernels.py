@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvcore
 from kvcore.backends.jax_pallas import JaxOps
+from kvcore.backends.jax_pallas.calls import INTERPRETER
 from kvcore.backends.jax_pallas.pallas.read_rows import read_rows
 from kvcore.backends.jax_pallas.pallas.write_rows import write_parts, write_rows
-from kvcore.backends.jax_pallas.tiles import INTERPRETER
 
 TILES = [
     pytest.param((4, 128), np.uint8, id="one tile of bytes"),

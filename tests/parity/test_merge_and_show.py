@@ -1,5 +1,7 @@
 """Reports joined and summed up; what may not be joined is refused."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from parity import broken
@@ -106,3 +108,26 @@ def test_a_file_that_is_no_report(tmp_path, text: str | None, message: str) -> N
         path.write_text(text)
     with pytest.raises(SpecError, match=message):
         parity.read(path)
+
+
+def test_a_packed_file_reads_like_the_plain_one(tmp_path: Path) -> None:
+    one = report()
+    plain, packed = tmp_path / "one.json", tmp_path / "one.json.gz"
+    plain.write_bytes(parity.write(one))
+    packed.write_bytes(parity.write(one, packed=True))
+    assert parity.read(packed) == parity.read(plain) == one
+    assert packed.stat().st_size < plain.stat().st_size / 3
+    assert packed.read_bytes() == parity.write(one, packed=True)
+
+
+@pytest.mark.parametrize("damage", [slice(0, -9), slice(0, 40)], ids=["without its end", "without its middle"])
+def test_a_damaged_packed_file_is_refused(tmp_path: Path, damage: slice) -> None:
+    path = tmp_path / "one.json.gz"
+    path.write_bytes(parity.write(report(), packed=True)[damage])
+    with pytest.raises(SpecError, match=r"one\.json\.gz: got .*allowed: a parity report"):
+        parity.read(path)
+
+
+def test_files_without_history_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCORE_COMMIT", "0123abc")
+    assert [run.commit for run in report().runs] == ["0123abc"]

@@ -2,6 +2,7 @@
 
 import itertools
 
+import hand_over
 import msgspec
 import pytest
 import scene
@@ -64,6 +65,12 @@ def test_a_chain_of_moves_equals_staying(route):
         stories.tell(stayed, {request: piece})
         assert cache.digest([moved]) == stayed.digest([request])
         blob = cache.export_request(moved)
+
+
+@pytest.mark.parametrize("spec", hand_over.SPECS.values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("backends", [*itertools.product(BACKENDS, repeat=3)], ids=" to ".join)
+def test_a_hand_over_travels_as_the_bytes_written_down(spec, backends):
+    assert hand_over.route(spec, backends) == hand_over.BLOBS[spec.name]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 16, 40])

@@ -321,3 +321,118 @@ def test_thousands_of_tokens_hash_each_block_once(monkeypatch):
     for start in range(0, 4000, 500):
         stories.tell(cache, {request: tokens[start : start + 500]})
     assert len(calls) == 250
+
+
+def test_prefixes_are_shared_among_requests_of_one_salt_only(backend):
+    cache = stories.create(LATENT, backend, prefix="full", max_requests=6, max_tokens=512)
+    requests = {salt: cache.admit(PROMPT, salt=salt) for salt in (None, "tenant a", "tenant b")}
+    for salt, request in requests.items():
+        assert (request.salt, request.cached_tokens) == (salt, 0)
+        stories.tell(cache, {request: PROMPT})
+        assert cache.restorable(PROMPT, salt=salt).length == 64
+        # The salt enters keys, not rows.
+        assert cache.digest([request]) == stories.retell(backend, LATENT, PROMPT)
+    assert cache.restorable(PROMPT, salt="tenant c").length == 0
+    again = cache.admit(PROMPT, salt="tenant a")
+    assert again.blocks[:4] == requests["tenant a"].blocks[:4]
+    assert len({block for request in requests.values() for block in request.blocks}) == 3 * 5
+
+
+def test_a_point_before_the_first_block_is_of_its_salt(backend):
+    cache = stories.create(LATENT, backend, prefix=kvcore.Periodic(1000))
+    request = cache.admit(salt="a")
+    stories.tell(cache, {request: PROMPT[:9]})
+    cache.checkpoint(request)
+    assert [cache.restorable(PROMPT, salt=salt).length for salt in (None, "a", "b")] == [0, 9, 0]
+
+
+def test_a_salt_stays_with_forks_exports_and_snapshots(backend, tmp_path):
+    cache = stories.create(LATENT, backend, prefix="full")
+    request = cache.admit(PROMPT, salt="a")
+    stories.tell(cache, {request: PROMPT})
+    fork = cache.fork(request)
+    stories.tell(cache, {fork: OTHER[:9]})
+    blob = cache.export_request(fork)
+    cache.save(tmp_path / "cache.kv", [fork])
+    moved = stories.create(LATENT, backend, prefix="zero")
+    moved.import_request(blob)
+    loaded = kvcore.load(tmp_path / "cache.kv", backend=backend, prefix="zero")
+    into = stories.create(LATENT, backend, prefix="zero")
+    into.import_request(blob, into=into.admit(salt="b"))
+    for other in (cache, moved, loaded, into):
+        lengths = [other.restorable([*PROMPT, *OTHER], salt=salt).length for salt in (None, "a", "b")]
+        assert lengths == [0, 80, 0]
+    assert [r.salt for r in (fork, *moved.requests, *loaded.requests, *into.requests)] == ["a"] * 4
+
+
+WITH_DRAFT = CacheSpec(
+    layers=[scene.classic(), scene.compressed(4, window=6)],
+    draft_layers=[
+        scene.classic(),
+        scene.classic("ring", window=5),
+        scene.classic("slot"),
+        scene.compressed(4, window=5),
+        scene.stored(4),
+    ],
+    block_tokens=8,
+)
+
+
+def draft_rows(cache, *requests):
+    """What the draft layers show of each request: floats of every component, NaN and zero told apart."""
+    found = []
+    with cache.step(dict.fromkeys(requests, 0)) as step:
+        for layer in range(2, 7):
+            for role, _ in WITH_DRAFT.all_layers[layer].components():
+                raw = step.layer(layer).gather_rows(role)
+                values = kvcore.to_numpy(raw.rows).view(np.float32)
+                found += [
+                    values[number][kvcore.to_numpy(raw.positions)[number] >= 0] for number in range(len(requests))
+                ]
+    return found
+
+
+def test_draft_layers_that_are_left_out_show_nobodys_rows(backend, tmp_path):
+    cache = stories.create(WITH_DRAFT, backend, prefix="full", check=False, max_requests=3, max_tokens=80)
+    # Every slot and block gets rows of every layer, and is given back.
+    for _ in range(3):
+        secret = cache.admit()
+        stories.tell(cache, {secret: [777] * 80})
+        cache.release(secret)
+    request = cache.admit(PROMPT[:40])
+    for piece in (PROMPT[:13], PROMPT[13:14], PROMPT[14:37]):
+        stories.tell(cache, {request: piece}, drafts=False)
+    fork = cache.fork(request)
+    stories.tell(cache, {request: PROMPT[37:40], fork: OTHER[:3]}, drafts=False)
+    hit = cache.admit(PROMPT[:40])
+    assert hit.cached_tokens == 32
+    stories.tell(cache, {hit: PROMPT[32:40]}, drafts=False)
+    cache.save(tmp_path / "cache.kv")
+    others = stories.create(WITH_DRAFT, backend, check=False)
+    moved = others.import_request(cache.export_request(fork))
+    loaded = kvcore.load(tmp_path / "cache.kv", backend=backend)
+    shown = [draft_rows(cache, request, fork, hit), draft_rows(others, moved), draft_rows(loaded, *loaded.requests)]
+    # Rings and slots are as fresh ones (scores -inf), paged rows are NaN: nothing finite but zero.
+    for rows in (rows for each in shown for rows in each):
+        assert not (np.isfinite(rows) & (rows != 0)).any()
+    assert (
+        cache.digest([request]) == cache.digest([hit]) == stories.retell(backend, WITH_DRAFT, PROMPT[:40], drafts=False)
+    )
+
+
+def test_main_layers_show_nobodys_rows_after_a_step_of_drafts_alone(backend):
+    cache = stories.create(WITH_DRAFT, backend, check=False, max_draft_tokens=3, max_requests=1, max_tokens=32)
+    secret = cache.admit()
+    stories.tell(cache, {secret: [777] * 32})
+    cache.release(secret)
+    request = cache.admit()
+    stories.tell(cache, {request: PROMPT[:11]})
+    stories.tell(cache, {request: PROMPT[11:14]}, main=False)
+    with cache.step({request: 0}) as step:
+        keys, values, _ = (kvcore.to_numpy(array)[0, 11:14] for array in step.layer(0).gather_kv())
+    assert np.isnan(keys).all()
+    assert np.isnan(values).all()
+    cache.truncate(request, 12)
+    cache.truncate(request, 11)
+    stories.tell(cache, {request: PROMPT[11:14]})
+    assert cache.digest([request]) == stories.retell(backend, WITH_DRAFT, PROMPT[:14])

@@ -1,10 +1,12 @@
-"""The figures' short forms hold, and each of them notices the fault that it is there for."""
+"""The figures' short forms hold, and each of them notices the faults that it is there for, with seed and trace."""
+
+import json
 
 import pytest
 
 import kvcore
 from benchmarks import allocator, prefix_traces
-from benchmarks.reliability import corruption, crash, fuzz, isolation, replay
+from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, replay, threads
 from benchmarks.reliability.shrink import shrink
 from kvcore import snapshot
 from kvcore.blocks import BlockAllocator
@@ -13,10 +15,24 @@ from kvcore.manager import Manager
 
 
 def test_r1_r6_random_lives_equal_the_model():
-    record = fuzz.run(seeds=8, operations=800)
+    record = command.work(fuzz.FIGURE, 12_000, operations="1500")
     assert record["divergences"] == 0
-    assert min(record["happened"].values()) > 10
-    assert {"hit", "out of blocks", "out of slots", "too deep"} <= set(record["happened"])
+    assert record["ran"][0]["seeds"] == 8
+    happened = record["counts"]["happened"]
+    assert min(happened.values()) > 10
+    assert {kind.strip("_") for kind in fuzz.KINDS} <= set(happened)
+    assert {"hit", "out of blocks", "out of slots", "too deep", "damaged imports refused"} <= set(happened)
+    assert happened["exports refused in a replay"] > 10
+
+
+def assert_told_short(record, capsys, longest):
+    """Every failure is printed with its seed and a shrunk trace; the shortest of them is at most that long."""
+    assert record["divergences"] == len(record["failures"]) > 0
+    printed = capsys.readouterr().out
+    for failure in record["failures"]:
+        assert f"seed {failure['seed']}: {failure['error']}" in printed
+        assert all(line in printed for line in failure["trace"])
+    assert 0 < min(len(failure["trace"]) for failure in record["failures"]) <= longest
 
 
 def broken_drop(self, blocks):
@@ -53,13 +69,38 @@ DROP = BlockAllocator.drop
         pytest.param(Manager, "release", broken_release, id="blocks kept after release"),
     ],
 )
+def broken_check_whole(*_):
+    """Lets a request leave whose windows are not there yet."""
+
+
+def broken_truncate(self, request, length):
+    """Keeps one block too many."""
+    place = self._places[request]
+    held = list(place.blocks)
+    freed = TRUNCATE(self, request, length)
+    if len(held) > len(place.blocks):
+        self.blocks.hold(held[0])
+    return freed
+
+
+TRUNCATE = Manager.truncate
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        pytest.param(BlockAllocator, "drop", broken_drop, id="a leak"),
+        pytest.param(BlockAllocator, "is_shared", broken_shared, id="no copy on write of published blocks"),
+        pytest.param(Manager, "deepest_truncation", broken_deepest, id="unbounded rollback"),
+        pytest.param(Manager, "release", broken_release, id="blocks kept after release"),
+        pytest.param(Manager, "truncate", broken_truncate, id="a block held twice after a rollback"),
+        pytest.param(Manager, "check_whole", broken_check_whole, id="a replaying request may leave"),
+    ],
+)
 def test_r1_notices_a_fault_and_shrinks_its_trace(monkeypatch, capsys, owner, name, fault):
     monkeypatch.setattr(owner, name, fault)
-    record = fuzz.run(seeds=4, operations=300)
-    assert record["divergences"] > 0
-    shortest = min(record["failures"], key=lambda failure: len(failure["trace"]))
-    assert len(shortest["trace"]) <= 25
-    assert f"seed {shortest['seed']}" in capsys.readouterr().out
+    record = command.work(fuzz.FIGURE, 2500, operations="500")
+    assert_told_short(record, capsys, 25)
 
 
 def test_shrinking_keeps_what_the_failure_needs():
@@ -79,44 +120,119 @@ def test_r3_notices_a_writer_in_place():
 
 
 def test_r4_every_corruption_is_noticed():
-    record = corruption.run(False, 11)
-    assert (record["missed"], record["false_alarms"], record["restored_wrong"]) == (0, 0, 0)
-    assert set(record["kinds"]) == set(corruption.KINDS)
-    assert record["restored_beside_damage"] > 50
-    loaded = {name.split()[0]: tally["loaded_wrong"] for name, tally in record["beside"].items()}
+    record = command.work(corruption.FIGURE, 1000, first_seed=11)
+    assert record["divergences"] == 0
+    counts = record["counts"]
+    assert set(counts["kinds"]) == set(corruption.KINDS)
+    assert counts["restored_beside_damage"] > 50
+    loaded = {name.split()[0]: tally["loaded_wrong"] for name, tally in counts["beside"].items()}
     assert loaded["safetensors"] > 0
     assert loaded["torch.save"] > 0
 
 
 def test_r4_notices_pages_that_are_not_checked(monkeypatch, capsys):
     monkeypatch.setattr(snapshot, "damage", lambda *_: [])
-    cache, (data, other) = corruption.snapshots()
-    bad = bytearray(data)
-    bad[-1] ^= 1
-    noticed, _, wrong = corruption.verdict(bytes(bad), snapshot.parse(data), cache.ops)
-    assert not noticed or wrong
-    assert capsys.readouterr().out == ""
-    assert other != data
+    monkeypatch.setattr(corruption, "SEED_CORRUPTIONS", 20)
+    record = command.work(corruption.FIGURE, 20, beside="no")
+    assert_told_short(record, capsys, 1)
 
 
-def test_r5_nobody_reads_what_is_anothers(backend):
-    record = isolation.run(gathers=1500, seed=3, backend=backend, turns=60)
+@pytest.mark.parametrize("first_seed", [6, 7], ids=["compressed", "classic"])
+def test_r5_nobody_reads_what_is_anothers(backend, first_seed):
+    record = command.work(isolation.FIGURE, 4000, first_seed=first_seed, backend=backend, operations="60")
     assert record["divergences"] == 0
-    assert {"hit", "fork", "park", "back", "fail", "OutOfBlocks"} <= set(record["happened"])
+    assert {"hit", "fork", "park", "back", "fail", "point"} <= set(record["counts"]["happened"])
 
 
-def test_r5_notices_a_slot_that_keeps_its_rows(monkeypatch, capsys):
-    # As if the blocks alone made a hit.
-    monkeypatch.setattr("kvcore.sharing.write_rows", lambda _, pools, *__: pools)
-    record = isolation.run(gathers=4000, seed=1)
-    assert record["divergences"] > 0
-    assert "seed" in capsys.readouterr().out
+def without_rows(_, pools, *__):
+    """As if the blocks alone made a hit."""
+    return pools
+
+
+def keep_pools(_, pools, *__):
+    """A verb that moves nothing."""
+    return pools
+
+
+REFERENCE = "kvcore.backends.reference.backend.ReferenceOps"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "seed"),
+    [
+        pytest.param("kvcore.sharing.write_rows", without_rows, 2, id="a hit without its rings"),
+        pytest.param("kvcore.blocks.BlockAllocator.is_shared", broken_shared, 19, id="published blocks written again"),
+        pytest.param(f"{REFERENCE}.copy_slots", keep_pools, 0, id="a fork without its slot's rows"),
+    ],
+)
+def test_r5_notices_a_fault_and_shrinks_its_trace(monkeypatch, capsys, name, fault, seed):
+    monkeypatch.setattr(name, fault)
+    record = command.work(isolation.FIGURE, 1, first_seed=seed)
+    assert_told_short(record, capsys, 16)
 
 
 def test_r9_one_log_on_all_backends():
-    record = replay.run(operations=60, seed=20, each=30)
+    record = command.work(replay.FIGURE, 80, first_seed=20, operations="40", backends="reference,torch_triton")
     assert record["divergences"] == 0
-    assert {"reference, packed", "torch_triton, packed"} <= set(record["caches"])
+    assert record["counts"]["happened"]["digests compared"] == 16
+
+
+def test_r9_notices_a_backend_that_differs(monkeypatch, capsys):
+    # One block of a copy on write goes astray.
+    monkeypatch.setattr("kvcore.backends.torch_triton.backend.TorchOps.copy_blocks", keep_pools)
+    record = command.work(replay.FIGURE, 100, first_seed=2, backends="reference,torch_triton")
+    assert_told_short(record, capsys, 12)
+
+
+def test_r7_names_the_seed_and_a_short_log(monkeypatch, capsys):
+    # As if a release came a turn too late.
+    real = threads._explain
+
+    def late(model, event):
+        if event.what != "release":
+            real(model, event)
+
+    monkeypatch.setattr(threads, "_explain", late)
+    record = threads.run(threads=2, operations=200, seed=5)
+    assert_told_short(record, capsys, 6)
+
+
+def shard(first_seed, count, **options):
+    return command.work(fuzz.FIGURE, count, first_seed=first_seed, operations="50", **options)
+
+
+def test_shards_add_up_to_what_one_process_would_have_told():
+    whole, parts = shard(3, 200), [shard(5, 100), shard(3, 100)]
+    merged = command.merged(parts)
+    assert merged["counts"] == whole["counts"]
+    assert [(part["first_seed"], part["seeds"]) for part in merged["ran"]] == [(3, 2), (5, 2)]
+    assert (merged["form"], command.finished(whole)["form"]) == ("a part", "short")
+    assert command.merged([merged, shard(100, 50)])["counts"]["operations"] == 250
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        pytest.param([(4, 100, "50")], "seed 4 is told twice", id="the same seeds twice"),
+        pytest.param([(9, 100, "60")], "options", id="other options"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(tmp_path, capsys, others, reason):
+    records = [shard(3, 100), *(command.work(fuzz.FIGURE, n, first_seed=s, operations=o) for s, n, o in others)]
+    paths = [tmp_path / f"{number}.json" for number in range(len(records))]
+    for path, record in zip(paths, records, strict=True):
+        command.write(command.finished(record), path)
+    assert merge.main([str(tmp_path / "out.json"), *map(str, paths)]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+    assert merge.main([str(tmp_path / "out.json"), str(paths[0])]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["counts"] == records[0]["counts"]
+
+
+def test_a_shard_ends_when_its_time_is_over():
+    record = command.work(fuzz.FIGURE, 10**9, operations="50", seconds=0.2)
+    assert 0 < record["counts"]["operations"] < 10**6
+    assert not command.spent()
 
 
 def test_the_allocator_is_fast_enough():

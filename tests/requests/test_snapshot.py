@@ -1,8 +1,10 @@
 """Snapshots: whole or not at all, verified page by page, and only what is damaged is lost."""
 
 import errno
+import fcntl
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -298,7 +300,7 @@ def test_a_refusing_disk_is_an_error_and_the_old_file_stays(monkeypatch, fault):
             write_whole(disk, FILE, SAVES[1])
         assert caught.value.errno == getattr(errno, fault)
         last = disk.operations[boundary]
-        assert disk.names[FILE].data == (SAVES[1] if last == "flush folder" else SAVES[0]), last
+        assert disk.names[FILE].data == (SAVES[1] if last in ("close", "flush folder") else SAVES[0]), last
         assert set(disk.names) == {FILE}
         write_whole(disk, FILE, SAVES[2])
         assert disk.names[FILE].data == SAVES[2]
@@ -374,6 +376,63 @@ def test_the_real_disk_keeps_an_old_file_until_the_new_one_is_whole(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
     write_whole(Disk(), path, b"new" * 10**6)
     assert path.read_bytes() == b"new" * 10**6
+
+
+def killed_save(path):
+    """What a process leaves that is killed in the middle of a save: it never closes, renames or removes."""
+    child = os.fork()
+    if child == 0:
+
+        class Dies(Disk):
+            def flush(self, _):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        write_whole(Dies(), path, b"half")
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
+    path, other = tmp_path / "cache[1].kv", tmp_path / "cache[1].kv.2"
+    for name in (path, path, other):
+        killed_save(name)
+    left = sorted(file.name for file in tmp_path.iterdir())
+    # The second has swept the first away.
+    assert [name.startswith(".cache[1].kv.2.") for name in left] == [True, False]
+    assert all(name.endswith(".tmp") for name in left)
+    write_whole(Disk(), path, b"new")
+    # What belongs to another name is none of its business.
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*(n for n in left if ".kv.2." in n), "cache[1].kv"]
+
+
+def test_a_save_in_progress_is_not_swept_away(tmp_path):
+    path = tmp_path / "cache.kv"
+
+    class Meanwhile(Disk):
+        def rename(self, source, target):
+            # Another process saves to the same name before this one is done.
+            Disk().sweep(target)
+            assert source.exists()
+            super().rename(source, target)
+
+    write_whole(Meanwhile(), path, b"whole")
+    assert path.read_bytes() == b"whole"
+
+
+def test_a_temporary_file_that_was_swept_away_at_once_is_made_again(tmp_path, monkeypatch):
+    path = tmp_path / ".cache.kv.1.2.tmp"
+    real, swept = fcntl.flock, []
+
+    def late(file, how):
+        # The sweeper was faster than the lock.
+        if not swept:
+            swept.append(path.unlink())
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    file = Disk().create(path)
+    assert (path.exists(), os.fstat(file).st_nlink, len(swept)) == (True, 1, 1)
+    os.close(file)
 
 
 def test_freed_storage_is_not_in_a_snapshot(tmp_path):

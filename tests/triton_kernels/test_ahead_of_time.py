@@ -83,7 +83,7 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
             case,
             append.store_entries_kernel,
             arch,
-            {"R": keys, "RATIO": 4, "REQUESTS": 64, **common},
+            {"R": keys, "RATIO": 4, "REQUESTS": 64, "SPREAD": False, **common},
             **options,
         )
         check(record, case, gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)

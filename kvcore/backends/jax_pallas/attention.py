@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.ops import Attention
 
@@ -16,6 +17,11 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
     dim = q.shape[2]
     scale = jnp.float32(dim**-0.5 if scale is None else scale)
     window, entries = layer.component("window"), layer.component("entries")
+    if rows is None:
+        sources = _sources(layer, index, selected)
+        if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):
+            out, lse = fused.attend(pools, q.astype(jnp.float32) * scale, sources, sink)
+            return Attention(out.astype(q.dtype), lse)
     own = None
     if window is not None and rows is not None:
         own = place.encode_rows(layer.regions["window"][0], rows)
@@ -24,15 +30,13 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
         logits_of = q.astype(jnp.float32)[:, None] * scale
         state = no_keys(q.shape[0], q.shape[1], dim)
         if window is not None:
-            numbers = position[:, None] - window.window + 1 + jnp.arange(window.window, dtype=jnp.int32)[None]
-            keys, valid = read(layer, pools, index, "window", request, jnp.maximum(numbers, -1), own)
+            keys, valid = read(layer, pools, index, "window", request, _in_window(window, position), own)
             state = softmax_sum(state, logits_of, keys, keys, valid)
         if entries is None:
             return state
         count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
         if selected is not None:
-            picks = jnp.where((selected >= 0) & (selected < count[:, None]), selected, -1)
-            keys, valid = read(layer, pools, index, "entries", request, picks)
+            keys, valid = read(layer, pools, index, "entries", request, _picked(selected, count))
             return softmax_sum(state, logits_of, keys, keys, valid)
 
         def block(column, state):
@@ -50,13 +54,46 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
     return finish(state, sink, q.dtype)
 
 
+def _sources(layer, index, selected):
+    """What a token attends to, for the kernel: (region, unit [T, n], row [T, n], global scale) of each component."""
+    request, position = index.request_index, index.positions
+    window, entries = layer.component("window"), layer.component("entries")
+    numbers = {}
+    if window is not None:
+        numbers["window"] = _in_window(window, position)
+    if entries is not None:
+        count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
+        if selected is None:
+            columns = index.block_table.shape[1] * layer.regions["entries"][0].rows
+            selected = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[None], (len(request), columns))
+        numbers["entries"] = _picked(selected, count)
+    sources = []
+    for role, wanted in numbers.items():
+        (region,) = layer.regions[role]
+        requests = jnp.broadcast_to(request[:, None], wanted.shape)
+        sources.append((region, *place.locate(region, index, requests, wanted), layer.global_scale(role)))
+    return [source for source in sources if source[1].shape[1]]
+
+
+def _in_window(window, position):
+    """[t, W] positions that tokens see in the window, -1 before the first."""
+    numbers = position[:, None] - window.window + 1 + jnp.arange(window.window, dtype=jnp.int32)[None]
+    return jnp.maximum(numbers, -1)
+
+
+def _picked(selected, count):
+    """Selected entries [t, k], -1 where the token has no such entry."""
+    return jnp.where((selected >= 0) & (selected < count[:, None]), selected, -1)
+
+
 def read(layer, pools, index, role, request, numbers, own=None):
     """Decoded rows ``numbers`` [t, n] of each token's request: values [t, n, 1, d] fp32, valid [t, n]."""
     (region,) = layer.regions[role]
     requests = jnp.broadcast_to(request[:, None], numbers.shape)
     valid = (requests >= 0) & (numbers >= 0)
-    stored = place.read(pools, region, index, requests, jnp.where(valid, numbers, -1), own)
-    return place.decode_rows(region, stored, layer.global_scale(role)).astype(jnp.float32), valid
+    numbers = jnp.where(valid, numbers, -1)
+    values = place.read_values(pools, region, index, requests, numbers, own, layer.global_scale(role))
+    return values.astype(jnp.float32), valid
 
 
 def by_tokens(function, tokens, values_each):

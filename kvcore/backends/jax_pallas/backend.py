@@ -17,7 +17,8 @@ from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
-from kvcore.backends.jax_pallas.runs import pool_shape
+from kvcore.backends.jax_pallas.runs import as_elements, pool_shape
+from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
 from kvcore.plan import CachePlan
@@ -26,6 +27,8 @@ from kvcore.spec import TAIL_OF
 
 SMALLEST_BUCKET = 64
 DEVICES = ("tpu", "cuda", "cpu")
+INTERPRETED = "cpu:interpret"
+"""The device that runs the TPU's kernels in an interpreter, slowly, and looks for their faults."""
 
 jax.tree_util.register_pytree_with_keys(
     Pools,
@@ -34,7 +37,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class JaxOps:
+class JaxOps(ComposedVerbs):
     """Every verb of ``kvcore.ops.Ops`` on JAX arrays.
 
     Attributes:
@@ -117,6 +120,11 @@ class JaxOps:
         """Encode rows [T, d] and store them at slot·C + p mod C."""
         return self._write(window.append_window, pools, layer, ("window",), (index, rows))
 
+    def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
+        arrays = (index, rows, tail.frequencies_of(rope), norm_weight)
+        return self._write(window.append_rotated_window, pools, layer, ("window",), arrays, eps=eps)
+
     def append_tail(self, pools, layer, index, kv, score):
         """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
         return self._write(tail.append_tail, pools, layer, ("tail",), (index, kv, score), role="tail")
@@ -198,7 +206,7 @@ class JaxOps:
 
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        return _select(scores, k)
+        return _select(scores, k, self.kernels)
 
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
@@ -313,23 +321,25 @@ class JaxBackend:
         if device is None:
             word = _word(jax.devices()[0])
             return JaxOps(plan, word, None, _kernels(plan, word))
-        if device not in DEVICES:
-            raise BackendError(got=device, where="device", allowed=f"None or one of {DEVICES} for backend='jax_pallas'")
+        if device not in (*DEVICES, INTERPRETED):
+            allowed = f"None or one of {(*DEVICES, INTERPRETED)} for backend='jax_pallas'"
+            raise BackendError(got=device, where="device", allowed=allowed)
         try:
-            target = jax.devices(device)[0]
+            target = jax.devices(device.split(":")[0])[0]
         except RuntimeError as error:
             raise BackendError(got=device, where="device", allowed=f"a device that JAX sees: {error}") from error
-        return JaxOps(plan, device, target, _kernels(plan, device))
+        return JaxOps(plan, device.split(":")[0], target, _kernels(plan, device))
 
     def default_layout(self, device):
         """Whole tiles on a TPU, else one array a field."""
-        on_tpu = device == "tpu" or (device is None and jax.default_backend() == "tpu")
+        on_tpu = device in ("tpu", INTERPRETED) or (device is None and jax.default_backend() == "tpu")
         return "tpu_tile" if on_tpu else "planar"
 
 
 def _kernels(plan: CachePlan, device: str) -> str:
     """Pallas where it runs and rows are whole tiles, else jax.numpy."""
-    return "tpu" if device == "tpu" and plan.layout == "tpu_tile" else "portable"
+    kernels = {"tpu": "tpu", INTERPRETED: "interpret"}.get(device, "portable")
+    return kernels if plan.layout == "tpu_tile" else "portable"
 
 
 def _word(device: Any) -> str:
@@ -357,9 +367,13 @@ def _program(verb, writes=False):
     """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
 
     def run(layer, options, written, read, arrays):
+        given = {**written, **read}
         with jax.named_scope(f"kvcore.{verb.__name__}"):
-            found = verb(layer, Held({**written, **read}, layer.kernels), *arrays, **dict(options))
-        return {name: found[name] for name in written} if writes else found
+            held = {name: as_elements(pool, *layer.elements[name]) for name, pool in given.items()}
+            found = verb(layer, Held(held, layer.kernels), *arrays, **dict(options))
+        if not writes:
+            return found
+        return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}
 
     return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
 
@@ -384,6 +398,6 @@ _reset = jax.jit(
 )
 _poison = jax.jit(life.poison, donate_argnums=0)
 _copy_units = jax.jit(life.copy_units, donate_argnums=0)
-_select = jax.jit(lambda scores, k: indexer.select(scores, k=k), static_argnums=1)
+_select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
 _encode = jax.jit(encoding.encode, static_argnums=(0, 2))
 _decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

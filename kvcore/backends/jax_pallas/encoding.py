@@ -28,6 +28,7 @@ E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 SIGN, INFINITY, MANTISSA = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FFFFF)
 FP32_ONE = 127  # biased exponent of 1.0
 RAISE = 64
+SUBNORMAL_RAISED = np.float32(2.0 ** (RAISE - 126))
 LARGE = np.float32(2.0**100)
 
 
@@ -67,7 +68,7 @@ def decode(format, rows, dim=None, global_scale=1.0):
             if scale_code == "e8m0":
                 values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.size])
             else:
-                values = values * jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size]
+                values = times(values, jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size])
                 # Code times scale is exact, so the product with the global scale rounds once.
                 values = values * np.float32(global_scale) if format.global_scaled else values
         channels.append(values)
@@ -145,7 +146,7 @@ def to_bytes(values, code: str, clamp: bool = False):
     if code == "int8":
         return lax.bitcast_convert_type(jnp.rint(values).astype(jnp.int8), jnp.uint8)
     if code == "e2m1":
-        return pack_nibbles(e2m1_codes(values))
+        return pack_nibbles(e2m1_codes(values).astype(jnp.uint8))
     if code == "fp32":
         bits = bits_of(values)
         # Told by bits: arithmetic on a NaN might not see it where fast mathematics is on.
@@ -167,12 +168,12 @@ def from_bytes(stored, code: str):
 
 
 def e2m1_codes(values):
-    """fp32 within ±6 -> e2m1 bits as uint8: the magnitude counts the midpoints below it, ties go to the even code."""
+    """fp32 within ±6 -> e2m1 bits as int32: the magnitude counts the midpoints below it, ties go to the even code."""
     magnitude = jnp.abs(values)
-    codes = (bits_of(values) >> 28 & 8).astype(jnp.uint8)
+    codes = (bits_of(values) >> 28 & 8).astype(jnp.int32)
     for midpoint, tie_goes_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
         above = magnitude >= np.float32(midpoint) if tie_goes_up else magnitude > np.float32(midpoint)
-        codes += above.astype(jnp.uint8)
+        codes += above.astype(jnp.int32)
     return codes
 
 
@@ -186,30 +187,54 @@ def unpack_nibbles(stored):
     return jnp.stack([stored & 0xF, stored >> 4], axis=2).reshape(len(stored), 2 * stored.shape[1])
 
 
-def hadamard(values):
+def hadamard(values, butterflies=None, rounded=None):
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16.
 
     Sums of small values may be subnormal, and XLA takes those for zero, so rows are raised by 2^64 while that is safe.
+
+    Args:
+        values: [rows, dim], dim a power of two.
+        butterflies: what does the sums; None for ``sylvester``.
+        rounded: what rounds to bf16; None for ``to_bf16``.
     """
-    rows, dim = values.shape
-    raised = jnp.max(bits_of(values) & ~SIGN, axis=1, keepdims=True) < bits_of(np.float32(2.0**50))
+    magnitude = bits_of(values) & ~SIGN
+    magnitude = jnp.where(magnitude > INFINITY, np.float32(np.inf), from_bits(magnitude))
+    raised = jnp.max(magnitude, axis=1, keepdims=True) < np.float32(2.0**50)
     shift = jnp.where(raised, np.uint32(RAISE), np.uint32(0))
-    values = over_power(values, FP32_ONE - shift)
+    values = (butterflies or sylvester)(over_power(values, FP32_ONE - shift))
+    factor = np.float32(values.shape[1] ** -0.5)
+    product = values * factor
+    normal = over_power((rounded or to_bf16)(product), FP32_ONE + shift)
+    # Where subnormal, bf16 is a multiple of 2^-133.
+    small = jnp.rint(jnp.abs(_lowered(values, factor)) * np.float32(2.0**-16)).astype(jnp.uint32) << 16
+    return jnp.where(raised & (jnp.abs(product) < SUBNORMAL_RAISED), from_bits(small | bits_of(values) & SIGN), normal)
+
+
+def sylvester(values):
+    """The sums of the rotation: log2(dim) rounds of butterflies over rows [rows, dim]."""
+    rows, dim = values.shape
     stride = 1
     while stride < dim:
         pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
         values = jnp.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
         values = values.reshape(rows, dim)
         stride *= 2
-    factor = np.float32(dim**-0.5)
-    product = values * factor
-    subnormal = raised & (jnp.abs(product) < np.float32(2.0 ** (RAISE - 126)))
-    normal = over_power(to_bf16(product), FP32_ONE + shift)
-    return jnp.where(subnormal, _lowered_to_subnormal_bf16(values, factor), normal)
+    return values
 
 
-def _lowered_to_subnormal_bf16(values, factor):
-    """``bf16(fp32(values · 2^-64 · factor))`` where subnormal: rounded to a multiple of 2^-149, then of 2^-133."""
+def times(values, scales):
+    """The correctly rounded product of values of at most 2^20 and scales, subnormal scales and products included."""
+    raised = (bits_of(scales) & ~SIGN) < bits_of(np.float32(2.0**-42))
+    shift = jnp.where(raised, np.uint32(RAISE), np.uint32(0))
+    scales = over_power(scales, FP32_ONE - shift)
+    product = values * scales
+    subnormal = raised & (jnp.abs(product) < SUBNORMAL_RAISED)
+    small = jnp.abs(_lowered(values, scales)).astype(jnp.uint32) | bits_of(product) & SIGN
+    return jnp.where(subnormal, from_bits(small), over_power(product, FP32_ONE + shift))
+
+
+def _lowered(values, factor):
+    """``values · 2^-64 · factor`` where that is subnormal, in units of 2^-149, rounded to a whole number."""
     product = values * factor
     high, low = _halves(values)
     factor_high, factor_low = _halves(factor)
@@ -218,9 +243,7 @@ def _lowered_to_subnormal_bf16(values, factor):
     rounded = jnp.rint(multiple)
     # Halfway by the rounded product alone: the product's own rounding error says on which side it really is.
     halfway = (jnp.abs(multiple - rounded) == 0.5) & (error != 0)
-    rounded = jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
-    magnitude = jnp.rint(jnp.abs(rounded) * np.float32(2.0**-16)).astype(jnp.uint32)
-    return from_bits(magnitude << 16 | bits_of(values) & SIGN)
+    return jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
 
 
 def to_bf16(values):

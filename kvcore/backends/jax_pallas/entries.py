@@ -18,11 +18,15 @@ def store_entries(layer, pools, index, entries, index_keys=None):
 def store_role(layer, pools, index, values, *, role):
     """Store the entries that the step completes in the pool of one role."""
     (region,) = layer.regions[role]
-    rows = place.encode_rows(region, values, layer.global_scale(role))
     request, entry = closed(layer, index, count=len(values), role=role)
-    taken_over = (entry + 1) * layer.component(role).ratio <= place.of(index.stored, request)
-    entry = jnp.where(taken_over, -1, entry)
-    return place.store(pools, region, *place.locate(region, index, request, entry), rows)
+    entry = untaken(index, request, entry, layer.component(role).ratio)
+    targets = place.locate(region, index, request, entry)
+    return place.store_values(pools, region, *targets, values, layer.global_scale(role))
+
+
+def untaken(index, request, entry, ratio):
+    """Entries [n], -1 where the entry was taken over at admission: other requests read it, and it is not written."""
+    return jnp.where((entry + 1) * ratio <= place.of(index.stored, request), -1, entry)
 
 
 def closed(layer, index, *, count, role="entries"):
@@ -44,8 +48,7 @@ def gather_entries(layer, pools, index, indices):
     count = place.of(index.lengths, index.request_index) // layer.component("entries").ratio
     valid = (indices >= 0) & (indices < count[:, None])
     request = jnp.broadcast_to(index.request_index[:, None], indices.shape)
-    stored = place.read(pools, region, index, request, jnp.where(valid, indices, -1))
-    values = place.decode_rows(region, stored)[:, :, 0]
+    values = place.read_values(pools, region, index, request, jnp.where(valid, indices, -1))[:, :, 0]
     return SelectedEntries(jnp.where(valid[:, :, None], values, 0), valid)
 
 
@@ -55,7 +58,7 @@ def gather_all_entries(layer, pools, index, *, columns, role="entries"):
     component = layer.component(role)
     counts = index.lengths // component.ratio
     entry = place.numbered(jnp.zeros_like(counts), counts, columns)
-    stored = place.read(pools, region, index, place.requests_like(entry), entry)
-    values = place.decode_rows(region, stored, layer.global_scale(role))[:, :, 0]
+    requests, scale = place.requests_like(entry), layer.global_scale(role)
+    values = place.read_values(pools, region, index, requests, entry, global_scale=scale)[:, :, 0]
     positions = jnp.where(entry >= 0, entry * component.ratio, -1)
     return AllEntries(jnp.where((entry >= 0)[:, :, None], values, 0), counts, positions)

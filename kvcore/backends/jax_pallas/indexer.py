@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
-from kvcore.backends.jax_pallas import entries
+from kvcore.backends.jax_pallas import entries, fused
+from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens
 from kvcore.backends.jax_pallas.encoding import hadamard
 
@@ -11,19 +12,18 @@ from kvcore.backends.jax_pallas.encoding import hadamard
 def index_scores(layer, pools, index, q, weights, *, columns):
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
     component = layer.component("index_keys")
+    (region,) = layer.regions["index_keys"]
+    if len(q) and columns and index.block_table.size and fused.scores(pools, region):
+        return _fused_scores(layer, pools, index, q, weights, columns=columns)
     keys = entries.gather_all_entries(layer, pools, index, columns=columns, role="index_keys").values
     keys = keys.astype(jnp.float32)
-    q = q.astype(jnp.float32)
-    if component.parts[0].format.hadamard:
-        q = hadamard(q.reshape(-1, component.dim)).reshape(q.shape)
+    q = _rotated(q, component)
 
     def score(request, position, q, weights):
         mine = keys.at[jnp.maximum(request, 0)].get(mode="clip") if len(keys) else jnp.zeros((1, columns, 1))
         products = jnp.einsum("thd,tnd->thn", q, mine, precision=lax.Precision.HIGHEST)
         scores = jnp.einsum("th,thn->tn", weights, jnp.maximum(products, 0), precision=lax.Precision.HIGHEST)
-        count = jnp.where(request >= 0, (position + 1) // component.ratio, 0)
-        seen = jnp.arange(columns, dtype=jnp.int32)[None] < count[:, None]
-        return jnp.where(seen, scores, -jnp.inf)
+        return _visible(scores, request, position, component)
 
     if not len(keys) or not columns:
         return jnp.full((len(q), columns), -jnp.inf, jnp.float32)
@@ -31,8 +31,39 @@ def index_scores(layer, pools, index, q, weights, *, columns):
     return by_tokens(score, tokens, columns * component.dim)
 
 
-def select(scores, *, k):
+def _fused_scores(layer, pools, index, q, weights, *, columns):
+    component = layer.component("index_keys")
+    (region,) = layer.regions["index_keys"]
+    request, position = index.request_index, index.positions
+    keys = jnp.arange(0, columns, region.rows, dtype=jnp.int32)[None]
+    keys = jnp.where(keys < _count(request, position, component)[:, None], keys, -1)
+    blocks, _ = place.locate(region, index, jnp.broadcast_to(request[:, None], keys.shape), keys)
+    given = blocks, _rotated(q, component), weights
+    scores = fused.index_scores(pools, region, *given, layer.global_scale("index_keys"))
+    return _visible(scores[:, :columns], request, position, component)
+
+
+def _rotated(q, component):
+    """Queries [T, H, d] as fp32, rotated where the keys are."""
+    q = q.astype(jnp.float32)
+    return hadamard(q.reshape(-1, component.dim)).reshape(q.shape) if component.parts[0].format.hadamard else q
+
+
+def _count(request, position, component):
+    """[T] index keys that each token sees."""
+    return jnp.where(request >= 0, (position + 1) // component.ratio, 0)
+
+
+def _visible(scores, request, position, component):
+    """Scores [T, columns], -inf for keys that the token does not see."""
+    seen = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < _count(request, position, component)[:, None]
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def select(scores, *, k, kernels="portable"):
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+    if fused.selects(kernels, scores):
+        return fused.select(kernels, scores, k)
     columns = scores.shape[1]
     # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)

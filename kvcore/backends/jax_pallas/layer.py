@@ -4,8 +4,11 @@ A ``Layer`` is a static argument of every compiled verb. Layers of the same make
 traces of the few kinds there are, and so do two caches with the same plan.
 """
 
+from typing import Any
+
 import msgspec
 
+from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.plan import CachePlan, Region
 from kvcore.spec import ROLES, TAIL_OF, Component
 
@@ -16,6 +19,7 @@ class Layer:
     Attributes:
         regions: role -> the regions of its parts, numbered as layer 0, so that equal layers compare equal.
         names: local name of every pool the layer reads or writes -> its name in the plan's pools.
+        elements: local name of every pool -> (shape of a unit, dtype) that the verbs expect.
         kernels: ``portable`` (jax.numpy), ``tpu`` (Pallas) or ``interpret`` (Pallas, interpreted).
     """
 
@@ -23,6 +27,7 @@ class Layer:
         self.kernels = kernels
         self.regions: dict[str, tuple[Region, ...]] = {}
         self.names: dict[str, str] = {}
+        self.elements: dict[str, tuple[tuple[int, ...], Any]] = {}
         self._components: dict[str, Component] = {}
         self._parts: dict[tuple[str, ...], Layer] = {}
         self._origin = plan, number
@@ -36,6 +41,8 @@ class Layer:
             for mine, planned in zip(self.regions[role], plan.region(number, role), strict=True):
                 for buffer, (name, _) in mine.buffers.items():
                     self.names[name] = planned.buffers[buffer][0]
+                    (_, *unit), dtype = pool_shape(mine, buffer, 1)
+                    self.elements[name] = tuple(unit), dtype
         self._key = (kernels, tuple(self._components.items()), tuple(self.regions.items()))
         self._hash = hash(self._key)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcore.backends.jax_pallas import tiles
+from kvcore.backends.jax_pallas import fused, tiles
 from kvcore.backends.jax_pallas.encoding import decode, encode
 from kvcore.backends.jax_pallas.runs import Run, from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
@@ -111,10 +111,22 @@ def _newest(index, request, number, stored, own):
     """Stored rows [..., *row], but the step's own rows [T, *row] where they are new."""
     if not len(own):
         return stored
-    start = of(index.starts, request)
-    token = of(first_token(index), request) + number - start
-    new = ((request >= 0) & (number >= start)).reshape(request.shape + (1,) * (own.ndim - 1))
+    token = own_token(index, request, number)
+    new = (token >= 0).reshape(token.shape + (1,) * (own.ndim - 1))
     return jnp.where(new, own[jnp.clip(token, 0, len(own) - 1)], stored)
+
+
+def own_token(index, request, number):
+    """Which of the step's tokens the rows ``number`` of requests are; -1 where they were there before it."""
+    start = of(index.starts, request)
+    return jnp.where((request >= 0) & (number >= start), of(first_token(index), request) + number - start, -1)
+
+
+def origin(region: Region, index, request, number, own: int):
+    """(token, unit, row) of rows, flat: among the step's ``own`` tokens if new, else in the pool, else -1 and -1."""
+    unit, row = locate(region, index, request, number)
+    token = own_token(index, request, jnp.where(unit >= 0, number, -1)) if own else jnp.full_like(unit, -1)
+    return token.reshape(-1), jnp.where(token >= 0, -1, unit).reshape(-1), row.reshape(-1)
 
 
 def read_fp32(pools, region: Region, index, request, number, own):
@@ -132,14 +144,36 @@ def append(pools, region: Region, index, rows):
     More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
     one writer. Padding tokens write nowhere.
     """
+    return store(pools, region, *_new_places(region, index), rows)
+
+
+def append_values(pools, region: Region, index, values, global_scale=1.0):
+    """The same for values [T, dim] of a region of one head, encoded on the way."""
+    return store_values(pools, region, *_new_places(region, index), values, global_scale)
+
+
+def _new_places(region: Region, index):
     unit, row = locate(region, index, index.request_index, index.positions)
     if region.growth == "slot":
         first = of(index.lengths, index.request_index) - region.rows
     else:
         # Rows that were taken over at admission are not written again: other requests read them.
         first = of(index.stored, index.request_index)
-    unit = jnp.where(index.positions >= first, unit, -1)
-    return store(pools, region, unit, row, rows)
+    return jnp.where(index.positions >= first, unit, -1), row
+
+
+def store_values(pools, region: Region, unit, row, values, global_scale=1.0):
+    """Pools with values [n, dim] encoded and written at (unit, row) [n]; nothing happens where the unit is -1."""
+    if fused.moves(pools, region):
+        return fused.store(pools, region, unit, row, values, global_scale)
+    return store(pools, region, unit, row, encode_rows(region, values, global_scale))
+
+
+def read_values(pools, region: Region, index, request, number, own=None, global_scale=1.0):
+    """Values [..., heads, dim] of positions or entries, as ``read`` finds their rows; zeros where there is none."""
+    if own is None and fused.moves(pools, region):
+        return fused.load(pools, region, *locate(region, index, request, number), global_scale)[..., None, :]
+    return decode_rows(region, read(pools, region, index, request, number, own), global_scale)
 
 
 def encode_rows(region: Region, values, global_scale=1.0):

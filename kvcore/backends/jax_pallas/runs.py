@@ -85,3 +85,11 @@ def from_bytes(stored, dtype):
         return stored
     size = dtype.itemsize
     return lax.bitcast_convert_type(stored.reshape(*stored.shape[:-1], stored.shape[-1] // size, size), dtype)
+
+
+def as_elements(pool, unit, dtype):
+    """A pool with units of that shape and dtype: itself, or the same bytes from another, such as [units, bytes]."""
+    if pool.shape[1:] == unit and pool.dtype == dtype:
+        return pool
+    stored = to_bytes(pool).reshape(pool.shape[0], -1)
+    return from_bytes(stored, np.dtype(dtype)).reshape(pool.shape[0], *unit)

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcore.backends.jax_pallas import entries as paged
+from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.pooling import pool
 from kvcore.spec import Rope
 
 
@@ -23,12 +25,9 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
-    own = jnp.concatenate([kv, score], axis=1)
+    own = jnp.concatenate([kv, score], axis=1).astype(jnp.float32)
     exact = layer.component(role).parts[0].format.is_fp32
-    request, entry = paged.closed(layer, index, count=closed, role=role)
-    positions = window_of(entry, m, overlap=component.overlap)
-    positions = jnp.where((request >= 0)[:, None], positions, -1)
-    requests = jnp.broadcast_to(request[:, None], positions.shape)
+    request, requests, positions = windows(layer, index, closed=closed, role=role)
     raw = place.read_fp32(pools, region, index, requests, positions, own)
     keys, scores = raw[:, :, : component.width], raw[:, :, component.width :]
     if component.overlap:
@@ -67,6 +66,11 @@ def flush(
     for role, stream_kv, stream_score, weight in streams:
         if stream_kv is None:
             continue
+        if fused.flushes(layer, pools, role, rope):
+            pools = _flush_fused(
+                layer, pools, index, stream_kv, stream_score, weight, rope, closed=closed, role=role, eps=eps
+            )
+            continue
         latents = compress(layer, pools, index, stream_kv, stream_score, weight, closed=closed, role=role, eps=eps)
         component = layer.component(role)
         if rope is not None:
@@ -77,20 +81,45 @@ def flush(
     return pools
 
 
+def _flush_fused(layer, pools, index, kv, score, weight, rope, *, closed, role, eps):
+    """One stream of ``flush`` in one kernel: where rows come from and go to is worked out here."""
+    (region,), (ring,) = layer.regions[role], layer.regions[layer.tail_of(role)]
+    component = layer.component(role)
+    request, requests, positions = windows(layer, index, closed=closed, role=role)
+    _, entry = paged.closed(layer, index, count=closed, role=role)
+    sources = place.origin(ring, index, requests, positions, len(kv))
+    targets = place.locate(region, index, request, paged.untaken(index, request, entry, component.ratio))
+    turn = None if rope is None else cos_sin(entry * component.ratio, rope)
+    return fused.flush(
+        pools,
+        region,
+        ring,
+        (kv, score),
+        sources,
+        targets,
+        jnp.sum(positions < 0, axis=1, dtype=jnp.int32),
+        weight,
+        turn,
+        eps=eps,
+        overlap=layer.component(layer.tail_of(role)).overlap,
+        global_scale=layer.global_scale(role),
+    )
+
+
+def windows(layer, index, *, closed, role):
+    """The first ``closed`` entries that the step completes: request [n], and request and position [n, rows] of rows."""
+    tail = layer.component(layer.tail_of(role))
+    request, entry = paged.closed(layer, index, count=closed, role=role)
+    positions = window_of(entry, tail.ratio, overlap=tail.overlap)
+    positions = jnp.where((request >= 0)[:, None], positions, -1)
+    return request, jnp.broadcast_to(request[:, None], positions.shape), positions
+
+
 def window_of(entry, ratio, *, overlap):
     """[n, rows] positions that entries [n] are pooled from; the first entry's window before its own is -1."""
     first = (entry - 1 if overlap else entry) * ratio
     positions = first[:, None] + jnp.arange(2 * ratio if overlap else ratio, dtype=jnp.int32)[None]
     return jnp.where((entry >= 0)[:, None], jnp.maximum(positions, -1), -1)
-
-
-def pool(keys, scores):
-    """Softmax-weighted sum over axis 1 of [n, rows, d], for every channel apart; no row with weight gives 0."""
-    largest = jnp.max(scores, axis=1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0, largest))
-    total = jnp.sum(weights, axis=1)
-    products = jnp.sum(jnp.where(weights == 0, 0, weights * keys), axis=1)
-    return products / jnp.where(total == 0, 1, total)
 
 
 def rms_norm(values, weight, eps):
@@ -101,12 +130,17 @@ def rms_norm(values, weight, eps):
 
 def rotate(values, positions, frequencies):
     """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = cos_sin(positions, frequencies)
     first = values.shape[1] - 2 * len(frequencies)
     even, odd = values[:, first::2], values[:, first + 1 :: 2]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2)
     return jnp.concatenate([values[:, :first], turned.reshape(len(values), values.shape[1] - first)], axis=1)
+
+
+def cos_sin(positions, frequencies):
+    """Cosine and sine of every angle, [n, frequencies] fp32 each."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def frequencies_of(rope):

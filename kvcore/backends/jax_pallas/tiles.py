@@ -5,26 +5,20 @@ A row of every buffer is a whole number of tiles, or shares one with its neighbo
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
+from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, interpreted
 from kvcore.backends.jax_pallas.pallas.read_rows import read_rows
 from kvcore.backends.jax_pallas.pallas.write_rows import write_parts, write_rows
 from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
 from kvcore.spec.layout import TILE_BYTES
 
-INTERPRETER = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
-"""Finds reads before a DMA has arrived, memory that nobody wrote, and rows outside of a pool."""
-
-ROWS_A_CALL = 1 << 15
-"""Rows that one kernel call moves: their addresses lie in scalar memory, which holds a megabyte."""
-
 
 def load(pools, region: Region, unit, row):
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
     shape = unit.shape
     unit, row = _every_head(region, unit, row)
-    interpret = INTERPRETER if pools.kernels == "interpret" else False
+    interpret = interpreted(pools)
     fields = {}
     for buffer, (name, _) in region.buffers.items():
         pool, (stride, parts) = pools[name], _row_of(region, buffer)
@@ -49,7 +43,7 @@ def load(pools, region: Region, unit, row):
 
 def load_fp32(pools, region: Region, unit, row):
     """Rows of a region of fp32 pools and one head as numbers, [..., dim]; joining bytes would move lanes."""
-    interpret = INTERPRETER if pools.kernels == "interpret" else False
+    interpret = interpreted(pools)
     flat = unit.reshape(-1), row.reshape(-1)
     fields = []
     for run in runs(region):
@@ -64,7 +58,7 @@ def store(pools, region: Region, unit, row, rows):
     """Pools with canonical rows [..., heads, row_bytes] written; nothing happens where the unit is -1."""
     unit, row = _every_head(region, unit, row)
     rows = rows.reshape(len(unit), region.format.row)
-    interpret = INTERPRETER if pools.kernels == "interpret" else False
+    interpret = interpreted(pools)
     for buffer, (name, _) in region.buffers.items():
         stride, parts = _row_of(region, buffer)
         pieces = []

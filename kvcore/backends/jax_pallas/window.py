@@ -3,13 +3,29 @@
 import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.tail import rms_norm, rotate
 from kvcore.ops import WindowRows
 
 
 def append_window(layer, pools, index, rows):
     """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
     (region,) = layer.regions["window"]
-    return place.append(pools, region, index, place.encode_rows(region, rows))
+    return place.append_values(pools, region, index, rows)
+
+
+def append_rotated_window(layer, pools, index, rows, rope, norm_weight=None, *, eps=1e-6):
+    """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
+
+    ``rope`` is the fp32 inverse frequencies.
+    """
+    (region,) = layer.regions["window"]
+    rows = rows.astype(jnp.float32)
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps)
+        rows = rows if region.format.is_fp32 else to_bf16(rows)
+    rows = rotate(rows, index.positions, rope)
+    return append_window(layer, pools, index, rows if region.format.is_fp32 else to_bf16(rows))
 
 
 def gather_window(layer, pools, index, rows=None):
@@ -17,6 +33,5 @@ def gather_window(layer, pools, index, rows=None):
     (region,) = layer.regions["window"]
     own = None if rows is None else place.encode_rows(region, rows)
     positions = place.numbered(*place.live(layer.component("window"), index.lengths), region.rows)
-    stored = place.read(pools, region, index, place.requests_like(positions), positions, own)
-    values = place.decode_rows(region, stored)[:, :, 0]
+    values = place.read_values(pools, region, index, place.requests_like(positions), positions, own)[:, :, 0]
     return WindowRows(jnp.where((positions >= 0)[:, :, None], values, 0), positions)

@@ -3,13 +3,14 @@
 import numpy as np
 
 from kvcore.backends.reference import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedVerbs):
     """Every verb of ``kvcore.ops.Ops`` on NumPy arrays."""
 
     in_place = True
@@ -28,6 +29,7 @@ class ReferenceOps:
     pack_page = encoding.pack_page
     unpack_page = encoding.unpack_page
     append_window = window.append_window
+    append_rotated_window = window.append_rotated_window
     append_tail = tail.append_tail
     append_index_tail = tail.append_index_tail
     gather_window = window.gather_window

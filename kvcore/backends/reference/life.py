@@ -107,21 +107,20 @@ def digest_rows(ops, raw, salt):
     requests, columns, size = raw.rows.shape
     padded = np.zeros((requests, columns, -(-size // 4) * 4), np.uint8)
     padded[:, :, :size] = raw.rows
-    words = padded.view("<u4").astype(np.uint64)
-    place_of = np.arange(words.shape[2], dtype=np.uint64) * np.uint64(digest.WORD_FACTOR)
-    row_of = raw.positions.astype(np.int64).astype(np.uint64) * np.uint64(digest.POSITION_FACTOR)
+    words = padded.view("<u4")
+    place_of = np.arange(words.shape[2], dtype=np.uint32) * np.uint32(digest.WORD_FACTOR)
+    row_of = raw.positions.astype(np.uint32) * np.uint32(digest.POSITION_FACTOR)
     valid = (raw.positions >= 0)[:, :, None]
     lanes = []
     for seed in digest.LANE_SEEDS:
-        key = mix(row_of[:, :, None] + place_of + np.uint64((salt + seed) & digest.MASK))
-        mixed = np.where(valid, mix(words ^ key), np.uint64(0))
+        key = mix(row_of[:, :, None] + place_of + np.uint32((salt + seed) & digest.MASK))
+        mixed = np.where(valid, mix(words ^ key), np.uint32(0))
         lanes.append(mixed.sum(axis=(1, 2), dtype=np.uint64) & np.uint64(digest.MASK))
     return np.stack(lanes, axis=1).astype(np.int64)
 
 
 def mix(value):
-    """murmur3's 32-bit finaliser, on the low 32 bits."""
-    value = value & np.uint64(digest.MASK)
+    """murmur3's 32-bit finaliser; products of uint32 arrays are taken modulo 2^32."""
     for shift, factor in zip(digest.MIX_SHIFTS, (*digest.MIX_FACTORS, 1), strict=True):
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor) & np.uint64(digest.MASK)
+        value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
     return value

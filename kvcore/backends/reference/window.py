@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvcore.backends.reference import rows as place
-from kvcore.backends.reference.encoding import DTYPES
+from kvcore.backends.reference.encoding import DTYPES, to_bf16
+from kvcore.backends.reference.tail import rms_norm, rotate
 from kvcore.ops import WindowRows
 
 
@@ -12,6 +13,18 @@ def append_window(ops, pools, layer, index, rows):
     (region,) = ops.plan.region(layer, "window")
     place.append(pools, region, index, ops.encode_rows(region, rows))
     return pools
+
+
+def append_rotated_window(ops, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+    """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
+    (region,) = ops.plan.region(layer, "window")
+    # Padding may hold anything, and NumPy warns of NaN.
+    rows = np.where(index.positions[:, None] < 0, np.float32(0), rows.astype(np.float32))
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps)
+        rows = rows if region.format.is_fp32 else to_bf16(rows)
+    rows = rotate(rows, index.positions, rope)
+    return ops.append_window(pools, layer, index, rows if region.format.is_fp32 else to_bf16(rows))
 
 
 def gather_window(ops, pools, layer, index, rows=None):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan
@@ -17,7 +18,7 @@ verb = torch.no_grad()
 """A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
 
 
-class TorchOps:
+class TorchOps(ComposedVerbs):
     """Every verb of ``kvcore.ops.Ops`` on torch tensors of one device."""
 
     in_place = True
@@ -37,6 +38,7 @@ class TorchOps:
     pack_page = verb(encoding.pack_page)
     unpack_page = verb(encoding.unpack_page)
     append_window = verb(window.append_window)
+    append_rotated_window = verb(window.append_rotated_window)
     append_tail = verb(tail.append_tail)
     append_index_tail = verb(tail.append_index_tail)
     gather_window = verb(window.gather_window)
@@ -107,9 +109,14 @@ class TorchOps:
 
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
-        arrays = [np.ascontiguousarray(array, np.int32) for array in host]
-        moved = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(self.device)
-        pieces = moved.split([array.size for array in arrays])
+        arrays = [np.asarray(array, np.int32) for array in host]
+        # Each starts on a 16-byte boundary: kernels are compiled for that, once.
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        flat = np.zeros(starts[-1], np.int32)
+        for start, array in zip(starts, arrays, strict=False):
+            flat[start : start + array.size] = array.reshape(-1)
+        moved = torch.from_numpy(flat).to(self.device)
+        pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
         return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
 
     def component(self, layer, role):

@@ -22,7 +22,9 @@ class DeviceIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
         shape = tuple(array.shape for array in host)
         if shape not in self._buffers:
-            self._buffers[shape] = _Buffer(shape, self._device)
+            # Buffers outlive the mode they are first used in; inference tensors could not be written outside it.
+            with torch.inference_mode(False):
+                self._buffers[shape] = _Buffer(shape, self._device)
         return self._buffers[shape].put(host)
 
 

@@ -7,19 +7,20 @@ integers that change from step to step, so a decode step can be captured in a CU
 
 import torch
 
-from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore import bounds
 from kvcore.backends.torch_triton.device_index import DeviceIndex
-from kvcore.backends.torch_triton.encoding import to_bf16
 from kvcore.backends.torch_triton.kernels import launch
+from kvcore.backends.torch_triton.kernels.launch import calls
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
 from kvcore.backends.torch_triton.reading import ReadingVerbs, Workspaces
-from kvcore.backends.torch_triton.tail import frequencies_of, rms_norm, rotate
+from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import Rope
 
 
-class TritonOps(ReadingVerbs, TorchOps):
+class TritonOps(ReadingVerbs, LifeOps):
     """``TorchOps`` with launches in place of the verbs that a step waits for."""
 
     def __init__(self, plan, device="cpu"):
@@ -48,11 +49,11 @@ class TritonOps(ReadingVerbs, TorchOps):
 
         Rounded to bf16 after the norm and after the rotation, unless the window's format decodes to fp32.
         """
-        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
         bound = self.bound(layer, "window")
         if bound is None:
-            rows = self._rotated(layer, index, rows, frequencies, norm_weight, eps)
-            return super().append_window(pools, layer, index, rows)
+            options = {"rope": rope, "norm_weight": norm_weight, "eps": eps}
+            return super().append_rotated_window(pools, layer, index, rows, **options)
+        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
         ((record, names, _),) = bound
         launch.calls().append_rotated_rows(
             rows.contiguous(),
@@ -68,15 +69,6 @@ class TritonOps(ReadingVerbs, TorchOps):
             float(eps),
         )
         return pools
-
-    def _rotated(self, layer, index, rows, frequencies, norm_weight, eps):
-        exact = self.component(layer, "window").parts[0].format.is_fp32
-        rows = rows.to(torch.float32)
-        if norm_weight is not None:
-            rows = rms_norm(rows, norm_weight, eps)
-            rows = rows if exact else to_bf16(rows)
-        rows = rotate(rows, index.positions, frequencies)
-        return rows if exact else to_bf16(rows)
 
     @torch.no_grad()
     def append_kv(self, pools, layer, index, k, v):
@@ -159,7 +151,7 @@ class TritonOps(ReadingVerbs, TorchOps):
         index_kv=None,
         index_score=None,
         *,
-        closed,
+        closed=None,
         norm_weight=None,
         eps=1e-6,
         rope=None,
@@ -189,8 +181,8 @@ class TritonOps(ReadingVerbs, TorchOps):
         index_kv=None,
         index_score=None,
         *,
-        closed,
-        newest=1,
+        newest=None,
+        closed=None,
         norm_weight=None,
         eps=1e-6,
         rope=None,
@@ -198,23 +190,16 @@ class TritonOps(ReadingVerbs, TorchOps):
     ):
         """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch in decode.
 
-        Args:
-            newest: most new tokens of a request in the step. Where it leaves no spare row in the ring, the flush reads
-                the old rows first and the tails are written by launches of their own.
+        Where ``newest`` leaves no spare row in the ring, or is not known, the flush reads the old rows first and the
+        tails are written by launches of their own.
         """
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
+        newest = len(index.positions) if newest is None else newest
         decode = self._is_decode(layer, index) and newest <= self._spare(layer)
-        if decode and self._flush(
-            pools, layer, index, kv, score, index_kv, index_score, eps, rope, append=True, **weights
-        ):
+        streams = kv, score, index_kv, index_score
+        if decode and self._flush(pools, layer, index, *streams, eps, rope, append=True, **weights):
             return pools
-        pools = self.flush(
-            pools, layer, index, kv, score, index_kv, index_score, closed=closed, eps=eps, rope=rope, **weights
-        )
-        pools = self.append_tail(pools, layer, index, kv, score)
-        if index_kv is not None:
-            pools = self.append_index_tail(pools, layer, index, index_kv, index_score)
-        return pools
+        return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
     def _flush(
         self,
@@ -304,22 +289,26 @@ class TritonOps(ReadingVerbs, TorchOps):
         return SelectedEntries(*found)
 
     @torch.no_grad()
-    def gather_all_entries(self, pools, layer, index, *, columns, role="entries"):
+    def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         bound = self.bound(layer, role)
         if bound is None:
             return super().gather_all_entries(pools, layer, index, columns=columns, role=role)
         ((record, names, _),) = bound
+        columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         ratio = self.component(layer, role).ratio
         buffers = [pools[name] for name in names]
-        return AllEntries(*launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns))
+        return AllEntries(
+            *launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns)
+        )
 
     @torch.no_grad()
-    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns):
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
         if bound is None or k is not None or v is not None:
             return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
         ring = component.span is not None
         window, chunk = component.window or 0, component.chunk or 0

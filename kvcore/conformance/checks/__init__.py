@@ -27,6 +27,15 @@ def _role(name, drive, role, *, roles=None, **options):
 
 VERBS: tuple[Verb, ...] = (
     _role("append_window", rings.append_window, "window", writes=True),
+    Verb(
+        "append_rotated_window",
+        compression.append_rotated_window,
+        "arithmetic",
+        role="window",
+        roles=("window",),
+        needs=("window",),
+        writes=True,
+    ),
     _role("gather_window", rings.gather_window, "window"),
     _role("append_tail", rings.append_tail, "tail", writes=True),
     _role("join", rings.join, "tail", layouts=False),
@@ -52,6 +61,16 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "flush",
         compression.flush,
+        "arithmetic",
+        role="tail",
+        roles=_COMPRESSED,
+        needs=("tail", "entries"),
+        named=_INDEXED,
+        writes=True,
+    ),
+    Verb(
+        "append_flush",
+        compression.append_flush,
         "arithmetic",
         role="tail",
         roles=_COMPRESSED,
@@ -105,6 +124,7 @@ VERBS: tuple[Verb, ...] = (
         for role in _WHOLE
     ),
     *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),
+    *(_role("padded_index", life.padded_index, role, layouts=False, shapes=("padded",)) for role in ("window", "kv")),
     *(_role("asarray", life.asarray, role, layouts=False, shapes=("ragged",)) for role in _WHOLE),
 )
 """Checks of verbs on layers, in the order in which a report shows them."""

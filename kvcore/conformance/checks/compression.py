@@ -1,6 +1,7 @@
 """The compressor: pooling and norm as latents, and a whole flush as stored rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -46,24 +47,63 @@ def compress(role: str) -> Callable[[Bench], list[Output]]:
 
 def flush(bench: Bench) -> list[Output]:
     """Pool, norm, rotate, encode, store: entries and, where the layer has them, index keys."""
-    case = bench.case
-    streams: list[object] = []
-    weights: list[object] = []
-    for role, tail in TAIL_OF.items():
-        streams += tail_inputs(bench, tail) if case.has(tail) else (None, None)
-        weights.append(bench.put(_weight(bench, role)) if case.has(tail) else None)
-    pools = bench.ops.flush(
-        bench.pools(start=tuple(tail for tail in TAIL_OF.values() if case.has(tail))),
-        bench.layer,
-        bench.index,
-        *streams,
-        closed=case.closed("entries"),
-        norm_weight=weights[0],
-        eps=EPS,
-        rope=Rope(dim=rotated(case.component("entries").dim), theta=THETA),
-        index_norm_weight=weights[1],
+    return bench.stored(
+        bench.ops.flush(*_flushed(bench, FP32), closed=bench.case.closed("entries"), **_options(bench)),
+        computed=dict.fromkeys(TAIL_OF, "rope"),
     )
-    return bench.stored(pools, computed=dict.fromkeys(TAIL_OF, "rope"))
+
+
+def append_flush(bench: Bench) -> list[Output]:
+    """The same with the tails written too, in the shape class's dtype: told how many tokens are new, and not told."""
+    newest = max((row.new for row in bench.case.rows), default=0)
+    return [
+        output._replace(name=f"{output.name}{how}")
+        for how, known in (("", {"newest": newest}), (", not told", {}))
+        for output in bench.stored(
+            bench.ops.append_flush(*_flushed(bench, bench.case.shape.dtype), **known, **_options(bench)),
+            computed=dict.fromkeys(TAIL_OF, "rope"),
+        )
+    ]
+
+
+def append_rotated_window(bench: Bench) -> list[Output]:
+    """Window rows normed and rotated on the way; and rotated only."""
+    case = bench.case
+    dim = case.component("window").dim
+    rows = case.token_floats("rows", dim)
+    weight = 1 + case.floats("weight", dim, dtype=FP32) / 4
+    rope = Rope(dim=rotated(dim), theta=THETA)
+    return [
+        output._replace(name=f"{output.name}{how}")
+        for how, norm in ((", normed", {"norm_weight": bench.put(weight), "eps": EPS}), ("", {}))
+        for output in bench.stored(
+            bench.ops.append_rotated_window(
+                bench.pools(), bench.layer, bench.index, bench.put(rows), rope=rope, **norm
+            ),
+            computed={"window": "rope"},
+        )
+    ]
+
+
+def _flushed(bench: Bench, dtype: np.dtype) -> tuple[Any, ...]:
+    """Pools, layer, index and the streams of a flush."""
+    tails = tuple(tail for tail in TAIL_OF.values() if bench.case.has(tail))
+    streams = [
+        array
+        for tail in TAIL_OF.values()
+        for array in (tail_inputs(bench, tail, dtype=dtype) if tail in tails else (None, None))
+    ]
+    return bench.pools(start=tails), bench.layer, bench.index, *streams
+
+
+def _options(bench: Bench) -> dict[str, Any]:
+    """Norm weights and rotation."""
+    case = bench.case
+    weights = [
+        bench.put(_weight(bench, role)) if case.has(tail) and case.has(role) else None for role, tail in TAIL_OF.items()
+    ]
+    rope = Rope(dim=rotated(case.component("entries").dim), theta=THETA)
+    return {"norm_weight": weights[0], "index_norm_weight": weights[1], "eps": EPS, "rope": rope}
 
 
 def rotated(dim: int) -> int:

@@ -120,6 +120,19 @@ def index(bench: Bench) -> list[Output]:
     ]
 
 
+def padded_index(bench: Bench) -> list[Output]:
+    """The index of one padded step, then that of another of the same shape, each read before the next is made."""
+    index = bench.case.index
+    earlier = index._replace(
+        positions=np.maximum(index.positions - 1, -1), slots=index.slots[::-1].copy(), block_table=index.block_table + 1
+    )
+    return [
+        exact(f"{step} {name}", to_numpy(array), *["request", "block"][-array.ndim :])
+        for step, host in (("first", earlier), ("next", index))
+        for name, array in bench.ops.padded_index(host)._asdict().items()
+    ]
+
+
 def _noise(bench: Bench) -> Pools:
     image = bench.case.image()
     for name, array in image.items():

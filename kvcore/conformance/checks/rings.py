@@ -69,11 +69,11 @@ def restore_ring(role: str) -> Callable[[Bench], list[Output]]:
     return drive
 
 
-def tail_inputs(bench: Bench, role: str, *, wild: bool = False) -> tuple[object, object]:
-    """The compressor's kv and score, [T, width] each, fp32, on the device."""
+def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype = FP32) -> tuple[object, object]:
+    """The compressor's kv and score, [T, width] each, on the device."""
     width = bench.case.component(role).width
-    kv = bench.case.token_floats(f"{role} kv", width, dtype=FP32, wild=wild)
-    score = bench.case.token_floats(f"{role} score", width, dtype=FP32)
+    kv = bench.case.token_floats(f"{role} kv", width, dtype=dtype, wild=wild)
+    score = bench.case.token_floats(f"{role} score", width, dtype=dtype)
     return bench.put(kv), bench.put(score)
 
 

@@ -16,8 +16,9 @@ from transformers import Cache
 
 from kvcore import Request, create_cache
 from kvcore.errors import RequestError, SpecError, StepError
-from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer
+from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
 from kvcore.interop.transformers.spec import cache_spec
+from kvcore.interop.transformers.static import CACHES, NUMBERS
 from kvcore.interop.transformers.tensors import to_cache, to_torch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -45,6 +46,7 @@ class KVCache(Cache):
         device: str | None = None,
         block_tokens: int | None = None,
         max_draft_tokens: int = 0,
+        static: bool = False,
         check: bool = False,
     ) -> None:
         """Plan and allocate.
@@ -60,6 +62,8 @@ class KVCache(Cache):
             device: where the pools live; the model's device unless given.
             block_tokens: tokens of one block; rows are planned in whole blocks.
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
+            static: shapes that do not depend on the number of tokens, so that ``torch.compile`` compiles a decode step
+                once; classic layers only. ``generate`` then makes masks outside of compiled code.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -83,6 +87,9 @@ class KVCache(Cache):
         self.rows = rows
         self.max_length = max_length
         rings = any(component.span is not None for _, _, component in spec.components())
+        self.static = static
+        self.number = next(NUMBERS)
+        CACHES[self.number] = self
         self.can_undo = max_draft_tokens > 0 or not rings
         self._device = model.device
         self._step: Any = None
@@ -196,7 +203,11 @@ class KVCache(Cache):
     def _layer(self, model: Any, number: int) -> Layer:
         spec = self.kv.spec.layers[number]
         if spec.kv is not None:
-            return ClassicLayer(self, number, spec.kv)
+            return (StaticLayer if self.static else ClassicLayer)(self, number, spec.kv)
+        if self.static:
+            raise SpecError(got="static=True", where=self.kv.spec.path(number), allowed="classic layers with it")
+        if spec.entries is not None and spec.window is None:
+            return MlaLayer(self, number, spec)
         if spec.window is None:
             roles = ", ".join(role for role, _ in spec.components())
             raise SpecError(

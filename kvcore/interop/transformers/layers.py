@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcore.spec import KV, LayerSpec, Tail, Window
+from kvcore.interop.transformers.static import stored_keys_and_values
+from kvcore.spec import KV, Entries, LayerSpec, Tail, Window
 
 if TYPE_CHECKING:
     from kvcore.interop.transformers.cache import KVCache
@@ -26,13 +27,13 @@ class Layer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, owner: "KVCache", number: int, component: KV | Window) -> None:
+    def __init__(self, owner: "KVCache", number: int, component: KV | Window | Entries) -> None:
         super().__init__()
         self.owner = owner
         self.number = number
         self.component = component
         self.is_initialized = True
-        self.is_sliding = component.window is not None
+        self.is_sliding = component.span is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -72,6 +73,71 @@ class ClassicLayer(Layer):
             values = owner.take(v, value_states.dtype).transpose(1, 2).contiguous()
             owner.finish(self.number)
         return keys, values
+
+
+class StaticLayer(ClassicLayer):
+    """The same with shapes that do not depend on how many tokens there are, for ``torch.compile``.
+
+    A full layer returns ``max_length`` rows, a sliding one its window before the new tokens and those; rows that there
+    are none of are zeros, which the model's mask leaves out.
+    """
+
+    is_compileable = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store keys and values [B, heads, S, dim]; return a fixed number of rows [B, heads, n, dim]."""
+        columns = self._columns(key_states.shape[2])
+        return stored_keys_and_values(key_states, value_states, self.owner.number, self.number, columns)
+
+    def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
+        """What ``update`` does once compiled code runs."""
+        found = super().update(key_states, value_states)
+        return tuple(torch.nn.functional.pad(rows, (0, 0, 0, columns - rows.shape[2])) for rows in found)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(rows that ``update`` will return, position of the first)."""
+        window = self.component.span
+        return self._columns(query_length), 0 if window is None else max(self.owner.length - window + 1, 0)
+
+    def _columns(self, new: int) -> int:
+        """Rows that ``update`` returns; compiled code depends on it, so it must not depend on the length."""
+        window = self.component.span
+        return self.owner.max_length if window is None else window - 1 + new
+
+
+class MlaLayer(Layer):
+    """Latent attention: one row a token for all heads, the compressed latent and the rotary key side by side.
+
+    With an indexer (V3.2) the model asks for its keys after ``update``, and the forward's part ends there.
+    """
+
+    component: Entries
+
+    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec) -> None:
+        assert spec.entries is not None
+        super().__init__(owner, number, spec.entries)
+        self._has_indexer = spec.index_keys is not None
+        self._rows: Any = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latents [B, 1, S, rank] and rotary keys [B, 1, S, rotary dim]; return all of both."""
+        owner, rank = self.owner, key_states.shape[-1]
+        with owner.forward(self.number, key_states) as handle:
+            self._rows = owner.give(torch.cat([key_states, value_states], dim=-1).flatten(0, 2))
+            handle.store_entries(self._rows)
+            found = owner.take(handle.gather_all_entries().values, key_states.dtype).unsqueeze(1)
+            if not self._has_indexer:
+                owner.finish(self.number)
+        return found[..., :rank], found[..., rank:]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store the indexer's keys [B, S, dim]; return all of them [B, n, dim]."""
+        owner = self.owner
+        with owner.forward_part(self.number) as handle:
+            handle.store_entries(self._rows, owner.give(indexer_key_states.flatten(0, 1)))
+            keys = owner.take(handle.gather_all_index_keys().values, indexer_key_states.dtype)
+            owner.finish(self.number)
+        return keys
 
 
 class LatentLayer(Layer):

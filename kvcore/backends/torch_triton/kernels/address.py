@@ -20,24 +20,62 @@ def locate(request, number, slots_ptr, table_ptr, table_columns, R: tl.constexpr
 
 
 @triton.jit
-def closing(number, starts_ptr, lengths_ptr, requests, RATIO: tl.constexpr, REQUESTS: tl.constexpr):
-    """(request [n], entry [n]) of the step's closing entries ``number`` [n], request by request; -1 beyond the last.
+def closing(
+    first,
+    starts_ptr,
+    lengths_ptr,
+    requests,
+    ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """(request [ROWS], entry [ROWS]) of the step's closing entries from number ``first`` on, request by request.
 
-    Requests are gone through REQUESTS at a time, counting what closes.
+    -1 beyond the last. What closes is counted, REQUESTS requests at a time. Unless entries are SPREAD, one or so a
+    request, a program's rows mostly belong to one: then its number and its first entry do for all of them.
     """
-    request = tl.zeros_like(number)
-    entry = number
-    counted = tl.full([], 0, tl.int32)
-    for first in range(0, requests, REQUESTS):
-        q = first + tl.arange(0, REQUESTS)
-        start = tl.load(starts_ptr + q, mask=q < requests, other=0) // RATIO
-        count = tl.load(lengths_ptr + q, mask=q < requests, other=0) // RATIO - start
-        end = counted + tl.cumsum(count, axis=0)
-        begin = end - count
-        passed = (end[None, :] <= number[:, None]) & (q < requests)[None, :]
+    number = first + tl.arange(0, ROWS)
+    if SPREAD:
+        request, entry = each_closing(number, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
+    else:
+        owner, shift, last, counted = 0, 0, 0, 0
+        for some in range(0, requests, REQUESTS):
+            start, begin, end, real = closed_by(some, counted, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
+            mine = (begin <= first) & (first < end)
+            owner += tl.sum((real & (end <= first)).to(tl.int32), axis=0)
+            shift += tl.sum(tl.where(mine, start - begin, 0), axis=0)
+            last += tl.sum(tl.where(mine, end, 0), axis=0)
+            counted = tl.max(end, axis=0)
+        request = tl.zeros_like(number) + owner
+        entry = number + shift
+        if first + ROWS > last:
+            # Few programs come here: a small tile keeps their code out of the way of the others.
+            request, entry = each_closing(number, starts_ptr, lengths_ptr, requests, RATIO, 8)
+    found = request < requests
+    return tl.where(found, request, -1), tl.where(found, entry, -1)
+
+
+@triton.jit
+def each_closing(number, starts_ptr, lengths_ptr, requests, RATIO: tl.constexpr, REQUESTS: tl.constexpr):
+    """``closing`` for every number [n] by itself; beyond the last the request is ``requests``."""
+    request, entry, counted = tl.zeros_like(number), number, 0
+    for some in range(0, requests, REQUESTS):
+        start, begin, end, real = closed_by(some, counted, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
+        passed = (end[None, :] <= number[:, None]) & real[None, :]
         request += tl.sum(passed.to(tl.int32), axis=1)
         mine = (begin[None, :] <= number[:, None]) & (number[:, None] < end[None, :])
         entry += tl.sum(tl.where(mine, (start - begin)[None, :], 0), axis=1)
-        counted += tl.sum(count, axis=0)
-    found = request < requests
-    return tl.where(found, request, -1), tl.where(found, entry, -1)
+        counted = tl.max(end, axis=0)
+    return request, entry
+
+
+@triton.jit
+def closed_by(first, counted, starts_ptr, lengths_ptr, requests, RATIO: tl.constexpr, REQUESTS: tl.constexpr):
+    """Of REQUESTS requests from ``first`` on: first entry that closes, numbers of its first and last + 1, existence."""
+    q = first + tl.arange(0, REQUESTS)
+    real = q < requests
+    start = tl.load(starts_ptr + q, mask=real, other=0) // RATIO
+    count = tl.load(lengths_ptr + q, mask=real, other=0) // RATIO - start
+    end = counted + tl.cumsum(count, axis=0)
+    return start, end - count, end, real

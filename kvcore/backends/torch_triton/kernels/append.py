@@ -37,14 +37,22 @@ def append_kernel(
     position = tl.load(positions_ptr + token, mask=inside, other=-1)
     request = tl.load(request_ptr + token, mask=inside, other=-1)
     channel = channels(R)
-    source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim + channel
-    x = load_float(source, inside[:, None, None] & (channel < R.dim))
+    source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim
+    split: tl.constexpr = R.apart
+    x = load_float(source + channel, inside[:, None, None] & (channel < (R.quant if split else R.dim)))
+    plain = R.quant + tl.arange(0, R.dim - R.quant)[None, None, :] if split else channel
+    y = load_float(source + plain, inside[:, None, None]) if split else x
     unit, place = locate(request, position, slots_ptr, table_ptr, table_columns, R)
     bound = tl.load(bound_ptr + request, mask=request >= 0, other=0)
     least = bound if R.paged else bound - R.rows
     valid = (unit >= 0) & (position >= least)
     narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
-    store_rows(x, unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)
+    place = place * R.heads + row % R.heads
+    if split:
+        store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, narrow, NATIVE)
+        store_plain(y, plain, unit, place, valid, plain_ptr, R, NATIVE)
+    else:
+        store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "eps"])
@@ -86,6 +94,8 @@ def append_rotated_kernel(
         x = x * scale[:, None, None] * weight
         if R.rounded:
             x = round_bf16(x, NATIVE)
+    elif R.rounded and values_ptr.dtype.element_ty == tl.float32:
+        x = round_bf16(x, NATIVE)
     if R.plain != "" and R.dim - R.quant == 2 * PAIRS and R.quant:
         # The rotated channels are exactly the plain field: turn those alone, read once more from the L1.
         turned = R.quant + tl.arange(0, 2 * PAIRS)[None, :]
@@ -97,8 +107,6 @@ def append_rotated_kernel(
                 y = round_bf16(y, NATIVE)
         cos, sin = turns(position, frequencies_ptr, 2 * PAIRS, 2 * PAIRS, PAIRS)
         y = rotate(y, cos, sin, 2 * PAIRS, PAIRS)
-        if R.rounded:
-            x = round_bf16(x, NATIVE)
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.rounded, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
         store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
@@ -127,6 +135,7 @@ def store_entries_kernel(
     R: tl.constexpr,
     RATIO: tl.constexpr,
     REQUESTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -136,7 +145,7 @@ def store_entries_kernel(
     channel = channels(R)
     source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim + channel
     x = load_float(source, inside[:, None, None] & (channel < R.dim))
-    request, entry = closing(row, starts_ptr, lengths_ptr, requests, RATIO, REQUESTS)
+    request, entry = closing(tl.program_id(0) * ROWS, starts_ptr, lengths_ptr, requests, ROWS, RATIO, REQUESTS, SPREAD)
     unit, place = locate(tl.where(inside, request, -1), entry, table_ptr, table_ptr, table_columns, R)
     stored = tl.load(stored_ptr + request, mask=request >= 0, other=0)
     valid = (unit >= 0) & ((entry + 1) * RATIO > stored)

@@ -56,12 +56,15 @@ def is_native(device: torch.device) -> bool:
 
 
 def tile(record: RowRecord, count: int) -> tuple[int, int]:
-    """(rows of a program, warps): 2,048 channels, or fewer while that would leave too few programs to fill a GPU."""
+    """(rows of a program, warps): 2,048 channels, or 512 while that would leave too few programs to fill a GPU.
+
+    Two shapes only, since each is compiled once for every kernel and record.
+    """
     size = record.tiles * record.width
-    rows = max(1, 256 // size)
-    while rows * size < 2048 and rows * 2048 <= count:
-        rows *= 2
-    return rows, max(1, min(4, rows * size // 256))
+    rows = max(1, 2048 // size)
+    if count < 1024 * rows:
+        rows = max(1, 512 // size)
+    return rows, max(1, min(4, rows * size // 1024))
 
 
 def _nothing(*args: Any) -> None:

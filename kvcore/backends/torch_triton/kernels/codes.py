@@ -136,9 +136,14 @@ def round_bf16(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_float(pointers, mask):
-    """Load fp32 or bf16 values as fp32 (bf16 widened from its bits); zeros where masked."""
-    x = tl.load(pointers, mask=mask, other=0)
+def widened(x):
+    """fp32 or bf16 values as fp32, bf16 from its bits."""
     if x.dtype != tl.float32:
         x = bits_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     return x
+
+
+@triton.jit
+def load_float(pointers, mask):
+    """Load fp32 or bf16 values as fp32; zeros where masked."""
+    return widened(tl.load(pointers, mask=mask, other=0))

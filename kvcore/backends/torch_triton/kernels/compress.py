@@ -30,21 +30,26 @@ def one_token_programs(count: int, requests: int) -> bool:
 
 
 def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> FlushShape:
-    """One program a token in decode, one a window in prefill; windows of many rows are split over channels.
+    """One program a token in decode, one or two windows in prefill; windows of many rows are split over channels.
 
-    The figures were measured on an H100 (``records/``); a thread that holds all rows of its channels wins where it can.
+    The figures were measured on an H100 (``records/``): few warps, each thread with whole columns of short windows or
+    with few rows at a time of long ones, so that registers leave room for four programs on a multiprocessor.
     """
     decode = one_token_programs(count, requests)
-    tokens = 1 if decode else power_of_two(tail_record.ratio)
+    ratio = tail_record.ratio
+    tokens = 1 if decode else power_of_two(ratio)
     size = record.tiles * record.width
     rows = window_rows(tail_record)
     if rows * size <= 16384:
-        return FlushShape(tokens, 1, min(rows, max(1, 4096 // size)), max(1, min(4, size * given_bytes // 512)))
-    if not decode and count // tail_record.ratio >= 256:
-        return FlushShape(tokens, 1, min(rows, max(1, 2048 // size)), 4)
-    parts = max(1, min(8, size // 64))
-    few = count <= 128 or not decode
-    return FlushShape(tokens, parts, min(rows, max(1, (2048 if few else 1024) // (size // parts))), 4 if few else 2)
+        warps = max(1, min(4, size * given_bytes // 512))
+        return FlushShape(tokens if count < 8192 * ratio else 2 * tokens, 1, min(rows, max(1, 4096 // size)), warps)
+    if decode:
+        parts, warps, each = (8, 2, 4) if count <= 128 else (2, 4, 2)
+    else:
+        parts, warps, each = (16, 2, 1) if count < 256 * ratio else (1, 2, 2)
+    parts = max(1, min(parts, size // 32))
+    at_once = warps * 32 * (16 // given_bytes) // (size // parts)
+    return FlushShape(tokens, parts, min(rows, max(1, each * at_once)), warps)
 
 
 def window_rows(tail_record: TailRecord) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.codes import load_float, round_bf16
 from kvcore.backends.torch_triton.kernels.latent import finish, turns
-from kvcore.backends.torch_triton.kernels.pool import load_window, pool
+from kvcore.backends.torch_triton.kernels.pool import load_ahead, pool, settle
 from kvcore.backends.torch_triton.kernels.rows import store_rows
 from kvcore.backends.torch_triton.kernels.tail import save_rows
 
@@ -48,6 +48,7 @@ def close_window(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    PREFILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry."""
@@ -66,11 +67,27 @@ def close_window(
     if NORM:
         weight = tl.load(norm_ptr + everything, mask=everything < R.dim, other=0).to(tl.float32)
     channel = part * share + tl.arange(0, share)
-    first = tl.arange(0, CHUNK)
-    kv, score = load_window(kv_ptr, score_ptr, tail_ptr, first, token, position, start, slot, channel, T)
-    # While the first rows are on their way.
-    cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
-    x = pool(kv, score, kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, NATIVE)
+    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
+    if PREFILL and ROWS == CHUNK:
+        kv, score = load_ahead(
+            kv_ptr, score_ptr, tail_ptr, tl.arange(0, ROWS), token, position, start, slot, channel, T
+        )
+        cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
+        x = settle(score, tl.full(score.shape, 1.0, tl.float32), kv, NATIVE)
+    else:
+        cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
+        if PREFILL and T.ratio & (T.ratio - 1) == 0:
+            if position + 1 - window >= start:
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE
+                )
+            else:
+                few: tl.constexpr = CHUNK // 4 if CHUNK > 4 else 1
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE
+                )
+        else:
+            x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, False, NATIVE)
     if R.rounded:
         x = round_bf16(x, NATIVE)
     if PARTS > 1:
@@ -141,6 +158,8 @@ def stream(
         position = tl.load(positions_ptr + first)
         request = tl.load(request_ptr + first)
         known = (position >= 0) & (request >= 0)
+        if APPEND:
+            append_part(first, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T, R, PARTS)
         if known & ((position + 1) % T.ratio == 0):
             close_window(
                 first,
@@ -170,10 +189,9 @@ def stream(
                 ROWS,
                 CHUNK,
                 PARTS,
+                False,
                 NATIVE,
             )
-        if APPEND:
-            append_part(first, position, request, part, kv_ptr, score_ptr, tail_ptr, slots_ptr, T, R, PARTS)
     else:
         token = first + tl.arange(0, TOKENS)
         positions = tl.load(positions_ptr + token, mask=token < count, other=-1)
@@ -210,6 +228,7 @@ def stream(
                 ROWS,
                 CHUNK,
                 PARTS,
+                True,
                 NATIVE,
             )
             current = tl.min(tl.where(closes & (token > current), token, NEVER), axis=0)

@@ -198,9 +198,7 @@ def select_into(out: Tensor, given: Tensor, columns: int, numbers: Tensor, pairs
             pairs, counts, largest, rows, columns, line, k, k + k // 4, run, hands, room, wide, num_warps=8
         )
         parts = max(1, min(triton.cdiv(power_of_two(k) * 2, 64), 4 * multiprocessors(given.device) // count))
-        topk.rank_kernel[(count, parts)](
-            picks, pairs, counts, rows, columns, line, k, parts, room, 64, 64, num_warps=4
-        )
+        topk.rank_kernel[(count, parts)](picks, pairs, counts, rows, columns, line, k, parts, room, 64, 64, num_warps=4)
 
 
 def _score_select_out(

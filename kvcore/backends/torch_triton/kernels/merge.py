@@ -19,9 +19,7 @@ def merge_kernel(
     """
     token, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     every = tl.arange(0, SPLITS)
-    sums = tl.load(
-        partial_lse_ptr + (token * splits + every) * heads + head, mask=every < splits, other=float("-inf")
-    )
+    sums = tl.load(partial_lse_ptr + (token * splits + every) * heads + head, mask=every < splits, other=float("-inf"))
     largest = tl.max(sums, axis=0)
     finite = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(sums - finite), axis=0)

@@ -3,25 +3,35 @@
 import triton
 import triton.language as tl
 
-from kvcore.backends.torch_triton.kernels.codes import load_float
+from kvcore.backends.torch_triton.kernels.codes import load_float, widened
 
 
 @triton.jit
-def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+def load_own(kv_ptr, score_ptr, r, token, channel, T: tl.constexpr):
+    """(kv, score) of the step's tokens where rows ``r`` of the window that ends at ``token`` would lie, as they are.
+
+    Nothing need be known of the request for this. Rows may be another request's, for the caller to see to.
+    """
+    line = token - ((2 * T.ratio if T.overlap else T.ratio) - 1)
+    base = line.to(tl.int64) * T.width
+    at = (r * T.width + half_of(r, T))[:, None] + channel[None, :]
+    mask = (line + r >= 0)[:, None] & (channel < T.dim)[None, :]
+    return tl.load(kv_ptr + base + at, mask=mask, other=0), tl.load(score_ptr + base + at, mask=mask, other=0)
+
+
+@triton.jit
+def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
     """(kv, score), each [rows, c] fp32: rows ``r`` of the window that ends at ``position``; absent rows weigh nothing.
 
     Rows from before the step come from the tail's ring, the step's own from its inputs.
     """
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
+    half = half_of(r, T)
     p = position + 1 - window + r
-    exists = (r < window) & (p >= 0)
     own = (p >= start)[:, None]
-    # A token in the window before the entry's own lends its carry half, the first; its own tokens the cur half.
-    half = r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
+    inside = ((r < window) & (p >= 0))[:, None] & (channel < T.dim)[None, :]
     here = ((token - position + p).to(tl.int64) * T.width + half)[:, None]
-    there = slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
-    there = there[:, None]
-    inside = exists[:, None] & (channel < T.dim)[None, :]
+    there = ring_rows(p, slot, half, T)[:, None]
     if kv_ptr.dtype.element_ty == tl.float32:
         kv_at = tl.where(own, kv_ptr + here, tail_ptr + there)
         score_at = tl.where(own, score_ptr + here, tail_ptr + T.width + there)
@@ -32,34 +42,93 @@ def load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
         score = tl.load(score_at + channel[None, :], mask=inside, other=float("-inf"))
     else:
         here, there = here + channel[None, :], there + channel[None, :]
-        if position + 1 - window >= start:
-            known = (r < window)[:, None] & (channel < T.dim)[None, :]
-            kv = load_float(kv_ptr + here, known)
-            score = tl.where(known, load_float(score_ptr + here, known), float("-inf"))
-        else:
-            new, old = inside & own, inside & (p < start)[:, None]
-            kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
-            old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
-            score = tl.where(new, load_float(score_ptr + here, new), old_score)
+        new, old = inside & own, inside & (p < start)[:, None]
+        kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
+        old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
+        score = tl.where(new, load_float(score_ptr + here, new), old_score)
     return kv, score
 
 
 @triton.jit
-def weight_of(x, NATIVE: tl.constexpr):
-    """exp(x) for x <= 0; results below 2^-126 may be 0."""
+def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+    """``load_either`` where most windows are the step's own: inputs are read at once, the ring only if need be."""
+    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
+    kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
+    kv, score = widened(kv), widened(score)
+    if position + 1 - window < start:
+        p = position + 1 - window + r
+        own = (p >= start)[:, None]
+        old = ((r < window) & (p >= 0) & (p < start))[:, None] & (channel < T.dim)[None, :]
+        there = ring_rows(p, slot, half_of(r, T), T)[:, None] + channel[None, :]
+        kv = tl.where(own, kv, tl.load(tail_ptr + there, mask=old, other=0.0))
+        score = tl.where(own, score, tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf")))
+    if T.ratio & (T.ratio - 1):
+        score = tl.where((r < window)[:, None], score, float("-inf"))
+    return kv, score
+
+
+@triton.jit
+def half_of(r, T: tl.constexpr):
+    """First channel of row ``r``: tokens before the entry's own lend their carry half, the first; its own the second."""
+    return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
+
+
+@triton.jit
+def ring_rows(p, slot, half, T: tl.constexpr):
+    """Element offsets (64-bit) of the ring rows of positions ``p``; their score lies ``T.width`` behind their kv."""
+    return slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
+
+
+@triton.jit
+def weight_of(x, largest, NATIVE: tl.constexpr):
+    """exp(x - largest) for x <= largest; results below 2^-126 may be 0."""
     if NATIVE:
+        # What the product with largest is off by is common to all rows, and leaves by the division.
+        power = tl.fma(x, tl.full(x.shape, 1.4426950408889634, tl.float32), largest * -1.4426950408889634)
         power = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        power = tl.exp(x)
+        power = tl.exp(x - largest)
     return power
 
 
 @triton.jit
+def load_rows(
+    kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr, OWN: tl.constexpr
+):
+    """Rows ``r`` of a window; with OWN all are the step's, and come as they are."""
+    if OWN:
+        kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
+    else:
+        kv, score = load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
+    return kv, score
+
+
+@triton.jit
+def merge(largest, total, pooled, kv, score, NATIVE: tl.constexpr):
+    """Take one more row into every cell's running softmax: its largest score, sum of weights and weighted sum."""
+    above = tl.maximum(largest, score)
+    finite = tl.where(above == float("-inf"), 0.0, above)
+    weight, kept = weight_of(score, finite, NATIVE), weight_of(largest, finite, NATIVE)
+    total = total * kept + weight
+    pooled = tl.where(kept == 0.0, 0.0, pooled * kept) + tl.where(weight == 0.0, 0.0, weight * kv)
+    return above, total, pooled
+
+
+@triton.jit
+def settle(largest, total, pooled, NATIVE: tl.constexpr):
+    """Put the cells [rows, c] of each channel together -> [c]; no row with weight gives 0."""
+    above = tl.max(largest, axis=0)
+    finite = tl.where(above == float("-inf"), 0.0, above)
+    kept = weight_of(largest, tl.broadcast_to(finite[None, :], largest.shape), NATIVE)
+    total = tl.sum(total * kept, axis=0)
+    pooled = tl.sum(tl.where(kept == 0.0, 0.0, pooled * kept), axis=0)
+    return pooled / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
 def pool(
-    kv,
-    score,
     kv_ptr,
     score_ptr,
     tail_ptr,
@@ -71,27 +140,28 @@ def pool(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OWN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
 
-    Rows are taken CHUNK at a time, the first of them given. Every cell of a chunk keeps a sum of its own, rescaled
-    whenever a larger score turns up, and cells are put together at the end: no thread waits for another on the way.
+    Rows are taken CHUNK at a time, the next asked for before the last are used. Every cell of a chunk keeps a sum of
+    its own and cells are put together at the end: no thread waits for another on the way.
     """
-    largest, pooled = score, kv
-    total = tl.full(score.shape, 1.0, tl.float32)
-    for chunk in tl.range(1, ROWS // CHUNK):
-        r = chunk * CHUNK + tl.arange(0, CHUNK)
-        kv, score = load_window(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
-        above = tl.maximum(largest, score)
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        weight, kept = weight_of(score - finite, NATIVE), weight_of(largest - finite, NATIVE)
-        total = total * kept + weight
-        pooled = tl.where(kept == 0.0, 0.0, pooled * kept) + tl.where(weight == 0.0, 0.0, weight * kv)
-        largest = above
-    above = tl.max(largest, axis=0)
-    finite = tl.where(above == float("-inf"), 0.0, above)
-    kept = weight_of(largest - finite[None, :], NATIVE)
-    total = tl.sum(total * kept, axis=0)
-    pooled = tl.sum(tl.where(kept == 0.0, 0.0, pooled * kept), axis=0)
-    return pooled / tl.where(total == 0.0, 1.0, total)
+    r = tl.arange(0, CHUNK)
+    kv, score = load_rows(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T, OWN)
+    if ROWS > CHUNK:
+        next_kv, next_score = load_rows(
+            kv_ptr, score_ptr, tail_ptr, CHUNK + r, token, position, start, slot, channel, T, OWN
+        )
+    largest, pooled = widened(score), widened(kv)
+    total = tl.full(largest.shape, 1.0, tl.float32)
+    if ROWS > CHUNK:
+        for chunk in tl.range(2, ROWS // CHUNK):
+            kv, score = next_kv, next_score
+            next_kv, next_score = load_rows(
+                kv_ptr, score_ptr, tail_ptr, chunk * CHUNK + r, token, position, start, slot, channel, T, OWN
+            )
+            largest, total, pooled = merge(largest, total, pooled, widened(kv), widened(score), NATIVE)
+        largest, total, pooled = merge(largest, total, pooled, widened(next_kv), widened(next_score), NATIVE)
+    return settle(largest, total, pooled, NATIVE)

@@ -35,7 +35,9 @@ class RowRecord(NamedTuple):
         inverse: fp32(1 / largest magnitude of the code); ``largest`` is that magnitude.
         global_scale: of formats with two-level scales, else 1.
         hadamard: rows are rotated before they are encoded.
+        code_words, scale_words: a row's 4-bit codes are whole aligned 32-bit words; its scales are one.
         plain: code of the plain field, "" without one.
+        apart: scaled and plain channels are best taken as tiles of their own: both exist, and no rotation joins them.
         exact: decoding is exact in bf16; else rows are decoded to fp32.
         rounded: what is computed before it is encoded is rounded to bf16: everything but plain fp32 rows.
         codes_unit, codes_base, codes_stride: byte k of the codes of row r of unit u is at
@@ -59,7 +61,10 @@ class RowRecord(NamedTuple):
     largest: float
     global_scale: float
     hadamard: bool
+    code_words: bool
+    scale_words: bool
     plain: str
+    apart: bool
     exact: bool
     rounded: bool
     codes_unit: int
@@ -121,7 +126,12 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         largest=CODES[quant.code].largest if quant else 0.0,
         global_scale=float(np.float32(global_scale)) if region.format.global_scaled else 1.0,
         hadamard=region.format.hadamard,
+        code_words=bool(quant and CODES[quant.code].bits == 4 and quant.size % 8 == 0 and width % 8 == 0)
+        and _in_words(region, places[quant.name] if quant else None),
+        scale_words=bool(quant and SCALE_BYTES[quant.scale or ""] == 1 and quant.groups + pad == 4)
+        and _in_words(region, places.get("scales")),
         plain=plain[0].code if plain else "",
+        apart=bool(scaled and plain and not region.format.hadamard and plain[0].size == power_of_two(plain[0].size)),
         exact=region.format.value_code == "bf16",
         rounded=not region.format.is_fp32,
         **_places(region, "codes", places.get(quant.name) if quant else None),
@@ -170,6 +180,13 @@ def _pad(places: dict[str, Place], quant: Field | None) -> int | None:
         return None
     follows = (pad.buffer, pad.base, pad.stride) == (scales.buffer, scales.base + scales.nbytes, scales.stride)
     return pad.nbytes if follows else None
+
+
+def _in_words(region: Region, place: Place | None) -> bool:
+    """True if a field starts on a multiple of 4 bytes in every row of every unit."""
+    if place is None:
+        return False
+    return not any(n % 4 for n in (dict(region.unit.buffers)[place.buffer], place.base, place.stride))
 
 
 def _aligned(record: RowRecord) -> bool:

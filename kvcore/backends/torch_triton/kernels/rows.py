@@ -112,7 +112,11 @@ def store_codes(
     channel = channels(R)
     code, scale, finite = quantise(x, channel < R.quant, R, NARROW, NATIVE)
     at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None, None]
-    if R.code == "e2m1" or R.code == "nf4":
+    if R.code_words:
+        eighth = tl.arange(0, R.tiles)[None, :, None] * (R.width // 8) + tl.arange(0, R.width // 8)[None, None, :]
+        word = tl.where(finite[:, :, None], words(code, 4), 0)
+        store_words(codes_ptr, at + eighth * 4, word, valid[:, None, None] & (eighth < R.quant // 8))
+    elif R.code == "e2m1" or R.code == "nf4":
         low, high = tl.split(tl.reshape(code, (n, R.tiles, R.width // 2, 2)))
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
         keep = valid[:, None, None] & (half < R.quant // 2)
@@ -130,11 +134,26 @@ def store_codes(
         )
         tl.store(target, scale, mask=valid[:, None] & (group < R.groups))
     else:
-        scale = tl.where(group < R.groups, scale, 0).to(tl.uint8)
-        target = (
-            scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
-        )
-        tl.store(target, scale, mask=valid[:, None] & (group < R.groups + R.pad))
+        scale = tl.where(group < R.groups, scale, 0)
+        at = element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None]
+        if R.scale_words and R.tiles == 4:
+            store_words(scales_ptr, at, tl.sum(scale << (group * 8), axis=1)[:, None], valid[:, None])
+        else:
+            tl.store(scales_ptr + at + group, scale.to(tl.uint8), mask=valid[:, None] & (group < R.groups + R.pad))
+
+
+@triton.jit
+def words(code, BITS: tl.constexpr):
+    """Codes of BITS bits (int32, [a, b, c]) side by side in 32-bit words, the first lowest: [a, b, c * BITS / 32]."""
+    each: tl.constexpr = 32 // BITS
+    apart = tl.reshape(code, (code.shape[0], code.shape[1], code.shape[2] // each, each))
+    return tl.sum(apart << (tl.arange(0, each) * BITS)[None, None, None, :], axis=3)
+
+
+@triton.jit
+def store_words(pointer, at, word, mask):
+    """Store 32-bit words at byte offsets that are multiples of 4."""
+    tl.store(pointer.to(tl.pointer_type(tl.int32)) + at // 4, word, mask=mask)
 
 
 @triton.jit

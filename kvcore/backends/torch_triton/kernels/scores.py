@@ -142,9 +142,7 @@ def scores_kernel(
     for tile in tl.range(0, tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), num_stages=STAGES):
         column = run + tile * KEYS + n
         valid = column < visible
-        unit, row = locate(
-            each, tl.where(valid, first_column + column, -1), table_ptr, table_ptr, table_columns, R
-        )
+        unit, row = locate(each, tl.where(valid, first_column + column, -1), table_ptr, table_ptr, table_columns, R)
         valid = valid & (unit >= 0)
         unit, row = tl.where(valid, unit, 0), tl.where(valid, row, 0)
         acc = tl.zeros([KEYS, HEADS], tl.float32)

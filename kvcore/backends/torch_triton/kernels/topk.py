@@ -32,7 +32,9 @@ def pair_of(order, column):
 
 
 @triton.jit(do_not_specialize=["n", "line"])
-def largest_kernel(largest_ptr, counts_ptr, scores_ptr, n, line, HANDS: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr):
+def largest_kernel(
+    largest_ptr, counts_ptr, scores_ptr, n, line, HANDS: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr
+):
     """Hand h of row t keeps the largest of columns h, h + HANDS, ... of scores [rows, line] -> int32 [rows, HANDS]."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     hand = block * BLOCK + tl.arange(0, BLOCK)

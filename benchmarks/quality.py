@@ -1,0 +1,242 @@
+"""What a cache format costs a real model: perplexity and greedy agreement of SmolLM2-135M-Instruct, against bytes.
+
+``python benchmarks/quality.py [--out FOLDER]`` takes about half an hour of one core; ``--tokens``, ``--prompts``,
+``--new`` and ``--formats`` make it shorter. It prints a table and writes it with a picture after every format.
+
+Weights and arithmetic are fp32, so that only the cache rounds. The text is read in chunks, and a chunk's queries attend
+to what the cache gives back, of the chunk itself too: every key and value that counts was stored in the format.
+Windows of ``CONTEXT`` tokens are ``STRIDE`` apart, and a token is scored once, in the window where it has most context.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from kvcore.interop.transformers import KVCache
+from kvcore.plan import bytes_per_token
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import language_model
+
+TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
+CONTEXT, STRIDE, CHUNK = 1024, 768, 128  # tokens
+ROWS = 4  # windows that are read side by side
+BASELINE = "bf16"
+FORMATS: dict[str, str | dict[str, str]] = {
+    "bf16": "bf16",
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "fp8_row": "fp8_row",
+    "int8_row": "int8_row",
+    "nf4_b64": "nf4_b64",
+    "mxfp4": "mxfp4",
+    "int8_row keys, nf4_b64 values": {"key": "int8_row", "value": "nf4_b64"},
+}
+PROMPTS = (
+    *language_model.PROMPTS,
+    "Name the planets of the solar system in order.",
+    "Why is the sky blue?",
+    "Write a haiku about autumn leaves.",
+    "How do I boil an egg?",
+    "Translate 'good morning' into French, Spanish and German.",
+    "What is the difference between a list and a tuple in Python?",
+    "Tell me a short story about a lost dog.",
+    "Who wrote Romeo and Juliet, and when?",
+    "Give me three tips for better sleep.",
+    "What happens to water when it freezes?",
+    "Summarise the story of Cinderella in two sentences.",
+    "What is photosynthesis?",
+    "Write a polite e-mail that asks for a day off.",
+    "Which is heavier, a kilogram of feathers or a kilogram of iron?",
+    "Explain supply and demand to a child.",
+)
+
+
+class Measured(NamedTuple):
+    """One format: perplexity, best next tokens on the text [scored], generated ids [prompts, new], and its bytes."""
+
+    perplexity: float
+    best: torch.Tensor
+    tokens: torch.Tensor
+    bytes_per_token: float
+    bits: float
+    seconds: float
+
+
+def windows(tokens: int) -> list[tuple[int, int]]:
+    """(first token of a window, first token that it scores) until every token but the first is scored once."""
+    length = min(CONTEXT, tokens)
+    found = [(0, 1)]
+    while (end := found[-1][0] + length) < tokens:
+        found.append((min(found[-1][0] + STRIDE, tokens - length), end))
+    return found
+
+
+def score(model: Any, text: torch.Tensor, formats: str | dict[str, str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(logits [n, vocabulary], the tokens [n] that they should have named), window by window."""
+    length = min(CONTEXT, len(text))
+    found = windows(len(text))
+    for some in range(0, len(found), ROWS):
+        group = found[some : some + ROWS]
+        ids = torch.stack([text[first : first + length] for first, _ in group])
+        with KVCache(model, batch=len(group), max_length=length, formats=formats, block_tokens=32) as cache:
+            pieces = [model(piece, cache=cache).logits for piece in ids.split(CHUNK, dim=1)]
+        for row, (first, scored) in enumerate(group):
+            logits = torch.cat([piece[row] for piece in pieces])  # not of all rows: a window's take 200 MB
+            yield logits[scored - 1 - first : -1], text[scored : first + length]
+
+
+def measure(model: Any, text: torch.Tensor, prompts: Any, new: int, formats: str | dict[str, str]) -> Measured:
+    """One format on the text and the prompts."""
+    start = time.perf_counter()
+    loss, best = 0.0, []
+    for logits, wanted in score(model, text, formats):
+        loss += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
+        best.append(logits.argmax(-1))
+    rows, length = prompts.input_ids.shape
+    cache = KVCache(model, batch=rows, max_length=length + new, formats=formats, block_tokens=32)
+    options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
+    tokens = model.generate(**prompts, cache=cache, **options)[:, length:]
+    size = float(bytes_per_token(cache.kv.spec))
+    parts = [part for _, _, component in cache.kv.spec.components() for part in component.parts]
+    return Measured(
+        perplexity=float(torch.tensor(loss / (len(text) - 1)).exp()),
+        best=torch.cat(best),
+        tokens=tokens,
+        bytes_per_token=size,
+        bits=8 * size / sum(part.heads * (part.format.dim or 0) for part in parts),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def row(name: str, found: Measured, baseline: Measured) -> dict[str, Any]:
+    """One line of the table; agreement is with the baseline's cache."""
+    same = found.tokens == baseline.tokens
+    return {
+        "format": name,
+        "bits_per_element": round(found.bits, 3),
+        "bytes_per_token": found.bytes_per_token,
+        "perplexity": round(found.perplexity, 4),
+        "perplexity_against_baseline": round(found.perplexity / baseline.perplexity - 1, 5),
+        "best_token_agreement": round((found.best == baseline.best).float().mean().item(), 4),
+        "greedy_tokens_same": int(same.sum()),
+        "greedy_tokens_before_first_difference": int(same.cumprod(dim=1).sum()),
+        "greedy_prompts_same": int(same.all(dim=1).sum()),
+        "seconds": round(found.seconds, 1),
+    }
+
+
+def run(names: Sequence[str], tokens: int | None, prompts: int, new: int, say: Any = print) -> Iterator[dict[str, Any]]:
+    """The record, growing by one format a time; the baseline comes first."""
+    model, tokenizer = language_model.load()
+    model = model.float()
+    text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0][:tokens]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        for prompt in PROMPTS[:prompts]
+    ]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    record: dict[str, Any] = {
+        "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
+        "text": f"{TEXT.name}: {len(text)} tokens, windows of {min(CONTEXT, len(text))}, {STRIDE} apart, chunks of {CHUNK}",
+        "greedy": f"{len(batch.input_ids)} prompts × {new} tokens",
+        "baseline": BASELINE,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "python": platform.python_version(),
+        "rows": [],
+    }
+    baseline: Measured | None = None
+    for name in names:
+        with torch.no_grad():
+            found = measure(model, text, batch, new, FORMATS[name])
+        baseline = found if baseline is None else baseline
+        record["rows"].append(row(name, found, baseline))
+        say(f"{name}: done in {found.seconds:.0f} s")
+        yield record
+
+
+def as_table(record: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    total = int(record["greedy"].split()[0]) * int(record["greedy"].split()[3])
+    lines = [
+        f"{record['model']}; {record['text']}; greedy: {record['greedy']}; against {record['baseline']}.",
+        "",
+        "| format | bits per element | bytes per token | perplexity | change | same best token | same greedy tokens | same prompts |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {each['format']} | {each['bits_per_element']:.2f} | {each['bytes_per_token']:,.0f} | {each['perplexity']:.3f} "
+        f"| {each['perplexity_against_baseline']:+.2%} | {each['best_token_agreement']:.2%} "
+        f"| {each['greedy_tokens_same'] / total:.1%} | {each['greedy_prompts_same']} |"
+        for each in record["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_svg(record: dict[str, Any]) -> str:
+    """Perplexity against bits of an element; lower left is better."""
+    rows = record["rows"]
+    width, height, left, top, right, bottom = 720, 360, 70, 40, 190, 50
+    largest = max(max(each["bits_per_element"] for each in rows), 1.0)
+    low, high = min(each["perplexity"] for each in rows), max(each["perplexity"] for each in rows)
+    room = max(high - low, 1e-6)
+
+    def x(bits: float) -> float:
+        return left + bits / largest * (width - left - right)
+
+    def y(perplexity: float) -> float:
+        return height - bottom - (perplexity - low) / room * (height - bottom - top)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
+        f'<text x="8" y="18" font-size="14">Perplexity against bits per key and value element, {record["model"]}</text>',
+        f'<path d="M{left} {top - 6}V{height - bottom + 8}H{width - right + 8}" fill="none" stroke="#888"/>',
+        f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">bits per element, scales included</text>',
+    ]
+    for bits in (4, 8, 16, 32):
+        if bits <= largest:
+            parts.append(f'<text x="{x(bits):.1f}" y="{height - bottom + 24}" text-anchor="middle">{bits}</text>')
+    for perplexity in (low, (low + high) / 2, high):
+        parts.append(f'<text x="{left - 8}" y="{y(perplexity) + 4:.1f}" text-anchor="end">{perplexity:.2f}</text>')
+    taken: list[tuple[float, float]] = []
+    for each in sorted(rows, key=lambda each: each["perplexity"]):
+        place_x, place_y = x(each["bits_per_element"]), y(each["perplexity"])
+        label_y = place_y
+        while any(abs(label_y - other_y) < 14 and abs(place_x - other_x) < 170 for other_x, other_y in taken):
+            label_y -= 14
+        taken.append((place_x, label_y))
+        parts.append(f'<circle cx="{place_x:.1f}" cy="{place_y:.1f}" r="4" fill="#4878a8"/>')
+        parts.append(f'<text x="{place_x + 8:.1f}" y="{label_y + 4:.1f}">{each["format"]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, help="of the text; all of it unless given")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--new", type=int, default=128, help="tokens generated a prompt")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--out", type=Path, help="folder for quality_smollm2.json, .md and .svg")
+    chosen = parser.parse_args(arguments)
+    for record in run(
+        chosen.formats, chosen.tokens, chosen.prompts, chosen.new, say=lambda line: print(line, flush=True)
+    ):
+        if chosen.out is not None:
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+            (chosen.out / "quality_smollm2.json").write_text(text, encoding="utf-8")
+            (chosen.out / "quality_smollm2.md").write_text(as_table(record), encoding="utf-8")
+            (chosen.out / "quality_smollm2.svg").write_text(as_svg(record), encoding="utf-8")
+    print(as_table(record))
+
+
+if __name__ == "__main__":
+    main()

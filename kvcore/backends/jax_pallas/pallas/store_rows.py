@@ -1,0 +1,115 @@
+"""Encode rows and store them in place: lanes, then a DMA a row, or a read-modify-write where rows share a tile."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvcore.backends.jax_pallas.pallas import rows_codec
+from kvcore.backends.jax_pallas.pallas.lines import SUBLANES, Buffer, buffers_of, tiles_of, words_of
+from kvcore.plan import Region
+from kvcore.spec.layout import LANES
+
+ROWS_A_STEP = 8
+
+
+def store_rows(region: Region, pools, unit, row, values, *, global_scale: float = 1.0, interpret: Any):
+    """Pools of a region with values [n, dim] fp32 encoded at (unit, row) [n] int32; unit -1 is skipped.
+
+    Rows must be distinct: DMAs in flight together have no order.
+    """
+    count, dim = values.shape
+    more, lines = -count % ROWS_A_STEP, rows_codec.line_count(region)
+    unit, row = jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
+    values = jnp.pad(values.astype(jnp.float32), ((0, more), (0, lines * LANES - dim)))
+    block = pl.BlockSpec((ROWS_A_STEP, lines * LANES), lambda i, *_: (i, 0))
+    kernel = functools.partial(_store, region=region, pools=len(pools), global_scale=global_scale)
+    return in_place(
+        kernel, region, pools, (unit, row), (values,), (block,), len(unit) // ROWS_A_STEP, ROWS_A_STEP, (), interpret
+    )
+
+
+def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, rows: int, more, interpret: Any):
+    """Call a kernel ``(*scalars, *inputs, *old pools, *new pools, *scratch of Target, *more)`` that updates pools."""
+    if not interpret:
+        # Without this XLA may carry a small pool into VMEM and back, whole, on every call.
+        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+    anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
+    first = len(scalars) + len(inputs)
+    written = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(steps,),
+            in_specs=[*specs, *anywhere],
+            out_specs=anywhere,
+            scratch_shapes=[*target_scratch(region, rows), *more],
+        ),
+        input_output_aliases={first + number: number for number in range(len(pools))},
+        interpret=interpret,
+    )(*scalars, *inputs, *pools)
+    # A pinned pool that is an output of the program without anything in between is refused by XLA's verifier.
+    return written if interpret else [lax.optimization_barrier(pool) for pool in written]
+
+
+def target_scratch(region: Region, rows: int):
+    """Scratch of ``put``: words and tiles of every buffer, one old tile, a semaphore."""
+    buffers = buffers_of(region)
+    words = [pltpu.VMEM((rows, buffer.tiles, LANES), jnp.int32) for buffer in buffers]
+    tiles = [pltpu.VMEM((rows, *buffer.tile), buffer.dtype) for buffer in buffers]
+    return [*words, *tiles, pltpu.VMEM((SUBLANES, LANES), jnp.uint8), pltpu.SemaphoreType.DMA(())]
+
+
+def _store(units, rows, values, *refs, region: Region, pools: int, global_scale: float):
+    pools, held = refs[pools : 2 * pools], refs[2 * pools :]
+    first = pl.program_id(0) * ROWS_A_STEP
+    lines = [values[:, LANES * n : LANES * (n + 1)] for n in range(rows_codec.line_count(region))]
+    put(region, pools, held, lines, [(units[first + i], rows[first + i]) for i in range(ROWS_A_STEP)], global_scale)
+
+
+def put(region: Region, pools, held, lines, places, global_scale: float) -> None:
+    """Encode lines [K, 128] of K rows and write them to their (unit, row), scalars each."""
+    buffers = buffers_of(region)
+    words, tiles = held[: len(buffers)], held[len(buffers) : 2 * len(buffers)]
+    old, arrived = held[2 * len(buffers) : 2 * len(buffers) + 2]
+    encoded = rows_codec.encode(region, lines, global_scale)
+    for buffer, pool, word, tile in zip(buffers, pools, words, tiles, strict=True):
+        for number, line in enumerate(encoded[buffer.name]):
+            word[:, number, :] = line
+        if buffer.parts > 1:
+            for i, (unit, row) in enumerate(places):
+                _merge(buffer, pool, word[i], old, arrived, unit, row)
+            continue
+        tile[...] = tiles_of(word[...], buffer)
+
+        def copy(i, unit, row, pool=pool, tile=tile):
+            return pltpu.make_async_copy(tile.at[i], pool.at[unit, row], arrived)
+
+        for i, (unit, row) in enumerate(places):
+            pl.when(unit >= 0)(lambda i=i, unit=unit, row=row: copy(i, unit, row).start())
+        for i, (unit, row) in enumerate(places):
+            pl.when(unit >= 0)(lambda i=i, unit=unit, row=row: copy(i, unit, row).wait())
+
+
+def _merge(buffer: Buffer, pool, word, old, arrived, unit, row) -> None:
+    """Exchange one row's bytes in the tile that it shares. One after another: the next row may lie in the same tile."""
+
+    @pl.when(unit >= 0)
+    def _():
+        at = pool.at[unit, lax.div(row, jnp.int32(buffer.parts))]
+        fetch = pltpu.make_async_copy(at, old, arrived)
+        fetch.start()
+        fetch.wait()
+        shift = lax.rem(row, jnp.int32(buffer.parts)) * (8 * SUBLANES // buffer.parts)
+        mine = jnp.full(word.shape, (1 << 8 * SUBLANES // buffer.parts) - 1, jnp.int32)
+        shift = jnp.broadcast_to(shift, word.shape)
+        kept = words_of(old[...], buffer) & ~(mine << shift)
+        old[...] = tiles_of(kept | word << shift, buffer)
+        back = pltpu.make_async_copy(old, at, arrived)
+        back.start()
+        back.wait()

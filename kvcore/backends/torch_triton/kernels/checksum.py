@@ -1,0 +1,80 @@
+"""The content digest of canonical rows: two 32-bit lanes a request, as ``kvcore.digest`` defines them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvcore import digest
+from kvcore.backends.torch_triton.kernels.bound import options, registered
+
+SEEDS = tl.constexpr(digest.LANE_SEEDS)
+FACTORS = tl.constexpr((digest.WORD_FACTOR, digest.POSITION_FACTOR, *digest.MIX_FACTORS))
+"""Of a word's place in its row, of the row's position, and the mixer's two."""
+ROWS, WORDS = 16, 128
+
+
+@triton.jit(do_not_specialize=["columns", "words", "salt", "chunks"])
+def digest_kernel(
+    lanes_ptr,
+    rows_ptr,
+    positions_ptr,
+    columns,
+    words,
+    salt,
+    chunks,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Add the mixed words of rows [requests, columns, words] to two 32-bit lanes a request; see ``kvcore.digest``."""
+    request = tl.program_id(0) // chunks
+    column = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
+    inside = column < columns
+    cell = request.to(tl.int64) * columns + column
+    position = tl.load(positions_ptr + cell, mask=inside, other=-1)
+    valid = position >= 0
+    first = tl.zeros([ROWS, WORDS], tl.uint32)
+    second = tl.zeros([ROWS, WORDS], tl.uint32)
+    for some in range(0, words, WORDS):
+        word = some + tl.arange(0, WORDS)
+        mask = valid[:, None] & (word < words)[None, :]
+        stored = tl.load(rows_ptr + cell[:, None] * words + word[None, :], mask=mask, other=0)
+        stored = stored.to(tl.uint32, bitcast=True)
+        row_part = position.to(tl.uint32, bitcast=True) * FACTORS[1] + salt.to(tl.uint32)
+        place = row_part[:, None] + (word.to(tl.uint32, bitcast=True) * FACTORS[0])[None, :]
+        first += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[0])), 0)
+        second += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[1])), 0)
+    first = tl.sum(tl.sum(first.to(tl.int32, bitcast=True), axis=1), axis=0)
+    second = tl.sum(tl.sum(second.to(tl.int32, bitcast=True), axis=1), axis=0)
+    tl.atomic_add(lanes_ptr + request * 2, first)
+    tl.atomic_add(lanes_ptr + request * 2 + 1, second)
+
+
+@triton.jit
+def mixed(x):
+    """murmur3's 32-bit finaliser of uint32."""
+    x = (x ^ (x >> 16)) * FACTORS[2]
+    x = (x ^ (x >> 13)) * FACTORS[3]
+    return x ^ (x >> 16)
+
+
+def _lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
+    return rows.new_empty((rows.shape[0], 2), dtype=torch.int64)
+
+
+@registered((), _lanes)
+def digest_lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
+    """Lanes [requests, 2] int64 of canonical rows [requests, columns, bytes] at positions [requests, columns]."""
+    requests, columns, size = rows.shape
+    lanes = torch.zeros((requests, 2), dtype=torch.int32, device=rows.device)
+    if rows.numel():
+        # A row's last word is filled up with zeros.
+        words = pad(rows, (0, -size % 4)).contiguous().view(torch.int32)
+        chunks = triton.cdiv(columns, ROWS)
+        # Always within int32, so that one compiled kernel takes every salt.
+        salt = salt - (1 << 32) if salt >= 1 << 31 else salt
+        digest_kernel[(requests * chunks,)](
+            lanes, words, positions, columns, words.shape[2], salt, chunks, ROWS, WORDS, **options(rows.device)
+        )
+    return lanes.long() & digest.MASK

@@ -1,0 +1,47 @@
+"""Verbs that a backend may do in one launch, composed of its other verbs for a backend that does not.
+
+A backend's verbs inherit from ``ComposedVerbs`` and override what they fuse; results are the same either way.
+"""
+
+from typing import Any
+
+from kvcore.ops import Array, StepIndex
+from kvcore.pools import Pools
+from kvcore.spec import Rope
+
+
+class ComposedVerbs:
+    """Defaults of the fused verbs of ``kvcore.ops.Ops``."""
+
+    index: Any
+    flush: Any
+    append_tail: Any
+    append_index_tail: Any
+
+    def padded_index(self, host: StepIndex) -> StepIndex:
+        """A padded step's index: like any other where nothing is gained by keeping it in one place."""
+        return self.index(host)
+
+    def append_flush(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Array,
+        score: Array,
+        index_kv: Array | None = None,
+        index_score: Array | None = None,
+        *,
+        newest: int | None = None,
+        closed: int | None = None,
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Array | None = None,
+        index_norm_weight: Array | None = None,
+    ) -> Pools:
+        """Flush, then append: the flush reads ring rows that the step's own may overwrite."""
+        del newest
+        options = {"norm_weight": norm_weight, "eps": eps, "rope": rope, "index_norm_weight": index_norm_weight}
+        pools = self.flush(pools, layer, index, kv, score, index_kv, index_score, closed=closed, **options)
+        pools = self.append_tail(pools, layer, index, kv, score)
+        return pools if index_kv is None else self.append_index_tail(pools, layer, index, index_kv, index_score)

@@ -1,0 +1,29 @@
+"""Requests pulled from one process by another: leased exports, verified on arrival, committed whole or not at all.
+
+A ``Desk`` exports requests as pages with a digest each; a handle names one export for a while. ``pull`` fetches them
+through a carrier (a file, torch.distributed, NIXL), checks every page, and only then makes a request of it.
+"""
+
+from kvcore.handoff.carrier import Carrier, Direct
+from kvcore.handoff.desk import Desk, Handle
+from kvcore.handoff.file import FileCarrier, publish
+from kvcore.handoff.pull import decode_handle, encode_handle, pull
+from kvcore.handoff.regions import MemoryRegion, region_table
+from kvcore.handoff.staging import Manifest, Staged, stage
+
+__all__ = [
+    "Carrier",
+    "Desk",
+    "Direct",
+    "FileCarrier",
+    "Handle",
+    "Manifest",
+    "MemoryRegion",
+    "Staged",
+    "decode_handle",
+    "encode_handle",
+    "publish",
+    "pull",
+    "region_table",
+    "stage",
+]

@@ -1,0 +1,201 @@
+"""The exporter's side: requests laid out for others to pull, each for a while, and every reference checked.
+
+An export lies in a numbered place; a place is used again, with the next generation. A handle names exporter, place and
+generation, and carries the root of its manifest, so that whatever comes through a stale one does not verify.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvcore.counts import check_count
+from kvcore.errors import OutOfSlots, SpecError, TransferError
+from kvcore.handoff.staging import Array, Staged, root_of, stage
+from kvcore.manager import Request
+
+if TYPE_CHECKING:
+    from kvcore.cache import Cache
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The reference to one export, to be sent to whoever pulls it.
+
+    Attributes:
+        exporter: the desk's own name, never used by another.
+        number: the place of the export.
+        generation: how often that place had been used.
+        root: sha256 of the manifest.
+        pages: pages of the export.
+        page_bytes: of each.
+        deadline: of the lease, in seconds of the exporter's clock.
+    """
+
+    exporter: str
+    number: int
+    generation: int
+    root: bytes
+    pages: int
+    page_bytes: int
+    deadline: float
+
+
+@dataclass
+class _Place:
+    generation: int = -1
+    staged: Staged | None = None
+    deadline: float = 0.0
+    readers: int = 0
+
+
+class Desk:
+    """Exports of one cache. Safe to use from several threads."""
+
+    def __init__(
+        self, cache: "Cache", *, places: int = 64, on_device: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        check_count(SpecError, "places", places, 1)
+        self.name = uuid.uuid4().hex
+        self._cache = cache
+        self._places = [_Place() for _ in range(places)]
+        self._on_device = on_device
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def export(self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1) -> Handle:
+        """Copy a request into pages that can be pulled ``readers`` times within the lease; it may go on, or end.
+
+        Raises:
+            OutOfSlots: every place holds an export whose lease has not ended. RequestError: stale or foreign.
+        """
+        with self._lock:
+            now = self._clock()
+            free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
+            if not free:
+                raise OutOfSlots(
+                    got=f"export number {len(self._places) + 1}", where="export", allowed=f"{len(self._places)} at once"
+                )
+            # The place that was used least often: a stale handle is then the likeliest to be told so.
+            number = min(free, key=lambda n: self._places[n].generation)
+            place = self._places[number]
+            generation = place.generation + 1
+            with self._cache._turn("export"):
+                staged = stage(self._cache, request, (self.name, number, generation), on_device=self._on_device)
+            place.generation, place.staged = generation, staged
+            place.deadline, place.readers = now + lease_seconds, readers
+            return self._handle(number)
+
+    def manifest(self, exporter: str, number: int, generation: int) -> bytes:
+        """The manifest of an export.
+
+        Raises:
+            TransferError: ``unknown``, ``stale``, ``consumed`` or ``expired``.
+        """
+        with self._lock:
+            return self._staged(exporter, number, generation).manifest
+
+    def pages(self, exporter: str, number: int, generation: int, first: int, count: int) -> Array:
+        """Pages ``first`` to ``first + count - 1`` of an export, as they lie.
+
+        Raises:
+            TransferError: as ``manifest``, or ``out_of_range``.
+        """
+        with self._lock:
+            pages = self._staged(exporter, number, generation).pages
+            check_range(first, count, len(pages))
+            return pages[first : first + count]
+
+    def finish(self, exporter: str, number: int, generation: int) -> None:
+        """One reader has it; after the last one it is gone.
+
+        Raises:
+            TransferError: as ``manifest``.
+        """
+        with self._lock:
+            self._staged(exporter, number, generation)
+            place = self._places[number]
+            place.readers -= 1
+            if place.readers <= 0:
+                place.staged = None
+
+    def withdraw(self) -> int:
+        """Drop every export whose lease has ended; returns how many."""
+        with self._lock:
+            ended = [place for place in self._places if place.staged is not None and place.deadline <= self._clock()]
+            for place in ended:
+                place.staged = None
+            return len(ended)
+
+    def staged(self, exporter: str, number: int, generation: int) -> Staged:
+        """Manifest and pages of an export, for carriers that give out memory.
+
+        Raises:
+            TransferError: as ``manifest``.
+        """
+        with self._lock:
+            return self._staged(exporter, number, generation)
+
+    def _handle(self, number: int) -> Handle:
+        place = self._places[number]
+        assert place.staged is not None
+        pages = place.staged.pages
+        return Handle(
+            exporter=self.name,
+            number=number,
+            generation=place.generation,
+            root=root_of(place.staged.manifest),
+            pages=len(pages),
+            page_bytes=int(pages.shape[1]),
+            deadline=place.deadline,
+        )
+
+    def _staged(self, exporter: str, number: int, generation: int) -> Staged:
+        known = exporter == self.name and 0 <= number < len(self._places)
+        place = self._places[number] if known else _Place()
+        check_reference(
+            f"export {number} of generation {generation}",
+            generation,
+            place.generation,
+            consumed=place.staged is None,
+            expired=place.deadline <= self._clock(),
+        )
+        assert place.staged is not None
+        return place.staged
+
+
+def check_reference(what: str, generation: int, current: int, *, consumed: bool, expired: bool) -> None:
+    """Refuse every reference but a live one; ``current`` is the place's generation, -1 if it was never used.
+
+    Raises:
+        TransferError: with the reason.
+    """
+    if not 0 <= generation <= current:
+        reason, allowed = "unknown", "an export that this exporter made"
+    elif generation < current:
+        reason, allowed = "stale", f"generation {current}: the place holds another export now"
+    elif expired:
+        reason, allowed = "expired", "an export whose lease has not ended"
+    elif consumed:
+        reason, allowed = "consumed", "an export that was not pulled yet"
+    else:
+        return
+    raise TransferError(reason=reason, got=what, where="pull", allowed=allowed, hint="Export the request again.")
+
+
+def check_range(first: int, count: int, pages: int) -> None:
+    """Refuse pages that an export does not have.
+
+    Raises:
+        TransferError: ``out_of_range``.
+    """
+    if first < 0 or count < 0 or first + count > pages:
+        raise TransferError(
+            reason="out_of_range",
+            got=f"pages {first} to {first + count - 1}",
+            where="pull",
+            allowed=f"0 to {pages - 1}",
+        )

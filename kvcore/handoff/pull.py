@@ -1,0 +1,147 @@
+"""The importer's side: fetch, verify, commit; an error at any moment leaves the cache as it was."""
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvcore.content import Content
+from kvcore.errors import TransferError
+from kvcore.handoff.carrier import Carrier
+from kvcore.handoff.desk import Handle
+from kvcore.handoff.layout import PageLayout
+from kvcore.handoff.staging import Array, Manifest, content_of, digests_of, empty_pages, layout_of, parse
+from kvcore.manager import Request
+from kvcore.transfer import check_spec
+
+if TYPE_CHECKING:
+    from kvcore.cache import Cache
+
+
+class Received(NamedTuple):
+    """An export that is here and verified, not yet a request."""
+
+    manifest: Manifest
+    content: Content
+
+
+def pull(
+    cache: "Cache",
+    handle: Handle,
+    carrier: Carrier,
+    *,
+    timeout: float = 10.0,
+    chunk_pages: int = 64,
+    on_device: bool = False,
+) -> Request:
+    """Make a request of an export; generation goes on where it was.
+
+    Args:
+        cache: with the exporter's spec, on any backend and layout. Context shards pull with
+            ``kvcore.interop.torch_distributed.pull``, so that all of them commit or none.
+        handle: from the exporter's ``Desk.export``.
+        carrier: the way to it.
+        timeout: seconds until the last page has to be here.
+        chunk_pages: pages to ask for at a time.
+        on_device: receive into the device memory of a torch cache.
+
+    Raises:
+        TransferError: ``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired``: the exporter refused;
+            ``peer_lost``, ``timeout``: it did not answer; ``damaged``: what came is not what was exported.
+        SnapshotError: it is of another spec. OutOfSlots, OutOfBlocks: no room. Nothing is changed by any of them.
+    """
+    end = time.monotonic() + timeout
+    received = receive(cache, handle, carrier, timeout=timeout, chunk_pages=chunk_pages, on_device=on_device)
+    request = commit(cache, received)
+    # It is here, whatever becomes of the exporter, whose lease ends by itself.
+    with contextlib.suppress(TransferError):
+        carrier.finish(handle, timeout=_left(end))
+    return request
+
+
+def receive(
+    cache: "Cache",
+    handle: Handle,
+    carrier: Carrier,
+    *,
+    timeout: float = 10.0,
+    chunk_pages: int = 64,
+    on_device: bool = False,
+) -> Received:
+    """Fetch an export and verify every page of it; arguments and errors as for ``pull``."""
+    end = time.monotonic() + timeout
+    manifest = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
+    check_spec(cache.spec, manifest.spec)
+    layout = layout_of(cache.spec, manifest)
+    if (layout.pages, layout.page_bytes) != (handle.pages, handle.page_bytes):
+        raise TransferError(
+            reason="damaged",
+            got=f"{handle.pages} pages of {handle.page_bytes} bytes",
+            where="handle",
+            allowed=f"{layout.pages} pages of {layout.page_bytes} bytes",
+        )
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
+    for first in range(0, layout.pages, chunk_pages):
+        carrier.fetch(handle, first, pages[first : first + chunk_pages], timeout=_left(end))
+    _verify(cache, layout, manifest, pages)
+    return Received(manifest, dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length)))
+
+
+def commit(cache: "Cache", received: Received) -> Request:
+    """Make a request of what was verified.
+
+    Raises:
+        OutOfSlots, OutOfBlocks: no room; nothing is changed.
+    """
+    manifest = received.manifest
+    with cache._turn("pull"):
+        request = cache.fresh()
+        try:
+            cache.install(request, manifest.length, manifest.floor, manifest.tokens, received.content)
+        except BaseException:
+            cache.give_back(request)
+            raise
+        return request
+
+
+def _verify(cache: "Cache", layout: PageLayout, manifest: Manifest, pages: Array) -> None:
+    """Refuse pages that do not match their digests, naming the first."""
+    found = digests_of(cache, layout, pages, manifest.floor, manifest.length)
+    bad = [at for at, (lanes, told) in enumerate(zip(found, manifest.digests, strict=True)) if lanes != told]
+    if bad:
+        what = "the record" if bad[0] == layout.blocks else f"page {bad[0]}"
+        raise TransferError(
+            reason="damaged", got=f"other bytes than were exported in {what}", where="pull", allowed="as exported"
+        )
+
+
+def encode_handle(handle: Handle) -> bytes:
+    """A handle as bytes, to be sent."""
+    return msgspec.msgpack.encode(handle)
+
+
+def decode_handle(data: bytes) -> Handle:
+    """The inverse.
+
+    Raises:
+        TransferError: ``damaged``: not a handle.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Handle)
+    except msgspec.MsgspecError as error:
+        raise TransferError(reason="damaged", got=str(error), where="handle", allowed="bytes of a Handle") from error
+
+
+def _left(end: float) -> float:
+    """Seconds left.
+
+    Raises:
+        TransferError: ``timeout``: none.
+    """
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TransferError(
+            reason="timeout", got="no end in time", where="pull", allowed="all pages within the timeout"
+        )
+    return left

@@ -1,0 +1,168 @@
+"""A request as pages and a manifest, and back: the one thing that every carrier moves."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.content import HostRows, kept_positions, page_digests, read_rows
+from kvcore.digest import MASK, region_salt
+from kvcore.errors import TransferError
+from kvcore.handoff.layout import PageLayout, page_layout
+from kvcore.manager import Request
+from kvcore.spec import CacheSpec, to_json
+from kvcore.step import build_index
+
+if TYPE_CHECKING:
+    from kvcore.base import CacheBase
+
+VERSION = 1
+
+Array = Any
+"""uint8 [pages, page_bytes]: NumPy, or a torch tensor on any device."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an export is: everything but the pages.
+
+    Attributes:
+        version: of this and of the page layout.
+        export: (exporter, number, generation) of the export that it was made for.
+        spec: canonical JSON of the spec.
+        length: tokens.
+        floor: smallest length that the rows can be rolled back to.
+        tokens: ids, or None if they are not known.
+        digests: two lanes for every page of history, then for the record; sums over components of ``kvcore.digest``.
+    """
+
+    version: int
+    export: tuple[str, int, int]
+    spec: str
+    length: int
+    floor: int
+    tokens: list[int] | None
+    digests: list[tuple[int, int]]
+
+    def encode(self) -> bytes:
+        """As bytes, whose sha256 the handle carries."""
+        return msgspec.msgpack.encode(self)
+
+
+class Staged(NamedTuple):
+    """A request ready to be moved: its manifest as bytes, and its pages."""
+
+    manifest: bytes
+    pages: Array
+
+
+def root_of(manifest: bytes) -> bytes:
+    """What a handle carries of a manifest."""
+    return hashlib.sha256(manifest).digest()
+
+
+def empty_pages(cache: "CacheBase", pages: int, page_bytes: int, *, on_device: bool) -> Array:
+    """Zeroed pages: on the host, or beside the pools of a torch cache."""
+    if on_device:
+        like = next(iter(cache.pools.values()))
+        return like.new_zeros((pages, page_bytes))
+    return np.zeros((pages, page_bytes), np.uint8)
+
+
+def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *, on_device: bool = False) -> Staged:
+    """Copy a request out of the pools into pages.
+
+    Args:
+        cache: of any backend; a shard of a cache stages the whole request.
+        request: a live one.
+        export: (exporter, number, generation) for the manifest.
+        on_device: leave the pages on the device of a torch cache.
+    """
+    row, floor = cache.row(request), cache.floor(request)
+    layout = page_layout(cache.spec, floor, row.length)
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
+    index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
+    for strip in layout.paged:
+        component = getattr(cache.spec.all_layers[strip.layer], strip.role)
+        count = len(component.live(row.length))
+        raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=count)
+        rows = raw.rows[0] if on_device else to_numpy(raw.rows)[0]
+        full, rest = divmod(count, strip.rows)
+        whole = rows[: full * strip.rows].reshape(full, strip.nbytes)
+        pages[:full, strip.start : strip.stop] = whole
+        if rest:
+            pages[full, strip.start : strip.start + rest * strip.row_bytes] = rows[full * strip.rows :].reshape(-1)
+    record = np.zeros(layout.state_pages * layout.page_bytes, np.uint8)
+    held = read_rows(cache.ops, cache.pools, row, floor, growth="slot")
+    for strip in layout.state:
+        record[strip.start : strip.stop] = held[strip.layer, strip.role].rows.reshape(-1)
+    if layout.state_pages:
+        state = record.reshape(layout.state_pages, layout.page_bytes)
+        pages[layout.blocks :] = cache.ops.asarray(state) if on_device else state
+    manifest = Manifest(
+        version=VERSION,
+        export=export,
+        spec=to_json(cache.spec),
+        length=row.length,
+        floor=floor,
+        tokens=None if request.tokens is None else list(request.tokens),
+        digests=digests_of(cache, layout, pages, floor, row.length),
+    )
+    return Staged(manifest.encode(), pages)
+
+
+def content_of(
+    spec: CacheSpec, layout: PageLayout, pages: Array, floor: int, length: int
+) -> Iterator[tuple[Any, HostRows]]:
+    """((layer, role), rows) of everything in the pages, component by component."""
+    for strip in layout.paged:
+        component = getattr(spec.all_layers[strip.layer], strip.role)
+        count = len(component.live(length))
+        rows = pages[: layout.blocks, strip.start : strip.stop].reshape(layout.blocks * strip.rows, strip.row_bytes)
+        positions = range(0, count * component.tokens_per_row, component.tokens_per_row)
+        yield (strip.layer, strip.role), HostRows(rows[:count], positions)
+    record = pages[layout.blocks :].reshape(-1)
+    record = record if isinstance(record, np.ndarray) else to_numpy(record)
+    for strip in layout.state:
+        component = getattr(spec.all_layers[strip.layer], strip.role)
+        rows = record[strip.start : strip.stop].reshape(strip.rows, strip.row_bytes)
+        yield (strip.layer, strip.role), HostRows(rows, kept_positions(component, floor, length))
+
+
+def digests_of(cache: "CacheBase", layout: PageLayout, pages: Array, floor: int, length: int) -> list[tuple[int, int]]:
+    """Two lanes for every page of history, then for the record: sums over its components' digests."""
+    lanes = np.zeros((layout.blocks + 1, 2), np.int64)
+    paged = {(strip.layer, strip.role): strip.rows for strip in layout.paged}
+    for (layer, role), held in content_of(cache.spec, layout, pages, floor, length):
+        if not len(held.positions):
+            continue
+        rows = paged.get((layer, role), len(held.positions))
+        found = to_numpy(page_digests(cache.ops, held.rows, held.positions, rows, region_salt(layer, role)))
+        first = 0 if (layer, role) in paged else layout.blocks
+        lanes[first : first + len(found)] += found.astype(np.int64)
+    return [(int(a) & MASK, int(b) & MASK) for a, b in lanes]
+
+
+def parse(manifest: bytes, root: bytes) -> Manifest:
+    """The manifest of a handle.
+
+    Raises:
+        TransferError: ``damaged``: these bytes are not what the handle was given for.
+    """
+    if root_of(manifest) != root:
+        raise TransferError(
+            reason="damaged", got="a manifest of another export", where="manifest", allowed="bytes of the handle's root"
+        )
+    found = msgspec.msgpack.decode(manifest, type=Manifest)
+    if found.version != VERSION:
+        raise TransferError(
+            reason="damaged", got=f"version {found.version}", where="manifest", allowed=f"version {VERSION}"
+        )
+    return found
+
+
+def layout_of(spec: CacheSpec, manifest: Manifest) -> PageLayout:
+    """Where the rows lie in the pages of an export."""
+    return page_layout(spec, manifest.floor, manifest.length)

@@ -1,0 +1,12 @@
+"""Caches over torch.distributed: requests spread over replicas, history over context shards (gloo, NCCL).
+
+Groups come from a ``DeviceMesh``; tensors are plain local ones. Every rank of a context group makes the same calls in
+the same order, like the rank of any SPMD program.
+"""
+
+from kvcore.interop.torch_distributed.caches import create_cache, gathered_digest, request_shard
+from kvcore.interop.torch_distributed.carrier import PeerCarrier, serve
+from kvcore.interop.torch_distributed.exchange import TorchExchange
+from kvcore.interop.torch_distributed.pulls import pull
+
+__all__ = ["PeerCarrier", "TorchExchange", "create_cache", "gathered_digest", "pull", "request_shard", "serve"]

@@ -1,0 +1,161 @@
+"""Pulls over torch.distributed point to point: the importer asks, the exporter's ``serve`` answers.
+
+A question is five integers (verb, place, generation, first page, count), an answer two (status, bytes) and then the
+bytes. Tensors are bytes and integers only, on the host for gloo and on the device for NCCL.
+"""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvcore.errors import TransferError
+from kvcore.handoff.desk import Desk, Handle
+from kvcore.handoff.staging import Array
+
+VERBS = ("manifest", "fetch", "finish", "goodbye")
+REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
+FINE = 0
+
+
+class PeerCarrier:
+    """The importer's side: pulls from the rank ``peer`` of a group, whose process is in ``serve``."""
+
+    def __init__(self, peer: int, group: Any = None, device: str | torch.device = "cpu") -> None:
+        self._peer = peer
+        self._group = group
+        self._device = device
+
+    def manifest(self, handle: Handle, *, timeout: float) -> bytes:
+        """Asked for and received."""
+        size = self._ask("manifest", handle, 0, 0, timeout)
+        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._receive(data, timeout)
+        return data.cpu().numpy().tobytes()
+
+    def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
+        """Straight into a tensor on the carrier's device, through a copy otherwise."""
+        size = self._ask("fetch", handle, first, len(into), timeout)
+        if size != into.nbytes:
+            raise TransferError(
+                reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
+            )
+        if isinstance(into, np.ndarray):
+            data = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            self._receive(data, timeout)
+            into[:] = data.cpu().numpy()
+        else:
+            self._receive(into, timeout)
+
+    def finish(self, handle: Handle, *, timeout: float) -> None:
+        """Told, and answered."""
+        self._ask("finish", handle, 0, 0, timeout)
+
+    def goodbye(self) -> None:
+        """End the exporter's ``serve``."""
+        question = torch.tensor([VERBS.index("goodbye"), 0, 0, 0, 0], dtype=torch.int64, device=self._device)
+        _send(question, self._peer, self._group, 10.0)
+
+    def _ask(self, verb: str, handle: Handle, first: int, count: int, timeout: float) -> int:
+        question = [VERBS.index(verb), handle.number, handle.generation, first, count]
+        _send(torch.tensor(question, dtype=torch.int64, device=self._device), self._peer, self._group, timeout)
+        name = np.frombuffer(bytes.fromhex(handle.exporter), np.uint8).copy()
+        _send(torch.from_numpy(name).to(self._device), self._peer, self._group, timeout)
+        answer = torch.empty(2, dtype=torch.int64, device=self._device)
+        self._receive(answer, timeout)
+        status, size = answer.tolist()
+        if status != FINE:
+            raise TransferError(
+                reason=REASONS[status - 1],
+                got=f"{verb} of export {handle.number}, generation {handle.generation}",
+                where="pull",
+                allowed="a live export of this peer",
+                hint="Export the request again.",
+            )
+        return size
+
+    def _receive(self, data: torch.Tensor, timeout: float) -> None:
+        _receive(data, self._peer, self._group, timeout)
+
+
+def serve(
+    desk: Desk,
+    peer: int,
+    group: Any = None,
+    device: str | torch.device = "cpu",
+    *,
+    seconds: float = 3600.0,
+    idle_seconds: float = 10.0,
+) -> int:
+    """The exporter's side: answer one peer until it says goodbye; returns how many questions it asked.
+
+    Args:
+        desk: what is exported.
+        peer: rank of the importer.
+        group: of both.
+        device: of the tensors on the way.
+        seconds: of the whole service.
+        idle_seconds: how long to wait for a question, and for each piece of an answer to be taken.
+
+    Raises:
+        TransferError: ``peer_lost`` or ``timeout``: the peer went away. Its exports stay until their leases end.
+    """
+    end, served = time.monotonic() + seconds, 0
+    question = torch.empty(5, dtype=torch.int64, device=device)
+    name = torch.empty(16, dtype=torch.uint8, device=device)
+    while time.monotonic() < end:
+        _receive(question, peer, group, idle_seconds)
+        verb, number, generation, first, count = question.tolist()
+        if VERBS[verb] == "goodbye":
+            return served
+        _receive(name, peer, group, idle_seconds)
+        reference = name.cpu().numpy().tobytes().hex(), number, generation
+        answer, data = FINE, None
+        try:
+            if VERBS[verb] == "manifest":
+                data = torch.frombuffer(bytearray(desk.manifest(*reference)), dtype=torch.uint8).to(device)
+            elif VERBS[verb] == "fetch":
+                pages = desk.pages(*reference, first, count)
+                data = torch.from_numpy(pages).to(device) if isinstance(pages, np.ndarray) else pages.to(device)
+            else:
+                desk.finish(*reference)
+        except TransferError as error:
+            answer = 1 + REASONS.index(error.reason)
+        size = 0 if data is None else data.numel()
+        _send(torch.tensor([answer, size], dtype=torch.int64, device=device), peer, group, idle_seconds)
+        if data is not None:
+            _send(data, peer, group, idle_seconds)
+        served += 1
+    return served
+
+
+def _send(data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
+    _wait(dist.isend, data, peer, group, timeout)
+
+
+def _receive(data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
+    _wait(dist.irecv, data, peer, group, timeout)
+
+
+def _wait(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
+    """Run one transfer to its end, or say who failed."""
+    if not data.numel():
+        return
+    began = time.monotonic()
+    try:
+        work = start(data.contiguous() if start is dist.isend else data, peer, group=group)
+        work.wait(timedelta(seconds=max(timeout, 0.001)))
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
+    except RuntimeError as error:
+        # What torch.distributed raises for a lost peer and for a timeout differs by backend and release.
+        late = time.monotonic() - began >= timeout * 0.9
+        raise TransferError(
+            reason="timeout" if late else "peer_lost",
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            where=f"rank {peer}",
+            allowed="a peer that answers in time",
+        ) from error

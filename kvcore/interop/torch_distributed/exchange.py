@@ -1,0 +1,93 @@
+"""The collectives of context shards, in torch: a byte sum, two gathers, a sum."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvcore.ops import Attention
+from kvcore.shards.pages import Pages
+
+
+class TorchExchange:
+    """``kvcore.shards.Exchange`` over one process group.
+
+    Attributes:
+        shards: ranks of the group.
+        shard: this rank within it.
+        mine: [shards] int32, 1 at this rank.
+    """
+
+    def __init__(self, group: Any, device: str | torch.device = "cpu") -> None:
+        self.shards = dist.get_world_size(group)
+        self.shard = dist.get_rank(group)
+        self.mine = (torch.arange(self.shards, dtype=torch.int32) == self.shard).int().to(device)
+        self._group = group
+
+    def where(self, condition, values):
+        """The values where the condition holds, zeros elsewhere."""
+        return torch.where(condition.reshape(*condition.shape, *[1] * (values.ndim - condition.ndim)), values, 0)
+
+    def pick(self, values):
+        """Bit for bit the values of the one shard that has them: a sum of bytes, of which one at most is not zero."""
+        # Bytes, since gloo knows no fp8 and NCCL no 16-bit integers; and no float sum, which would lose signs of zeros.
+        data = values.contiguous().clone()
+        if data.numel():
+            dist.all_reduce(data.view(torch.uint8) if data.ndim else data, group=self._group)
+        return data
+
+    def spread(self, scores, rows, columns):
+        """Scores of this shard's entries [T, n] -> [T, columns] by canonical entry, -inf elsewhere."""
+        wide = scores.new_full((len(scores), columns), -torch.inf)
+        local = torch.arange(scores.shape[1], device=scores.device)
+        place = Pages(self.shards, rows).canonical(self.shard, local)
+        # The first shard may hold more rows than this one; those beyond are none, and lie beyond the columns too.
+        kept = max(0, Pages(self.shards, rows).held(self.shard, columns))
+        wide[:, place[:kept]] = scores[:, :kept]
+        return wide
+
+    def top(self, scores, picks):
+        """Merge every shard's best k: highest first, ties to the lowest entry, -1 where there is none."""
+        if not picks.numel() or not scores.shape[1]:
+            return picks
+        best = scores.float().gather(1, picks.clamp(min=0).long()) + 0.0
+        best = torch.where(picks >= 0, best, -torch.inf)
+        best, picks = self._side_by_side(best), self._side_by_side(picks)
+        # By entry, then stably by score.
+        order = torch.where(picks >= 0, picks, torch.iinfo(torch.int32).max).sort(dim=1, stable=True).indices
+        best, picks = best.gather(1, order), picks.gather(1, order)
+        order = best.sort(dim=1, descending=True, stable=True).indices
+        return picks.gather(1, order)[:, : picks.shape[1] // self.shards].contiguous()
+
+    def merge(self, parts, once, sink, like):
+        """Attention over all shards' parts and what every shard holds, counted once; then the sink, once."""
+        if not like.numel():
+            return Attention(parts.out.to(like.dtype), parts.lse)
+        found = self._stack(parts.lse)
+        lse = found.logsumexp(dim=0) if once is None else torch.logaddexp(found.logsumexp(dim=0), once.lse)
+        # A query without any key: weights exp(-inf - 0) are 0.
+        safe = torch.where(lse.isneginf(), 0, lse)
+        out = parts.out * torch.exp(parts.lse - safe)[..., None]
+        dist.all_reduce(out, group=self._group)
+        if once is not None:
+            out = out + once.out * torch.exp(once.lse - safe)[..., None]
+        if sink is not None:
+            # out · sigmoid(lse - sink), written so that neither exponential overflows.
+            share = torch.where(lse.isneginf(), 0, 1 / (1 + torch.exp(sink.float() - lse)))
+            out = out * share[..., None]
+        return Attention(out.to(like.dtype), lse)
+
+    def widen(self, q):
+        """The query in fp32."""
+        return q.float()
+
+    def _stack(self, values):
+        """[shards, ...] in order of shards."""
+        found = values.new_empty((self.shards, *values.shape))
+        # all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
+        dist.all_gather(list(found.unbind(0)), values.contiguous(), group=self._group)
+        return found
+
+    def _side_by_side(self, values):
+        """[T, k] of every shard -> [T, shards · k]."""
+        return self._stack(values).transpose(0, 1).flatten(1)

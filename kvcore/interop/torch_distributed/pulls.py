@@ -1,0 +1,56 @@
+"""A pull by all context shards of a replica: every rank verifies all of it, and all commit or none."""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvcore.cache import Cache
+from kvcore.errors import KvcoreError, OutOfBlocks, OutOfSlots, TransferError
+from kvcore.handoff.carrier import Carrier
+from kvcore.handoff.desk import Handle
+from kvcore.handoff.pull import commit, receive
+from kvcore.manager import Request
+
+
+def pull(
+    cache: Cache, handle: Handle, carrier: Carrier, *, mesh: Any, timeout: float = 10.0, **options: Any
+) -> Request:
+    """``kvcore.handoff.pull`` on every rank along ``context``; each keeps its own pages.
+
+    Export with as many ``readers`` as there are context shards.
+
+    Raises:
+        TransferError: as ``kvcore.handoff.pull``; ``peer_lost`` where it was another rank that failed.
+        SnapshotError, OutOfSlots, OutOfBlocks: likewise. Nothing is changed on any rank.
+    """
+    failed: KvcoreError | None = None
+    received = None
+    try:
+        received = receive(cache, handle, carrier, timeout=timeout, **options)
+        _check_room(cache, received.manifest.length)
+    except KvcoreError as error:
+        failed = error
+    group = mesh["context"].get_group()
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    fine = torch.tensor([failed is None], dtype=torch.int32, device=device)
+    dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=group)
+    if failed is not None:
+        raise failed
+    if not int(fine) or received is None:
+        raise TransferError(
+            reason="peer_lost", got="a failed pull on another rank", where="pull", allowed="all context shards or none"
+        )
+    request = commit(cache, received)
+    with contextlib.suppress(TransferError):
+        carrier.finish(handle, timeout=timeout)
+    return request
+
+
+def _check_room(cache: Cache, length: int) -> None:
+    """Refuse before anybody commits."""
+    if not cache.free_slots:
+        raise OutOfSlots(got="a pull", where="pull", allowed=f"{cache.plan.slots} requests at once")
+    if cache.plan.blocks_for(length) > cache.free_blocks:
+        raise OutOfBlocks(got=f"{length} tokens", where="pull", allowed=f"{cache.free_blocks} free blocks")

@@ -1,0 +1,37 @@
+"""One operator that compiled code calls to store keys and values: PyTorch sees its shapes, not what a step does.
+
+The cache is named by a number, so that nothing that changes from step to step is part of what was compiled. CUDA graphs
+leave the operator out: a step's positions are host integers.
+"""
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+
+NUMBERS = count()
+CACHES: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Caches with static shapes, by number."""
+
+
+@torch.library.custom_op("kvcore::stored_keys_and_values", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def stored_keys_and_values(
+    keys: torch.Tensor, values: torch.Tensor, cache: int, layer: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store a layer's new keys and values [B, heads, S, dim]; return its visible ones [B, heads, columns, dim].
+
+    A second call would store the same rows at the same positions, and the result depends on the arguments' order in
+    the model, so that neither running it twice nor its place among other operators can change what is stored.
+    """
+    return CACHES[cache].layers[layer].store(keys, values, columns)
+
+
+@stored_keys_and_values.register_fake
+def _(
+    keys: torch.Tensor, values: torch.Tensor, cache: int, layer: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del cache, layer
+    return keys.new_empty(*keys.shape[:2], columns, keys.shape[3]), values.new_empty(
+        *values.shape[:2], columns, values.shape[3]
+    )

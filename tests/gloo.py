@@ -1,0 +1,73 @@
+"""Processes on gloo that run a function together, for tests: started once, given one task after another."""
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60.0
+"""Seconds that a task may take."""
+
+
+class Processes:
+    """``count`` processes of one gloo group; ``run(function, *arguments)`` answers what each of them returned."""
+
+    def __init__(self, count: int, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        # A fresh interpreter imports torch for seconds; one server without threads does so once, and is forked.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvcore.interop.torch_distributed", "numpy", "torch"])
+        self._folder = tempfile.TemporaryDirectory()
+        self.pipes = []
+        self.processes = []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout)
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """``function(*arguments)`` in every process."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, pickle.dumps(arguments)))
+        answers = [pipe.recv() if pipe.poll(self.timeout) else (False, "no answer in time") for pipe in self.pipes]
+        for rank, (fine, answer) in enumerate(answers):
+            assert fine, f"rank {rank}: {answer}"
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """End them."""
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(self.timeout)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Any, rank: int, count: int, store: Path, timeout: float) -> None:
+    import importlib
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+    )
+    while (task := pipe.recv()) is not None:
+        module, name, arguments = task
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(*pickle.loads(arguments))))
+        except BaseException:  # noqa: BLE001 - told to the test, whatever it is
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

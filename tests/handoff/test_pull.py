@@ -1,0 +1,318 @@
+"""Pulls: bit for bit through every carrier, and every reference that is not live refused with its reason."""
+
+import itertools
+
+import gloo
+import msgspec
+import numpy as np
+import pulling
+import pytest
+import scene
+import stories
+
+import kvcore
+from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
+from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
+from kvcore.handoff.layout import page_layout
+from kvcore.spec import presets
+
+BACKENDS = ("reference", "torch_triton")
+SPECS = [stories.LATENT, stories.MIXED, stories.STORED]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes: rank 0 exports, rank 1 pulls."""
+    processes = gloo.Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param(*pair, id=" to ".join(pair)) for pair in itertools.product(BACKENDS, BACKENDS)],
+)
+@pytest.mark.parametrize("count", [0, 1, 16, 41])
+def test_a_pulled_request_is_the_exported_one(source, target, spec, count):
+    cache = stories.create(spec, source)
+    cache.admit()
+    request = cache.admit()
+    if count:
+        stories.tell(cache, {request: list(range(count))})
+    desk = Desk(cache)
+    handle = decode_handle(encode_handle(desk.export(request)))
+    digest = cache.digest([request])
+    # The export is a finished copy: the request goes on, and its slot gets another.
+    stories.tell(cache, {request: [7, 8, 9]})
+    cache.release(request)
+    other = stories.create(spec, target, layout="planar", max_requests=2, max_tokens=128)
+    stories.tell(other, {other.admit(): [3] * 11})
+    moved = pull(other, handle, Direct(desk), chunk_pages=2)
+    assert other.digest([moved]) == digest
+    assert moved.tokens == tuple(range(count))
+    stories.tell(other, {moved: [7, 8, 9]})
+    if source == target or spec is stories.STORED:
+        assert other.digest([moved]) == stories.retell(source, spec, [*range(count), 7, 8, 9])
+
+
+def test_a_pulled_request_can_be_rolled_back_as_far(backend):
+    cache = stories.create(stories.LATENT, backend, max_draft_tokens=4)
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(45))})
+    desk = Desk(cache)
+    other = stories.create(stories.LATENT, backend, max_draft_tokens=4)
+    moved = pull(other, desk.export(request), Direct(desk))
+    with pytest.raises(RollbackError, match="41 to 45"):
+        other.truncate(moved, 40)
+    other.truncate(moved, 41)
+    assert other.digest([moved]) == stories.retell(backend, stories.LATENT, range(41))
+
+
+def test_the_five_stale_references_are_refused(carrier_world):
+    world = carrier_world
+    handle = world.export(40)
+    unknown = msgspec.structs.replace(handle, number=handle.number + 1)
+    foreign = msgspec.structs.replace(handle, exporter="00" * 16)
+    later = msgspec.structs.replace(handle, generation=handle.generation + 1)
+    for reference in (unknown, foreign, later):
+        assert world.refusal(reference) == "unknown"
+    assert world.range_refusal(handle, handle.pages - 1, 2) == "out_of_range"
+    assert world.range_refusal(handle, -1, 1) == "out_of_range"
+    # Consumed.
+    assert world.refusal(handle) == "committed"
+    assert world.refusal(handle) == "consumed"
+    # Stale after reuse: the place holds another request now, and its answer is not given for the first one's.
+    second = world.export(25)
+    assert (second.number, second.generation) == (handle.number, handle.generation + 1)
+    assert world.refusal(handle) == "stale"
+    # Lease expired.
+    world.let_time_pass(61)
+    assert world.refusal(second) == "expired"
+    third = world.export(30)
+    assert world.refusal(third) == "committed"
+
+
+class InProcess:
+    """A desk and a cache in this process, through ``Direct`` or files."""
+
+    def __init__(self, folder):
+        self.now = 0.0
+        self.folder = folder
+        self.cache = stories.create(pulling.SPEC, "reference")
+        self.desk = Desk(self.cache, places=1, clock=lambda: self.now)
+        self.carrier = FileCarrier(folder, clock=lambda: self.now) if folder else Direct(self.desk)
+
+    def export(self, count):
+        request = self.cache.admit()
+        stories.tell(self.cache, {request: list(range(count))})
+        if self.folder and self.now == 0 and (path := next(self.folder.iterdir(), None)):
+            # Files that were pulled tell the desk by its own lease; here the reader says so.
+            assert path.suffix == ".kvexport"
+            self.desk.finish(self.desk.name, 0, self.generation)
+        handle = self.desk.export(request)
+        self.generation = handle.generation
+        self.cache.release(request)
+        if self.folder:
+            publish(self.desk, handle, self.folder)
+        return handle
+
+    def refusal(self, handle):
+        return pulling.outcome(handle, self.carrier)
+
+    def range_refusal(self, handle, first, count):
+        with pytest.raises(TransferError) as caught:
+            self.carrier.fetch(handle, first, np.zeros((count, handle.page_bytes), np.uint8), timeout=5)
+        return caught.value.reason
+
+    def let_time_pass(self, seconds):
+        self.now += seconds
+
+
+class TwoProcesses:
+    """The same over torch.distributed; each call is made by both processes."""
+
+    def __init__(self, pair):
+        self.run = pair.run
+        self.run(pulling.begin)
+
+    def export(self, count):
+        return self.run(pulling.export, count)[0]
+
+    def refusal(self, handle):
+        return self.run(pulling.pull_from_peer, handle)[1]
+
+    def range_refusal(self, handle, first, count):
+        return self.run(pulling.fetch_from_peer, handle, first, count)[1]
+
+    def let_time_pass(self, seconds):
+        self.run(pulling.pass_time, seconds)
+
+
+@pytest.fixture(params=["direct", "file", "torch.distributed"])
+def carrier_world(request, tmp_path):
+    """Exports and pulls through one carrier."""
+    if request.param == "torch.distributed":
+        return TwoProcesses(request.getfixturevalue("pair"))
+    return InProcess(tmp_path if request.param == "file" else None)
+
+
+class Faulty(Direct):
+    """Changes what it carries."""
+
+    def __init__(self, desk, change):
+        super().__init__(desk)
+        self._change = change
+        self.pages = None
+
+    def fetch(self, handle, first, into, *, timeout):
+        super().fetch(handle, first, into, timeout=timeout)
+        self._change(first, into)
+
+
+def flip(page, byte):
+    def change(first, into):
+        if first <= page < first + len(into):
+            into[page - first, byte] ^= 0x10
+
+    return change
+
+
+def swap(_, into):
+    into[[0, 1]] = into[[1, 0]]
+
+
+def nothing(_, into):
+    into[:] = 0
+
+
+def late(_, into):
+    into[1:] = into[:-1].copy()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        pytest.param(flip(0, 0), "page 0", id="the first bit of a page"),
+        pytest.param(flip(2, 40), "page 2", id="one bit of another page"),
+        pytest.param(flip(5, 3), "the record", id="one bit of a ring"),
+        pytest.param(swap, "page 0", id="two pages swapped"),
+        pytest.param(nothing, "page 0", id="zeros"),
+        pytest.param(late, "page 1", id="every page one late"),
+    ],
+)
+def test_what_comes_damaged_is_refused_and_changes_nothing(backend, change, named):
+    cache = stories.create(stories.LATENT, backend)
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(77))})
+    desk = Desk(cache)
+    handle = desk.export(request, readers=2)
+    assert page_layout(stories.LATENT, cache.floor(request), 77).blocks == 5
+    other = stories.create(stories.LATENT, backend)
+    stories.tell(other, {other.admit(): [5] * 20})
+    before = scene.raw(other), other.digest(), other.free_slots, other.free_blocks
+    with pytest.raises(TransferError, match=named) as caught:
+        pull(other, handle, Faulty(desk, change))
+    assert caught.value.reason == "damaged"
+    assert (scene.raw(other), other.digest(), other.free_slots, other.free_blocks) == before
+    assert other.digest([pull(other, handle, Direct(desk))]) == cache.digest([request])
+
+
+def test_every_flipped_bit_of_every_page_is_noticed(rng):
+    cache = stories.create(stories.STORED, "reference")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(21))})
+    desk = Desk(cache)
+    handle = desk.export(request, readers=1000)
+    right = desk.staged(handle.exporter, handle.number, handle.generation).pages
+    for _ in range(60):
+        page, byte = int(rng.integers(handle.pages)), int(rng.integers(handle.page_bytes))
+        if right[page, byte] == 0 and page in (2, handle.pages - 1):
+            continue  # perhaps padding of the last page, which is nobody's
+        other = stories.create(stories.STORED, "reference", max_requests=1, max_tokens=64)
+        with pytest.raises(TransferError):
+            pull(other, handle, Faulty(desk, flip(page, byte)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        pytest.param({"max_requests": 1}, OutOfSlots, id="no slot"),
+        pytest.param({"max_requests": 2, "max_tokens": 40}, OutOfBlocks, id="no blocks"),
+    ],
+)
+def test_without_room_nothing_changes(backend, sizes, error):
+    cache = stories.create(stories.MIXED, backend)
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(40))})
+    desk = Desk(cache)
+    handle = desk.export(request)
+    other = stories.create(stories.MIXED, backend, **sizes)
+    stories.tell(other, {other.admit(): [5] * 20})
+    before = scene.raw(other), other.digest(), other.free_slots, other.free_blocks
+    with pytest.raises(error):
+        pull(other, handle, Direct(desk))
+    assert (other.digest(), other.free_slots, other.free_blocks) == before[1:]
+    # Not consumed: it can be pulled where there is room.
+    assert pull(stories.create(stories.MIXED, backend), handle, Direct(desk)).length == 40
+
+
+def test_another_spec_is_refused(backend):
+    cache = stories.create(stories.MIXED, backend)
+    desk = Desk(cache)
+    handle = desk.export(cache.admit())
+    with pytest.raises(SnapshotError, match="spec"):
+        pull(stories.create(stories.LATENT, backend), handle, Direct(desk))
+
+
+def test_a_handle_of_other_bytes_is_refused():
+    with pytest.raises(TransferError) as caught:
+        decode_handle(b"\x81\xa1x")
+    assert caught.value.reason == "damaged"
+
+
+def test_a_full_desk_keeps_its_leases_and_frees_ended_ones():
+    now = [0.0]
+    cache = stories.create(stories.MIXED, "reference")
+    request = cache.admit()
+    desk = Desk(cache, places=2, clock=lambda: now[0])
+    desk.export(request, lease_seconds=10)
+    desk.export(request, lease_seconds=20)
+    with pytest.raises(OutOfSlots):
+        desk.export(request)
+    now[0] = 10.0
+    assert desk.export(request).number == 0
+    now[0] = 30.0
+    assert desk.withdraw() == 1
+
+
+def test_a_long_request_is_hundreds_of_pieces():
+    flash = presets.deepseek_v4_flash(draft=False)
+    layout = page_layout(flash, 131_072, 131_072)
+    assert layout.blocks == 512
+    assert 512 < layout.pages < 600
+    # 64 + 64 + 2 rows a block of 21 CSA and 20 HCA layers.
+    assert layout.page_bytes == 21 * 64 * (584 + 68) + 20 * 2 * 584
+    layerwise = sum(1 for strip in layout.paged) * layout.blocks
+    assert layerwise == 512 * 62
+
+
+def test_the_region_table_says_what_lies_where(backend):
+    cache = stories.create(stories.LATENT, backend, max_requests=3, max_tokens=64)
+    table = {region.name: region for region in region_table(cache)}
+    assert set(table) == set(cache.pools)
+    entries = table["0.entries.page"]
+    assert entries.layers == (0, 2)
+    assert (entries.role, entries.growth, entries.units, entries.tokens_per_state) == ("entries", "block", 4, 4)
+    assert entries.axes == {"layers": 1, "blocks": 4, "heads": 1, "states": 4, "content": 32}
+    assert (entries.in_checkpoint, entries.sharding, entries.window) == (False, "by_block", None)
+    window = table["0.window.page"]
+    assert (window.growth, window.units, window.window, window.in_checkpoint) == ("slot", 3, 6, True)
+    for region in table.values():
+        # The addresses are those of the memory: read it there.
+        import ctypes
+
+        for unit, (address, size, device) in enumerate(region.descriptors(range(region.units))):
+            held = np.frombuffer(ctypes.string_at(address, size), np.uint8)
+            assert held.tolist() == kvcore.to_numpy(cache.pools[region.name])[unit].tolist()
+            assert device == 0

@@ -1,0 +1,210 @@
+"""The TPU kernels that compute, interpreted with races, bounds and unwritten memory watched: the reference's bytes."""
+
+import functools
+from fnmatch import fnmatchcase
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import whole_step
+
+from kvcore.backends.jax_pallas import JaxBackend, JaxOps
+from kvcore.backends.jax_pallas.backend import INTERPRETED
+from kvcore.backends.jax_pallas.calls import INTERPRETER
+from kvcore.backends.jax_pallas.pallas import codes, rows_codec
+from kvcore.backends.jax_pallas.pallas.attend_rows import Source, attend_rows
+from kvcore.backends.jax_pallas.pallas.gather_rows import gather_rows
+from kvcore.backends.jax_pallas.pallas.store_rows import store_rows
+from kvcore.backends.jax_pallas.pallas.top_k import top_k
+from kvcore.backends.jax_pallas.runs import pool_shape
+from kvcore.backends.reference import ReferenceBackend
+from kvcore.backends.reference import encoding as reference
+from kvcore.conformance.agreement import compare
+from kvcore.conformance.specs import conformance_spec
+from kvcore.conformance.suite import checks_of
+from kvcore.plan import Region
+from kvcore.spec import FORMATS
+
+UNITS, ROWS = 3, 8
+GLOBAL_SCALE = 0.37
+IN_KERNELS = [name for name in FORMATS if name not in ("fp16", "int8_row", "fp8_row", "nf4_b64", "mxfp4")]
+CHECKS = (
+    "flush/v4_584.m2/tpu_tile/ragged",  # overlapping windows, whole tiles and quarters
+    "flush/v41_fp4_288.m8/tpu_tile/ragged",  # windows of their own, FP4 with e4m3 scales
+    "flush/bf16.m2+index_fp4_68_h.m2/tpu_tile/ragged",  # rotated index keys, four to a tile
+    "index_scores/index_fp8_132.m4/tpu_tile/ragged",
+    "index_scores/index_fp4_68_h.m2/tpu_tile/ragged",
+    "gather_entries/v41_528.m4/tpu_tile/padded",
+)
+
+
+def region(name: str) -> Region:
+    format = FORMATS[name].for_dim(FORMATS[name].dim or 256)
+    return Region(
+        layer=0, role="entries", part="", format=format, heads=1, growth="block", rows=ROWS, layout="tpu_tile"
+    )
+
+
+def noise(one: Region) -> list[np.ndarray]:
+    """Pools full of 0xFF, which no kernel may take for a row."""
+    shapes = [pool_shape(one, buffer, UNITS) for buffer, _ in one.unit.buffers]
+    return [np.full(shape, 255, np.uint8) if dtype == np.uint8 else np.full(shape, np.nan, dtype)
+            for shape, dtype in shapes]  # fmt: skip
+
+
+def canonical(one: Region, pools: list[np.ndarray]) -> np.ndarray:
+    """Rows [units · rows, row_bytes] by the layout's own table, byte by byte."""
+    found = np.zeros((UNITS, ROWS, one.format.row), np.uint8)
+    buffers = {name: np.asarray(pool).reshape(UNITS, -1).view(np.uint8)
+               for (name, _), pool in zip(one.unit.buffers, pools, strict=True)}  # fmt: skip
+    for place in one.unit.places:
+        first, last = one.format.byte_range(place.field)
+        for row in range(ROWS):
+            start = place.base + row * place.stride
+            stored = buffers[place.buffer][:, start : start + place.nbytes]
+            if place.split:
+                high, low = np.split(stored, 2, axis=1)
+                stored = np.stack([low, high], axis=2).reshape(UNITS, -1)
+            found[:, row, first:last] = stored
+    return found.reshape(UNITS * ROWS, -1)
+
+
+@pytest.mark.parametrize("name", IN_KERNELS)
+def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, rng: np.random.Generator) -> None:
+    one, scale = region(name), GLOBAL_SCALE if FORMATS[name].global_scaled else 1.0
+    assert rows_codec.supports(one)
+    pools = noise(one)
+    before = canonical(one, pools)
+    at = rng.permutation(UNITS * ROWS)[:11].astype(np.int32)
+    unit, row = at // ROWS, at % ROWS
+    unit[4] = -1
+    values = rng.standard_normal((11, one.format.dim)).astype(np.float32)
+    values *= np.exp(rng.uniform(-12, 8, (11, 1))).astype(np.float32)
+    values[0, 5], values[1, -1], values[2], values[3, ::2] = np.inf, np.nan, 0, -0.0
+    with np.errstate(all="ignore"):
+        wanted = np.asarray(reference.encode(None, name, values, scale))
+        decoded = np.asarray(reference.decode(None, name, wanted, one.format.dim, scale)).astype(np.float32)
+
+    @jax.jit
+    def there_and_back(pools, unit, row, values):
+        options = {"global_scale": scale, "interpret": INTERPRETER}
+        pools = store_rows(one, pools, unit, row, values, **options)
+        return pools, gather_rows(one, pools, unit, row, **options)
+
+    pools, found = there_and_back(pools, unit, row, values)
+    expected = before.copy()
+    expected[at[unit >= 0]] = wanted[unit >= 0]
+    pads = [field.name for field in one.format.fields if field.name == "pad"]
+    for field in pads:
+        expected[:, slice(*one.format.byte_range(field))] = 0
+    assert np.array_equal(canonical(one, pools), expected)
+    decoded[unit < 0] = 0
+    np.testing.assert_array_equal(np.asarray(found), decoded)
+
+
+def test_codes_are_those_of_the_casts(rng: np.random.Generator) -> None:
+    """All 256 e4m3 and 16 e2m1 codes, and rounding of ties, subnormals and what lies near them."""
+    every = np.arange(256, dtype=np.int32)
+    wanted = every.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(codes.from_e4m3(every)), wanted)
+    nibbles = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(codes.from_e2m1(every[:16])), nibbles)
+    finite = np.sort(np.abs(wanted[np.isfinite(wanted)]))
+    middles = (finite[1:] + finite[:-1]) / 2
+    near = np.concatenate([f(middles) for f in (np.copy, lambda m: np.nextafter(m, 0), lambda m: np.nextafter(m, 999))])
+    values = np.concatenate([finite, near, rng.standard_normal(10_000) * 30, 2.0 ** rng.uniform(-12, 8, 10_000)])
+    values = np.clip(np.concatenate([values, -values]), -448, 448).astype(np.float32)
+    want = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(np.asarray(jax.jit(codes.to_e4m3)(values)), want)
+    assert np.array_equal(np.asarray(codes.to_bf16(values)), values.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("columns", [300, 1024])
+def test_the_highest_scores_are_picked_in_order(columns: int, rng: np.random.Generator) -> None:
+    scores = rng.standard_normal((3, columns)).astype(np.float32)
+    scores[0, :3] = np.nan, np.inf, -np.inf
+    scores[1] = np.round(scores[1])
+    scores[1, ::3] = -0.0
+    scores[2, 20:] = -np.inf
+    picks = np.asarray(jax.jit(functools.partial(top_k, k=70, interpret=INTERPRETER))(scores))
+    for row, got in zip(scores, picks, strict=True):
+        order = sorted((i for i in range(columns) if row[i] > -np.inf), key=lambda i: (-row[i], i))[:70]
+        assert got.tolist() == order + [-1] * (70 - len(order))
+
+
+def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generator) -> None:
+    """Rows of a window and of entries, more than a chunk of one; a token without rows; NaN in every row that is not."""
+    sources, rows = [], []
+    for name, count in (("v41_528", 9), ("v4_584", 131)):
+        one = region(name)
+        pools = noise(one)
+        stored = rng.standard_normal((UNITS * ROWS - 1, 512)).astype(np.float32)
+        at = np.arange(len(stored), dtype=np.int32)
+        pools = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))(pools, at // ROWS, at % ROWS, stored)
+        keys = np.asarray(reference.decode(None, name, reference.encode(None, name, stored, 1.0), 512, 1.0))
+        pick = rng.integers(0, len(stored), (3, count)).astype(np.int32)
+        pick[rng.random(pick.shape) < 0.3] = -1
+        pick[2] = -1
+        sources.append(Source(one, pools, np.where(pick >= 0, pick // ROWS, -1), np.maximum(pick, 0) % ROWS))
+        rows.append((keys.astype(np.float64), pick))
+    q = rng.standard_normal((3, 4, 512)).astype(np.float32) / 22
+    sink = rng.standard_normal(4).astype(np.float32)
+    pools = [source.pools for source in sources]
+
+    @jax.jit
+    def attend(pools, q, sink):
+        given = [source._replace(pools=mine) for source, mine in zip(sources, pools, strict=True)]
+        return attend_rows(q, given, sink, interpret=INTERPRETER)
+
+    out, lse = (np.asarray(array) for array in attend(pools, q, sink))
+    for token in range(2):
+        keys = np.concatenate([stored[pick[token][pick[token] >= 0]] for stored, pick in rows])
+        logits = q[token].astype(np.float64) @ keys.T
+        weights = np.exp(logits)
+        np.testing.assert_allclose(lse[token], np.log(weights.sum(1)), rtol=1e-5)
+        wanted = (weights @ keys) / (weights.sum(1) + np.exp(sink.astype(np.float64)))[:, None]
+        np.testing.assert_allclose(out[token], wanted, rtol=1e-5, atol=1e-5)
+    assert not out[2].any()
+    assert np.isneginf(lse[2]).all()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_kits_check_passes_on_the_interpreted_kernels(check: str) -> None:
+    (found,) = [one for one in checks_of(conformance_spec()) if fnmatchcase(one.id, check)]
+    drive = found.prepare()
+    ops = JaxBackend().create(found.plan, device=INTERPRETED)
+    assert ops.how == "cpu, Pallas TPU interpreter"
+    agreement = compare(drive(ReferenceBackend().create(found.plan)), drive(ops))
+    assert not agreement.mismatches, agreement
+
+
+CALLS = {
+    "append_window": 1,
+    "flush": 2,  # entries and index keys
+    "index_scores": 1,
+    "select": 1,
+    "attend": 1,
+}
+
+
+def test_a_verb_is_one_kernel(rng: np.random.Generator) -> None:
+    """On tiles the verbs are traced to these kernels and to no gather of pools by XLA."""
+    _, cache = whole_step.caches("tpu_tile", max_requests=2, max_tokens=64)
+    ops = JaxOps(cache.plan, "tpu", None, "tpu")
+    (x, *_) = whole_step.given(cache.spec, 1, 1, rng)
+    with cache.step({cache.admit(): 1}) as step:
+        index, pools = step.index, cache.pools
+        step.abort()
+    verbs = {
+        "append_window": lambda p: ops.append_window(p, 0, index, x.rows),
+        "flush": lambda p: ops.flush(p, 0, index, *x.tail, *x.index_tail, closed=1),
+        "index_scores": lambda p: ops.index_scores(p, 0, index, jnp.ones((1, 4, 128)), jnp.ones((1, 4)), columns=8),
+        "select": lambda _: ops.select(jnp.ones((1, 8)), 4),
+        "attend": lambda p: ops.attend(p, 0, index, x.q, x.picks, sink=jnp.ones(4)),
+    }
+    for name, verb in verbs.items():
+        traced = str(jax.make_jaxpr(verb)(pools))
+        assert traced.count("pallas_call[") == CALLS[name], name
+    assert set(verbs) == set(CALLS)

@@ -1,0 +1,78 @@
+"""What two processes do when one pulls from the other: rank 0 exports, rank 1 pulls."""
+
+from typing import Any
+
+import numpy as np
+import stories
+import torch.distributed as dist
+
+from kvcore.errors import KvcoreError, TransferError
+from kvcore.handoff import Desk, Handle, pull
+from kvcore.interop.torch_distributed import PeerCarrier, serve
+
+SPEC = stories.STORED
+_world: dict[str, Any] = {}
+
+
+def begin() -> None:
+    """A fresh desk in rank 0; its clock stands still."""
+    _world["now"] = 0.0
+    _world["cache"] = stories.create(SPEC, "torch_triton" if dist.get_rank() else "reference")
+    _world["desk"] = Desk(_world["cache"], places=1, clock=lambda: _world["now"])
+
+
+def export(count: int) -> Handle | None:
+    """Rank 0 exports a request of ``count`` tokens and releases it."""
+    if dist.get_rank():
+        return None
+    cache = _world["cache"]
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(count))})
+    handle = _world["desk"].export(request)
+    cache.release(request)
+    return handle
+
+
+def pass_time(seconds: float) -> None:
+    """Let the desk's clock go on."""
+    _world["now"] += seconds
+
+
+def outcome(handle: Handle, carrier: Any, backend: str = "torch_triton") -> str:
+    """``committed`` if what was pulled is right, or the reason; nothing is half there."""
+    cache = stories.create(SPEC, backend)
+    stories.tell(cache, {cache.admit(): [5] * 20})
+    before = cache.digest(), cache.free_slots, cache.free_blocks
+    try:
+        request = pull(cache, handle, carrier, timeout=10, chunk_pages=1)
+    except TransferError as error:
+        assert (cache.digest(), cache.free_slots, cache.free_blocks) == before
+        return error.reason
+    assert cache.digest([request]) == stories.retell(backend, SPEC, range(request.length))
+    return "committed"
+
+
+def pull_from_peer(handle: Handle) -> str | None:
+    """Rank 1 pulls; rank 0 serves until it says goodbye."""
+    if dist.get_rank() == 0:
+        serve(_world["desk"], 1)
+        return None
+    carrier = PeerCarrier(0)
+    found = outcome(handle, carrier)
+    carrier.goodbye()
+    return found
+
+
+def fetch_from_peer(handle: Handle, first: int, count: int) -> str | None:
+    """Rank 1 asks for pages that there are not."""
+    if dist.get_rank() == 0:
+        serve(_world["desk"], 1)
+        return None
+    carrier = PeerCarrier(0)
+    try:
+        carrier.fetch(handle, first, np.zeros((count, handle.page_bytes), np.uint8), timeout=5)
+        found = "fetched"
+    except KvcoreError as error:
+        found = getattr(error, "reason", type(error).__name__)
+    carrier.goodbye()
+    return found
