@@ -211,13 +211,13 @@ def attend_kernel(
     positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr,
     tokens, heads, picks, table_columns, splits, scale,
     W: tl.constexpr, E: tl.constexpr, O: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
-    ALL: tl.constexpr, SINK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, ALIKE: tl.constexpr,
+    ALL: tl.constexpr, SINK: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, ALIKE: tl.constexpr,
     STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """q [tokens, heads, dim] -> out like it and lse [tokens, heads], or parts of them for ``merge_kernel``.
 
-    WINDOW or RATIO 0: there is no window, or no entries. ALIKE: W and E decode alike. O is the record of the step's own rows, or 0. ``scale`` is
-    that of the logits times log2(e). With ``splits`` > 1 a query's tiles are shared out among as many programs, which
+    WINDOW or RATIO 0: there is no window, or no entries. ALIKE: W and E decode alike. OWN: O is the record of the step's own rows. ``scale`` is
+    that of the logits times log2(e). With SPLIT a query's tiles are shared out among ``splits`` programs, which
     write normalised outputs [tokens, splits, heads, dim] and base-2 logarithms of their sums [tokens, splits, heads].
     """
     program = tl.program_id(0)
@@ -259,7 +259,7 @@ def attend_kernel(
         out = out + (tl.zeros([HEADS, S.panels[p] * S.chunk], tl.float32),)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    if O:
+    if OWN:
         start = tl.load(starts_ptr + request)
         largest, total, out = attend_tiles(
             first, tl.minimum(last, windows), windows, q, scale, largest, total, out,
@@ -268,7 +268,7 @@ def attend_kernel(
         )  # fmt: skip
         # The ring has nothing to add where the whole window is the step's own.
         first = tl.where(position + 1 - count < start, first, tl.maximum(first, windows))
-    fresh: tl.constexpr = -1 if O else 0
+    fresh: tl.constexpr = -1 if OWN else 0
     if WINDOW and RATIO and ALIKE:
         largest, total, out = attend_tiles(
             first, last, windows, q, scale, largest, total, out,
@@ -294,7 +294,7 @@ def attend_kernel(
 
     some = 1.0 / tl.where(total == 0.0, 1.0, total)
     lse = largest + tl.log2(total)
-    if splits > 1:
+    if SPLIT:
         line = (token.to(tl.int64) * splits + split) * heads + head
         tl.store(partial_lse_ptr + line, lse, mask=inside)
         written = inside & (tl.zeros_like(head) + empty == 0)

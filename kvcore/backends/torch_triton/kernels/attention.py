@@ -195,8 +195,8 @@ def attend_rows(
         *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
         positions, request_index, slots, starts, block_table,
         tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
-        rows[0], rows[1], 0 if o is None else rows[2], parts, span if w else 0, ratio if e else 0,
-        selected is None, sink is not None, cut.heads, cut.keys, w is not None and e is not None and alike(w.record, e.record),
+        *rows, parts, span if w else 0, ratio if e else 0,
+        selected is None, sink is not None, o is not None, splits > 1, cut.heads, cut.keys, w is not None and e is not None and alike(w.record, e.record),
         cut.stages, max(1, 32 * cut.warps // cut.keys), is_native(q.device),
         num_warps=cut.warps,
     )  # fmt: skip

@@ -91,7 +91,40 @@ def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def e4m3_words(word, scale):
+def e4m3_words(word):
+    """Words of four e4m3 codes [n, w] -> bf16 [n, 4 w]."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high, h0, h1, h2, h3;
+        .reg .b32 x, y;
+        .reg .f32 f0, f1, f2, f3;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 x, low;
+        cvt.rn.f16x2.e4m3x2 y, high;
+        mov.b32 {h0, h1}, x;
+        mov.b32 {h2, h3}, y;
+        cvt.f32.f16 f0, h0;
+        cvt.f32.f16 f1, h1;
+        cvt.f32.f16 f2, h2;
+        cvt.f32.f16 f3, h3;
+        cvt.rn.bf16x2.f32 x, f1, f0;
+        cvt.rn.bf16x2.f32 y, f3, f2;
+        mov.b32 {$0, $1}, x;
+        mov.b32 {$2, $3}, y;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
+
+
+@triton.jit
+def scaled_e4m3_words(word, scale):
     """Words of four e4m3 codes [n, w] times scales [n, w] -> bf16 [n, 4 w]."""
     a, b, c, d = tl.inline_asm_elementwise(
         """
@@ -131,15 +164,11 @@ def e4m3_words(word, scale):
 def word_scales(
     scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr
 ):
-    """Scales of the chunk's words of four codes, [n, chunk / 4]; ones with S.apart where a row has one scale."""
-    if R.groups == 1 and S.apart:
-        scale = tl.full([N, S.chunk // 4], 1.0, tl.float32)
-    else:
-        some = chunk_scales(scales, FIRST, R, S, NATIVE)
-        groups: tl.constexpr = some.shape[1]
-        some = tl.broadcast_to(some[:, :, None], (N, groups, S.chunk // 4 // groups))
-        scale = tl.reshape(some, (N, S.chunk // 4))
-    return scale
+    """Scales of the chunk's words of four codes, [n, chunk / 4]."""
+    some = chunk_scales(scales, FIRST, R, S, NATIVE)
+    groups: tl.constexpr = some.shape[1]
+    some = tl.broadcast_to(some[:, :, None], (N, groups, S.chunk // 4 // groups))
+    return tl.reshape(some, (N, S.chunk // 4))
 
 
 @triton.jit
@@ -208,7 +237,10 @@ def decode_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl
             value = tl.reshape(tl.join(nf4_value(byte & 15), nf4_value(byte >> 4)), (n, S.chunk))
             value = tl.where(valid[:, None], value, 0.0)
         elif in_words(R) and R.code == "e4m3" and NATIVE and not S.full:
-            x = e4m3_words(raw, word_scales(scales, FIRST, R, S, NATIVE, n))
+            if R.groups == 1 and S.apart:
+                x = e4m3_words(raw)
+            else:
+                x = scaled_e4m3_words(raw, word_scales(scales, FIRST, R, S, NATIVE, n))
         elif in_words(R):
             even = tl.join(code_value(raw & 0xFF, R, NATIVE), code_value((raw >> 16) & 0xFF, R, NATIVE))
             odd = tl.join(code_value((raw >> 8) & 0xFF, R, NATIVE), code_value((raw >> 24) & 0xFF, R, NATIVE))

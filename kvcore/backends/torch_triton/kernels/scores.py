@@ -85,9 +85,9 @@ def load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_at, inside, FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Every STEP-th channel from FIRST on of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
-    channel = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
+def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Channels FIRST .. FIRST + WIDTH of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
     x = tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0)
     if S.full:
         x = x.to(tl.float32)
@@ -131,12 +131,12 @@ def scores_kernel(
     q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
     chunks: tl.constexpr = S.chunks
     if NIBBLES:
-        even = load_queries(q_at, inside, 0, 2, R.dim // 2, S)
-        odd = load_queries(q_at, inside, 1, 2, R.dim // 2, S)
+        whole = load_queries(q_at, inside, 0, R.dim, S)
+        even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
     else:
         q = ()
         for c in tl.static_range(chunks):
-            q = q + (load_queries(q_at, inside, c * S.chunk, 1, S.chunk, S),)
+            q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S),)
     n = tl.arange(0, KEYS)
     each = tl.zeros_like(n) + request
     for tile in tl.range(0, tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), num_stages=STAGES):
