@@ -22,7 +22,10 @@ def inputs_for(layer, tokens):
     def made(*shape, dtype=torch.float32):
         return torch.randn(tokens, *shape, device="cuda").to(dtype)
 
-    found = {"row": made(layer.window.dim, dtype=torch.bfloat16), "q": made(HEADS, layer.window.dim, dtype=torch.bfloat16)}
+    found = {
+        "row": made(layer.window.dim, dtype=torch.bfloat16),
+        "q": made(HEADS, layer.window.dim, dtype=torch.bfloat16),
+    }
     found["sink"] = torch.randn(HEADS, device="cuda")
     if layer.tail is not None:
         found["tail"] = made(layer.tail.width), made(layer.tail.width)
@@ -94,9 +97,7 @@ def main(requests=8, history=16384):
     from kvcore.step import Row, build_index
 
     per = history // 256 + 1
-    rows = [
-        Row(slot=n, start=history + 3, new=1, blocks=tuple(range(n * per, n * per + per))) for n in range(requests)
-    ]
+    rows = [Row(slot=n, start=history + 3, new=1, blocks=tuple(range(n * per, n * per + per))) for n in range(requests)]
     index = cache.ops.padded_index(build_index(rows, max_blocks=per))
     weights = torch.rand(512, device="cuda") + 0.5, torch.rand(128, device="cuda") + 0.5
     inputs = [inputs_for(layer, requests) for layer in spec.layers]

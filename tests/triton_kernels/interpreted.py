@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import check_attention
+import check_indexer
 import numpy as np
 from check_cuda import reference_rows
 from checks_on_device import check_format, check_rotated, flush_problems
@@ -33,6 +35,8 @@ def compiled():
 
 
 GROUPS = {
+    "attention": lambda: check_attention.small("cpu"),
+    "indexer": lambda: check_indexer.small("cpu"),
     "flush": flushes,
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,

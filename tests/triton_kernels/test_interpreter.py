@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-GROUPS = ["flush", "rotated append", "torch.compile", "formats 0", "formats 1", "formats 2", "formats 3"]
+GROUPS = [
+    "attention", "indexer", "flush", "rotated append", "torch.compile", "formats 0", "formats 1", "formats 2", "formats 3",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("group", GROUPS)

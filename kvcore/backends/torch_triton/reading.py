@@ -7,6 +7,7 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
 from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
@@ -37,11 +38,13 @@ class Workspaces:
 
 
 class ReadingVerbs:
-    """Mixed into the verbs with kernels: it needs their ``bound`` and ``workspaces``."""
+    """Mixed into the verbs with kernels: it needs their ``bound``, ``workspaces`` and ``attention_kernels``."""
 
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+        if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
+            return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
         found = self._attention(layer, q)
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
@@ -75,7 +78,7 @@ class ReadingVerbs:
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
             [span, ratio, splits],
-            dim**-0.5 if scale is None else float(scale),
+            _scale(q, scale),
             q.dtype == torch.bfloat16,
         )
         return Attention(out, lse)
@@ -174,3 +177,8 @@ class ReadingVerbs:
         bound = launch.BOUND[number]
         record = own_record(bound.record, region.format)
         return self.encode_rows(region, rows)[:, 0].contiguous(), launch.bind(launch.Bound(record, 0, 0, 0))
+
+
+def _scale(q, scale):
+    """The scale of the logits: that of the key dim unless given."""
+    return q.shape[2] ** -0.5 if scale is None else float(scale)

@@ -8,6 +8,7 @@ integers that change from step to step, so a decode step can be captured in a CU
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.launch import calls
@@ -31,6 +32,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._scratch = None
         self._old_scratch = []
         self.workspaces = Workspaces(device)
+        self.attention_kernels = flash.chosen(device)
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""

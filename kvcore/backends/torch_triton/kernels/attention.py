@@ -81,9 +81,7 @@ def alike(window: RowRecord, entries: RowRecord) -> bool:
     elsewhere = {"rows": 0, "paged": False, **dict.fromkeys(PLACES, 0)}
     one, other = (record._replace(**elsewhere) for record in (window, entries))
     # Packing in words depends on where rows lie.
-    return one == other and all(
-        getattr(window, place) % 4 == getattr(entries, place) % 4 == 0 for place in PLACES[:6]
-    )
+    return one == other and all(getattr(window, place) % 4 == getattr(entries, place) % 4 == 0 for place in PLACES[:6])
 
 
 def own_record(record: RowRecord, format: Format) -> RowRecord:

@@ -161,9 +161,7 @@ def scaled_e4m3_words(word, scale):
 
 
 @triton.jit
-def word_scales(
-    scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr
-):
+def word_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr):
     """Scales of the chunk's words of four codes, [n, chunk / 4]."""
     some = chunk_scales(scales, FIRST, R, S, NATIVE)
     groups: tl.constexpr = some.shape[1]
