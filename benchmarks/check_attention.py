@@ -21,7 +21,7 @@ def layer_of(
 
 
 def picks_for(tokens: int, count: int, entries: int, device: str) -> torch.Tensor:
-    """[T, count] distinct entries in any order; some lie beyond the last, some are -1, and so is every second row's end."""
+    """[T, count] distinct entries in any order; some lie beyond the last, some are -1, so is every second row's end."""
     if not count:
         return torch.zeros(tokens, 0, dtype=torch.int32, device=device)
     span = entries + 7

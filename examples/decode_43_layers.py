@@ -1,7 +1,7 @@
 """A whole decode step of DeepSeek-V4-Flash's cache in one CUDA graph, and what each verb takes of it.
 
-All 43 layers: append the window's row, compress what closes, score and select entries, attend. Projections are left out,
-their results are random. Needs a CUDA device. Run it:  python examples/decode_43_layers.py [requests] [history]
+All 43 layers: append the window's row, compress what closes, score and select entries, attend. Projections are left
+out, their results are random. Needs a CUDA device. Run it:  python examples/decode_43_layers.py [requests] [history]
 """
 
 import statistics

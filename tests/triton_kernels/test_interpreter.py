@@ -10,9 +10,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-GROUPS = [
-    "attention", "indexer", "flush", "rotated append", "torch.compile", "formats 0", "formats 1", "formats 2", "formats 3",
-]  # fmt: skip
+GROUPS = ["attention", "indexer", "flush", "rotated append", "torch.compile", *(f"formats {n}" for n in range(4))]
 
 
 @pytest.mark.parametrize("group", GROUPS)

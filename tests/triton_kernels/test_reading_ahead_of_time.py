@@ -5,14 +5,14 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from ahead_of_time import compiled, resources  # noqa: E402
+from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk  # noqa: E402
-from kvcore.backends.torch_triton.kernels.attention import FULL, TENSOR, alike, parts_of  # noqa: E402
-from kvcore.backends.torch_triton.kernels.indexer import CUTS, nibbles, ranking, score_parts  # noqa: E402
-from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
-from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402
+from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk
+from kvcore.backends.torch_triton.kernels.attention import FULL, TENSOR, alike, parts_of
+from kvcore.backends.torch_triton.kernels.indexer import CUTS, nibbles, ranking, score_parts
+from kvcore.backends.torch_triton.kernels.record import row_record
+from kvcore.plan import plan_cache
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -34,7 +34,7 @@ def attention_constants(name, arch, *, bf16, **options):
     parts = parts_of(window, entries, bf16=bf16)
     cut = TENSOR[arch] if bf16 else FULL
     constants = {
-        "W": window, "E": entries, "O": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
+        "W": window, "E": entries, "CHUNK": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
         "OWN": False, "SPLIT": True, "HEADS": cut.heads, "KEYS": cut.keys, "ALIKE": alike(window, entries),
         "STAGES": cut.stages, "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip

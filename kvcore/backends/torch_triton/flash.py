@@ -1,7 +1,7 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
-The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION: ``auto``,
-``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how the pools are handed over.
+The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
+``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from kvcore.backends.torch_triton import flash_pages
 from kvcore.errors import BackendError
-from kvcore.interop import flash_mla
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
@@ -42,14 +42,14 @@ def chosen(device: str) -> str:
 
 
 def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
-    """Whether FlashMLA can take the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a selection, a written ring."""
+    """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a selection, a written ring."""
     if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
         return False
     if ops.component(layer, "window") is None or (selected is None and ops.component(layer, "entries") is not None):
         return False
     roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
     regions = [ops.plan.region(layer, role)[0] for role in roles]
-    return all((r.format.name, r.layout) == (flash_mla.FORMAT, "packed") for r in regions)
+    return all((r.format.name, r.layout) == (flash_pages.FORMAT, "packed") for r in regions)
 
 
 def attend(
@@ -69,7 +69,7 @@ def attend(
     (region,) = ops.plan.region(layer, "window")
     buffers = {name: pools[name] for name, _ in region.buffers.values()}
     ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
-    window = aligned(flash_mla.window_indices(ring, positions, request, ops.component(layer, "window").window))
+    window = aligned(flash_pages.window_indices(ring, positions, request, ops.component(layer, "window").window))
     extra: dict[str, Any] = {}
     if selected is not None and selected.shape[1]:
         (region,) = ops.plan.region(layer, "entries")
@@ -78,9 +78,9 @@ def attend(
         counts = index.lengths // ratio
         paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
         seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
-        extra["extra_k_cache"] = flash_mla.k_cache(paged)
-        extra["extra_indices_in_kvcache"] = aligned(flash_mla.entry_indices(paged, seen, positions, request))[:, None]
-    cache_of_keys = flash_mla.k_cache(ring)
+        extra["extra_k_cache"] = flash_pages.k_cache(paged)
+        extra["extra_indices_in_kvcache"] = aligned(flash_pages.entry_indices(paged, seen, positions, request))[:, None]
+    cache_of_keys = flash_pages.k_cache(ring)
     shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in extra.values()))
     out, lse = flash_mla_with_kvcache(
         q[:, None].contiguous(),

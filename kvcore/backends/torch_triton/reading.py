@@ -8,6 +8,7 @@ import torch
 
 from kvcore import bounds
 from kvcore.backends.torch_triton import flash
+from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
 from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
@@ -37,8 +38,22 @@ class Workspaces:
         return buffer
 
 
-class ReadingVerbs:
-    """Mixed into the verbs with kernels: it needs their ``bound``, ``workspaces`` and ``attention_kernels``."""
+class ReadingVerbs(TorchOps):
+    """The part of the verbs with kernels that reads.
+
+    Attributes:
+        workspaces: what its calls write beside their outputs.
+        attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+    """
+
+    def __init__(self, plan, device="cpu"):
+        super().__init__(plan, device)
+        self.workspaces = Workspaces(device)
+        self.attention_kernels = flash.chosen(device)
+
+    def bound(self, layer, role):
+        """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):

@@ -49,6 +49,9 @@ class Cut(NamedTuple):
 FULL = Cut(heads=16, keys=16, warps=4, stages=1)
 TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
 """By compute capability: the newest that is not above the device's."""
+SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
+"""For GPUs whose blocks have less than LARGE bytes of shared memory."""
+LARGE = 160 << 10
 
 
 @cache
@@ -112,11 +115,13 @@ def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
         return FULL
     capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
     cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+    if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
+        cut = SMALL
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
 
 
 def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool) -> int:
-    """Programs that share a query's keys, of which there are at most ``keys``: enough that all together fill the GPU."""
+    """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
     cut = cut_for(device, heads, full)
     programs = max(1, tokens * triton.cdiv(heads, cut.heads))
     return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
@@ -194,8 +199,9 @@ def attend_rows(
         positions, request_index, slots, starts, block_table,
         tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
         *rows, parts, span if w else 0, ratio if e else 0,
-        selected is None, sink is not None, o is not None, splits > 1, cut.heads, cut.keys, w is not None and e is not None and alike(w.record, e.record),
-        cut.stages, max(1, 32 * cut.warps // cut.keys), is_native(q.device),
+        selected is None, sink is not None, o is not None, splits > 1, cut.heads, cut.keys,
+        w is not None and e is not None and alike(w.record, e.record), cut.stages,
+        max(1, 32 * cut.warps // cut.keys), is_native(q.device),
         num_warps=cut.warps,
     )  # fmt: skip
     if splits > 1:

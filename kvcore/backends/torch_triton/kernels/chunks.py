@@ -41,12 +41,12 @@ def row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr):
 @triton.jit
 def load_chunk(at, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
     """Channels FIRST .. FIRST + S.chunk of rows [n]: four codes to an int32, bytes of codes, or floats; else zeros."""
-    codes_at, scales_at, plain_at = at
+    codes_at, _, plain_at = at
     keep = valid[:, None]
-    if FIRST < R.quant and in_words(R):
+    if R.quant > FIRST and in_words(R):
         word = FIRST // 4 + tl.arange(0, S.chunk // 4)[None, :]
         raw = tl.load(codes_at.to(tl.pointer_type(tl.int32))[:, None] + word, mask=keep, other=0)
-    elif FIRST < R.quant:
+    elif R.quant > FIRST:
         packed: tl.constexpr = 2 if R.code == "e2m1" or R.code == "nf4" else 1
         byte = FIRST // packed + tl.arange(0, S.chunk // packed)[None, :]
         raw = tl.load(codes_at[:, None] + byte, mask=keep, other=0)
@@ -62,7 +62,7 @@ def load_chunk(at, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr)
 @triton.jit
 def load_scales(at, valid, R: tl.constexpr):
     """A row's scales: its words, int32 [n] each; or each of them, fp32 bits or a byte, as int32 [n]."""
-    codes_at, scales_at, plain_at = at
+    _, scales_at, _ = at
     scales = ()
     words: tl.constexpr = scale_words(R)
     groups: tl.constexpr = R.groups
@@ -182,7 +182,7 @@ def chunk_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, 
             shift = 8 * ((first + 4 * w) % 4 + tl.arange(0, some))[None, :]
             stored = (scales[(first + 4 * w) // 4][:, None] >> shift) & 0xFF
             part = scale_value(stored, R, NATIVE)
-            scale = part if w == 0 else side_by_side(scale, part)
+            scale = part if w == 0 else side_by_side(scale, part)  # noqa: F821 - bound from the second word on
     else:
         for g in tl.static_range(groups):
             part = scale_value(scales[first + g], R, NATIVE)[:, None]
@@ -226,7 +226,7 @@ def decode_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl
     """
     dtype: tl.constexpr = tl.float32 if S.full else tl.bfloat16
     n: tl.constexpr = raw.shape[0]
-    if FIRST < R.quant:
+    if R.quant > FIRST:
         if R.code == "e2m1":
             byte = raw.to(tl.int32)
             value = tl.reshape(tl.join(e2m1_value(byte & 15), e2m1_value(byte >> 4)), (n, S.chunk))

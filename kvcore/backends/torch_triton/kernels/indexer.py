@@ -40,7 +40,7 @@ CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 3)}
 
 @cache
 def score_parts(record: RowRecord) -> ScoreParts | None:
-    """How keys are cut; None where the kernel does not cover them: codes must be bf16 numbers, scales apart or exact."""
+    """How keys are cut; None where the kernel does not cover them: codes are bf16 numbers, scales apart or exact."""
     chunk = min(64, power_of_two(record.dim))
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     scaled = record.code in ("e4m3", "e2m1", "int8") and (

@@ -96,7 +96,7 @@ def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.c
 
 @triton.jit
 def product(k, q, acc, S: tl.constexpr):
-    """acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
+    """Acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
     if S.full or q.dtype == tl.bfloat16:
         acc = tl.dot(k, tl.trans(q), acc, input_precision="ieee")
     else:

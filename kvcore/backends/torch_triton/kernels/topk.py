@@ -92,7 +92,7 @@ def collect_kernel(
 
 @triton.jit
 def collect_exactly(pairs_ptr, scores_ptr, n, k, BLOCK: tl.constexpr):
-    """One program's way where the bound lets too many pass: the k best pairs of a row, in column order; their number."""
+    """One program's way where the bound lets too many pass: a row's k best pairs, in column order; their number."""
     bound = tl.full([], 0, tl.uint32)
     for step in range(32):
         higher = bound | (tl.full([], 2147483648, tl.uint32) >> step)
