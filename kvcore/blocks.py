@@ -37,9 +37,10 @@ class BlockAllocator:
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._generations = [0] * count
-        self._keys: dict[int, bytes] = {}
+        self._keys: list[bytes | None] = [None] * count
         self._found: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        # Block -> its key, those that became idle first in front.
+        self._idle: OrderedDict[int, bytes] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -66,7 +67,7 @@ class BlockAllocator:
 
     def key(self, block: int) -> bytes | None:
         """The key that a block is sealed under, or None."""
-        return self._keys.get(block)
+        return self._keys[block]
 
     def take(self, count: int) -> list[int]:
         """``count`` blocks of one holder each, free ones first, then the idle ones that were used longest ago.
@@ -90,7 +91,7 @@ class BlockAllocator:
 
     def hold(self, block: int) -> None:
         """One more holder of a held or idle block."""
-        if self._holders[block] == 0 and block not in self._keys:
+        if self._holders[block] == 0 and self._keys[block] is None:
             raise RequestError(got=f"free block {block}", where="hold", allowed="a held or sealed block")
         self._idle.pop(block, None)
         self._holders[block] += 1
@@ -113,9 +114,15 @@ class BlockAllocator:
             if left == 0:
                 unheld.append(block)
         self.statistics.dropped += len(blocks)
-        if self._keys:
-            freed = [block for block in unheld if block not in self._keys]
-            self._idle.update(dict.fromkeys(block for block in unheld if block in self._keys))
+        if self._found:
+            keys, idle = self._keys, self._idle
+            freed: list[int] = []
+            for block in unheld:
+                key = keys[block]
+                if key is None:
+                    freed.append(block)
+                else:
+                    idle[block] = key
             unheld = freed
         self._free += unheld
         return unheld
@@ -126,14 +133,12 @@ class BlockAllocator:
         Args:
             leaving: how many of its holders are about to take a copy instead.
         """
-        return self._holders[block] - leaving > 1 or block in self._keys
+        return self._holders[block] - leaving > 1 or self._keys[block] is not None
 
     def seal(self, block: int, key: bytes) -> None:
         """Publish a full block under a key; the first block of a key stays the one that is found."""
-        if key in self._found or block in self._keys:
-            return
-        self._keys[block] = key
-        self._found[key] = block
+        if self._keys[block] is None and self._found.setdefault(key, block) == block:
+            self._keys[block] = key
 
     def find(self, key: bytes) -> int | None:
         """The sealed block of a key, or None; does not hold it."""
@@ -153,11 +158,12 @@ class BlockAllocator:
                 allowed=f"{self.available} free blocks of {self.count}",
                 hint="Release or truncate requests, or bring fewer tokens in this step.",
             )
+        keys, found, oldest, free, told = self._keys, self._found, self._idle.popitem, self._free, self.on_evict
         for _ in range(count):
-            block, _ = self._idle.popitem(last=False)
-            key = self._keys.pop(block)
-            del self._found[key]
-            self._free.append(block)
-            self.statistics.evicted += 1
-            if self.on_evict is not None:
-                self.on_evict(key)
+            block, key = oldest(last=False)
+            keys[block] = None
+            del found[key]
+            free.append(block)
+            if told is not None:
+                told(key)
+        self.statistics.evicted += count

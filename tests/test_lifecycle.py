@@ -340,3 +340,16 @@ def test_one_token_deeper_would_be_wrong():
             if written > drafts and not model.exact(written - drafts - 1):
                 losses.add(written)
         assert losses
+
+
+def test_padding_rows_may_hold_anything_under_check(backend: str) -> None:
+    cache = scene.create([scene.ring(4), scene.compressed(4), scene.classic()], backend, check=True)
+    request = cache.admit()
+    scene.write(cache, {request: range(5)}, pad_tokens=9, filler=np.nan)
+    with scene.at_rest(cache, request) as step:
+        assert scene.window_of(step) == [scene.numbered(1, 4)]
+        assert scene.kv_of(step, 2) == [scene.numbered(0, 4)]
+    # The step's own rows are checked as ever.
+    with pytest.raises(kvcore.errors.NonFiniteError):
+        scene.write(cache, {request: [5, np.nan]}, pad_tokens=9)
+    assert request.length == 5

@@ -205,7 +205,7 @@ def run_figure(description: str, figure: Figure) -> None:
     _end(finished({**merged(records), "target": target}), given.out)
 
 
-def run_whole(description: str, run: Callable[..., dict[str, Any]], options: Mapping[str, str] = {}) -> None:
+def main(description: str, run: Callable[..., dict[str, Any]], options: Mapping[str, str] = {}) -> None:
     """Run a figure that is told in one piece from the command line; the exit code is 1 if it did not hold.
 
     Args:

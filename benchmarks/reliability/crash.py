@@ -152,4 +152,4 @@ def run(full: bool, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command.run_whole(__doc__, run)
+    command.main(__doc__, run)

@@ -1,13 +1,16 @@
 """R2: the catalogue of bad input on every backend: a typed error, all state unchanged; also under ``python -O``.
 
-The cases are those of ``tests/bad_input``. The short form runs every tenth of them; ``--backends`` says on which.
+The cases are those of ``tests/bad_input``. The short form runs every tenth of them; ``--backends`` says on which, and
+``--jobs`` in how many processes.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bad_input.everything import AT_REST, BUILDING, IN_STEP, checks
@@ -19,16 +22,21 @@ from benchmarks.reliability.replay import backends as installed
 ONCE = """
 import json
 from benchmarks.reliability.misuse import outcomes
-print(json.dumps(outcomes({every}, {backends!r})))
+print(json.dumps(outcomes({numbers!r}, {backends!r}, float({seconds!r}))))
 """
 
 
-def outcomes(every: int, backends: str) -> dict[str, Any]:
-    """Run every n-th check; failures by name."""
+def outcomes(numbers: range, backends: str, seconds: float) -> dict[str, Any]:
+    """Run the checks of these numbers; failures by name, and how many there was no time for."""
     failures = []
     done: Counter[str] = Counter()
+    left = 0
+    start = time.perf_counter()
     for number, (name, check) in enumerate(checks(backends.split(","))):
-        if number % every or command.spent():
+        if number not in numbers:
+            continue
+        if time.perf_counter() - start > seconds:
+            left += 1
             continue
         backend, colon, _ = name.partition(": ")
         done[backend if colon and backend in backends.split(",") else "none, while building"] += 1
@@ -37,17 +45,35 @@ def outcomes(every: int, backends: str) -> dict[str, Any]:
         except Violation as violation:
             failures.append(f"{name}: {violation}")
             print(failures[-1], file=sys.stderr)
-    return {"checks": dict(done), "failures": failures, "assertions": __debug__}
+    return {"checks": dict(done), "not_run": left, "failures": failures, "assertions": int(__debug__)}
 
 
-def run(full: bool, seed: int, backends: str) -> dict[str, Any]:
-    """In this process, and in one without assertions."""
-    every = 1 if full else 10
-    plain = outcomes(every, backends)
+def in_processes(every: int, backends: str, jobs: int, seconds: float, *flags: str) -> dict[str, Any]:
+    """Run every n-th check, shared out among processes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    command_line = [sys.executable, "-O", "-c", ONCE.format(every=every, backends=backends)]
-    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, check=True)
-    optimised = json.loads(done.stdout.splitlines()[-1])
+    total = len(list(checks(backends.split(","))))
+
+    def part(job: int) -> dict[str, Any]:
+        text = ONCE.format(numbers=range(job * every, total, every * jobs), backends=backends, seconds=str(seconds))
+        done = subprocess.run(
+            [sys.executable, *flags, "-c", text], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = list(pool.map(part, range(jobs)))
+    summed: dict[str, Any] = {}
+    for each in parts:
+        summed = command.added(summed, {key: value for key, value in each.items() if key != "failures"})
+    return {**summed, "failures": [failure for each in parts for failure in each["failures"]]}
+
+
+def run(full: bool, seed: int, backends: str, jobs: str, limit: str) -> dict[str, Any]:
+    """With assertions and without."""
+    every = 1 if full else 10
+    plain = in_processes(every, backends, int(jobs), float(limit))
+    optimised = in_processes(every, backends, int(jobs), float(limit), "-O")
+    wrong = len(plain["failures"]) + len(optimised["failures"]) + optimised["assertions"]
     return {
         "figure": "R2",
         "seed": seed,
@@ -55,9 +81,9 @@ def run(full: bool, seed: int, backends: str) -> dict[str, Any]:
         "backends": backends.split(","),
         "plain": plain,
         "python -O": optimised,
-        "divergences": len(plain["failures"]) + len(optimised["failures"]) + optimised["assertions"],
+        "divergences": wrong,
     }
 
 
 if __name__ == "__main__":
-    command.run_whole(__doc__, run, {"backends": installed()})
+    command.main(__doc__, run, {"backends": installed(), "jobs": "1", "limit": "inf"})

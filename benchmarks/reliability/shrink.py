@@ -29,14 +29,14 @@ def shrink(
     Args:
         fails: True if running the operations from the start fails.
         tries: how often at most.
-        seconds: how long at most.
+        seconds: how long at most, of processor time.
     """
     kept = list(operations)
-    until = time.perf_counter() + seconds
+    until = time.process_time() + seconds
     size = len(kept) // 2
     while size and tries > 0:
         start = 0
-        while start < len(kept) and tries > 0 and time.perf_counter() < until:
+        while start < len(kept) and tries > 0 and time.process_time() < until:
             tries -= 1
             shorter = kept[:start] + kept[start + size :]
             if fails(shorter):

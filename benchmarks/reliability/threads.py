@@ -203,4 +203,4 @@ def run(*, threads: int, operations: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command.run_whole(__doc__, lambda full, seed: run(threads=8, operations=100_000 if full else 1_000, seed=seed))
+    command.main(__doc__, lambda full, seed: run(threads=8, operations=100_000 if full else 1_000, seed=seed))

@@ -66,9 +66,9 @@ class LayerState:
         """
         kv = self._spec.kv
         if kv is not None and kv.growth == "block" and self._tokens and "kv" not in self._own:
-            shapes = ((self._tokens, part.heads, part.format.dim) for part in kv.parts)
-            nothing = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
-            self._replace(self._ops.append_kv(self._pools, self._layer, self._index, *nothing))
+            shapes = ((self._tokens, part.heads, part.format.dim or 0) for part in kv.parts)
+            k, v = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
+            self._replace(self._ops.append_kv(self._pools, self._layer, self._index, k, v))
         count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in self.unstored()}
         blank = {
             role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))

@@ -98,7 +98,7 @@ def commit(cache: "Cache", received: Received) -> Request:
     with cache._turn("pull"):
         request = cache.fresh()
         try:
-            cache.install(request, manifest.length, manifest.floor, manifest.tokens, received.content)
+            cache.install(request, manifest, received.content)
         except BaseException:
             cache.give_back(request)
             raise

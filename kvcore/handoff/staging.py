@@ -35,6 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         length: tokens.
         floor: smallest length that the rows can be rolled back to.
         tokens: ids, or None if they are not known.
+        salt: whose prefixes it may share, or None.
         digests: two lanes for every page of history, then for the record; sums over components of ``kvcore.digest``.
     """
 
@@ -44,6 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     length: int
     floor: int
     tokens: list[int] | None
+    salt: str | None
     digests: list[tuple[int, int]]
 
     def encode(self) -> bytes:
@@ -79,7 +81,11 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
         request: a live one.
         export: (exporter, number, generation) for the manifest.
         on_device: leave the pages on the device of a torch cache.
+
+    Raises:
+        RequestError: the request is still replaying the tokens of a prefix hit.
     """
+    cache.check_whole(request, "export")
     row, floor = cache.row(request), cache.floor(request)
     layout = page_layout(cache.spec, floor, row.length)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
@@ -108,6 +114,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
         length=row.length,
         floor=floor,
         tokens=None if request.tokens is None else list(request.tokens),
+        salt=request.salt,
         digests=digests_of(cache, layout, pages, floor, row.length),
     )
     return Staged(manifest.encode(), pages)

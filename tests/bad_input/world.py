@@ -61,7 +61,8 @@ class World:
     """Requests ``a`` (11 tokens) and ``b`` (3), one released, one of another cache."""
 
     def __init__(self, backend: str, *, check: bool = False, rollback: int = 2) -> None:
-        sizes = {"max_requests": 3, "max_tokens": 48, "max_draft_tokens": rollback, "check": check}
+        # One layout, so that the names of pools are the same on every backend.
+        sizes = {"max_requests": 3, "max_tokens": 48, "max_draft_tokens": rollback, "check": check, "layout": "packed"}
         self.backend = backend
         self.cache = scene.create(SPEC, backend, **sizes)
         self.stale = self.cache.admit()
