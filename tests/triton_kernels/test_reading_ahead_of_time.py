@@ -23,7 +23,9 @@ SPILLS = 1280
 
 def record_of(role, **component):
     kinds = {"window": Window, "entries": Entries, "index_keys": IndexKeys}
-    layer = {"entries": Entries(dim=16, ratio=4, format="bf16"), role: kinds[role](**component)}
+    layer = {role: kinds[role](**component)}
+    if role == "index_keys":
+        layer["entries"] = Entries(dim=16, ratio=4, format="bf16")
     plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)]), max_requests=2, max_tokens=512)
     return row_record(plan.region(0, role)[0])[0]
 
