@@ -57,14 +57,6 @@ class ShardedOps:
             return getattr(self._base, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def padded_index(self, host: StepIndex) -> StepIndex:
-        """A padded step's index, kept in one place where the backend does that."""
-        return getattr(self._base, "padded_index", self._base.index)(host)
-
-    def append_flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, **how: Any) -> Pools:
-        """``flush`` and the append of the same rows, where the backend has that verb."""
-        return self._base.append_flush(pools, layer, self._to_write(index), *streams, **how)
-
     def flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, closed: int | None = None, **how: Any):
         """Compress what closes, and store the entries of this shard's pages."""
         closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
