@@ -20,7 +20,8 @@ from kvcore.shards.pages import Pages
 from kvcore.spec import LayerSpec
 
 WHOLE = (
-    *("allocate", "asarray", "join", "index", "encode", "decode", "pack_page", "unpack_page", "digest_rows"),
+    *("allocate", "asarray", "join", "index", "padded_index"),
+    *("encode", "decode", "pack_page", "unpack_page", "digest_rows"),
     *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
     *("gather_window", "compress", "closed"),
     *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
@@ -56,18 +57,14 @@ class ShardedOps:
             return getattr(self._base, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def padded_index(self, host: StepIndex) -> StepIndex:
-        """A padded step's index, kept in one place where the backend does that."""
-        return getattr(self._base, "padded_index", self._base.index)(host)
-
-    def append_flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, **how: Any) -> Pools:
-        """``flush`` and the append of the same rows, where the backend has that verb."""
-        return self._base.append_flush(pools, layer, self._to_write(index), *streams, **how)
-
     def flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, closed: int | None = None, **how: Any):
         """Compress what closes, and store the entries of this shard's pages."""
         closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
         return self._base.flush(pools, layer, self._to_write(index), *streams, closed=closed, **how)
+
+    def append_flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, **how: Any) -> Pools:
+        """The same with the tails, which every shard has whole."""
+        return self._base.append_flush(pools, layer, self._to_write(index), *streams, **how)
 
     def store_entries(
         self, pools: Pools, layer: int, index: StepIndex, entries: Array | None, index_keys: Array | None = None
