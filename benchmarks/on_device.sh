@@ -23,8 +23,8 @@ done
 wait
 tail -q -n 1 check-*.log kit-*.log
 
-timeout 100 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
-timeout 60 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+timeout 140 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
+timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
 
 for tool in memcheck racecheck; do
     timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &

@@ -4,9 +4,12 @@ What the kernels don't cover runs in the plain operations of ``TorchOps``. Outpu
 CUDA graph gives a pool of its own; everything else that a call writes lies in workspaces that are kept.
 """
 
+from typing import Any
+
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
 from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
@@ -36,8 +39,11 @@ class Workspaces:
         return buffer
 
 
-class ReadingVerbs:
+class ReadingVerbs(TorchOps):
     """Mixed into the verbs with kernels: it needs their ``bound`` and ``workspaces``."""
+
+    bound: Any
+    workspaces: Workspaces
 
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
