@@ -15,6 +15,7 @@ for shard in 0/6 1/6 2/6 3/6 4/6 5/6 rest; do
     part=check-${shard%/*}
     timeout 200 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
 done
+timeout 200 python3 "$here/reading_on_device.py" --workers 4 --out check-reading.json >check-reading.log 2>&1 &
 for shard in 0 1 2 3 4 5 6 7 8 9 10 11; do
     timeout 200 python3 -m pytest --pyargs kvcore.conformance -q -p kvcore.conformance.plugin -p no:cacheprovider \
         --kv-backend=torch_triton --kv-device=cuda --kv-shard=$shard/12 --kv-report=kit-$shard.json \
@@ -28,6 +29,8 @@ timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.
 
 for tool in memcheck racecheck; do
     timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
+    timeout 150 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
+        >${tool}_reading.log 2>&1 &
 done
 for gpu in A100 H100 B200; do
     for which in "flush" "not flush"; do
