@@ -10,7 +10,7 @@ import torch
 
 from kvcore import tolerances
 from kvcore.backends.torch_triton import rows as place
-from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.backend import TorchOps, checked_device
 from kvcore.backends.torch_triton.encoding import hadamard
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.plan import plan_cache
@@ -47,6 +47,7 @@ def scene(
     blocks = [-(-length // block_tokens) for length in lengths]
     tokens = max(1, sum(blocks) + 1) * block_tokens
     plan = plan_cache(spec, max_requests=len(lengths) + 1, max_tokens=tokens, layout=layout)
+    device = checked_device(device)
     ops, plain = TritonOps(plan, device), TorchOps(plan, device)
     pools = ops.allocate()
     for pool in pools.values():

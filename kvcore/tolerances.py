@@ -46,11 +46,13 @@ class Operation(NamedTuple):
         error: of its fp32 arithmetic, as a part of the value and of the largest magnitude.
         roundings: to bf16 on the way to a bf16 result, each of which may tip to the neighbour.
         mixes: it adds channels of like magnitude, so that what tipped before is large beside what is left.
+        weights: what rounding its weights to bf16 may add to a bf16 result, as a part of the largest magnitude.
     """
 
     error: float
     roundings: int
     mixes: bool = False
+    weights: float = 0.0
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -58,7 +60,9 @@ OPERATIONS: dict[str, Operation] = {
     "norm": Operation(4e-6, 2),  # pooling, then one mean over the channels
     "rope": Operation(8e-6, 3, mixes=True),  # pooling and norm, then a sine and a cosine
     "scores": Operation(1e-5, 1),  # dot products over the index dim, summed over heads
-    "attention": Operation(1e-5, 1),  # dot products, softmax over the visible rows, weighted sum
+    # Dot products, softmax over the visible rows, weighted sum. Attention in bf16 rounds the weights of that sum to
+    # bf16, as DeepSeek's own kernel does (its ``sparse_attn``): tensor cores multiply bf16 by bf16.
+    "attention": Operation(1e-5, 1, weights=2.0**-8),
 }
 
 TIPPED = 1 / 64
@@ -115,8 +119,8 @@ def _rounded(operation: str, step: float) -> Tolerance:
     exactness = OPERATIONS[operation]
     return Tolerance(
         relative=exactness.error + step * exactness.roundings,
-        absolute=exactness.error + (2 * step if exactness.mixes else 0.0),
-        share=TIPPED if step else 1.0,
+        absolute=exactness.error + (2 * step if exactness.mixes else 0.0) + (exactness.weights if step else 0.0),
+        share=TIPPED if step and not exactness.weights else 1.0,
     )
 
 

@@ -13,10 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-BYTES = {"codes", "scales", "plain", "index_codes", "index_scales", "index_plain", "source", "target", "fresh"}
-FLOATS = {"tail", "index_tail", "scratch", "frequencies"}
-GIVEN = {"values", "kv", "score", "index_kv", "index_score", "norm", "index_norm"}
-OUTPUTS = {"out": "bf16", "valid_out": "i8"}
+BYTES = {
+    "codes", "scales", "plain", "index_codes", "index_scales", "index_plain", "source", "target", "fresh",
+    "entry_codes", "entry_scales", "entry_plain", "own",
+}  # fmt: skip
+FLOATS = {"tail", "index_tail", "scratch", "frequencies", "partial", "partial_lse", "sink", "lse", "weights", "scores"}
+GIVEN = {"q", "values", "kv", "score", "index_kv", "index_score", "norm", "index_norm"}
+OUTPUTS = {"valid_out": "i8", "pairs": "i64"}
 
 
 class Resources(NamedTuple):

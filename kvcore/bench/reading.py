@@ -52,7 +52,7 @@ def decode_rows(count: int, tokens: int, drafts: int = 1) -> list[Row]:
 
 def keys_setting(device: str, format: str, count: int, keys: int) -> tuple[Setting, int]:
     """(layers of index keys, bytes that scores of one must read and write)."""
-    nbytes = count * (keys * (FORMATS[format].row_bytes + 4) + HEADS * (INDEX_DIM * 2 + 4))
+    nbytes = count * (keys * ((FORMATS[format].row_bytes or 0) + 4) + HEADS * (INDEX_DIM * 2 + 4))
     layer = LayerSpec(
         entries=Entries(dim=8, ratio=4, format="bf16"),
         index_keys=IndexKeys(dim=INDEX_DIM, ratio=4, heads=HEADS, topk=TOPK, format=format),

@@ -26,11 +26,20 @@ if reason is None:
     spec = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=2, format="fp32")),))
     ops = info.load().create(plan_cache(spec, max_requests=1))
     how = getattr(ops, "how", "") or str(ops.device)
+    kernels = getattr(ops, "attention_kernels", "")
+    how += f"; attention: {kernels}" if kernels else ""
 print(json.dumps([reason, how]))
 """
 """What the probing process runs: the backend's own probe, then the smallest cache there is."""
 
-ENVIRONMENT = ("KVCORE_BACKEND", "KVCORE_BLOCK_PLUGINS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "JAX_PLATFORMS")
+ENVIRONMENT = (
+    "KVCORE_BACKEND",
+    "KVCORE_BLOCK_PLUGINS",
+    "CUDA_VISIBLE_DEVICES",
+    "KVCORE_ATTENTION",
+    "TRITON_INTERPRET",
+    "JAX_PLATFORMS",
+)
 
 EXAMPLES = """\
 examples:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import check_attention
+import check_indexer
 import numpy as np
 from check_cuda import reference_rows
 from checks_on_device import check_format, check_life, check_rotated, flush_problems
@@ -34,6 +36,8 @@ def compiled():
 
 
 GROUPS = {
+    "attention": lambda: check_attention.small("cpu"),
+    "indexer": lambda: check_indexer.small("cpu"),
     "flush of fp32": lambda: flushes("fp32"),
     "flush of bf16": lambda: flushes("bf16"),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 GROUPS = [
+    "attention",
+    "indexer",
     "flush of fp32",
     "flush of bf16",
     "rotated append",

@@ -4,11 +4,10 @@ What the kernels don't cover runs in the plain operations of ``TorchOps``. Outpu
 CUDA graph gives a pool of its own; everything else that a call writes lies in workspaces that are kept.
 """
 
-from typing import Any
-
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
@@ -40,14 +39,27 @@ class Workspaces:
 
 
 class ReadingVerbs(TorchOps):
-    """Mixed into the verbs with kernels: it needs their ``bound`` and ``workspaces``."""
+    """The part of the verbs with kernels that reads.
 
-    bound: Any
-    workspaces: Workspaces
+    Attributes:
+        workspaces: what its calls write beside their outputs.
+        attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+    """
+
+    def __init__(self, plan, device="cpu"):
+        super().__init__(plan, device)
+        self.workspaces = Workspaces(device)
+        self.attention_kernels = flash.chosen(device)
+
+    def bound(self, layer, role):
+        """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+        if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
+            return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
         found = self._attention(layer, q)
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
@@ -81,7 +93,7 @@ class ReadingVerbs(TorchOps):
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
             [span, ratio, splits],
-            dim**-0.5 if scale is None else float(scale),
+            _scale(q, scale),
             q.dtype == torch.bfloat16,
         )
         return Attention(out, lse)
@@ -180,3 +192,8 @@ class ReadingVerbs(TorchOps):
         bound = launch.BOUND[number]
         record = own_record(bound.record, region.format)
         return self.encode_rows(region, rows)[:, 0].contiguous(), launch.bind(launch.Bound(record, 0, 0, 0))
+
+
+def _scale(q, scale):
+    """The scale of the logits: that of the key dim unless given."""
+    return q.shape[2] ** -0.5 if scale is None else float(scale)

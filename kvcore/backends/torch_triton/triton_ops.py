@@ -10,10 +10,9 @@ import torch
 from kvcore import bounds
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.launch import calls
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
-from kvcore.backends.torch_triton.reading import ReadingVerbs, Workspaces
+from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
@@ -30,7 +29,6 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
-        self.workspaces = Workspaces(device)
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""

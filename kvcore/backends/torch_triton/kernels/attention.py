@@ -22,21 +22,23 @@ class Parts(NamedTuple):
     Attributes:
         dim: channels of a row.
         chunk: channels taken at a time, a power of two; ``chunks`` of them make a row.
+        panels: chunks that are multiplied at a time, powers of two.
         full: keys, queries and weights are fp32 and products IEEE; else they are bf16 and sums fp32.
-        twice: weights are multiplied as two bf16 numbers, the rounded weight and what rounding took.
+        narrow: keys and queries are bf16 numbers, whatever they are held in, and weights are rounded to bf16.
         apart: a row's only scale is not part of the keys.
     """
 
     dim: int
     chunk: int
     chunks: int
+    panels: tuple[int, ...]
     full: bool
-    twice: bool
+    narrow: bool
     apart: bool = False
 
 
 class Cut(NamedTuple):
-    """What a program takes: heads, keys a tile; and its warps and the depth of its pipeline."""
+    """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows."""
 
     heads: int
     keys: int
@@ -45,8 +47,11 @@ class Cut(NamedTuple):
 
 
 FULL = Cut(heads=16, keys=16, warps=4, stages=1)
-TENSOR = {80: Cut(64, 32, 8, 1), 90: Cut(64, 64, 8, 1), 100: Cut(64, 64, 8, 1)}
+TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
 """By compute capability: the newest that is not above the device's."""
+SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
+"""For GPUs whose blocks have less than LARGE bytes of shared memory."""
+LARGE = 160 << 10
 
 
 @cache
@@ -59,13 +64,27 @@ def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
         return None
     narrow = bf16 and all(record.exact for record in records)
     # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
-    return Parts(dim, chunk, triton.cdiv(dim, chunk), INTERPRETED or not narrow, narrow)
+    chunks = triton.cdiv(dim, chunk)
+    panels = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
+    return Parts(dim, chunk, chunks, panels, INTERPRETED or not narrow, narrow)
 
 
 def _covered(record: RowRecord, chunk: int) -> bool:
     """A chunk must not lie in two fields, nor in parts of two groups."""
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     return whole and not record.hadamard and record.heads == 1 and record.global_scale == 1.0
+
+
+PLACES = tuple(f"{field}_{what}" for field in ("codes", "scales", "plain") for what in ("unit", "base", "stride"))
+
+
+@cache
+def alike(window: RowRecord, entries: RowRecord) -> bool:
+    """Rows of both decode alike: they differ in where they lie alone."""
+    elsewhere = {"rows": 0, "paged": False, **dict.fromkeys(PLACES, 0)}
+    one, other = (record._replace(**elsewhere) for record in (window, entries))
+    # Packing in words depends on where rows lie.
+    return one == other and all(getattr(window, place) % 4 == getattr(entries, place) % 4 == 0 for place in PLACES[:6])
 
 
 def own_record(record: RowRecord, format: Format) -> RowRecord:
@@ -96,11 +115,13 @@ def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
         return FULL
     capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
     cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+    if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
+        cut = SMALL
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
 
 
 def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool) -> int:
-    """Programs that share a query's keys, of which there are at most ``keys``: enough that all together fill the GPU."""
+    """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
     cut = cut_for(device, heads, full)
     programs = max(1, tokens * triton.cdiv(heads, cut.heads))
     return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
@@ -177,8 +198,10 @@ def attend_rows(
         *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
         positions, request_index, slots, starts, block_table,
         tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
-        rows[0], rows[1], 0 if o is None else rows[2], parts, span if w else 0, ratio if e else 0,
-        selected is None, sink is not None, cut.heads, cut.keys, cut.stages, is_native(q.device),
+        *rows, parts, span if w else 0, ratio if e else 0,
+        selected is None, sink is not None, o is not None, splits > 1, cut.heads, cut.keys,
+        w is not None and e is not None and alike(w.record, e.record), cut.stages,
+        max(1, 32 * cut.warps // cut.keys), is_native(q.device),
         num_warps=cut.warps,
     )  # fmt: skip
     if splits > 1:

@@ -34,13 +34,13 @@ class ScoreCut(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreCut(128, 4, 2), False: ScoreCut(128, 4, 2)}
+CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 3)}
 """By whether keys are nibbles."""
 
 
 @cache
 def score_parts(record: RowRecord) -> ScoreParts | None:
-    """How keys are cut; None where the kernel does not cover them: codes must be bf16 numbers, scales apart or exact."""
+    """How keys are cut; None where the kernel does not cover them: codes are bf16 numbers, scales apart or exact."""
     chunk = min(64, power_of_two(record.dim))
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     scaled = record.code in ("e4m3", "e2m1", "int8") and (
@@ -153,8 +153,8 @@ class Ranking(NamedTuple):
 
 @cache
 def ranking(k: int, columns: int) -> Ranking:
-    """Eight hands for every pick: then about k + k / 16 scores of random rows reach the hands' bound."""
-    hands = min(max(8 * power_of_two(k), 1024), power_of_two(columns), 16384)
+    """Four hands for every pick: then about k + k / 7 scores of random rows reach the k-th largest of the hands."""
+    hands = min(max(4 * power_of_two(k), 1024), power_of_two(columns), 16384)
     return Ranking(max(hands, 128), max(2048, 8 * power_of_two(k)))
 
 
@@ -191,7 +191,7 @@ def select_into(out: Tensor, given: Tensor, columns: int, numbers: Tensor, pairs
             largest, counts, rows, columns, line, hands, block, min(8, power_of_two(triton.cdiv(columns, hands))),
             num_warps=4,
         )  # fmt: skip
-        wide = 1024
+        wide = 2048
         programs = max(1, min(triton.cdiv(columns, wide), 4 * multiprocessors(given.device) // count))
         run = triton.cdiv(triton.cdiv(columns, programs), wide) * wide
         topk.collect_kernel[(count, triton.cdiv(columns, run))](

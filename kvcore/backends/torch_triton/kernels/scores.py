@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import locate
-from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_chunk, load_chunk_scales
+from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_row, row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import bf16_bits, e8m0_value, load_float
 from kvcore.backends.torch_triton.kernels.rows import channels, element_offsets, hadamard
 
@@ -85,9 +85,9 @@ def load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_at, inside, FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Every STEP-th channel from FIRST on of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
-    channel = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
+def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Channels FIRST .. FIRST + WIDTH of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
     x = tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0)
     if S.full:
         x = x.to(tl.float32)
@@ -96,7 +96,7 @@ def load_queries(q_at, inside, FIRST: tl.constexpr, STEP: tl.constexpr, WIDTH: t
 
 @triton.jit
 def product(k, q, acc, S: tl.constexpr):
-    """acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
+    """Acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
     if S.full or q.dtype == tl.bfloat16:
         acc = tl.dot(k, tl.trans(q), acc, input_precision="ieee")
     else:
@@ -131,12 +131,12 @@ def scores_kernel(
     q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
     chunks: tl.constexpr = S.chunks
     if NIBBLES:
-        even = load_queries(q_at, inside, 0, 2, R.dim // 2, S)
-        odd = load_queries(q_at, inside, 1, 2, R.dim // 2, S)
+        whole = load_queries(q_at, inside, 0, R.dim, S)
+        even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
     else:
         q = ()
         for c in tl.static_range(chunks):
-            q = q + (load_queries(q_at, inside, c * S.chunk, 1, S.chunk, S),)
+            q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S),)
     n = tl.arange(0, KEYS)
     each = tl.zeros_like(n) + request
     for tile in tl.range(0, tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), num_stages=STAGES):
@@ -152,16 +152,13 @@ def scores_kernel(
             acc = product(high, odd, acc, S)
             score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
         else:
+            at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
+            raw, scales = load_row(at, valid, R, S)
             for c in tl.static_range(chunks):
-                raw = load_chunk(unit, row, valid, codes_ptr, plain_ptr, c * S.chunk, R, S)
-                scales = 0
-                if c * S.chunk < R.quant:
-                    scales = load_chunk_scales(unit, row, valid, scales_ptr, c * S.chunk, R, S, NATIVE)
-                acc = product(decode_chunk(raw, scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
+                acc = product(decode_chunk(raw[c], scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
             score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
             if R.groups == 1:
-                only = load_chunk_scales(unit, row, valid, scales_ptr, 0, R, S, NATIVE)
-                score *= tl.reshape(only, (KEYS,))
+                score *= scale_value(scales[0], R, NATIVE)
             score *= R.global_scale
         tl.store(out_at + tile * KEYS + n, tl.where(column < visible, score, float("-inf")), mask=column < columns)
     # The rest of the run is not visible.

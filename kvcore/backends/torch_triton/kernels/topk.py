@@ -72,33 +72,27 @@ def collect_kernel(
 ):  # fmt: skip
     """Pairs of columns whose scores reach the hands' bound -> pairs [rows, ROOM], their number -> counts [rows].
 
-    A program takes ``run`` columns. Of scores that equal the bound it keeps k, the lowest columns': no more can be
-    picked. More pairs than there is room for are counted and not kept.
+    A program takes ``run`` columns. More pairs than there is room for are counted and not kept.
     """
     token = tl.program_id(0).to(tl.int64)
     bound = bound_of(tl.load(largest_ptr + token * HANDS + tl.arange(0, HANDS)), k, most)
     bound = tl.maximum(bound, LOWEST + 1)
-    equal = tl.full([], 0, tl.int32)
     first = tl.program_id(1) * run
-    for start in range(first, tl.minimum(first + run, n), BLOCK):
+    last = tl.minimum(first + run, n)
+    for start in range(first, last, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < tl.minimum(first + run, n)
-        score = tl.load(scores_ptr + token * line + column, mask=inside, other=float("-inf"))
+        score = tl.load(scores_ptr + token * line + column, mask=column < last, other=float("-inf"))
         order = order_of(score)
-        same = (order == bound).to(tl.int32)
-        ahead = equal + tl.cumsum(same, axis=0) - same
-        kept = (inside & ((order > bound) | ((order == bound) & (ahead < k)))).to(tl.int32)
-        equal += tl.sum(same, axis=0)
-        count = tl.sum(kept, axis=0)
-        if count > 0:
-            base = tl.atomic_add(counts_ptr + token, count)
-            at = base + tl.cumsum(kept, axis=0) - kept
-            tl.store(pairs_ptr + token * ROOM + at, pair_of(order, column), mask=(kept == 1) & (at < ROOM))
+        kept = order >= bound
+        # A place each, in any order: pairs are ranked by what they are.
+        counter = counts_ptr + token + tl.zeros([BLOCK], tl.int32)
+        at = tl.atomic_add(counter, tl.full([BLOCK], 1, tl.int32), mask=kept, sem="relaxed")
+        tl.store(pairs_ptr + token * ROOM + at, pair_of(order, column), mask=kept & (at < ROOM))
 
 
 @triton.jit
 def collect_exactly(pairs_ptr, scores_ptr, n, k, BLOCK: tl.constexpr):
-    """One program's way where the bound lets too many pass: the k best pairs of a row, in column order; their number."""
+    """One program's way where the bound lets too many pass: a row's k best pairs, in column order; their number."""
     bound = tl.full([], 0, tl.uint32)
     for step in range(32):
         higher = bound | (tl.full([], 2147483648, tl.uint32) >> step)
@@ -148,11 +142,12 @@ def rank_kernel(
     for first in range(part * BLOCK, count, parts * BLOCK):
         at = first + tl.arange(0, BLOCK)
         mine = tl.load(pairs_ptr + at, mask=at < count, other=0)
-        rank = tl.zeros([BLOCK], tl.int32)
+        above = tl.zeros([BLOCK, OTHERS], tl.int32)
         for start in range(0, count, OTHERS):
             other_at = start + tl.arange(0, OTHERS)
             other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=-9223372036854775808)
-            rank += tl.sum((other[None, :] > mine[:, None]).to(tl.int32), axis=1)
+            above += (other[None, :] > mine[:, None]).to(tl.int32)
+        rank = tl.sum(above, axis=1)
         column = 0x7FFFFFFF - (mine & 0xFFFFFFFF).to(tl.int32)
         tl.store(picks_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
     if part == 0:

@@ -1,0 +1,113 @@
+"""FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
+
+The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
+``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+"""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from kvcore.backends.torch_triton import flash_pages
+from kvcore.errors import BackendError
+from kvcore.ops import Attention, PagedView, RingView
+
+VARIABLE = "KVCORE_ATTENTION"
+CHOICES = ("auto", "triton", "flash_mla")
+HEADS = (64, 128)
+ALIGNED = 64
+"""FlashMLA takes index lists whose length is a multiple of this."""
+
+
+def chosen(device: str) -> str:
+    """``triton`` or ``flash_mla``.
+
+    Raises:
+        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where it is not installed.
+    """
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in CHOICES:
+        raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
+    installed = find_spec("flash_mla") is not None
+    if wanted == "flash_mla" and not installed:
+        raise BackendError(got=wanted, where=VARIABLE, allowed="auto or triton: flash_mla is not installed")
+    if wanted != "auto":
+        return wanted
+    kind = torch.device(device)
+    runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)
+    return "flash_mla" if installed and runs else "triton"
+
+
+def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+    """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a selection, a written ring."""
+    if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
+        return False
+    if ops.component(layer, "window") is None or (selected is None and ops.component(layer, "entries") is not None):
+        return False
+    roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
+    regions = [ops.plan.region(layer, role)[0] for role in roles]
+    return all((r.format.name, r.layout) == (flash_pages.FORMAT, "packed") for r in regions)
+
+
+def attend(
+    ops: Any,
+    pools: Any,
+    layer: int,
+    index: Any,
+    q: torch.Tensor,
+    selected: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    scale: float,
+) -> Attention:
+    """Attention of q [T, H, 512] to the window and the selected entries, each query a batch entry of its own."""
+    from flash_mla import flash_mla_with_kvcache  # type: ignore[import-not-found]
+
+    positions, request = index.positions, index.request_index
+    (region,) = ops.plan.region(layer, "window")
+    buffers = {name: pools[name] for name, _ in region.buffers.values()}
+    ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
+    window = aligned(flash_pages.window_indices(ring, positions, request, ops.component(layer, "window").window))
+    extra: dict[str, Any] = {}
+    if selected is not None and selected.shape[1]:
+        (region,) = ops.plan.region(layer, "entries")
+        ratio = ops.component(layer, "entries").ratio
+        buffers = {name: pools[name] for name, _ in region.buffers.values()}
+        counts = index.lengths // ratio
+        paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
+        seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
+        extra["extra_k_cache"] = flash_pages.k_cache(paged)
+        extra["extra_indices_in_kvcache"] = aligned(flash_pages.entry_indices(paged, seen, positions, request))[:, None]
+    cache_of_keys = flash_pages.k_cache(ring)
+    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in extra.values()))
+    out, lse = flash_mla_with_kvcache(
+        q[:, None].contiguous(),
+        cache_of_keys,
+        None,
+        None,
+        q.shape[2],
+        metadata(str(q.device), shapes),
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=window[:, None],
+        attn_sink=None if sink is None else sink.to(torch.float32).contiguous(),
+        **extra,
+    )
+    lse = lse[:, :, 0]
+    # FlashMLA says +inf where a query has no key.
+    return Attention(out[:, 0], torch.where(lse.isposinf(), -torch.inf, lse).contiguous())
+
+
+@cache
+def metadata(device: str, shapes: tuple[Any, ...]) -> Any:
+    """FlashMLA's schedule for calls of these shapes: it is made by the first and serves all that follow."""
+    from flash_mla import get_mla_metadata  # type: ignore[import-not-found]
+
+    return get_mla_metadata()[0]
+
+
+def aligned(indices: torch.Tensor) -> torch.Tensor:
+    """Indices [T, n] with -1 appended up to a multiple of 64."""
+    return torch.nn.functional.pad(indices, (0, -indices.shape[1] % ALIGNED), value=-1).contiguous()

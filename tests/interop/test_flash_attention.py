@@ -1,0 +1,119 @@
+"""Attention through FlashMLA: what it is called with, computed by a stand-in from those arguments alone."""
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore.backends.torch_triton import flash  # noqa: E402
+from kvcore.backends.torch_triton.backend import TorchOps  # noqa: E402
+from kvcore.errors import BackendError  # noqa: E402
+from kvcore.plan import plan_cache  # noqa: E402
+from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Window  # noqa: E402
+from kvcore.step import Row, build_index  # noqa: E402
+
+HEADS, DIM = 64, 512
+
+
+def rows_at(cache, indices, decode):
+    """Rows by physical index, by FlashMLA's layout of a page: codes and rope 576 bytes a row, then scales, 8 a row."""
+    pages, rows = cache.shape[:2]
+    flat = cache.as_strided((pages, cache.stride(0)), (cache.stride(0), 1))
+    found = []
+    for index in indices:
+        page, row = divmod(int(index), rows)
+        whole = flat[page, row * 576 : row * 576 + 576], flat[page, rows * 576 + row * 8 : rows * 576 + row * 8 + 8]
+        found.append(torch.cat(whole))
+    return decode(torch.stack(found)).double() if found else torch.zeros(0, DIM, dtype=torch.float64)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A module called flash_mla that computes what FlashMLA's documentation says, in fp64."""
+    found = ModuleType("flash_mla")
+    found.calls = 0
+    ops = TorchOps(plan_cache(CacheSpec(layers=[LayerSpec(window=Window(dim=DIM, window=4))]), max_requests=1))
+
+    def decode(rows):
+        return ops.decode(FORMATS["v4_584"], rows)
+
+    def attend(q, k_cache, table, lengths, dim, metadata, *, softmax_scale, is_fp8_kvcache, indices, attn_sink=None,
+               extra_k_cache=None, extra_indices_in_kvcache=None):  # fmt: skip
+        assert (table, lengths, dim, metadata, is_fp8_kvcache) == (None, None, DIM, "schedule", True)
+        assert all(array.shape[2] % 64 == 0 for array in (indices, extra_indices_in_kvcache) if array is not None)
+        found.calls += 1
+        out, lse = torch.zeros_like(q), torch.full((len(q), HEADS, 1), torch.inf)
+        for token in range(len(q)):
+            keys = [rows_at(k_cache, [i for i in indices[token, 0] if i >= 0], decode)]
+            if extra_k_cache is not None:
+                keys.append(rows_at(extra_k_cache, [i for i in extra_indices_in_kvcache[token, 0] if i >= 0], decode))
+            k = torch.cat(keys)
+            if len(k):
+                logits = q[token, 0].double() @ k.T * softmax_scale
+                sums = logits.logsumexp(1)
+                share = torch.ones_like(sums) if attn_sink is None else torch.sigmoid(sums - attn_sink)
+                out[token, 0], lse[token, :, 0] = (logits.softmax(1) @ k * share[:, None]).to(q.dtype), sums
+        return out, lse
+
+    found.flash_mla_with_kvcache = attend
+    found.get_mla_metadata = lambda: ("schedule", None)
+    monkeypatch.setitem(sys.modules, "flash_mla", found)
+    flash.metadata.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("entries", [True, False], ids=["window and picks", "window alone"])
+def test_attention_equals_the_plain_verb(module, entries):
+    layer = {"window": Window(dim=DIM, window=6, rows=9)}
+    if entries:
+        layer["entries"] = Entries(dim=DIM, ratio=4)
+    plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)], block_tokens=16), max_requests=4, max_tokens=128)
+    ops = TorchOps(plan)
+    pools = ops.allocate()
+    rng = np.random.default_rng(5)
+    for name, pool in pools.items():
+        pool.copy_(torch.from_numpy(rng.integers(96, 120, pool.shape, np.uint8)))
+        assert name
+    rows = [Row(slot=2, start=37, new=3, blocks=(5, 1, 3)), Row(slot=0, start=2, new=1, blocks=(4,))]
+    index = ops.index(build_index(rows, max_blocks=3, pad_tokens=5, pad_requests=3))
+    q = torch.from_numpy(rng.standard_normal((5, HEADS, DIM), np.float32)).bfloat16()
+    selected = torch.from_numpy(rng.permuted(np.tile(np.arange(-2, 10), (5, 1)), axis=1).astype(np.int32))
+    selected = selected if entries else None
+    sink = torch.from_numpy(rng.standard_normal(HEADS, np.float32))
+    assert flash.fits(ops, 0, q, selected, None)
+    got = flash.attend(ops, pools, 0, index, q, selected, sink, 0.05)
+    want = ops.attend(pools, 0, index, q.float(), selected, sink=sink, scale=0.05)
+    torch.testing.assert_close(got.out.float(), want.out, rtol=2**-7, atol=2**-7 * float(want.out.abs().max()))
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+    assert module.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "format", "own"),
+    [
+        pytest.param(16, torch.bfloat16, "v4_584", None, id="16 heads"),
+        pytest.param(64, torch.float32, "v4_584", None, id="fp32 queries"),
+        pytest.param(64, torch.bfloat16, "bf16", None, id="another format"),
+        pytest.param(64, torch.bfloat16, "v4_584", torch.zeros(1, DIM), id="rows that the ring does not hold yet"),
+    ],
+)
+def test_what_does_not_fit_stays_with_the_own_kernels(heads, dtype, format, own):
+    layer = LayerSpec(window=Window(dim=DIM, window=6, format=format))
+    ops = TorchOps(plan_cache(CacheSpec(layers=[layer]), max_requests=1))
+    assert not flash.fits(ops, 0, torch.zeros(1, heads, DIM, dtype=dtype), None, own)
+
+
+@pytest.mark.parametrize("wanted", ["flash_mla", "cutlass"], ids=["not installed", "no such choice"])
+def test_a_choice_that_cannot_be_met_is_refused(monkeypatch, wanted):
+    monkeypatch.setenv("KVCORE_ATTENTION", wanted)
+    monkeypatch.delitem(sys.modules, "flash_mla", raising=False)
+    with pytest.raises(BackendError, match="KVCORE_ATTENTION"):
+        flash.chosen("cpu")
+
+
+def test_triton_is_the_choice_where_flash_mla_is_missing(monkeypatch):
+    monkeypatch.delenv("KVCORE_ATTENTION", raising=False)
+    assert flash.chosen("cpu") == "triton"

@@ -1,0 +1,96 @@
+"""The kernels that read, compiled for GPUs that are not there: they fit into registers and shared memory."""
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from ahead_of_time import compiled, resources
+
+from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk
+from kvcore.backends.torch_triton.kernels.attention import FULL, TENSOR, alike, parts_of
+from kvcore.backends.torch_triton.kernels.indexer import CUTS, nibbles, ranking, score_parts
+from kvcore.backends.torch_triton.kernels.record import row_record
+from kvcore.plan import plan_cache
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
+
+SHARED = {80: 163, 90: 227, 100: 227}
+"""KiB of shared memory that a block may have."""
+
+SPILLS = 1280
+"""Bytes of spills in attention: addresses that wait while the 64 x 512 sums fill the registers."""
+
+
+def record_of(role, **component):
+    kinds = {"window": Window, "entries": Entries, "index_keys": IndexKeys}
+    layer = {role: kinds[role](**component)}
+    if role == "index_keys":
+        layer["entries"] = Entries(dim=16, ratio=4, format="bf16")
+    plan = plan_cache(CacheSpec(layers=[LayerSpec(**layer)]), max_requests=2, max_tokens=512)
+    return row_record(plan.region(0, role)[0])[0]
+
+
+def attention_constants(name, arch, *, bf16, **options):
+    window = record_of("window", dim=512, window=128, format=name)
+    entries = record_of("entries", dim=512, ratio=4, format=name)
+    parts = parts_of(window, entries, bf16=bf16)
+    cut = TENSOR[arch] if bf16 else FULL
+    constants = {
+        "W": window, "E": entries, "CHUNK": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
+        "OWN": False, "SPLIT": True, "HEADS": cut.heads, "KEYS": cut.keys, "ALIKE": alike(window, entries),
+        "STAGES": cut.stages, "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
+    }  # fmt: skip
+    return constants, cut.warps
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "bf16", "options"),
+    [
+        pytest.param("v4_584", 80, True, {}, id="v4_584 A100"),
+        pytest.param("v4_584", 90, True, {}, id="v4_584 H100"),
+        pytest.param("v4_584", 100, True, {}, id="v4_584 B200"),
+        pytest.param("mxfp4_368", 90, True, {"ALL": True}, id="mxfp4_368, every entry, H100"),
+        pytest.param("v4_584", 90, False, {"OWN": True, "SPLIT": False}, id="fp32 queries, a chunk's own rows, H100"),
+    ],
+)
+def test_attention_compiles(name, arch, bf16, options):
+    constants, warps = attention_constants(name, arch, bf16=bf16, **options)
+    given = "bf16" if bf16 else "fp32"
+    found = resources(compiled(attend.attend_kernel, arch, constants, given=given, exact=bf16, warps=warps))
+    assert found.spilled_bytes <= SPILLS, found
+    assert found.shared_bytes <= SHARED[arch] * 1024, found
+
+
+@pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
+@pytest.mark.parametrize("name", ["index_fp8_132", "index_fp4_68_h", "index_nvfp4"])
+@pytest.mark.parametrize("given", ["bf16", "fp32"])
+def test_scores_compile(given, name, arch):
+    keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
+    packed = nibbles(keys) and arch >= 89
+    cut = CUTS[packed]
+    constants = {
+        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "TILES": 4, "STAGES": cut.stages,
+        "NIBBLES": packed, "NATIVE": arch >= 89,
+    }  # fmt: skip
+    found = resources(compiled(scores.scores_kernel, arch, constants, given=given, exact=False, warps=cut.warps))
+    assert found.spilled_bytes <= 64, found
+    assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
+
+
+SIZES = ranking(512, 262144)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        (topk.largest_kernel, {"HANDS": SIZES.hands, "BLOCK": 128, "DEEP": 8}, 4),
+        (topk.collect_kernel, {"HANDS": SIZES.hands, "ROOM": SIZES.room, "BLOCK": 2048}, 8),
+        (topk.rank_kernel, {"ROOM": SIZES.room, "BLOCK": 64, "OTHERS": 64}, 4),
+        (topk.carry_kernel, {"WIDTH": 512}, 4),
+        (merge.merge_kernel, {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}, 4),
+    ],
+    ids=["hands", "collect", "rank", "carry", "merge"],
+)
+def test_small_kernels_compile(kernel, constants, warps):
+    found = resources(compiled(kernel, 90, constants, warps=warps))
+    assert found.spilled_bytes == 0, found
