@@ -28,10 +28,12 @@ reading=$?
 tail -n 1 reading.log
 
 timeout 200 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
-timeout 60 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
 
 for tool in memcheck racecheck; do
     timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
+    timeout 150 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
+        >${tool}_reading.log 2>&1 &
 done
 for gpu in A100 H100 B200; do
     for which in "flush" "not flush"; do
