@@ -31,12 +31,13 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shard", default="0/1", help="k/n: only every n-th format; the first shard does the rest too")
+    parser.add_argument("--shard", help="k/n: only every n-th format, from k on; rest: all but the formats")
     arguments = parser.parse_args()
     seed = secrets.randbits(63)
     sizes = [1, 2, 3, 17, 64, 255, 1000] + ([] if arguments.quick else [8192, 65536])
-    shard, shards = map(int, arguments.shard.split("/"))
-    names = sorted(FORMATS)[shard::shards]
+    part = arguments.shard or "0/1"
+    shard, shards = (0, 1) if part == "rest" else map(int, part.split("/"))
+    names = [] if part == "rest" else sorted(FORMATS)[shard::shards]
     tasks = [(name, count, dtype, seed) for name, count, dtype in product(names, sizes, ("fp32", "bf16"))]
     began = time.time()
     results, failures = [], []
@@ -52,7 +53,7 @@ def main() -> None:
                 if problem:
                     failures.append(f"{name} {count} {dtype} {what}: {problem}")
     print(f"formats: {len(results)} checks, {time.time() - began:.1f} s", flush=True)
-    for what, problem in device.check_rest(seed, arguments.device) if shard == 0 else ():
+    for what, problem in device.check_rest(seed, arguments.device) if arguments.shard in (None, "rest") else ():
         results.append({"what": what, "ok": not problem})
         print(what, problem or "ok", flush=True)
         if problem:

@@ -157,6 +157,8 @@ def check_flush(rng, device):
         ("csa prefill", 4, True, "v4_584", "index_fp8_132_h", [600, 131]),
         ("csa fp32", 4, True, "fp32", "fp32", [13, 80, 1]),
         ("hca", 128, False, "v4_584", None, [130, 256, 5, 127]),
+        ("csa in chunks", 4, True, "v4_584", "index_fp8_132_h", [[70, 9], [1, 90], [133, 6]]),
+        ("hca in chunks", 128, False, "v4_584", None, [[70, 200], [190, 70], [200, 1]]),
         ("ratio 2", 2, False, "v41_fp4_288", None, [9, 2, 1]),
         ("ratio 3", 3, True, "bf16", "bf16", [9, 2, 1, 31]),
     ]
@@ -166,7 +168,11 @@ def check_flush(rng, device):
 
 
 def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None):
-    """What went wrong over a step of ``news`` tokens and ``after`` decode steps (default: past the next window)."""
+    """What went wrong over steps of ``news`` tokens a request, and ``after`` decode steps (default: past a window).
+
+    ``news`` is one step's, or a list of steps.
+    """
+    steps = news if isinstance(news[0], list) else [news]
     index = (
         {}
         if keys is None
@@ -179,8 +185,8 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
         tail=Tail(dim=512, ratio=ratio, overlap=overlap), entries=Entries(dim=512, ratio=ratio, format=format), **index
     )
     spec = CacheSpec(layers=[layer], block_tokens=4 * ratio)
-    requests = len(news)
-    most = max(news) + 3 * ratio
+    requests = len(steps[0])
+    most = max(map(sum, zip(*steps, strict=True))) + 3 * ratio
     per = -(-most // (4 * ratio))
     plan = plan_cache(spec, max_requests=requests, max_tokens=per * requests * 4 * ratio, max_draft_tokens=1)
     here, there = ReferenceOps(plan), TritonOps(plan, device)
@@ -191,8 +197,7 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
     weight, index_weight = (1 + rng.random(512)).astype(np.float32), (1 + rng.random(128)).astype(np.float32)
     problems = []
     starts = [0] * requests
-    steps = [news] + [[1] * requests] * (ratio + 1 if after is None else after)
-    for step in steps:
+    for step in steps + [[1] * requests] * (ratio + 1 if after is None else after):
         rows = [
             Row(slot=requests - 1 - n, start=starts[n], new=new, blocks=list(range(n * per, n * per + per)), stored=0)
             for n, new in enumerate(step)

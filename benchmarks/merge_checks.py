@@ -19,6 +19,7 @@ def main() -> None:
     missing = [log.stem for log in sorted(Path().glob("*-*.log")) if not log.with_suffix(".json").exists()]
     runs = [json.loads(path.read_text()) for path in sorted(Path().glob("check-*.json"))]
     kit = merged_kit(out / "kit.json")
+    merge_compiled(out / "compile_triton.json")
     sanitizer = {tool: last(Path(f"{tool}.log"), pattern) for tool, pattern in SUMMARIES.items()}
     results = [result for run in runs for result in run.pop("results")]
     failures = [failure for run in runs for failure in run["failures"]]
@@ -55,6 +56,15 @@ def merged_kit(path: Path) -> dict[str, int]:
     for check in json.loads(path.read_text())["checks"]:
         counts[check["status"]] = counts.get(check["status"], 0) + 1
     return counts
+
+
+def merge_compiled(path: Path) -> None:
+    """The rows of all ahead-of-time compilations, one a line, in order."""
+    parts = [json.loads(part.read_text()) for part in sorted(Path().glob("compile-*.json"))]
+    if parts:
+        rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: tuple(map(str, row.values())))
+        head = json.dumps({"kind": parts[0]["kind"], "triton": parts[0]["triton"]})[:-1]
+        path.write_text(head + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
 
 
 def last(log: Path, pattern: str) -> str:

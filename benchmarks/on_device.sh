@@ -1,7 +1,8 @@
 #!/bin/sh
 # Everything that a CUDA device has to say, in one go of about seven minutes on 16 cores:
 #   KVCORE_COMMIT=$(git rev-parse HEAD) sh benchmarks/on_device.sh OUT_FOLDER
-# Leaves check.json, reading.json, kit.json (of the conformance kit, for kvcore parity), bench.json, bench.svg and logs.tar.gz there.
+# Leaves check.json, reading.json, kit.json (of the conformance kit, for kvcore parity), bench.json, bench.svg,
+# compile_triton.json (the kernels as this machine's Triton compiles them) and logs.tar.gz there.
 # Every part has a timeout of its own; the exit status is 1 if a check failed or a part did not finish.
 out=$(cd "$1" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -10,8 +11,9 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 cd "$logs" || exit 1
 
-for shard in 0 1 2 3 4 5; do
-    timeout 200 python3 "$here/check_cuda.py" --shard $shard/6 --out check-$shard.json >check-$shard.log 2>&1 &
+for shard in 0/6 1/6 2/6 3/6 4/6 5/6 rest; do
+    part=check-${shard%/*}
+    timeout 200 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
 done
 for shard in 0 1 2 3 4 5 6 7 8 9 10 11; do
     timeout 200 python3 -m pytest --pyargs kvcore.conformance -q -p kvcore.conformance.plugin -p no:cacheprovider \
@@ -30,6 +32,14 @@ timeout 60 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.
 
 for tool in memcheck racecheck; do
     timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
+done
+for gpu in A100 H100 B200; do
+    for which in "flush" "not flush"; do
+        part=compile-$gpu-$(echo "$which" | tr -d " ")
+        (cd "$here/.." && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 150 \
+            python3 -m pytest -q --noconftest -p no:cacheprovider tests/triton_kernels/test_ahead_of_time.py \
+            -k "$gpu and $which") >"$part.log" 2>&1 &
+    done
 done
 wait
 

@@ -146,7 +146,7 @@ def run(names: Sequence[str], tokens: int | None, prompts: int, new: int, say: A
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     record: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
-        "text": f"{TEXT.name}: {len(text)} tokens, windows of {min(CONTEXT, len(text))}, {STRIDE} apart, chunks of {CHUNK}",
+        "text": f"{TEXT.name}: {len(text)} tokens, windows of {CONTEXT}, {STRIDE} apart, chunks of {CHUNK}",
         "greedy": f"{len(batch.input_ids)} prompts × {new} tokens",
         "baseline": BASELINE,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -169,11 +169,13 @@ def as_table(record: dict[str, Any]) -> str:
     lines = [
         f"{record['model']}; {record['text']}; greedy: {record['greedy']}; against {record['baseline']}.",
         "",
-        "| format | bits per element | bytes per token | perplexity | change | same best token | same greedy tokens | same prompts |",
+        "| format | bits per element | bytes per token | perplexity | change | same best token | same greedy tokens "
+        "| same prompts |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {each['format']} | {each['bits_per_element']:.2f} | {each['bytes_per_token']:,.0f} | {each['perplexity']:.3f} "
+        f"| {each['format']} | {each['bits_per_element']:.2f} | {each['bytes_per_token']:,.0f} "
+        f"| {each['perplexity']:.3f} "
         f"| {each['perplexity_against_baseline']:+.2%} | {each['best_token_agreement']:.2%} "
         f"| {each['greedy_tokens_same'] / total:.1%} | {each['greedy_prompts_same']} |"
         for each in record["rows"]
@@ -195,17 +197,24 @@ def as_svg(record: dict[str, Any]) -> str:
     def y(perplexity: float) -> float:
         return height - bottom - (perplexity - low) / room * (height - bottom - top)
 
+    title = f"Perplexity against bits per key and value element, {record['model']}"
+    middle = (left + width - right) / 2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-        f'<text x="8" y="18" font-size="14">Perplexity against bits per key and value element, {record["model"]}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<text x="8" y="18" font-size="14">{title}</text>',
         f'<path d="M{left} {top - 6}V{height - bottom + 8}H{width - right + 8}" fill="none" stroke="#888"/>',
-        f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">bits per element, scales included</text>',
+        f'<text x="{middle}" y="{height - 10}" text-anchor="middle">bits per element, scales included</text>',
+        *(
+            f'<text x="{x(bits):.1f}" y="{height - bottom + 24}" text-anchor="middle">{bits}</text>'
+            for bits in (4, 8, 16, 32)
+            if bits <= largest
+        ),
+        *(
+            f'<text x="{left - 8}" y="{y(at) + 4:.1f}" text-anchor="end">{at:.2f}</text>'
+            for at in (low, (low + high) / 2, high)
+        ),
     ]
-    for bits in (4, 8, 16, 32):
-        if bits <= largest:
-            parts.append(f'<text x="{x(bits):.1f}" y="{height - bottom + 24}" text-anchor="middle">{bits}</text>')
-    for perplexity in (low, (low + high) / 2, high):
-        parts.append(f'<text x="{left - 8}" y="{y(perplexity) + 4:.1f}" text-anchor="end">{perplexity:.2f}</text>')
     taken: list[tuple[float, float]] = []
     for each in sorted(rows, key=lambda each: each["perplexity"]):
         place_x, place_y = x(each["bits_per_element"]), y(each["perplexity"])

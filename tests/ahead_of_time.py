@@ -4,7 +4,9 @@ import inspect
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import triton
@@ -31,15 +33,26 @@ class Resources(NamedTuple):
 
 
 def compiled(
-    kernel: Any, arch: int, constants: dict[str, Any], *, given: str = "bf16", exact: bool = True, warps: int = 4
+    kernel: Any,
+    arch: int,
+    constants: dict[str, Any],
+    *,
+    given: str = "bf16",
+    exact: bool = True,
+    warps: int = 4,
+    types: Mapping[str, str] = MappingProxyType({}),
 ):
-    """The kernel compiled with the constants that a launch would pass; ``given`` is the dtype of its float inputs."""
+    """The kernel compiled with the constants that a launch would pass; ``given`` is the dtype of its float inputs.
+
+    ``types`` names elements of pointers that are not always the same.
+    """
     signature, attributes = {}, {}
     for number, name in enumerate(inspect.signature(kernel.fn).parameters):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = f"*{_element(name.removesuffix('_ptr'), given, exact)}"
+            name_of = name.removesuffix("_ptr")
+            signature[name] = f"*{types.get(name_of) or _element(name_of, given, exact)}"
             attributes[(number,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"

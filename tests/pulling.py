@@ -6,8 +6,10 @@ import numpy as np
 import stories
 import torch.distributed as dist
 
+from benchmarks.reliability import shards
 from kvcore.errors import KvcoreError, TransferError
-from kvcore.handoff import Desk, Handle, pull
+from kvcore.handoff import Desk, FileCarrier, Handle, decode_handle, pull
+from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
 
 SPEC = stories.STORED
@@ -76,3 +78,25 @@ def fetch_from_peer(handle: Handle, first: int, count: int) -> str | None:
         found = getattr(error, "reason", type(error).__name__)
     carrier.goodbye()
     return found
+
+
+class Spoiled(FileCarrier):
+    """Changes one byte of what it carries."""
+
+    def fetch(self, handle: Handle, first: int, into: Any, *, timeout: float) -> None:
+        super().fetch(handle, first, into, timeout=timeout)
+        into[0, 5] ^= 1
+
+
+def pull_together(folder: str, data: bytes, spoiled: int | None) -> tuple[str, bool]:
+    """Two context shards pull from a folder; in rank ``spoiled`` a byte is wrong: (outcome, right or unchanged)."""
+    mesh = shards._mesh(1, 2)
+    cache = torch_distributed.create_cache(SPEC, mesh=mesh, max_requests=2, max_tokens=256)
+    stories.tell(cache, {cache.admit(): [5] * 20})
+    before = cache.digest(), cache.free_slots, cache.free_blocks
+    carrier = (Spoiled if dist.get_rank() == spoiled else FileCarrier)(folder)
+    try:
+        request = torch_distributed.pull(cache, decode_handle(data), carrier, mesh=mesh)
+    except TransferError as error:
+        return error.reason, (cache.digest(), cache.free_slots, cache.free_blocks) == before
+    return "committed", cache.digest([request]) == stories.retell("torch_triton", SPEC, range(40))

@@ -98,6 +98,15 @@ def ties(context: int) -> np.ndarray:
         entries = np.arange(scores.shape[1])
         scores = np.where(np.isfinite(scores), (entries % 5 == 3) - (entries % 7 == 1).astype(np.float32), scores)
         picks = handle.select(torch.from_numpy(scores.astype(np.float32)), 6)
+        if context > 1:
+            # The same without wide scores, for scores of all kinds.
+            q, weights = (
+                torch.from_numpy(stories.rows(name, range(200), np.arange(200), *shape))
+                for name, shape in (("q", (2, 8)), ("w", (2,)))
+            )
+            one_by_one = handle.select(handle.index_scores(q, weights), 6)
+            at_once = cache.ops.index_select(cache.pools, 0, step.device_index, q, weights, 6)
+            assert (one_by_one == at_once).all()
         step.abort()
     return kvcore.to_numpy(picks)
 
@@ -143,9 +152,9 @@ def _sink_twice(right, self, parts, once, sink, like):
     return right(self, parts, once, sink, like)
 
 
-def _own_picks(right, self, scores, picks):  # noqa: ARG001 - the signature of what it stands for
+def _own_picks(right, self, scores, picks, entries):  # noqa: ARG001 - the signature of what it stands for
     """No merge."""
-    return picks
+    return entries
 
 
 def _window_everywhere(right, self, parts, once, sink, like):

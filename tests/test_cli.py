@@ -241,12 +241,12 @@ def test_bench_refuses_before_it_measures(capsys, arguments: list[str], message:
 
 
 def test_bench_prints_its_record(capsys, monkeypatch, tmp_path) -> None:
-    row = {"name": "append", "nbytes": 8, "graph_us": 2.0, "single_us": 4.0, "floor_us": 1.0, "share_of_copy": 0.5}
+    row = {"name": "append", "nbytes": 8, "graph_us": 2.0, "single_us": 4.0, "floor_us": 1.0, "copy_us": 1.5}
     found = {
         "device": "a GPU",
         "ceilings": {"copy_gb_s": 8.0},
-        "goals_measured_at_copy_gb_s": 8.0,
-        "rows": [{**row, "goal_us": None, "best_peer_us": None}],
+        "goals_measured_at": {"copy_gb_s": 8.0, "empty_kernel_us": 1.0},
+        "rows": [{**row, "goal_us": None, "goal_here_us": None, "best_peer_us": None, "why": "it is small"}],
     }
 
     def record(_):
@@ -260,7 +260,9 @@ def test_bench_prints_its_record(capsys, monkeypatch, tmp_path) -> None:
     assert printed.err == "on the way\n"
     assert "append" in (tmp_path / "bench.svg").read_text()
     assert main(["bench"]) == 0
-    assert "a GPU" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "a GPU" in table
+    assert "append: it is small" in table
 
 
 RUN = ["parity", "run", "--check", "append_window/*"]

@@ -119,7 +119,10 @@ def window_setting(device: str, count: int, layers: int) -> Setting:
 
 
 def csa_decode(device: str, count: int, share: int, indexed: bool, goal: float, peer: float) -> Workload:
-    """One token a request, one in ``share`` closes a window; the tails are written in the same launch."""
+    """One token a request, one in ``share`` closes a window; the tails are written in the same launch.
+
+    The goals are for one stream, which is what was measured of the peers; for both streams there is none.
+    """
     closing = count // share
     widths = [DIM] + [INDEX_DIM] * indexed
     rows_bytes = [count * 4 * width * 4 * 2 + closing * 7 * width * 4 * 2 for width in widths]
@@ -133,8 +136,8 @@ def csa_decode(device: str, count: int, share: int, indexed: bool, goal: float, 
         f"CSA{' + index keys' if indexed else ''} decode, n = {count}{'' if share == 1 else ', a quarter closes'}",
         nbytes,
         flush_calls(setting, count, True, indexed, torch.float32, append=True),
-        goal,
-        peer,
+        None if indexed else goal,
+        None if indexed else peer,
     )
 
 

@@ -89,6 +89,19 @@ class ReadingVerbs(LayerState):
         columns = self._kv_columns(kv, ended="kv" in self._own)
         return self._ops.gather_kv(self._pools, self._layer, index, k, v, columns=columns)
 
+    def borrow_kv(self) -> tuple[Array, Array] | None:
+        """What ``gather_kv`` returns after the append, k and v [Q, n, heads, dim], without copying; None if it must be.
+
+        The arrays are the pools' own memory: for reading, until the step ends. Possible on backends that have views,
+        for layers that keep every position, in a plain format, where all requests have the same length and each of
+        them one run of blocks.
+        """
+        kv = self._component("kv", KV)
+        borrow = getattr(self._ops, "borrow_kv", None)
+        if borrow is None or "kv" not in self._own or self._unwritten("kv"):
+            return None
+        return borrow(self._pools, self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+
     def mask(self) -> Array:
         """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""
         kv = self._component("kv", KV)

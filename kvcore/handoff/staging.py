@@ -128,7 +128,8 @@ def content_of(
         component = getattr(spec.all_layers[strip.layer], strip.role)
         count = len(component.live(length))
         rows = pages[: layout.blocks, strip.start : strip.stop].reshape(layout.blocks * strip.rows, strip.row_bytes)
-        positions = range(0, count * component.tokens_per_row, component.tokens_per_row)
+        # An array: a long request has many, and lists of them cost more than the rows.
+        positions: Any = np.arange(count) * component.tokens_per_row
         yield (strip.layer, strip.role), HostRows(rows[:count], positions)
     record = pages[layout.blocks :].reshape(-1)
     record = record if isinstance(record, np.ndarray) else to_numpy(record)

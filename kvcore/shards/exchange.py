@@ -33,20 +33,20 @@ class Exchange(Protocol):
         """
         ...
 
-    def top(self, scores: Array, picks: Array) -> Array:
-        """Merge every shard's best k: scores [T, n] and picks [T, k] of canonical entries -> [T, k] int32.
+    def top(self, scores: Array, picks: Array, entries: Array) -> Array:
+        """Merge every shard's best k: scores [T, n], picks [T, k] of their columns, and the canonical entries of those.
 
-        Highest first, ties to the lowest entry, -1 where there is none.
+        -> [T, k] int32: highest first, ties to the lowest entry, -1 where there is none.
         """
         ...
 
     def merge(self, parts: Attention, once: Attention | None, sink: Array | None, like: Array) -> Attention:
         """Attention over all shards' parts, and over what every shard holds, counted once; then the sink, once.
 
-        All of it is fp32 without a sink; the result has the dtype of ``like``.
+        They come without a sink; the result has the dtype of ``like``.
         """
         ...
 
     def widen(self, q: Array) -> Array:
-        """The query in fp32, so that partial results are not rounded."""
+        """The query in fp32, so that partial results are not rounded; as it is where kernels are made for its dtype."""
         ...

@@ -15,7 +15,7 @@ def to_write(index: StepIndex, mine: Array) -> StepIndex:
         mine: [shards] int32, 1 at this shard.
     """
     table = index.block_table
-    pages = (table[:, :, None] + 1) * mine - 1
+    pages = (table[:, :, None] + 1) * mine[None, None] - 1
     return index._replace(block_table=pages.reshape(table.shape[0], table.shape[1] * len(mine)))
 
 

@@ -20,8 +20,10 @@ from kvcore.shards.pages import Pages
 from kvcore.spec import LayerSpec
 
 WHOLE = (
-    *("allocate", "asarray", "join", "index", "encode", "decode", "pack_page", "unpack_page", "digest_rows"),
-    *("append_window", "append_tail", "append_index_tail", "gather_window", "compress", "closed"),
+    *("allocate", "asarray", "join", "index", "padded_index"),
+    *("encode", "decode", "pack_page", "unpack_page", "digest_rows"),
+    *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
+    *("gather_window", "compress", "closed"),
     *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
 )
 """Verbs that need nothing of other shards: the backend's own."""
@@ -59,6 +61,10 @@ class ShardedOps:
         """Compress what closes, and store the entries of this shard's pages."""
         closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
         return self._base.flush(pools, layer, self._to_write(index), *streams, closed=closed, **how)
+
+    def append_flush(self, pools: Pools, layer: int, index: StepIndex, *streams: Array, **how: Any) -> Pools:
+        """The same with the tails, which every shard has whole."""
+        return self._base.append_flush(pools, layer, self._to_write(index), *streams, **how)
 
     def store_entries(
         self, pools: Pools, layer: int, index: StepIndex, entries: Array | None, index_keys: Array | None = None
@@ -107,8 +113,10 @@ class ShardedOps:
         index = self._to_write(index)
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         found = self._base.gather_all_entries(pools, layer, index, columns=columns, role=role)
-        mine = self._mine(columns, self._pages_of(layer, role)) & (found.positions >= 0)
-        return found._replace(values=self.exchange.pick(self.exchange.where(mine, found.values)))
+        positions = self._positions(columns, index.lengths // self._ratio(layer, role), self._ratio(layer, role))
+        mine = self._mine(columns, self._pages_of(layer, role)) & (positions >= 0)
+        values = self.exchange.pick(self.exchange.where(mine, found.values))
+        return found._replace(values=values, positions=positions)
 
     def index_scores(
         self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int | None = None
@@ -124,7 +132,30 @@ class ShardedOps:
 
     def select(self, scores: Array, k: int) -> Array:
         """Top k over all shards' scores."""
-        return self.exchange.top(scores, self._base.select(scores, k))
+        picks = self._base.select(scores, k)
+        return self.exchange.top(scores, picks, picks)
+
+    def index_select(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        weights: Array,
+        k: int,
+        *,
+        columns: int | None = None,
+    ) -> Array:
+        """``select(index_scores(...), k)``, without scores as wide as the whole history on any shard."""
+        pages = self._pages_of(layer, "index_keys")
+        most = bounds.columns(self.plan, layer, "index_keys", index) * self.plan.context
+        few = _columns(pages, most if columns is None else columns)
+        scores = self._pages.index_scores(
+            pools, layer, self._to_read(index, layer, "index_keys"), q, weights, columns=few
+        )
+        picks = self._base.select(scores, k)
+        entries = self.exchange.where(picks >= 0, pages.canonical(self.exchange.shard, picks) + 1) - 1
+        return self.exchange.top(scores, picks, entries)
 
     def attend(
         self,
@@ -165,6 +196,7 @@ class ShardedOps:
         keys, values, positions = self._base.gather_kv(pools, layer, index, k, v, columns=columns)
         if not self._is_paged(layer, "kv"):
             return keys, values, positions
+        positions = self._positions(columns, index.lengths, 1)
         mine = self._mine(columns, self._pages_of(layer, "kv")) & (positions >= 0)
         keys, values = (self.exchange.pick(self.exchange.where(mine, part)) for part in (keys, values))
         return keys, values, positions
@@ -210,6 +242,14 @@ class ShardedOps:
         """[1, columns] bool: canonical rows that lie on this shard."""
         rows = self._base.asarray(np.arange(columns, dtype=np.int32)[None])
         return pages.owner(rows) == self.exchange.shard
+
+    def _positions(self, columns: int, counts: Array, ratio: int) -> Array:
+        """[Q, columns] int32: positions of canonical rows, -1 beyond each request's ``counts``.
+
+        Worked out here, since a backend may say -1 for a row that is on no page of its own.
+        """
+        rows = self._base.asarray(np.arange(columns, dtype=np.int32)[None])
+        return self.exchange.where(rows < counts[:, None], rows * ratio + 1) - 1
 
     def _pages_of(self, layer: int, role: str) -> Pages:
         return Pages(self.plan.context, self.plan.region(layer, role)[0].rows)

@@ -211,7 +211,7 @@ def test_ring_10_spare_rows_are_not_shown(backend):
 
 
 def test_ring_13_a_wrapped_ring_is_read_by_position(backend):
-    cache = scene.create(sliding(4), backend)
+    cache = scene.create(sliding(4), backend, layout="packed")
     a, b = cache.admit(), cache.admit()
     for p in range(6):
         scene.write(cache, {b: [1000 + p], a: [p]} if p % 2 else {a: [p], b: [1000 + p]})

@@ -69,6 +69,15 @@ def test_a_broken_backend_fails_with_a_diagnosis(kit) -> None:
     assert (statuses.count("disagree"), statuses.count("agree")) == (18, 3)
 
 
+def test_parts_make_up_the_whole(kit) -> None:
+    checks = []
+    for part in range(3):
+        ran = kit("--kv-backend=broken", f"--kv-shard={part}/3")
+        assert ran.code == 0, ran.text
+        checks += [record["check"] for record in ran.report()["checks"]]
+    assert len(checks) == len(set(checks)) == 21
+
+
 def test_the_reference_is_checked_unless_another_is_named(kit) -> None:
     ran = kit()
     assert ran.code == 0
@@ -93,6 +102,8 @@ def test_an_unknown_backend_is_a_usage_error(kit) -> None:
     [
         pytest.param(["--kv-spec=nowhere.json"], "--kv-spec: got 'nowhere.json'", id="no spec"),
         pytest.param(["--kv-report=no/such/folder.json"], "no such folder", id="nowhere to write"),
+        pytest.param(["--kv-shard=3/3"], "--kv-shard=3/3", id="no such part"),
+        pytest.param(["--kv-shard=half"], "--kv-shard=half", id="a part that is no number"),
     ],
 )
 def test_other_usage_errors(kit, arguments: list[str], message: str) -> None:

@@ -1,6 +1,8 @@
 """Pulls: bit for bit through every carrier, and every reference that is not live refused with its reason."""
 
+import importlib.util
 import itertools
+import threading
 
 import gloo
 import msgspec
@@ -9,11 +11,13 @@ import pulling
 import pytest
 import scene
 import stories
+from fake_nixl import FakeAgent
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
 from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
 from kvcore.handoff.layout import page_layout
+from kvcore.interop import nixl
 from kvcore.spec import presets
 
 BACKENDS = ("reference", "torch_triton")
@@ -129,6 +133,28 @@ class InProcess:
         self.now += seconds
 
 
+class ThroughNixl(InProcess):
+    """The same through NIXL's calls: its own agents where it is installed, stand-ins elsewhere."""
+
+    def __init__(self, number):
+        super().__init__(None)
+        make = nixl.agent if importlib.util.find_spec("nixl") else FakeAgent
+        self.server = nixl.NixlServer(self.desk, make(f"exporter {number}"))
+        self.agent = make(f"importer {number}")
+        self.carrier = nixl.NixlCarrier(self.agent, self.server.metadata)
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self):
+        while not self.done.is_set():
+            self.server.serve(0.05)
+
+    def close(self):
+        self.done.set()
+        self.thread.join()
+
+
 class TwoProcesses:
     """The same over torch.distributed; each call is made by both processes."""
 
@@ -149,12 +175,50 @@ class TwoProcesses:
         self.run(pulling.pass_time, seconds)
 
 
-@pytest.fixture(params=["direct", "file", "torch.distributed"])
+@pytest.fixture(params=["direct", "file", "torch.distributed", "nixl"])
 def carrier_world(request, tmp_path):
     """Exports and pulls through one carrier."""
-    if request.param == "torch.distributed":
-        return TwoProcesses(request.getfixturevalue("pair"))
-    return InProcess(tmp_path if request.param == "file" else None)
+    if request.param == "nixl":
+        world = ThroughNixl(tmp_path)
+        yield world
+        world.close()
+    elif request.param == "torch.distributed":
+        yield TwoProcesses(request.getfixturevalue("pair"))
+    else:
+        yield InProcess(tmp_path if request.param == "file" else None)
+
+
+def test_context_shards_pull_all_or_none(pair, tmp_path):
+    cache = stories.create(pulling.SPEC, "reference")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(40))})
+    desk = Desk(cache)
+    handle = desk.export(request, readers=2)
+    publish(desk, handle, tmp_path, readers=2)
+    arguments = str(tmp_path), encode_handle(handle)
+    assert pair.run(pulling.pull_together, *arguments, 1) == [("peer_lost", True), ("damaged", True)]
+    assert pair.run(pulling.pull_together, *arguments, None) == [("committed", True)] * 2
+
+
+def test_memory_that_is_gone_cannot_be_read(tmp_path):
+    """One-sided reads ask nobody: what was replaced meanwhile is not registered any more, or does not verify."""
+    world = ThroughNixl(tmp_path)
+    try:
+        handle = world.export(40)
+        inner = world.agent.initialize_xfer
+
+        def late(*arguments):
+            # Between the answer and the read the place gets another export.
+            if world.desk.withdraw() or handle.generation == world.generation:
+                world.let_time_pass(61)
+                world.export(33)
+                world.server._register(0, (world.desk.name, 0, world.generation))
+            return inner(*arguments)
+
+        world.agent.initialize_xfer = late
+        assert world.refusal(handle) in ("peer_lost", "damaged", "stale")
+    finally:
+        world.close()
 
 
 class Faulty(Direct):

@@ -53,7 +53,7 @@ def generated(model, prompt, mask, cache=None, **way):
 
 
 def prompts(way):
-    """(ids, mask) of three rows, two of them padded on the left; drafting takes one row, repetitive so that it drafts."""
+    """(ids, mask) of three rows, two padded on the left; for drafts one row, repetitive so that there are some."""
     if way == "assisted":
         ids = models.token_ids(1, 6).repeat(1, 4)
         return ids, torch.ones_like(ids)
@@ -87,7 +87,7 @@ def test_static_shapes_are_compiled_once(make, compiled_graphs):
     """In one graph, for all decode steps; traced, but not optimised, which takes a minute."""
     graphs = []
 
-    def keep(graph, inputs):
+    def keep(graph, _inputs):
         graphs.append(graph)
         return graph.forward
 

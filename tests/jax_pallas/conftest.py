@@ -1,7 +1,12 @@
 """The JAX backend's own suite. It needs jax; without it nothing here is collected, and its nox session fails."""
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+
+import pytest
+
+RACE = "RACE DETECTED"
 
 collect_ignore_glob = [] if find_spec("jax") else ["test_*.py"]
 
@@ -14,3 +19,10 @@ if find_spec("jax"):
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def no_race(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter of TPU kernels prints the races that it finds and goes on: here they fail the test."""
+    yield
+    assert RACE not in capsys.readouterr().out

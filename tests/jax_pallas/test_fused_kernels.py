@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import whole_step
 
-from kvcore.backends.jax_pallas import JaxBackend, JaxOps
+from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer
 from kvcore.backends.jax_pallas.backend import INTERPRETED
 from kvcore.backends.jax_pallas.calls import INTERPRETER
 from kvcore.backends.jax_pallas.pallas import codes, rows_codec
@@ -168,6 +168,13 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
         np.testing.assert_allclose(out[token], wanted, rtol=1e-5, atol=1e-5)
     assert not out[2].any()
     assert np.isneginf(lse[2]).all()
+
+
+@pytest.mark.parametrize(("tokens", "columns", "k"), [(0, 8, 4), (2, 0, 4), (2, 8, 0)])
+def test_no_scores_and_no_picks_need_no_kernel(tokens: int, columns: int, k: int) -> None:
+    picks = indexer.select(jnp.zeros((tokens, columns)), k=k, kernels="interpret")
+    assert picks.shape == (tokens, k)
+    assert (np.asarray(picks) == -1).all()
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -132,6 +132,29 @@ def test_the_interpreter_catches_a_missing_wait() -> None:
         pltpu.reset_tpu_interpret_mode_state()
 
 
+def test_the_interpreter_catches_a_race(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two writers of one row, the DMA and the core, in no order."""
+
+    def kernel(pool, out, arrived):
+        copy = pltpu.make_async_copy(pool.at[0], out, arrived)
+        copy.start()
+        out[...] = jnp.zeros((8, 128), jnp.float32)
+        copy.wait()
+
+    racing = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        interpret=INTERPRETER,
+    )
+    try:
+        jax.block_until_ready(racing(np.ones((4, 8, 128), np.float32)))
+        assert "RACE DETECTED" in capsys.readouterr().out
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
 def test_the_interpreter_catches_a_row_outside_of_the_pool() -> None:
     pool = np.ones((4, 8, 128), np.float32)
     try:

@@ -1,15 +1,20 @@
 """Every kernel and a whole decode step, compiled by the TPU compiler for chips that are not here; nothing is run."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.compile_tpu import compiled, fault, record
+from benchmarks.tpu_cases import CHIPS as EVERY_CHIP
 from benchmarks.tpu_cases import KERNELS, STEPS
+from kvcore import parity
 from kvcore.interop.jax import assert_in_place
+from kvcore.parity.html import LADDER
 
+RECORD = Path(__file__).parents[2] / "records" / "compile_tpu.json"
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
@@ -29,6 +34,18 @@ def test_a_kernel_that_copies_its_pool_is_caught() -> None:
     (one,) = compiled("v6e", "copies its pool")
     assert record(one, "ahead of time").status == "disagree"
     assert "moved" in fault(one) or "in place" in fault(one)
+
+
+def test_the_committed_record_speaks_of_every_kernel_and_chip() -> None:
+    """As a parity report: readable, mergeable, and on the rung of what was compiled and not run."""
+    report = parity.merge({"records/compile_tpu.json": parity.read(RECORD)})
+    assert report.agrees
+    found: dict[str, set[str]] = {}
+    for one in report.checks:
+        assert [name for name, _, fits in LADDER if fits(one.how)] == ["compiled"], one.how
+        found.setdefault(one.how.split(",")[0], set()).add(one.check)
+    assert found == {f"TPU {chip}": {*KERNELS, *STEPS} for chip in EVERY_CHIP}
+    assert all({"jax", "libtpu"} <= run.versions.keys() for run in report.runs)
 
 
 def test_assert_in_place_passes_an_update_in_place() -> None:

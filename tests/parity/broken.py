@@ -333,6 +333,30 @@ class OneRounding(ReferenceOps):
         return found
 
 
+class RotatedOneTooFar(ReferenceOps):
+    """Window rows are turned by the next position's angle."""
+
+    def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+        rows = rotate(np.nan_to_num(rows.astype(np.float32)), np.ones(len(rows), np.int32), rope)
+        return super().append_rotated_window(pools, layer, index, rows, rope=rope, norm_weight=norm_weight, eps=eps)
+
+
+class TailForgotten(ReferenceOps):
+    """Flush and append in one launch, of which only the flush happens."""
+
+    def append_flush(self, pools, layer, index, *streams, newest=None, **options):
+        del newest
+        return self.flush(pools, layer, index, *streams, **options)
+
+
+class IndexKept(ReferenceOps):
+    """The buffers of padded steps are filled once."""
+
+    def padded_index(self, host):
+        self.kept = getattr(self, "kept", host)
+        return self.kept
+
+
 class CopiesInTurn(ReferenceOps):
     """A copy reads what an earlier copy of the same call wrote."""
 

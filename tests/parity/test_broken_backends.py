@@ -79,6 +79,9 @@ MISTAKES = [
     ("OneRounding", "compress/v4_584.m4+tail.m4.overlap/packed/longer", "norm", "entry 0, channel 0", ""),
     ("CopiesInTurn", "copy_slots/*/packed/padded", "0.window", "unit 0, row 0", ""),
     ("TailScoresZero", "reset_slots/*/packed/padded", "0.tail", "score byte 2", ""),
+    ("RotatedOneTooFar", "append_rotated_window/bf16/packed/ragged", "1.window, normed", "codes", ""),
+    ("TailForgotten", "append_flush/v4_584.m4+index_fp4_68_h.m4/packed/ragged", "1.tail", "kv byte 0", ""),
+    ("IndexKept", "padded_index/v4_584/any/padded", "next positions", "token 0", "off by -1"),
     ("DigestOfOneLane", "digest_rows/v4_584/any/ragged", "lanes", "lane 1", ""),
 ]
 

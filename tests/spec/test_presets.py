@@ -1,9 +1,11 @@
 """Ready-made specs against the published configurations."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvcore.errors import SpecError
-from kvcore.spec import CacheSpec, presets
+from kvcore.spec import CacheSpec, from_hf_config, presets
 
 
 def roles(layer):
@@ -171,3 +173,30 @@ def test_every_preset_is_named_after_itself():
         spec = preset()
         assert isinstance(spec, CacheSpec)
         assert spec.name == name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rank", "formats", "keys"),
+    [
+        pytest.param("deepseek_v2", 512, ("bf16", None), None, id="V2"),
+        pytest.param("deepseek_v3", 512, ("bf16", None), None, id="V3"),
+        pytest.param("deepseek_v32", 512, ("v32_656", "index_fp8_132_fp32scale"), 128, id="V3.2"),
+        pytest.param("deepseek_v32", 16, ("bf16", "index_fp8_132_fp32scale"), 128, id="a smaller V3.2"),
+    ],
+)
+def test_latent_attention_keeps_one_row_a_token(model_type, rank, formats, keys):
+    config = SimpleNamespace(
+        model_type=model_type,
+        num_hidden_layers=3,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=64,
+        index_head_dim=128,
+        index_n_heads=64,
+        index_topk=2048,
+    )
+    spec = from_hf_config(config)
+    assert len(spec.layers) == 3
+    for layer in spec.layers:
+        assert (layer.entries.dim, layer.entries.ratio, layer.entries.format) == (rank + 64, 1, formats[0])
+        found = (layer.index_keys.dim, layer.index_keys.format) if layer.index_keys else (None, None)
+        assert found == (keys, formats[1])

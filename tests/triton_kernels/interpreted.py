@@ -9,23 +9,24 @@ import check_attention
 import check_indexer
 import numpy as np
 from check_cuda import reference_rows
-from checks_on_device import check_format, check_rotated, flush_problems
+from checks_on_device import check_format, check_life, check_rotated, flush_problems
 
 from kvcore.spec import FORMATS
 
 
 def formats(names):
-    for name in names:
-        for count, dtype in ((17, "fp32"), (3, "bf16")):
-            yield from check_format(name, count, dtype, *reference_rows(name, count, dtype, 5), "cpu")
+    for number, name in enumerate(names):
+        # Both inputs take the same way but for the first load.
+        count, dtype = ((17, "fp32"), (9, "bf16"))[number % 2]
+        yield from check_format(name, count, dtype, *reference_rows(name, count, dtype, 5), "cpu")
 
 
-def flushes():
+def flushes(given):
     rng = np.random.default_rng(3)
-    for given in ("fp32", "bf16"):
-        yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1], given)
-        yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=2)
-        yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2, 1], given)
+    yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 1], given, after=3)
+    yield f"CSA in chunks {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=1)
+    yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=1)
+    yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
 
 def compiled():
@@ -37,7 +38,9 @@ def compiled():
 GROUPS = {
     "attention": lambda: check_attention.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),
-    "flush": flushes,
+    "flush of fp32": lambda: flushes("fp32"),
+    "flush of bf16": lambda: flushes("bf16"),
+    "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,
     **{f"formats {n}": lambda n=n: formats(sorted(FORMATS)[n::4]) for n in range(4)},

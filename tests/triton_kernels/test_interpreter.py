@@ -10,7 +10,16 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-GROUPS = ["attention", "indexer", "flush", "rotated append", "torch.compile", *(f"formats {n}" for n in range(4))]
+GROUPS = [
+    "attention",
+    "indexer",
+    "flush of fp32",
+    "flush of bf16",
+    "rotated append",
+    "whole units",
+    "torch.compile",
+    *(f"formats {n}" for n in range(4)),
+]
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -123,9 +123,9 @@ def index_scores(pools, region: Region, blocks, q, weights, global_scale=1.0):
     return jnp.concatenate(found)
 
 
-def selects(kernels: str, scores_) -> bool:
+def selects(kernels: str, scores_, k: int) -> bool:
     """True where a top-k is one kernel; longer rows are XLA's to sort."""
-    return kernels != "portable" and 0 < scores_.shape[1] <= LARGEST and len(scores_) > 0
+    return kernels != "portable" and 0 < scores_.shape[1] <= LARGEST and len(scores_) > 0 and k > 0
 
 
 def select(kernels: str, scores_, k: int):

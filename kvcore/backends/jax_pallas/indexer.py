@@ -62,7 +62,7 @@ def _visible(scores, request, position, component):
 
 def select(scores, *, k, kernels="portable"):
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    if fused.selects(kernels, scores):
+    if fused.selects(kernels, scores, k):
         return fused.select(kernels, scores, k)
     columns = scores.shape[1]
     # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.

@@ -55,6 +55,7 @@ class TorchOps(ComposedVerbs):
     append_kv = verb(classic.append_kv)
     gather_kv = verb(classic.gather_kv)
     mask = verb(classic.mask)
+    borrow_kv = verb(classic.borrow_kv)
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
     poison = verb(life.poison)
@@ -133,6 +134,10 @@ class TorchOps(ComposedVerbs):
 
     def encode_rows(self, region, values, global_scale=1.0):
         """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
+        code = encoding.plain_code(region.format)
+        if code is not None and len(values):
+            rows = encoding.to_bytes(values.to(torch.float32), code)
+            return rows.reshape(len(values), region.heads, region.format.row)
         flat = values.reshape(len(values) * region.heads, region.format.dim)
         return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton import plain, streamed
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
@@ -14,8 +15,17 @@ from kvcore.ops import Attention
 def append_kv(ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
     for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        place.append(pools, region, index, ops.encode_rows(region, values))
+        rows = ops.encode_rows(region, values)
+        if not plain.append(pools, region, index, rows):
+            place.append(pools, region, index, rows)
     return pools
+
+
+def borrow_kv(ops, pools, layer, index, *, columns):
+    """Keys and values [Q, columns, heads, dim] as they lie in the pools, from position 0 on; None if not possible."""
+    if ops.component(layer, "kv").span is not None:
+        return None
+    return plain.borrow(pools, ops.plan.region(layer, "kv"), index, columns)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
@@ -28,7 +38,9 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     complete = not positions.is_cuda and bool(valid.all())
     gathered = []
     for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        dense = None if values is not None else bulk(ops, pools, region, layer, index, columns)
+        dense = None
+        if values is None:
+            dense = (bulk if positions.is_cuda else by_runs)(ops, pools, region, layer, index, positions)
         if dense is None:
             own = None if values is None else ops.encode_rows(region, values)
             dense = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
@@ -47,7 +59,12 @@ def positions_of(component, index, columns):
     return place.numbers_from(first, index.lengths - first, columns)
 
 
-def bulk(ops, pools, region, layer, index, columns):
+def by_runs(ops, pools, region, layer, index, positions):
+    """Rows of a plain format on the CPU, neighbours at once; or None if not possible."""
+    return plain.dense(pools, region, index, positions)
+
+
+def bulk(ops, pools, region, layer, index, positions):
     """Whole units of a plain format, copied as they lie: [Q, columns, heads, dim] by position, or None if not possible.
 
     It is what a real model's decode step waits for: whole blocks through the table, no work per row.
@@ -57,6 +74,7 @@ def bulk(ops, pools, region, layer, index, columns):
         return None
     if ops.component(layer, "kv").span is not None:
         return None
+    columns = positions.shape[1]
     pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[value.code]
     size = stored.itemsize
     if (pool.storage_offset() + first.base) % size or first.stride % size or pool.stride(0) % size:
@@ -89,6 +107,10 @@ def mask(ops, layer, index, *, columns=None):
 def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     tokens, heads, dim = q.shape
+    if k is None and not q.is_cuda:
+        found = streamed.attend(ops, pools, layer, index, q, sink=sink, scale=dim**-0.5 if scale is None else scale)
+        if found is not None:
+            return found
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
     seen = ops.mask(layer, index, columns=columns)

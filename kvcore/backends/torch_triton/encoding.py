@@ -217,6 +217,14 @@ def hadamard(values):
     return to_bf16(values.reshape(rows, dim) * dim**-0.5)
 
 
+@cache
+def plain_code(format: Format) -> str | None:
+    """The code of a format that is one floating-point number a channel and nothing else; None for any other."""
+    value, *others = format.fields
+    plain = not others and value.group is None and value.code in DTYPES and not format.hadamard
+    return value.code if plain else None
+
+
 def to_bf16(values):
     """fp32 rounded to bf16, still as fp32."""
     return values.to(torch.bfloat16).to(torch.float32)

@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcore import bounds, digest
+from kvcore.backends.torch_triton import plain
 from kvcore.backends.torch_triton import rows as place
 from kvcore.ops import RawRows
 from kvcore.pools import fresh_unit
@@ -86,7 +87,11 @@ def store_rows(ops, pools, layer, role, index, raw):
 
 def read_ring(ops, pools, layer, role, index):
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
-    return [place.load(pools, region, *tokens(region, index)) for region in ops.plan.region(layer, role)]
+    saved = []
+    for region in ops.plan.region(layer, role):
+        rows = plain.overwritten(pools, region, index)
+        saved.append(place.load(pools, region, *tokens(region, index)) if rows is None else rows)
+    return saved
 
 
 def restore_ring(ops, pools, layer, role, index, saved):

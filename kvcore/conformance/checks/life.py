@@ -11,7 +11,7 @@ from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.rings import own_rows
 from kvcore.conformance.outputs import Output, exact
 from kvcore.digest import region_salt
-from kvcore.ops import RawRows
+from kvcore.ops import RawRows, StepIndex
 from kvcore.pools import Pools
 
 
@@ -114,10 +114,7 @@ def asarray(bench: Bench) -> list[Output]:
 
 def index(bench: Bench) -> list[Output]:
     """The step index on the device, field by field."""
-    return [
-        exact(name, to_numpy(array), *["request", "block"][-np.ndim(to_numpy(array)) :])
-        for name, array in bench.index._asdict().items()
-    ]
+    return _index_fields("", bench.index)
 
 
 def padded_index(bench: Bench) -> list[Output]:
@@ -127,9 +124,17 @@ def padded_index(bench: Bench) -> list[Output]:
         positions=np.maximum(index.positions - 1, -1), slots=index.slots[::-1].copy(), block_table=index.block_table + 1
     )
     return [
-        exact(f"{step} {name}", to_numpy(array), *["request", "block"][-array.ndim :])
-        for step, host in (("first", earlier), ("next", index))
-        for name, array in bench.ops.padded_index(host)._asdict().items()
+        output
+        for step, host in (("first ", earlier), ("next ", index))
+        for output in _index_fields(step, bench.ops.padded_index(host))
+    ]
+
+
+def _index_fields(step: str, index: StepIndex) -> list[Output]:
+    axes = {"positions": ("token",), "request_index": ("token",), "block_table": ("request", "block")}
+    return [
+        exact(f"{step}{name}", to_numpy(array), *axes.get(name, ("request",)))
+        for name, array in index._asdict().items()
     ]
 
 

@@ -46,18 +46,18 @@ class TorchExchange:
         wide[:, place[:kept]] = scores[:, :kept]
         return wide
 
-    def top(self, scores, picks):
+    def top(self, scores, picks, entries):
         """Merge every shard's best k: highest first, ties to the lowest entry, -1 where there is none."""
         if not picks.numel() or not scores.shape[1]:
-            return picks
+            return entries
         best = scores.float().gather(1, picks.clamp(min=0).long()) + 0.0
         best = torch.where(picks >= 0, best, -torch.inf)
-        best, picks = self._side_by_side(best), self._side_by_side(picks)
+        best, entries = self._side_by_side(best), self._side_by_side(entries)
         # By entry, then stably by score.
-        order = torch.where(picks >= 0, picks, torch.iinfo(torch.int32).max).sort(dim=1, stable=True).indices
-        best, picks = best.gather(1, order), picks.gather(1, order)
+        order = torch.where(entries >= 0, entries, torch.iinfo(torch.int32).max).sort(dim=1, stable=True).indices
+        best, entries = best.gather(1, order), entries.gather(1, order)
         order = best.sort(dim=1, descending=True, stable=True).indices
-        return picks.gather(1, order)[:, : picks.shape[1] // self.shards].contiguous()
+        return entries.gather(1, order)[:, : picks.shape[1]].contiguous()
 
     def merge(self, parts, once, sink, like):
         """Attention over all shards' parts and what every shard holds, counted once; then the sink, once."""
@@ -67,7 +67,7 @@ class TorchExchange:
         lse = found.logsumexp(dim=0) if once is None else torch.logaddexp(found.logsumexp(dim=0), once.lse)
         # A query without any key: weights exp(-inf - 0) are 0.
         safe = torch.where(lse.isneginf(), 0, lse)
-        out = parts.out * torch.exp(parts.lse - safe)[..., None]
+        out = parts.out.float() * torch.exp(parts.lse - safe)[..., None]
         dist.all_reduce(out, group=self._group)
         if once is not None:
             out = out + once.out * torch.exp(once.lse - safe)[..., None]
@@ -78,8 +78,8 @@ class TorchExchange:
         return Attention(out.to(like.dtype), lse)
 
     def widen(self, q):
-        """The query in fp32."""
-        return q.float()
+        """The query in fp32; on a GPU as it is, since bf16 is what the kernels' matrix units take."""
+        return q if q.is_cuda else q.float()
 
     def _stack(self, values):
         """[shards, ...] in order of shards."""

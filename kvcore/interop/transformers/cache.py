@@ -47,6 +47,7 @@ class KVCache(Cache):
         block_tokens: int | None = None,
         max_draft_tokens: int = 0,
         static: bool = False,
+        lend: bool = False,
         check: bool = False,
     ) -> None:
         """Plan and allocate.
@@ -64,6 +65,9 @@ class KVCache(Cache):
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
             static: shapes that do not depend on the number of tokens, so that ``torch.compile`` compiles a decode step
                 once; classic layers only. ``generate`` then makes masks outside of compiled code.
+            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, full attention,
+                the model's own format. Whoever writes to it changes the cache, as with the model's own cache. Faster in
+                fp32; torch's bf16 attention prefers the copies.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -88,6 +92,7 @@ class KVCache(Cache):
         self.max_length = max_length
         rings = any(component.span is not None for _, _, component in spec.components())
         self.static = static
+        self.lend = lend
         self.number = next(NUMBERS)
         CACHES[self.number] = self
         self.can_undo = max_draft_tokens > 0 or not rings

@@ -64,13 +64,17 @@ class ClassicLayer(Layer):
     """Keys and values of full, sliding or chunked attention."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim]."""
+        """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim].
+
+        Copies, or with ``lend`` the cache's own memory where it lies evenly.
+        """
         owner = self.owner
         with owner.forward(self.number, key_states) as handle:
             handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
-            k, v, _ = handle.gather_kv()
-            keys = owner.take(k, key_states.dtype).transpose(1, 2).contiguous()
-            values = owner.take(v, value_states.dtype).transpose(1, 2).contiguous()
+            lent = handle.borrow_kv() if owner.lend else None
+            k, v = lent or handle.gather_kv()[:2]
+            keys = owner.take(k, key_states.dtype).transpose(1, 2)
+            values = owner.take(v, value_states.dtype).transpose(1, 2)
             owner.finish(self.number)
         return keys, values
 

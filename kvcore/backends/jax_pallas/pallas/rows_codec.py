@@ -102,7 +102,7 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
     if field.scale == "e8m0":
         return encoding.times_power(values, stored)
     scales = codes.of_bits(stored) if field.scale == "fp32" else codes.from_e4m3(stored)
-    values = values * scales
+    values = encoding.times(values, scales)
     return values * np.float32(global_scale) if region.format.global_scaled else values
 
 

@@ -94,9 +94,7 @@ def append_rotated_kernel(
         x = x * scale[:, None, None] * weight
         if R.rounded:
             x = round_bf16(x, NATIVE)
-    elif R.rounded and values_ptr.dtype.element_ty == tl.float32:
-        x = round_bf16(x, NATIVE)
-    if R.plain != "" and R.dim - R.quant == 2 * PAIRS and R.quant:
+    if R.apart and R.dim - R.quant == 2 * PAIRS:
         # The rotated channels are exactly the plain field: turn those alone, read once more from the L1.
         turned = R.quant + tl.arange(0, 2 * PAIRS)[None, :]
         y = load_float(values_ptr + row.to(tl.int64)[:, None] * R.dim + turned, inside[:, None] & (turned < R.dim))
@@ -107,6 +105,11 @@ def append_rotated_kernel(
                 y = round_bf16(y, NATIVE)
         cos, sin = turns(position, frequencies_ptr, 2 * PAIRS, 2 * PAIRS, PAIRS)
         y = rotate(y, cos, sin, 2 * PAIRS, PAIRS)
+        if R.rounded and R.plain != "bf16":
+            y = round_bf16(y, NATIVE)
+        if R.rounded and not NORM and values_ptr.dtype.element_ty == tl.float32:
+            # These channels are not rotated; where they were normed, or came as bf16, they are rounded already.
+            x = round_bf16(x, NATIVE)
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.rounded, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
         store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)

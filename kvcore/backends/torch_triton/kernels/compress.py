@@ -43,13 +43,14 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
     if rows * size <= 16384:
         warps = max(1, min(4, size * given_bytes // 512))
         return FlushShape(tokens if count < 8192 * ratio else 2 * tokens, 1, min(rows, max(1, 4096 // size)), warps)
+    # (parts, warps, rows that a thread takes at a time)
     if decode:
-        parts, warps, each = (8, 2, 4) if count <= 128 else (2, 4, 2)
+        parts, warps, each = (8, 2, given_bytes) if count <= 128 else (2, 4, given_bytes // 2)
     else:
-        parts, warps, each = (16, 2, 1) if count < 256 * ratio else (1, 2, 2)
+        parts, warps, each = (16, 2, 1) if count < 256 * ratio else (1, given_bytes, 2)
     parts = max(1, min(parts, size // 32))
     at_once = warps * 32 * (16 // given_bytes) // (size // parts)
-    return FlushShape(tokens, parts, min(rows, max(1, each * at_once)), warps)
+    return FlushShape(tokens, parts, min(rows, max(2, each * at_once)), warps)
 
 
 def window_rows(tail_record: TailRecord) -> int:

@@ -82,7 +82,7 @@ def close_window(
                     kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE
                 )
             else:
-                few: tl.constexpr = CHUNK // 4 if CHUNK > 4 else 1
+                few: tl.constexpr = CHUNK // 4 if CHUNK > 8 else 2
                 x = pool(
                     kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE
                 )

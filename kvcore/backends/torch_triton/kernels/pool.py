@@ -69,7 +69,7 @@ def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, cha
 
 @triton.jit
 def half_of(r, T: tl.constexpr):
-    """First channel of row ``r``: tokens before the entry's own lend their carry half, the first; its own the second."""
+    """First channel of row ``r``: tokens before the entry's own lend their carry half, its own the other."""
     return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
 
 

@@ -1,0 +1,215 @@
+"""A decode step beside the caches of transformers, in one process: cache update and attention of a stack of layers.
+
+``python benchmarks/beside_transformers.py [--out FOLDER]``. One row of a batch, one new token a step, Llama-like
+layers; projections and everything else that a model does are left out. Every cache gets the same keys, values and
+queries, and its result is compared with DynamicCache's. Steps of all caches alternate; what counts is the median of the
+processor time of the one thread that is used. The cache is cropped back after each step, outside of the time.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig, QuantizedCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvcore.interop.transformers import KVCache
+
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 4
+WINDOWS = (1024, 4096)
+CONTEXTS = (1024, 4096, 16384)
+CHUNK = 1024  # tokens of a prefill step
+
+
+class Contender(NamedTuple):
+    """One cache: store a layer's k and v [1, heads, tokens, dim]; attend with q as well; go back; bytes held."""
+
+    name: str
+    fill: Callable[[int, torch.Tensor, torch.Tensor], Any]
+    step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    back: Callable[[int], None]
+    nbytes: Callable[[], int]
+    exact: bool
+
+
+def config(window: int | None) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": HEADS * DIM,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "num_hidden_layers": LAYERS,
+    }
+    return MistralConfig(**sizes, sliding_window=window) if window else LlamaConfig(**sizes)
+
+
+def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
+    """As a Llama layer of transformers calls it: a decode step has a mask only if there are rows that don't count."""
+    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
+    mask = None if keys.shape[2] <= rows else (torch.arange(keys.shape[2]) < rows)[None, None, None]
+    return sdpa_attention_forward(module, q, keys, values, mask, is_causal=mask is None)[0]
+
+
+def of_transformers(name: str, cache: Any, rows: int, *, exact: bool = True) -> Contender:
+    """The model attends to what the cache hands out, of which ``rows`` count."""
+    cache.activate_past_recording()
+
+    def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return cache.update(k, v, layer)
+
+    def step(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, *cache.update(k, v, layer), rows)
+
+    def nbytes() -> int:
+        return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+    return Contender(name, fill, step, cache.crop, nbytes, exact)
+
+
+def by_kvcore(name: str, cache: KVCache, *, exact: bool = True) -> Contender:
+    """The cache attends itself."""
+
+    def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        with cache.forward(layer, k) as handle:
+            handle.append_kv(k[0].transpose(0, 1), v[0].transpose(0, 1))
+            cache.finish(layer)
+
+    def step(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with cache.forward(layer, k) as handle:
+            handle.append_kv(k[0].transpose(0, 1), v[0].transpose(0, 1))
+            out = handle.attend(q[0].transpose(0, 1)).out
+            cache.finish(layer)
+        return out[None]
+
+    return Contender(name, fill, step, cache.crop, lambda: cache.nbytes, exact)
+
+
+def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Contender]:
+    # The fields of a model that a cache reads.
+    model = SimpleNamespace(config=config(window), dtype=dtype, device=torch.device("cpu"))
+    options: dict[str, Any] = {"batch": 1, "max_length": context + 64, "max_draft_tokens": 4}
+
+    def kv(**more: Any) -> KVCache:
+        return KVCache(model, **options, **more)
+
+    rows = context + 1
+    found = [of_transformers("DynamicCache", DynamicCache(config=model.config), rows)]
+    if window is None:
+        # Its sliding layers cannot go back; and it runs without torch.compile here, which it was made for.
+        found.append(of_transformers("StaticCache", StaticCache(config=model.config, max_cache_len=context + 64), rows))
+        if find_spec("optimum"):
+            found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), rows, exact=False))
+    copying, lending = kv(), kv(lend=True)
+    found.append(of_transformers("kvcore", copying, rows)._replace(nbytes=lambda: copying.nbytes))
+    if window is None:
+        found.append(of_transformers("kvcore, lend", lending, rows)._replace(nbytes=lambda: lending.nbytes))
+    found.append(by_kvcore("kvcore, attend", kv()))
+    found.append(by_kvcore("kvcore int8_row, attend", kv(formats="int8_row"), exact=False))
+    return found
+
+
+def states(tokens: int, dtype: torch.dtype, random: torch.Generator) -> list[torch.Tensor]:
+    """q, k, v [1, heads, tokens, dim]."""
+    return [torch.randn(1, heads, tokens, DIM, generator=random).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def measure(context: int, dtype: torch.dtype, steps: int, window: int | None) -> list[dict[str, Any]]:
+    """One row of the table for each cache."""
+    random = torch.Generator().manual_seed(0)
+    found = contenders(context, dtype, window)
+    for start in range(0, context, CHUNK):
+        _, k, v = states(min(CHUNK, context - start), dtype, random)
+        for each in found:
+            for layer in range(LAYERS):
+                each.fill(layer, k, v)
+            each.back(0)
+    q, k, v = states(1, dtype, random)
+    wanted = None
+    times: dict[str, list[float]] = {each.name: [] for each in found}
+    for _ in range(steps):
+        for each in found:
+            start = time.process_time()
+            out = [each.step(layer, q, k, v) for layer in range(LAYERS)][-1]
+            times[each.name].append(time.process_time() - start)
+            each.back(-1)
+            wanted = out if wanted is None else wanted
+            close = (2e-2 if dtype == torch.bfloat16 else 1e-4) if each.exact else 0.2
+            torch.testing.assert_close(out.float(), wanted.float(), rtol=close, atol=close)
+    dynamic = statistics.median(times["DynamicCache"])
+    return [
+        {
+            "context": context,
+            "layers": f"sliding, {window:,}" if window else "full",
+            "dtype": str(dtype).removeprefix("torch."),
+            "cache": each.name,
+            "step_ms": round(1e3 * statistics.median(times[each.name]), 3),
+            "of_dynamic": round(statistics.median(times[each.name]) / dynamic, 3),
+            "nbytes": each.nbytes(),
+        }
+        for each in found
+    ]
+
+
+def as_table(record: dict[str, Any]) -> str:
+    lines = [
+        f"{record['stack']}; one thread; {record['versions']}.",
+        "",
+        "| layers | numbers | context | cache | step | of DynamicCache | bytes held |",
+        "|---|---|---:|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['layers']} | {row['dtype']} | {row['context']:,} | {row['cache']} | {row['step_ms']:.2f} ms "
+        f"| {row['of_dynamic']:.2f} | {row['nbytes']:,} |"
+        for row in record["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="folder for beside_transformers.json and .md")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {
+        "stack": f"{LAYERS} layers, {HEADS} query and {KV_HEADS} key-value heads of {DIM}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "steps": chosen.steps,
+        "quantised_cache": "measured" if find_spec("optimum") else "not measured: optimum-quanto is not installed",
+        "rows": [],
+    }
+    for window in (None, *WINDOWS):
+        for name in chosen.dtypes:
+            for context in chosen.contexts:
+                if window is not None and context < window:
+                    continue
+                with torch.no_grad():
+                    rows = measure(context, getattr(torch, name), chosen.steps, window)
+                record["rows"] += rows
+                for row in rows:
+                    print(
+                        row["layers"],
+                        name,
+                        context,
+                        f"{row['cache']}: {row['step_ms']} ms, {row['of_dynamic']}",
+                        flush=True,
+                    )
+    if chosen.out is not None:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        (chosen.out / "beside_transformers.json").write_text(text, encoding="utf-8")
+        (chosen.out / "beside_transformers.md").write_text(as_table(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

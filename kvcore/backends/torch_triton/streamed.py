@@ -1,0 +1,118 @@
+"""Classic attention on the CPU, request by request over pieces of its rows, none of them held longer than needed.
+
+Rows of plain formats are read where they lie, others are decoded piece by piece. A piece's result is torch's own fused
+attention in fp32, and pieces are joined by their log-sums; query heads that share a key head are queries of one
+product.
+"""
+
+import torch
+
+from kvcore.backends.torch_triton import plain
+from kvcore.backends.torch_triton import rows as place
+from kvcore.ops import Attention
+
+PIECE = 2048
+"""Rows of a piece: in fp32, keys of eight heads of 64 take 4 MiB."""
+
+fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""(q, k, v [B, heads, n, dim], mask as a summand) -> (out, log-sum-exp); what torch's attention calls."""
+
+
+def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
+    """Attend from q [T, H, dim] to what the pools hold; None where this is not possible, and another way must be taken.
+
+    That is: a padded step, keys and values of different heads or dims, or a number that is not finite, which a sum over
+    unseen rows would spread.
+    """
+    keys, values = ops.plan.region(layer, "kv")
+    heads, requests = q.shape[1], plain.counts(index)
+    if requests is None or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
+        return None
+    component = ops.component(layer, "kv")
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    token = 0
+    for request, (start, length, _) in enumerate(requests):
+        new = length - start
+        if new:
+            mine = (
+                q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
+            )
+            found = one_request(ops, pools, component, (keys, values), index, request, start, mine, scale)
+            if found is None:
+                return None
+            total, logs = found
+            if sink is not None:
+                total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]
+            out[token : token + new], lse[token : token + new] = total.to(q.dtype), logs
+        token += new
+    return Attention(out, lse)
+
+
+def one_request(ops, pools, component, regions, index, request, start, q, scale):
+    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above."""
+    new, key_heads, group, dim = q.shape
+    grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
+    query = torch.arange(start, start + new)
+    total = logs = None
+    stored = [plain.lines(pools, region) for region in regions]
+    for low, high, places in pieces(regions, stored, index, request, component.first_visible(start), start + new):
+        k, v = (
+            read(ops, pools, region, index, request, low, high, lines, line)
+            for region, lines, line in zip(regions, stored, places, strict=True)
+        )
+        seen = None
+        if high > start + 1 or component.first_visible(start + new - 1) > low:
+            position = torch.arange(low, high)
+            seen = (position <= query[:, None]) & (position >= place.first_visible(component, query)[:, None])
+            # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
+            if not bool(v.isfinite().all()):
+                return None
+        mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).repeat(group, 1)[None, None]
+        part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
+        if seen is not None:
+            part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
+        if not bool((part_logs.isfinite() | part_logs.isneginf()).all()):
+            return None
+        total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
+    out = total.reshape(key_heads, group, new, dim).permute(2, 0, 1, 3).flatten(1, 2)
+    return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
+
+
+def pieces(regions, stored, index, request, first, last):
+    """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
+
+    The order of keys does not matter to a sum, so a ring that has wrapped is two pieces and never put in order.
+    """
+    both = all(lines is not None for lines in stored)
+    if (
+        both
+        and len({(region.growth, region.rows, lines.unit) for region, lines in zip(regions, stored, strict=True)}) == 1
+    ):
+        for run in plain.runs(regions[0], index, request, first, last, stored[0].unit):
+            for done in range(0, run.count, PIECE):
+                some = min(PIECE, run.count - done)
+                yield first + done, first + done + some, (run.line + done,) * 2
+            first += run.count
+        return
+    for low in range(first, last, PIECE):
+        yield low, min(low + PIECE, last), (None, None)
+
+
+def read(ops, pools, region, index, request, low, high, lines, line):
+    """Rows low .. high - 1 of a request as fp32 [heads, n, dim]; ``line`` is where they lie if in one run."""
+    if line is not None:
+        return lines.rows[line : line + high - low].to(torch.float32).transpose(0, 1)
+    numbers = torch.arange(low, high)
+    rows = place.load(pools, region, *place.locate(region, index, torch.full_like(numbers, request), numbers))
+    return ops.decode_rows(region, rows).to(torch.float32).transpose(0, 1)
+
+
+def joined(out, logs, more, more_logs):
+    """Attention over two sets of keys from the attention over each."""
+    largest = torch.maximum(logs, more_logs)
+    largest = torch.where(largest.isneginf(), 0, largest)
+    a, b = torch.exp(logs - largest), torch.exp(more_logs - largest)
+    total = a + b
+    share = torch.where(total == 0, 0, b / total)[..., None]
+    return out * (1 - share) + more * share, largest + torch.log(total)

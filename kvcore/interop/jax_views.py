@@ -1,0 +1,318 @@
+"""Dense caches as JAX models carry them: one pytree of layer views, appended to by pure functions, over kvcore's pools.
+
+For a model that keeps its cache in its own state and jits its whole step, without requests or a host in between. Row b
+of the batch is slot b with blocks of its own, so addresses need no table from outside. What kvcore promises holds here
+too: rows are stored by position, rings included, in any K-V format, and old rows are never rounded again.
+
+``docs/jax_views.md`` maps the names of EasyDeL's ``TransformerCache`` to these. Donate at the outermost ``jit``.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
+from kvcore.ops import StepIndex
+from kvcore.plan import plan_cache
+from kvcore.plugins import choose_backend
+from kvcore.spec import KV, CacheSpec, LayerSpec, from_json, to_json
+
+
+class Appended(NamedTuple):
+    """What a layer attends to after an append.
+
+    Attributes:
+        keys: [B, n, key heads, dim]: rows that some query may see, in position order, the new ones among them.
+        values: [B, n, value heads, dim].
+        mask: [B, S, n] bool: what each query sees: causal, window or chunk, starts and padding.
+        positions: [B, n] int32 column of each row, -1 where there is none; ``positions >= 0`` says which are valid.
+        view: the layer with the new rows.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    mask: jax.Array
+    positions: jax.Array
+    view: "LayerView"
+
+
+class Kind:
+    """The verbs of a one-layer cache, shared by all layers of its spec; equal kinds share traces."""
+
+    def __init__(self, layer: LayerSpec, batch: int, length: int, block_tokens: int) -> None:
+        self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens
+        spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
+        backend = choose_backend("jax_pallas", None)
+        self.blocks = -(-length // block_tokens)
+        plan = plan_cache(
+            spec,
+            max_requests=batch,
+            # Blocks are planned for all sequences together, contiguous rows for each slot.
+            max_tokens=self.blocks * block_tokens * (batch if layer.kv and layer.kv.growth == "block" else 1),
+            layout=backend.default_layout(None),
+        )
+        self.ops: Any = backend.create(plan)
+        self.units = {
+            name: batch * (self.blocks if region.growth == "block" else 1)
+            for region in plan.regions
+            for name, _ in region.buffers.values()
+        }
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.layer, self.batch, self.length, self.block_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts"], meta_fields=["kind"])
+class LayerView:
+    """One layer's cache of a batch of B sequences.
+
+    Attributes:
+        pools: the layer's buffers by name.
+        lengths: [B] int32 columns written so far, left padding included.
+        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees.
+        kind: what the layer is; static.
+    """
+
+    def __init__(self, pools: dict[str, jax.Array], lengths: jax.Array, starts: jax.Array, kind: Kind) -> None:
+        self.pools, self.lengths, self.starts, self.kind = pools, lengths, starts, kind
+
+    @property
+    def component(self) -> KV:
+        """The layer's K-V component."""
+        kv = self.kind.layer.kv
+        assert kv is not None
+        return kv
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet; not to be asked inside ``jit``."""
+        return not bool(self.lengths.any())
+
+    @property
+    def overflowed(self) -> jax.Array:
+        """[B] bool: more columns were appended than there is room for; those beyond were dropped."""
+        return self.lengths > self.kind.length
+
+    def append(self, keys: jax.Array, values: jax.Array, new: jax.Array | Sequence[int] | None = None) -> Appended:
+        """Store keys [B, S, key heads, dim] and values, and return all that the S queries may see.
+
+        Args:
+            keys: fp32 or bf16.
+            values: likewise.
+            new: [B] tokens of each sequence where the batch is padded on the right: columns from there on are neither
+                stored nor counted, and their queries see nothing. None: all S.
+
+        Raises:
+            ShapeError: of another batch or of other heads.
+            OutOfBlocks: no room; nothing is stored. Inside ``jit`` what has no room is dropped: see ``overflowed``.
+        """
+        kv = self.component
+        for name, array, part in zip(("keys", "values"), (keys, values), kv.parts, strict=True):
+            wanted = (self.kind.batch, keys.shape[1], part.heads, part.format.dim)
+            if array.shape != wanted:
+                raise ShapeError(got=list(array.shape), where=f"append: {name}", allowed=f"shape {list(wanted)}")
+        count = jnp.full(self.kind.batch, keys.shape[1], jnp.int32) if new is None else jnp.asarray(new, jnp.int32)
+        if not isinstance(self.lengths, jax.core.Tracer) and not isinstance(count, jax.core.Tracer):
+            longest = int((self.lengths + count).max())
+            if longest > self.kind.length:
+                raise OutOfBlocks(got=f"{longest} columns", where="append", allowed=f"{self.kind.length} or fewer")
+        return _append(self, keys, values, count)
+
+    def replace(self, **changed: Any) -> "LayerView":
+        """The view with some of ``pools``, ``lengths``, ``starts`` exchanged."""
+        return LayerView(
+            **{"pools": self.pools, "lengths": self.lengths, "starts": self.starts, "kind": self.kind, **changed}
+        )
+
+    def __repr__(self) -> str:
+        kv, kind = self.component, self.kind
+        reach = f"window {kv.window}" if kv.window else f"chunk {kv.chunk}" if kv.chunk else "full"
+        sizes = f"{kv.key_heads} × {kv.key_dim} {kv.key_format}"
+        return f"LayerView({kind.batch} sequences of {kind.length}, {reach}, {kv.storage}, keys {sizes})"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["views"], meta_fields=["spec"])
+class CacheViews:
+    """All layers' views. Methods return new ones; nothing is changed in place."""
+
+    def __init__(self, views: list[LayerView], spec: CacheSpec) -> None:
+        self.views, self.spec = views, spec
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[LayerView]:
+        return iter(self.views)
+
+    def __getitem__(self, layer: int) -> LayerView:
+        return self.views[layer]
+
+    def with_layer(self, layer: int, view: LayerView) -> "CacheViews":
+        """The same with one layer's view exchanged."""
+        views = list(self.views)
+        views[layer] = view
+        return CacheViews(views, self.spec)
+
+    def insert(self, other: "CacheViews", slot: int) -> "CacheViews":
+        """The sequences of ``other`` in the place of those from ``slot`` on, with their lengths and starts.
+
+        Raises:
+            ShapeError: another length or batch that does not fit. SpecError: another spec.
+        """
+        mine, theirs = self.views[0].kind, other.views[0].kind
+        if other.spec != self.spec:
+            raise SpecError(got=other.spec.name or "another spec", where="insert: spec", allowed="an equal spec")
+        if theirs.length != mine.length:
+            raise ShapeError(got=theirs.length, where="insert: length", allowed=str(mine.length))
+        self._check_slot("insert", slot, theirs.batch)
+        return self._each(lambda view, layer: _inserted(view, other.views[layer], slot))
+
+    def insert_starts(self, starts: Any, slot: int) -> "CacheViews":
+        """Other first columns for the sequences from ``slot`` on."""
+        return self._exchanged("insert_starts", "starts", starts, slot)
+
+    def insert_index(self, lengths: Any, slot: int) -> "CacheViews":
+        """Other lengths for the sequences from ``slot`` on; rows beyond a shorter length are no longer seen.
+
+        A ring that has wrapped does not hold the rows that a shorter length would need; nothing here can know.
+        """
+        return self._exchanged("insert_index", "lengths", lengths, slot)
+
+    def to_pure(self) -> tuple[list[dict[str, jax.Array]], dict[str, Any]]:
+        """(arrays of every layer by name, plain metadata): what ``from_pure`` makes the same cache of."""
+        kind = self.views[0].kind
+        arrays = [{**view.pools, "lengths": view.lengths, "starts": view.starts} for view in self.views]
+        sizes = {"batch": kind.batch, "max_length": kind.length, "layout": kind.ops.plan.layout}
+        return arrays, {"spec": json.loads(to_json(self.spec)), **sizes}
+
+    @classmethod
+    def from_pure(cls, arrays: Sequence[dict[str, Any]], metadata: dict[str, Any]) -> "CacheViews":
+        """The cache that ``to_pure`` took apart; arrays may have become NumPy's.
+
+        Raises:
+            SnapshotError: arrays of other names, shapes or dtypes than the metadata's spec has.
+        """
+        spec = from_json(json.dumps(metadata["spec"]))
+        fresh = init_views(spec, batch=metadata["batch"], max_length=metadata["max_length"])
+        layout = fresh.views[0].kind.ops.plan.layout
+        if metadata["layout"] != layout or len(arrays) != len(fresh):
+            got = f"{len(arrays)} layers, layout {metadata['layout']}"
+            raise SnapshotError(got=got, where="from_pure", allowed=f"{len(fresh)} layers, layout {layout}")
+        views = []
+        for number, (view, given) in enumerate(zip(fresh.views, arrays, strict=True)):
+            wanted = {**view.pools, "lengths": view.lengths, "starts": view.starts}
+            described = [
+                {name: (tuple(array.shape), str(array.dtype)) for name, array in some.items()}
+                for some in (given, wanted)
+            ]
+            if described[0] != described[1]:
+                raise SnapshotError(got=described[0], where=f"from_pure: layer {number}", allowed=str(described[1]))
+            put = {name: jnp.asarray(array) for name, array in given.items()}
+            views.append(view.replace(lengths=put.pop("lengths"), starts=put.pop("starts"), pools=put))
+        return cls(views, spec)
+
+    def __repr__(self) -> str:
+        return "CacheViews(\n  " + "\n  ".join(map(repr, self.views)) + "\n)"
+
+    def _exchanged(self, verb: str, name: str, values: Any, slot: int) -> "CacheViews":
+        values = jnp.atleast_1d(jnp.asarray(values, jnp.int32))
+        self._check_slot(verb, slot, len(values))
+        return self._each(
+            lambda view, _: view.replace(**{name: getattr(view, name).at[slot : slot + len(values)].set(values)})
+        )
+
+    def _each(self, change: Any) -> "CacheViews":
+        return CacheViews([change(view, number) for number, view in enumerate(self.views)], self.spec)
+
+    def _check_slot(self, verb: str, slot: int, count: int) -> None:
+        batch = self.views[0].kind.batch
+        if not 0 <= slot <= batch - count:
+            raise ShapeError(got=slot, where=f"{verb}: slot", allowed=f"0 to {batch - count}, for {count} sequences")
+
+
+def init_views(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = None) -> CacheViews:
+    """Fresh views of a batch of sequences.
+
+    Args:
+        spec: classic layers; ``presets.classic``, ``from_hf_config``, or composed of ``KV``.
+        batch: sequences.
+        max_length: columns of each, padding included.
+        starts: [B] first column that is a token, where the batch is padded on the left.
+
+    Raises:
+        SpecError: a layer is not classic.
+    """
+    kinds: dict[LayerSpec, Kind] = {}
+    views = []
+    first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
+    for number, layer in enumerate(spec.layers):
+        if layer.kv is None:
+            raise SpecError(got="no kv", where=spec.path(number), allowed="classic layers")
+        if layer not in kinds:
+            kinds[layer] = Kind(layer, batch, max_length, spec.block_tokens)
+        kind = kinds[layer]
+        views.append(LayerView(dict(kind.ops.allocate()), jnp.zeros(batch, jnp.int32), first, kind))
+    return CacheViews(views, spec)
+
+
+def _index(kind: Kind, starts: jax.Array, lengths: jax.Array, valid: jax.Array) -> tuple[StepIndex, jax.Array]:
+    """(a step's index, place of every one of its tokens among the B·S columns): tokens first, padding last."""
+    batch, columns = valid.shape
+    order = jnp.argsort(~valid.reshape(-1), stable=True)
+    request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
+    position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+    kept = valid.reshape(-1)[order]
+    table = jnp.arange(batch * kind.blocks, dtype=jnp.int32).reshape(batch, kind.blocks)
+    return StepIndex(
+        positions=jnp.where(kept, position[order], -1),
+        request_index=jnp.where(kept, request[order], -1),
+        slots=jnp.arange(batch, dtype=jnp.int32),
+        starts=starts,
+        lengths=lengths,
+        block_table=table,
+        stored=jnp.zeros(batch, jnp.int32),
+    ), order
+
+
+@jax.jit
+def _append(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
+    kind, kv = view.kind, view.component
+    batch, new = keys.shape[:2]
+    with jax.named_scope("kvcore.LayerView.append"):
+        start = jnp.minimum(view.lengths, kind.length)
+        end = jnp.minimum(view.lengths + count, kind.length)
+        valid = jnp.arange(new, dtype=jnp.int32)[None] < (end - start)[:, None]
+        index, order = _index(kind, start, end, valid)
+        rows = [array.reshape(batch * new, *array.shape[2:])[order] for array in (keys, values)]
+        most = kind.length if kv.span is None else min(kind.length, kv.span + new)
+        # A ring's new rows may overwrite what the first queries still see: read it as it was, and the new rows beside.
+        k, v, positions = kind.ops.gather_kv(view.pools, 0, index, *rows, columns=most)
+        seen = kind.ops.mask(0, index, columns=most)
+        pools = kind.ops.append_kv(view.pools, 0, index, *rows)
+        mask = jnp.zeros((batch * new, most), bool).at[order].set(seen).reshape(batch, new, most)
+        mask &= ((positions >= view.starts[:, None]) & (positions >= 0))[:, None]
+        return Appended(k, v, mask, positions, view.replace(pools=dict(pools), lengths=view.lengths + count))
+
+
+def _inserted(view: LayerView, other: LayerView, slot: int) -> LayerView:
+    pools = {}
+    for name, pool in view.pools.items():
+        each = view.kind.units[name] // view.kind.batch
+        pools[name] = pool.at[slot * each : slot * each + other.kind.units[name]].set(other.pools[name])
+    last = slot + other.kind.batch
+    return view.replace(
+        pools=pools,
+        lengths=view.lengths.at[slot:last].set(other.lengths),
+        starts=view.starts.at[slot:last].set(other.starts),
+    )

@@ -1,0 +1,61 @@
+"""The index of padded steps stays where it is, so that a captured graph sees the next step's numbers."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore.backends.torch_triton.device_index import DeviceIndex  # noqa: E402
+from kvcore.step import Row, build_index  # noqa: E402
+
+
+def padded(start: int, *, tokens: int = 5, requests: int = 3):
+    """Two requests, the second without a new token, padded."""
+    rows = [
+        Row(slot=4, start=start, new=2, blocks=[start % 7, 9], stored=1),
+        Row(slot=1, start=start + 3, new=0, blocks=[8]),
+    ]
+    return build_index(rows, max_blocks=4, pad_tokens=tokens, pad_requests=requests)
+
+
+def addresses(index):
+    return [array.data_ptr() for array in index]
+
+
+def assert_holds(index, host):
+    for got, want in zip(index, host, strict=True):
+        assert got.dtype == torch.int32
+        np.testing.assert_array_equal(got.numpy(), want)
+
+
+def test_steps_of_one_shape_share_a_place():
+    kept = DeviceIndex("cpu")
+    first = kept.put(padded(0))
+    where = addresses(first)
+    assert_holds(first, padded(0))
+    for start in (2, 4, 6, 8):
+        later = kept.put(padded(start))
+        assert addresses(later) == where
+        assert_holds(later, padded(start))
+        assert_holds(first, padded(start))
+
+
+def test_every_array_starts_on_16_bytes():
+    for place in addresses(DeviceIndex("cpu").put(padded(3))):
+        assert place % 16 == 0
+
+
+def test_other_shapes_have_places_of_their_own():
+    kept = DeviceIndex("cpu")
+    small, large = kept.put(padded(1)), kept.put(padded(2, tokens=9, requests=4))
+    assert_holds(small, padded(1))
+    assert_holds(large, padded(2, tokens=9, requests=4))
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["made inside", "made outside"])
+def test_inference_mode_may_come_and_go(first, second):
+    kept = DeviceIndex("cpu")
+    with torch.inference_mode(first):
+        kept.put(padded(1))
+    with torch.inference_mode(second):
+        assert_holds(kept.put(padded(5)), padded(5))

@@ -1,0 +1,144 @@
+"""Classic attention of torch on the CPU, piece by piece over rows as they lie, against the reference's loops."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from backends_under_test import BACKENDS, poison
+
+import kvcore
+from kvcore.backends.torch_triton import streamed
+from kvcore.spec import KV, CacheSpec, LayerSpec
+
+KINDS = {
+    "paged": {},
+    "contiguous": {"storage": "slot"},
+    "sliding ring": {"storage": "ring", "window": 6},
+    "sliding, paged": {"window": 6},
+    "chunked ring": {"storage": "ring", "chunk": 5},
+}
+FORMATS = ["fp32", "bf16", "fp16", "int8_row", "nf4_b64"]
+STEPS = [(3, 9), (1, 1), (0, 1), (2, 1), (1, 0), (1, 1), (1, 1)]
+"""New tokens of two requests, step by step: a prompt beyond the window, drafts, single tokens, none."""
+
+HEADS, KEY_HEADS, DIM = 6, 2, 64
+
+
+@pytest.fixture
+def pieces_of_four(monkeypatch):
+    """Pieces smaller than a block and a window; the list grows by one for every attention that was streamed."""
+    taken, attend = [], streamed.attend
+
+    def counted(*arguments, **options):
+        found = attend(*arguments, **options)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(streamed, "PIECE", 4)
+    monkeypatch.setattr(streamed, "attend", counted)
+    return taken
+
+
+def caches(**kv):
+    layers = [LayerSpec(kv=KV(key_heads=KEY_HEADS, key_dim=DIM, **kv)) for _ in range(2)]
+    spec = CacheSpec(layers=layers, block_tokens=8)
+    made = [
+        kvcore.create_cache(spec, backend=name, max_requests=3, max_tokens=96, max_draft_tokens=1) for name in BACKENDS
+    ]
+    for cache in made:
+        poison(cache)
+    return made
+
+
+def attended(made, steps, fill, sink=None):
+    """(out, lse) of every step and backend, on layer 1; ``fill(tokens)`` gives q, k, v."""
+    requests = [[cache.admit() for _ in steps[0]] for cache in made]
+    for counts in steps:
+        q, k, v = fill(sum(counts))
+        found = []
+        for cache, mine in zip(made, requests, strict=True):
+            with cache.step(dict(zip(reversed(mine), counts, strict=True))) as step:
+                step.layer(0).append_kv(v, k)
+                step.layer(1).append_kv(k, v)
+                found.append([kvcore.to_numpy(part) for part in step.layer(1).attend(q, sink=sink)])
+        yield found
+
+
+def rows(rng, dtype=np.float32):
+    return lambda tokens: [
+        (3 * rng.standard_normal((tokens, heads, DIM))).astype(dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sink", [pytest.param(None, id="no sink"), pytest.param(True, id="sink")])
+def test_agrees_with_the_reference(kind, form, sink, rng, pieces_of_four):
+    sink = np.linspace(-2, 9, HEADS, dtype=np.float32) if sink else None
+    for want, got in attended(caches(**KINDS[kind], key_format=form), STEPS, rows(rng), sink):
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+    assert sum(pieces_of_four) >= len(STEPS) - 2  # all but prompts beyond a ring
+
+
+def test_bf16_queries_get_bf16_answers(rng, pieces_of_four):
+    for want, got in attended(caches(), STEPS, rows(rng, ml_dtypes.bfloat16)):
+        assert got[0].dtype == ml_dtypes.bfloat16
+        tipped = want[0] != got[0]
+        assert tipped.mean() <= 1 / 64
+        np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), rtol=2**-7, atol=1e-5)
+    assert all(pieces_of_four)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_what_is_not_finite_stays_with_the_queries_that_see_it(side, bad, rng, pieces_of_four):
+    """The third of four tokens of a request is bad: the two before it are not touched."""
+    fill = rows(rng)
+
+    def spoiled(tokens):
+        q, k, v = fill(tokens)
+        (k if side == "key" else v)[4, 1, 7] = bad
+        return q, k, v
+
+    ((want, got),) = attended(caches(), [(2, 4)], spoiled)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+    assert np.isfinite(got[0][:4]).all()
+    assert pieces_of_four == [False]
+
+
+def test_lent_rows_are_the_pools_own_memory(rng):
+    """And are refused where they would have to be copied: in a ring, before the append, of a format to be decoded."""
+    for form, kind, lent in (("fp32", "paged", True), ("fp32", "sliding ring", False), ("int8_row", "paged", False)):
+        cache = caches(**KINDS[kind], key_format=form)[1]
+        _, k, v = rows(rng)(5)
+        with cache.step({cache.admit(): 5}) as step:
+            step.layer(0).append_kv(k, v)
+            layer = step.layer(1)
+            assert layer.borrow_kv() is None
+            layer.append_kv(k, v)
+            found = layer.borrow_kv()
+            assert (found is not None) == lent
+            if found is not None:
+                assert (kvcore.to_numpy(found[0])[0] == k).all()
+                assert (kvcore.to_numpy(found[1])[0] == v).all()
+                found[0].zero_()
+                assert not kvcore.to_numpy(layer.gather_kv()[0]).any()
+
+
+@pytest.mark.parametrize("form", ["fp8_row", "int8_row", "nf4_b64", "mxfp4", "bf16"])
+@pytest.mark.parametrize("kind", ["paged", "contiguous", "sliding ring"])
+def test_stored_rows_are_never_rounded_again(kind, form, rng):
+    """Each row's bytes are those it got when it was appended, whatever comes later and however large."""
+    for cache in caches(**KINDS[kind], key_format=form, value_format="int8_row"):
+        request, before = cache.admit(), None
+        for scale in (1.0, 1e4, 1e-4, 100.0, 1.0):
+            _, k, v = (scale * array for array in rows(rng)(1))
+            with cache.step({request: 1}) as step:
+                step.layer(0).append_kv(k, v)
+                step.layer(1).append_kv(k, v)
+            with cache.step({request: 0}) as step:
+                stored = kvcore.to_numpy(step.layer(1).gather_rows("kv").rows)[0]
+            assert before is None or (stored[: len(before)] == before).all()
+            assert len(stored) == request.length
+            before = stored

@@ -1,0 +1,41 @@
+"""The benchmarks of real and Llama-like models, in short forms: that they run, and that their records are whole."""
+
+import json
+
+import pytest
+
+from benchmarks import beside_transformers, quality
+
+
+def test_quality_of_formats():
+    """300 tokens and 2 prompts tell a format of 4 bits from the baseline, and fp32 from neither."""
+    record = list(quality.run(["bf16", "fp32", "nf4_b64"], tokens=300, prompts=2, new=4, say=str))[-1]
+    baseline, exact, small = record["rows"]
+    assert [row["bits_per_element"] for row in record["rows"]] == [16, 32, 4.5]
+    assert baseline["greedy_tokens_same"] == 8
+    assert abs(exact["perplexity_against_baseline"]) < 0.01
+    assert 0.01 < small["perplexity_against_baseline"] < 1
+    assert quality.as_table(record).count("\n") == 7
+    assert quality.as_svg(record).count("<circle") == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        pytest.param(700, [(0, 1)], id="shorter than a window"),
+        pytest.param(1024, [(0, 1)], id="one window"),
+        pytest.param(1025, [(0, 1), (1, 1024)], id="one token more"),
+        pytest.param(2000, [(0, 1), (768, 1024), (976, 1792)], id="three windows, the last moved back"),
+    ],
+)
+def test_every_token_is_scored_once(tokens, expected):
+    assert quality.windows(tokens) == expected
+
+
+def test_decode_step_beside_transformers(tmp_path):
+    """Results are compared before times are; times of a tiny context say nothing and are not looked at."""
+    beside_transformers.main(["--contexts", "96", "--steps", "1", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "beside_transformers.json").read_text())
+    caches = {row["cache"] for row in record["rows"]}
+    assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, lend", "kvcore, attend"} <= caches
+    assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float32"}
