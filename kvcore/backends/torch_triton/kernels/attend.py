@@ -295,7 +295,7 @@ def attend_kernel(
             )  # fmt: skip
 
     some = 1.0 / tl.where(total == 0.0, 1.0, total)
-    lse = largest + tl.log2(total)
+    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
     if SPLIT:
         line = (token.to(tl.int64) * splits + split) * heads + head
         tl.store(partial_lse_ptr + line, lse, mask=inside)

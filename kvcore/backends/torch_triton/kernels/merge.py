@@ -33,7 +33,7 @@ def merge_kernel(
         read = (some != float("-inf"))[:, None] & (channel < DIM)[None, :]
         x = tl.load(partial_ptr + line[:, None] * DIM + channel[None, :], mask=read, other=0.0)
         out += tl.sum(x * weight[:, None], axis=0)
-    lse = largest + tl.log2(total)
+    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
     out = out / tl.where(total == 0.0, 1.0, total)
     if SINK:
         out *= beside_sink(sink_ptr, head, True, lse)
