@@ -20,7 +20,11 @@ def main() -> None:
     runs = [json.loads(path.read_text()) for path in sorted(Path().glob("check-*.json"))]
     kit = merged_kit(out / "kit.json")
     merge_compiled(out / "compile_triton.json")
-    sanitizer = {tool: last(Path(f"{tool}.log"), pattern) for tool, pattern in SUMMARIES.items()}
+    sanitizer = {
+        f"{tool}{which}": last(Path(f"{tool}{which}.log"), pattern)
+        for tool, pattern in SUMMARIES.items()
+        for which in ("", "_reading")
+    }
     results = [result for run in runs for result in run.pop("results")]
     failures = [failure for run in runs for failure in run["failures"]]
     record = {
@@ -37,7 +41,7 @@ def main() -> None:
         "runs": runs,
     }
     (out / "check.json").write_text(json.dumps(record, indent=1) + "\n")
-    clean = all(sanitizer[tool].startswith(text) for tool, text in CLEAN.items())
+    clean = all(text.startswith(CLEAN[tool.split("_")[0]]) for tool, text in sanitizer.items())
     print(f"{len(results)} checks, {len(failures)} failures, missing: {missing or 'nothing'}; kit: {kit}; {sanitizer}")
     print("\n".join(failures[:40]))
     sys.exit(bool(failures or missing or not runs or set(kit) != {"agree"} or not clean))

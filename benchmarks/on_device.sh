@@ -2,7 +2,8 @@
 # Everything that a CUDA device has to say, in one go of about seven minutes on 16 cores:
 #   KVCORE_COMMIT=$(git rev-parse HEAD) sh benchmarks/on_device.sh OUT_FOLDER
 # Leaves check.json, reading.json, kit.json (of the conformance kit, for kvcore parity), bench.json, bench.svg,
-# compile_triton.json (the kernels as this machine's Triton compiles them) and logs.tar.gz there.
+# compile_triton.json (the kernels as this machine's Triton compiles them) and logs.tar.gz there, which also has the records of
+# the reliability figures whose rows lie on the device (r-*.json).
 # Every part has a timeout of its own; the exit status is 1 if a check failed or a part did not finish.
 out=$(cd "$1" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -28,10 +29,16 @@ reading=$?
 tail -n 1 reading.log
 
 timeout 200 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
-timeout 60 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+
+# What there is so far, should the rest be cut off.
+python3 "$here/merge_checks.py" "$out" >/dev/null
+tar czf "$out/logs.tar.gz" ./*.log
 
 for tool in memcheck racecheck; do
     timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
+    timeout 150 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
+        >${tool}_reading.log 2>&1 &
 done
 for gpu in A100 H100 B200; do
     for which in "flush" "not flush"; do
@@ -41,10 +48,17 @@ for gpu in A100 H100 B200; do
             -k "$gpu and $which") >"$part.log" 2>&1 &
     done
 done
+for figure in "corruption --count 15000 --beside no --backend torch_triton --device cuda" \
+    "isolation --full --backend torch_triton --device cuda" \
+    "replay --full --backends reference,torch_triton@cuda,jax_pallas@cpu"; do
+    # shellcheck disable=SC2086 # the options are words
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 timeout 150 python3 -m benchmarks.reliability.$figure \
+        --first-seed 100000000 --jobs 2 --seconds 90 --out "r-${figure%% *}.json" >"r-${figure%% *}.log" 2>&1 &
+done
 wait
 
 python3 "$here/merge_checks.py" "$out"
 status=$?
 [ $reading -eq 0 ] || status=1
-tar czf "$out/logs.tar.gz" ./*.log
+tar czf "$out/logs.tar.gz" ./*.log ./r-*.json
 exit $status

@@ -1,6 +1,6 @@
 """What a cache format costs a real model: perplexity and greedy agreement of SmolLM2-135M-Instruct, against bytes.
 
-``python benchmarks/quality.py [--out FOLDER]`` takes about half an hour of one core; ``--tokens``, ``--prompts``,
+``python benchmarks/quality.py [--out FOLDER]`` takes about an hour of one core; ``--tokens``, ``--prompts``,
 ``--new`` and ``--formats`` make it shorter. It prints a table and writes it with a picture after every format.
 
 Weights and arithmetic are fp32, so that only the cache rounds. The text is read in chunks, and a chunk's queries attend

@@ -137,7 +137,7 @@ def main() -> None:
     cuda = torch.device(arguments.device).type == "cuda"
     record = {
         "kind": "reading",
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "reading_on_device.py", *sys.argv[1:]]),
         "commit": os.environ.get("KVCORE_COMMIT"),
         "device": torch.cuda.get_device_name() if cuda else arguments.device,
         "versions": {"torch": torch.__version__, "triton": triton.__version__},

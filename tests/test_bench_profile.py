@@ -45,12 +45,14 @@ def test_the_reason_follows_from_the_counters(dram, issue, kind):
 
 
 def test_a_record_is_completed_in_place(tmp_path, monkeypatch):
-    """A program called ncu that prints one launch: what was not missed stays as it is."""
+    """A program called ncu that prints two launches of one row: what was not missed stays as it is."""
     counters = list(profile.COUNTERS.values())
     units = ["us" if name.startswith("gpu__time") else "Mbyte" if "bytes" in name else "" for name in counters]
+    launches = [(profile.MARK, "0.5"), ("first_kernel", "7"), ("second_kernel", "1,234.5")]
+    table = [["Kernel Name", *counters], ["", *units]]
+    table += [[name, *[value] * len(counters)] for name, value in launches]
     said = "\n".join(
-        ["==PROF== starts", "called store, T = 8"]
-        + [",".join(f'"{cell}"' for cell in cells) for cells in (counters, units, ["1,234.5"] * len(counters))]
+        ["==PROF== starts", "called store, T = 8"] + [",".join(f'"{cell}"' for cell in cells) for cells in table]
     )
     player = tmp_path / "ncu"
     player.write_text(f"#!{sys.executable}\nprint({said!r})\n")
@@ -61,6 +63,7 @@ def test_a_record_is_completed_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["profile", str(path)])
     profile.main()
     slow, fine = json.loads(path.read_text())["rows"]
+    assert slow["profile"]["launches"] == 2
     assert slow["profile"]["time_us"] == 1234.5
     assert slow["profile"]["dram_read_bytes"] == 1234.5e6
     assert "copy of as many bytes" in slow["why"]

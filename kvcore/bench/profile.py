@@ -36,6 +36,8 @@ COUNTERS = {
     "threads": "launch__block_size",
     **{f"waits for {name}": counter for name, counter in STALLS.items()},
 }
+MARK = "_empty"
+"""The kernel of ``timing`` that is launched before each row's call, to tell rows apart."""
 SCALES = {"": 1.0, "ns": 1e-3, "us": 1.0, "ms": 1e3, "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 
@@ -77,15 +79,27 @@ def profiles(names: list[str], record: str) -> dict[str, dict[str, float]]:
     said = subprocess.run(line, check=True, capture_output=True, text=True).stdout
     called = [text.removeprefix("called ") for text in said.splitlines() if text.startswith("called ")]
     units, *rows = csv.DictReader(text for text in said.splitlines() if text.startswith('"'))
-    if len(rows) != len(called):
-        raise RuntimeError(f"{len(called)} rows were called and {len(rows)} launches profiled")
+    launches: list[list[dict[str, float]]] = []
+    for row in rows:
+        if row["Kernel Name"] == MARK:
+            launches.append([])
+        else:
+            launches[-1].append(counters_of(row, units))
+    if len(launches) != len(called) or not all(launches):
+        raise RuntimeError(f"{len(called)} rows were called, and launches of {len(launches)} profiled")
+    # Of several launches the longest speaks for the row.
     return {
-        name: {
-            key: round(float(row[counter].replace(",", "")) * SCALES.get(units[counter], 1.0), 3)
-            for key, counter in COUNTERS.items()
-            if row.get(counter)
-        }
-        for name, row in zip(called, rows, strict=True)
+        name: {"launches": len(group), **max(group, key=lambda counters: counters["time_us"])}
+        for name, group in zip(called, launches, strict=True)
+    }
+
+
+def counters_of(row: dict[str, str], units: dict[str, str]) -> dict[str, float]:
+    """One launch's counters in the record's units."""
+    return {
+        key: round(float(row[counter].replace(",", "")) * SCALES.get(units[counter], 1.0), 3)
+        for key, counter in COUNTERS.items()
+        if row.get(counter)
     }
 
 
@@ -93,18 +107,23 @@ def call(names: list[str]) -> None:
     """Inside ncu: each row's verb once, compiled before and with a cold L2."""
     import torch
 
-    from kvcore.bench.timing import FLUSH_BYTES
+    from kvcore.bench import timing
+    from kvcore.bench.reading import reading_workloads
     from kvcore.bench.workloads import all_workloads
 
     runtime: Any = torch.cuda.cudart()
-    for make in all_workloads("cuda"):
+    mark: Any = getattr(timing, MARK)
+    place = torch.zeros(1, device="cuda")
+    mark[(1,)](place)
+    for make in (*all_workloads("cuda"), *reading_workloads("cuda")):
         work = make()
         if work.name in names:
             for verb in work.calls[:2]:
                 verb()
-            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_()
+            torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_()
             torch.cuda.synchronize()
             runtime.cudaProfilerStart()
+            mark[(1,)](place)
             work.calls[0]()
             torch.cuda.synchronize()
             runtime.cudaProfilerStop()

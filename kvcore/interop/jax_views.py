@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
 from kvcore.ops import StepIndex
@@ -123,7 +124,7 @@ class LayerView:
             if array.shape != wanted:
                 raise ShapeError(got=list(array.shape), where=f"append: {name}", allowed=f"shape {list(wanted)}")
         count = jnp.full(self.kind.batch, keys.shape[1], jnp.int32) if new is None else jnp.asarray(new, jnp.int32)
-        if not isinstance(self.lengths, jax.core.Tracer) and not isinstance(count, jax.core.Tracer):
+        if not isinstance(self.lengths, Tracer) and not isinstance(count, Tracer):
             longest = int((self.lengths + count).max())
             if longest > self.kind.length:
                 raise OutOfBlocks(got=f"{longest} columns", where="append", allowed=f"{self.kind.length} or fewer")

@@ -26,6 +26,13 @@ from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, W
 ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
 RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
+FLUSHES = [
+    pytest.param(count, requests, arch, id=f"{count} {gpu}")
+    for gpu, arch in ARCHITECTURES.items()
+    for count, requests in ((64, 64), (256, 256), (8192, 1), (65536, 1))
+    # Two shapes of a flush are enough for GPUs that it was not tuned on.
+    if gpu == "H100" or count in (64, 8192)
+]
 OTHER_COMPILER = 64
 """Bytes of spills more than recorded that another Triton than the record's may come to: a few words cost nothing."""
 UNRECORDED = 128
@@ -125,16 +132,13 @@ def test_rotating_append_compiles(name, arch, record):
     check(record, case, append.append_rotated_kernel, arch, constants, warps=warps)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize("given", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("ratio", "overlap", "entries", "keys"),
     [(4, True, "v4_584", "index_fp4_68_h"), (128, False, "v4_584", None), (2, False, "v41_fp4_288", None)],
     ids=["CSA with index keys", "HCA", "ratio 2"],
 )
-@pytest.mark.parametrize(
-    ("count", "requests"), [(64, 64), (256, 256), (8192, 1), (65536, 1)], ids=["64", "256", "8192", "65536"]
-)
+@pytest.mark.parametrize(("count", "requests", "arch"), FLUSHES)
 def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, given, arch, record):
     def tail_record(dim):
         width = 2 * dim if overlap else dim

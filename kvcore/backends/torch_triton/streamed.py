@@ -75,6 +75,8 @@ def one_request(ops, pools, component, regions, index, request, start, q, scale)
         if not bool((part_logs.isfinite() | part_logs.isneginf()).all()):
             return None
         total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
+    assert total is not None
+    assert logs is not None  # there is at least the query's own row
     out = total.reshape(key_heads, group, new, dim).permute(2, 0, 1, 3).flatten(1, 2)
     return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
 

@@ -95,8 +95,9 @@ class StaticLayer(ClassicLayer):
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""
-        found = super().update(key_states, value_states)
-        return tuple(torch.nn.functional.pad(rows, (0, 0, 0, columns - rows.shape[2])) for rows in found)
+        keys, values = super().update(key_states, value_states)
+        missing = (0, 0, 0, columns - keys.shape[2])
+        return torch.nn.functional.pad(keys, missing), torch.nn.functional.pad(values, missing)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(rows that ``update`` will return, position of the first)."""
@@ -147,6 +148,8 @@ class MlaLayer(Layer):
 class LatentLayer(Layer):
     """A window of latent rows that serve as key and value: DeepSeek-V4's sliding layers."""
 
+    component: Window
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice."""
         with self.owner.forward(self.number, key_states) as handle:
@@ -156,7 +159,6 @@ class LatentLayer(Layer):
 
     def _append(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
         owner, (batch, _, new, _) = self.owner, latents.shape
-        assert self.component.window is not None
         held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
         first = self._visible(new).start - (owner.length - held)
         before = owner.take(handle.gather_window().values[:, first:held], latents.dtype)

@@ -65,7 +65,9 @@ def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
     narrow = bf16 and all(record.exact for record in records)
     # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
     chunks = triton.cdiv(dim, chunk)
-    panels = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
+    # fp32 products keep their operands in registers, where a whole row does not fit.
+    wide = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
+    panels = wide if narrow else (1,) * chunks
     return Parts(dim, chunk, chunks, panels, INTERPRETED or not narrow, narrow)
 
 
