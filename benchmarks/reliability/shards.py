@@ -20,7 +20,13 @@ from kvcore.interop import torch_distributed
 from kvcore.spec import CacheSpec
 
 MIXED = CacheSpec(
-    layers=[scene.compressed(4, window=6), scene.classic(), scene.classic("ring", window=5, key_format="bf16")],
+    layers=[
+        scene.compressed(4, window=6),
+        scene.classic(),
+        scene.classic("ring", window=5, key_format="bf16"),
+        # As wide as its keys, and plain: what backends read as it lies.
+        scene.classic(value_dim=4),
+    ],
     block_tokens=8,
 )
 SPECS = (stories.LATENT, stories.STORED, MIXED)

@@ -45,6 +45,14 @@ def lines(pools, region) -> Lines | None:
     return Lines(pool.view(stored).as_strided(shape, strides, begin // size), step // row)
 
 
+def complete(region, index) -> bool:
+    """False where a page of some request's history is not in this pool: another context shard has it."""
+    if region.growth == "slot":
+        return True
+    column = torch.arange(index.block_table.shape[1])
+    return not bool(((index.block_table < 0) & (column * region.rows < index.lengths[:, None])).any())
+
+
 def runs(region, index, request: int, first: int, last: int, unit: int) -> Iterator[Run]:
     """Where positions first .. last - 1 of a request lie, in order; ``unit`` lines are from a unit to the next."""
     if region.growth == "slot":
@@ -68,12 +76,12 @@ def runs(region, index, request: int, first: int, last: int, unit: int) -> Itera
 
 
 def dense(pools, region, index, positions) -> torch.Tensor | None:
-    """Rows of ascending positions [Q, n], -1 at the end, as [Q, n, heads, dim]; None where ``lines`` is None.
+    """Rows of ascending positions [Q, n], -1 at the end, as [Q, n, heads, dim]; None where that is not possible.
 
     In memory a head's rows are neighbours, as attention reads them.
     """
     stored = lines(pools, region)
-    if stored is None:
+    if stored is None or not complete(region, index):
         return None
     requests, columns = positions.shape
     dtype = DTYPES[region.format.value_code]
@@ -94,18 +102,24 @@ MOST_REQUESTS = 16
 
 
 def counts(index) -> list[tuple[int, int, int]] | None:
-    """(length before, after, tokens taken over) of every request; None for padded steps, and for many requests."""
+    """(length before, after, tokens taken over) of every request; None for padded steps, and for many requests.
+
+    None too where positions are not those from start to length: a context shard counts its own rows only.
+    """
     if len(index.slots) > MOST_REQUESTS or index.slots.is_cuda:
         return None
     found = list(zip(index.starts.tolist(), index.lengths.tolist(), index.stored.tolist(), strict=True))
     new = sum(length - start for start, length, _ in found)
-    return None if new != len(index.positions) or min(index.slots.tolist(), default=0) < 0 else found
+    if new != len(index.positions) or min(index.slots.tolist(), default=0) < 0:
+        return None
+    expected = [position for start, length, _ in found for position in range(start, length)]
+    return found if index.positions.tolist() == expected else None
 
 
 def append(pools, region, index, rows) -> bool:
     """Store canonical rows [T, heads, row_bytes] of the step's tokens, as ``rows.append`` does; False: not possible."""
     stored, requests = lines(pools, region), counts(index)
-    if stored is None or requests is None:
+    if stored is None or requests is None or not complete(region, index):
         return False
     values, token = rows.view(stored.rows.dtype), 0
     for request, (start, length, taken_over) in enumerate(requests):
@@ -145,7 +159,7 @@ def borrow(pools, regions, index, columns):
     found = []
     for region in regions:
         stored = lines(pools, region)
-        if stored is None or stored.rows.dtype != DTYPES[region.format.value_code]:
+        if stored is None or not complete(region, index) or stored.rows.dtype != DTYPES[region.format.value_code]:
             return None
         begins = []
         for request in range(len(requests)):
