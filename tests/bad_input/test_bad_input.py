@@ -49,6 +49,7 @@ def test_the_catalogue_is_large_and_each_misuse_is_named_once():
 
 def test_every_error_occurs():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__base__ is not Exception}
-    kinds = {kind for kind in kinds if issubclass(kind, errors.KvcoreError)}
+    # What happens between processes has its cases in tests/handoff.
+    kinds = {kind for kind in kinds if issubclass(kind, errors.KvcoreError)} - {errors.TransferError}
     assert kinds == set(BUILT_IN)
     assert {case.error for case in (*BUILDING, *AT_REST, *IN_STEP)} == kinds

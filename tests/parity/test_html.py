@@ -21,7 +21,7 @@ SPEC = CacheSpec(
 )
 
 
-def page(*infos, check: str = "*_window/*") -> str:
+def page(*infos, check: str = "??????_window/*") -> str:
     return render(parity.run(SPEC, list(infos) or [broken.info()], only=check, command="kvcore parity run"))
 
 

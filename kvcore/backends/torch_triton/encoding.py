@@ -159,7 +159,8 @@ def to_bytes(values, code: str, clamp: bool = False):
         magnitude = torch.where(values.isnan(), 0, magnitude)
         negative = values.signbit() | values.isnan()
         return pack_nibbles((magnitude + 8 * negative).to(torch.uint8))
-    bits = values.to(DTYPES[code]).contiguous().view(BITS[CODES[code].bits])
+    values = values.contiguous()  # only then can elements be seen as bytes
+    bits = values.to(DTYPES[code]).view(BITS[CODES[code].bits])
     if code == "e4m3" and not clamp:
         # The cast saturates; e4m3 itself has no code beyond its range but NaN of either sign.
         bits = torch.where(values.abs() > E4M3_OVERFLOW, bits | 0x7F, bits)
