@@ -4,7 +4,7 @@ import torch
 
 import kvcore
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.spec import CacheSpec, LayerSpec, Rope, Window, presets
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, presets
 
 LIVE, PADDED, ROPE = 6, 8, Rope(dim=64, theta=160000.0)
 
@@ -108,27 +108,76 @@ def check_captured(device):
 
 
 def check_compiled(device, backend="inductor"):
-    """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes."""
+    """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes and outputs."""
     from kvcore.plan import plan_cache
     from kvcore.step import Row, build_index
 
-    spec = CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))])
-    ops = TritonOps(plan_cache(spec, max_requests=4), device)
-    host = build_index(
-        [Row(slot=n, start=5, new=3, blocks=[], stored=0) for n in range(4)], max_blocks=1, pad_tokens=16
-    )
-    index, rows = ops.index(host), torch.randn(16, 512, device=device)
+    for what, spec, step in COMPILED:
+        what = f"torch.compile(fullgraph=True), {what}"
+        torch.manual_seed(11)
+        plan = plan_cache(spec, max_requests=4, max_tokens=4 * spec.block_tokens)
+        ops = TritonOps(plan, device)
+        rows = [Row(slot=n, start=21 + n, new=1, blocks=[3 - n], stored=0) for n in range(3)]
+        index = ops.index(build_index(rows, max_blocks=1, pad_tokens=4, pad_requests=4))
+        given = [torch.randn(4, width, device=device) for width in INPUTS]
+        # As a tensor: a compiled step would make it anew from a ``Rope`` each time.
+        given.append(torch.tensor(ROPE.inverse_frequencies, dtype=torch.float32, device=device))
+        pools = [ops.allocate() for _ in range(2)]
+        for buffers in pools:
+            for name in buffers:
+                buffers[name].zero_()  # what was written before; random bytes would be NaN here and there
+        want = step(ops, pools[0], index, given)
+        try:
+            # Traced afresh: the verbs of one case must not be found in the cache of another.
+            torch.compiler.reset()
+            got = torch.compile(step, fullgraph=True, backend=backend)(ops, pools[1], index, given)
+        except Exception as error:  # noqa: BLE001
+            yield what, f"{type(error).__name__}: {str(error)[:600]}"
+            continue
+        same = all(torch.equal(pools[0][name], pools[1][name]) for name in pools[0])
+        written = any(bool(buffer.view(torch.uint8).any()) for buffer in pools[1].values())
+        equal = all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+        yield what, "" if same and equal and written else f"pools equal: {same}, outputs equal: {equal}"
 
-    def step(pools, index, rows):
-        pools = ops.append_window(pools, 0, index, rows * 2)
-        return ops.gather_window(pools, 0, index).values + 1
 
-    pools = [ops.allocate() for _ in range(2)]
-    want = step(pools[0], index, rows)
-    try:
-        got = torch.compile(step, fullgraph=True, backend=backend)(pools[1], index, rows)
-    except Exception as error:  # noqa: BLE001
-        yield "torch.compile(fullgraph=True)", f"{type(error).__name__}: {str(error)[:600]}"
-        return
-    same = all(torch.equal(pools[0][name], pools[1][name]) for name in pools[0])
-    yield "torch.compile(fullgraph=True)", "" if same and torch.equal(want, got) else "results differ"
+INPUTS = (512, 1024, 1024, 256, 256, 4 * 128, 4, 16 * 512)
+"""Widths of a window row, tail streams, index tail streams, index queries, head weights, queries."""
+
+
+def window_alone(ops, pools, index, given):
+    """Append and read back, with arithmetic before and after."""
+    pools = ops.append_window(pools, 0, index, given[0] * 2)
+    return [ops.gather_window(pools, 0, index).values + 1]
+
+
+def decode_layer(ops, pools, index, given):
+    """All that a CSA layer does in a decode step."""
+    window, kv, score, index_kv, index_score, index_q, head_weights, q, rope = given
+    pools = ops.append_rotated_window(pools, 0, index, window, rope=rope)
+    streams = kv, score, index_kv, index_score
+    pools = ops.append_flush(pools, 0, index, *streams, newest=1, rope=rope)
+    scores = ops.index_scores(pools, 0, index, index_q.view(-1, 4, 128), head_weights)
+    selected = ops.select(scores, 4)
+    out = ops.attend(pools, 0, index, q.view(-1, 16, 512).bfloat16(), selected)
+    return [scores, selected, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
+
+
+COMPILED = (
+    ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), window_alone),
+    (
+        "a CSA layer's decode step",
+        CacheSpec(
+            layers=[
+                LayerSpec(
+                    window=Window(dim=512, window=16),
+                    tail=Tail(dim=512, ratio=4, overlap=True),
+                    entries=Entries(dim=512, ratio=4),
+                    index_tail=Tail(dim=128, ratio=4, overlap=True),
+                    index_keys=IndexKeys(dim=128, ratio=4, heads=4, topk=4),
+                )
+            ],
+            block_tokens=64,
+        ),
+        decode_layer,
+    ),
+)

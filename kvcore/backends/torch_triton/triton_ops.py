@@ -232,13 +232,13 @@ class TritonOps(ReadingVerbs, LifeOps):
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
         launch.calls().flush_rows(
-            aligned(kv),
-            aligned(score),
+            kv,
+            score,
             pools[tail_name],
             [pools[name] for name in names],
             norm_weight,
-            None if index_kv is None else aligned(index_kv),
-            None if index_score is None else aligned(index_score),
+            index_kv,
+            index_score,
             None if index_tail is None else pools[index_tail],
             [pools[name] for name in index_names],
             index_norm_weight,
@@ -392,12 +392,6 @@ class TritonOps(ReadingVerbs, LifeOps):
                 torch.zeros(rows, dtype=torch.int32, device=self.device),
             )
         return self._scratch
-
-
-def aligned(values):
-    """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't."""
-    values = values.contiguous()
-    return values.clone() if values.storage_offset() * values.itemsize % 16 else values
 
 
 def capturing():

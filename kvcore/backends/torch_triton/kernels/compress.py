@@ -93,6 +93,9 @@ def flush_rows(
     bound, t = BOUND[records[0]], TAILS[records[1]]
     with_index = len(records) > 2
     index_bound, it = (BOUND[records[2]], TAILS[records[3]]) if with_index else (bound, t)
+    kv, score = aligned(kv), aligned(score)
+    index_kv = None if index_kv is None else aligned(index_kv)
+    index_score = None if index_score is None else aligned(index_score)
     shape = flush_shape(bound.record, t, count, slots.shape[0], kv.itemsize)
     chunks = triton.cdiv(count, shape.tokens)
     tail_values = tail_buffer.view(torch.float32)
@@ -145,3 +148,12 @@ def flush_rows(
         num_warps=shape.warps,
         **options(kv.device),
     )
+
+
+def aligned(values: Tensor) -> Tensor:
+    """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't.
+
+    Asked inside the operator: while ``torch.compile`` traces, nobody knows where a tensor starts.
+    """
+    values = values.contiguous()
+    return values.clone() if values.storage_offset() * values.itemsize % 16 else values
