@@ -62,10 +62,18 @@ def test_other_spec_is_refused() -> None:
 
 
 def test_other_tolerances_are_refused() -> None:
-    one = report()
+    one = report(check="attend/*")
     other = msgspec.structs.replace(one, tolerances=one.tolerances[1:])
     with pytest.raises(SpecError, match="another table of tolerances"):
         parity.merge({"one.json": one, "two.json": other})
+
+
+def test_bytes_are_equal_under_any_tolerances() -> None:
+    values = report(check="attend/*")
+    stored = msgspec.structs.replace(report(), tolerances=values.tolerances[1:])
+    merged = parity.merge({"stored.json": stored, "values.json": values})
+    assert merged.tolerances == values.tolerances
+    assert len(merged.checks) == len(stored.checks) + len(values.checks)
 
 
 def test_nothing_to_merge_is_refused() -> None:
