@@ -1,7 +1,6 @@
 """One run: ceilings first, then every workload, into a record."""
 
 import gc
-import os
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating
+from kvcore.parity import environment
 
 GOAL_COPY_GB_S, GOAL_EMPTY_US = 4122.0, 0.87
 """Copy speed, and time of an empty kernel in a graph, of the GPU that the goals and the peers' times were taken on."""
@@ -30,7 +30,8 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
             torch.cuda.empty_cache()
         return {
             "kind": "bench",
-            "commit": os.environ.get("KVCORE_COMMIT"),
+            "command": environment.command(None),
+            "commit": environment.commit(),
             "device": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
             "ceilings": {name: round(value, 2) for name, value in found.items()},
