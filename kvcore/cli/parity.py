@@ -201,9 +201,13 @@ def _print(report) -> int:
         bounds,
         left=2,
     )
-    for run in report.runs:
-        ran = f"unavailable: {run.reason}" if run.reason else run.how
-        print(f"{run.backend}: {ran}; kvcore {run.kvcore}, Python {run.python}, {run.platform}")
+    runs = [
+        f"{run.backend}: {f'unavailable: {run.reason}' if run.reason else run.how}; "
+        f"kvcore {run.kvcore}, Python {run.python}, {run.platform}"
+        for run in report.runs
+    ]
+    for line in dict.fromkeys(runs):  # parts of a run that was split are one line
+        print(line)
     for record in report.failures[:FAILURES_SHOWN]:
         print(f"\n{failure_text(record)}")
     if len(report.failures) > FAILURES_SHOWN:
