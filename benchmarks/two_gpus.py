@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -301,7 +302,7 @@ def main() -> None:
         },
     )
     context = multiprocessing.get_context("spawn")
-    store = f"/tmp/kvcore-two-gpus-{os.getpid()}"
+    store = str(Path(tempfile.gettempdir()) / f"kvcore-two-gpus-{os.getpid()}")
     pipes, processes = [], []
     for rank in range(2):
         here, there = context.Pipe(duplex=False)
