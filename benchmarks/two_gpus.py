@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +30,7 @@ from kvcore.handoff import Desk, decode_handle, encode_handle
 from kvcore.handoff.pull import commit, receive
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.parity import environment
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, presets
 from kvcore.spec.presets import V4_FORMATS, v4_layer
@@ -296,9 +296,8 @@ def main() -> None:
         time.monotonic(),
         {
             "devices": ["cpu"] * 2 if options.tiny else [torch.cuda.get_device_name(n) for n in range(2)],
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "kvcore": kvcore.__version__,
+            "command": "python benchmarks/two_gpus.py",
+            **environment.describe(),
         },
     )
     context = multiprocessing.get_context("spawn")
