@@ -30,7 +30,7 @@ BACKENDS = {
     "reference": ("reference", (), False, ""),
     "torch": ("torch_triton", ("torch",), True, ""),
     # Compiles for every shape: a sample of the checks here, all of them, in an hour or two, with -- -k ""
-    "jax": ("jax_pallas", ("jax",), False, "ragged and packed and (v4 or nf4 or int8_row)"),
+    "jax": ("jax_pallas", ("jax",), False, "ragged and packed and (v4 or nf4 or int8_row) or any_bytes or edges or bf16_rows"),
 }
 
 
