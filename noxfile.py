@@ -30,7 +30,12 @@ BACKENDS = {
     "reference": ("reference", (), False, ""),
     "torch": ("torch_triton", ("torch",), True, ""),
     # Compiles for every shape: a sample of the checks here, all of them, in an hour or two, with -- -k ""
-    "jax": ("jax_pallas", ("jax",), False, "ragged and packed and (v4 or nf4 or int8_row) or any_bytes or edges or bf16_rows"),
+    "jax": (
+        "jax_pallas",
+        ("jax",),
+        False,
+        "ragged and packed and (v4 or nf4 or int8_row) or any_bytes or edges or bf16_rows",
+    ),
 }
 
 
@@ -61,7 +66,8 @@ def tests(session: nox.Session) -> None:
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    line = ["pytest", "-n", "2", "--ignore=tests/jax_pallas", "--ignore=tests/triton_kernels"]
+    others = ("jax_pallas", "triton_kernels", "frameworks")
+    line = ["pytest", "-n", "2", *(f"--ignore=tests/{folder}" for folder in others)]
     session.run(*line, *session.posargs, env=threads)
 
 
@@ -79,6 +85,14 @@ def tests_jax(session: nox.Session) -> None:
     session.install(JAX, TPU_COMPILER)
     install(session, "jax", "snapshot", "conformance", groups=("test",))
     session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
+
+
+@nox.session(venv_backend="virtualenv")
+def frameworks(session: nox.Session) -> None:
+    """torch and JAX in one environment: requests move between them in mid-generation."""
+    session.install(JAX)
+    install(session, "torch", "jax", groups=("test",), torch=True)
+    session.run("pytest", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
 
 
 @nox.session(venv_backend="virtualenv")

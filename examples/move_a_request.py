@@ -1,13 +1,17 @@
-"""A request moves in mid-generation from torch to the reference, and goes on as if nothing had happened.
+"""A request moves in mid-generation from one framework to another, and goes on as if nothing had happened.
 
-Run it:  python examples/move_a_request.py
+Run it:  python examples/move_a_request.py                  from torch to the reference
+         python examples/move_a_request.py jax_pallas       from torch to JAX, where both are installed
 """
+
+import sys
 
 import numpy as np
 
 import kvcore
 from kvcore.spec import presets
 
+target = sys.argv[1] if len(sys.argv) > 1 else "reference"
 spec = presets.deepseek_v4_flash_tiny(draft=False)
 
 
@@ -38,15 +42,15 @@ def generate(cache: kvcore.Cache, request: kvcore.Request, tokens: int) -> None:
                 layer.store_entries(np.round(kvcore.to_numpy(entries).astype(np.float32), 2), keys)
 
 
-torch_cache = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=128)
-request = torch_cache.admit()
-generate(torch_cache, request, 21)
+old = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=128)
+request = old.admit()
+generate(old, request, 21)
 
-blob = torch_cache.export_request(request)
-reference = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=128, layout="planar")
-moved = reference.import_request(blob)
-print(f"moved {moved.length} tokens in {len(blob)} bytes; digests equal: {torch_cache.digest() == reference.digest()}")
+blob = old.export_request(request)
+new = kvcore.create_cache(spec, backend=target, max_requests=1, max_tokens=128, layout="planar")
+moved = new.import_request(blob)
+print(f"moved {moved.length} tokens in {len(blob)} bytes to {target}; digests equal: {old.digest() == new.digest()}")
 
-generate(torch_cache, request, 7)
-generate(reference, moved, 7)
-print(f"both went on to {moved.length} tokens; digests equal: {torch_cache.digest() == reference.digest()}")
+generate(old, request, 7)
+generate(new, moved, 7)
+print(f"both went on to {moved.length} tokens; digests equal: {old.digest() == new.digest()}")
