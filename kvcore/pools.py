@@ -76,7 +76,7 @@ def fresh_unit(region: Region, buffer: str) -> bytes | None:
 
 
 def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
-    """Accept pools that came back from an op: same names, shapes and dtypes; ShapeError otherwise."""
+    """Accept pools that came back from an op: same names, framework, shapes and dtypes; ShapeError otherwise."""
     _check_mapping(pools)
     if set(pools) != set(like):
         odd = sorted(set(pools) ^ set(like))
@@ -86,7 +86,19 @@ def check_same_tree(pools: Mapping[str, Any], like: Pools) -> Pools:
         got = getattr(array, "shape", None), str(getattr(array, "dtype", None))
         if got != (want.shape, str(want.dtype)):
             raise ShapeError(got=got, where=f"pools[{name!r}]", allowed=f"shape {want.shape}, dtype {want.dtype}")
+        if _framework(array) != _framework(want):
+            raise ShapeError(
+                got=f"an array of {_framework(array)}",
+                where=f"pools[{name!r}]",
+                allowed=f"an array of {_framework(want)}",
+                hint="cache.asarray makes one of the backend's arrays.",
+            )
     return pools if isinstance(pools, Pools) else Pools(pools)
+
+
+def _framework(array: object) -> str:
+    """Where an array's type comes from; the types of jaxlib are those of jax."""
+    return type(array).__module__.partition(".")[0].removesuffix("lib")
 
 
 def _check_mapping(pools: object) -> None:

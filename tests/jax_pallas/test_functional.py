@@ -10,6 +10,7 @@ import whole_step
 from backends_under_test import poison
 
 import kvcore
+from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 from kvcore.spec import presets
 
@@ -153,3 +154,11 @@ def test_pools_are_a_pytree_with_names() -> None:
     assert list(doubled) == list(cache.pools)
     shapes = jax.eval_shape(lambda pools: pools, cache.pools)
     assert {name: shape.shape for name, shape in shapes.items()} == {k: v.shape for k, v in cache.pools.items()}
+
+
+def test_pools_of_another_framework_are_refused() -> None:
+    cache = kvcore.create_cache(presets.deepseek_v4_flash_tiny(), backend="jax_pallas", max_requests=2, max_tokens=64)
+    before = cache.pools
+    with pytest.raises(ShapeError, match="got an array of numpy; allowed: an array of jax"):
+        cache.pools = {name: np.zeros(pool.shape, pool.dtype) for name, pool in before.items()}
+    assert cache.pools is before
