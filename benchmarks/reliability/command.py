@@ -17,6 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcore.parity.environment import commit
+
 SEEDS_A_JOB = 1_000_000
 """Jobs of one command take their seeds from ranges that lie this far apart."""
 
@@ -118,8 +120,9 @@ def added(a: Any, b: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a figure may run on; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Of kvcore (its commit), Python and the packages that a figure may run on; what there is not is left out."""
+    found = {"commit": known} if (known := commit()) else {}
+    found["python"] = platform.python_version()
     for name in ("numpy", "torch", "jax"):
         try:
             found[name] = version(name)
