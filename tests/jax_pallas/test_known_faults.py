@@ -46,8 +46,8 @@ def test_03_a_pure_form_comes_back_whole() -> None:
     scene.write(cache, {request: range(13)})
     before = cache.digest()
     leaves, tree = jax.tree.flatten(cache.pools)
-    cache.pools = jax.tree.unflatten(tree, [np.asarray(leaf) for leaf in leaves])
-    cache.pools = {name: cache.asarray(array) for name, array in cache.pools.items()}
+    pure = [np.asarray(leaf) for leaf in leaves]
+    cache.pools = jax.tree.unflatten(tree, [cache.asarray(array) for array in pure])
     assert cache.digest() == before
     moved = other.import_request(cache.export_request(request))
     assert other.digest([moved]) == before
