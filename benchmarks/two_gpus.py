@@ -132,11 +132,9 @@ def decode(me: Rank, cache: kvcore.Cache, requests: list[kvcore.Request], *, tog
 
 
 def selection(cache: kvcore.Cache, step: Any, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Top 512 of the CSA layer, as one verb where the backend has it."""
-    if hasattr(cache.ops, "index_select"):
-        columns = max(row.length for row in step.rows) // 4
-        return cache.ops.index_select(cache.pools, 0, step.device_index, q, weights, 512, columns=columns)
-    return step.layer(0).select(step.layer(0).index_scores(q, weights), 512)
+    """Top 512 of the CSA layer, as one verb."""
+    columns = max(row.length for row in step.rows) // 4
+    return cache.ops.index_select(cache.pools, 0, step.device_index, q, weights, 512, columns=columns)
 
 
 def compare_decode(me: Rank, mesh: Any, length: int) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class ComposedVerbs:
     flush: Any
     append_tail: Any
     append_index_tail: Any
+    index_scores: Any
+    select: Any
 
     def padded_index(self, host: StepIndex) -> StepIndex:
         """A padded step's index: like any other where nothing is gained by keeping it in one place."""
@@ -45,3 +47,17 @@ class ComposedVerbs:
         pools = self.flush(pools, layer, index, kv, score, index_kv, index_score, closed=closed, **options)
         pools = self.append_tail(pools, layer, index, kv, score)
         return pools if index_kv is None else self.append_index_tail(pools, layer, index, index_kv, index_score)
+
+    def index_select(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        weights: Array,
+        k: int,
+        *,
+        columns: int | None = None,
+    ) -> Array:
+        """Score every entry, then select."""
+        return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)

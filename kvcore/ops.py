@@ -299,6 +299,20 @@ class Ops(Protocol):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
         ...
 
+    def index_select(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Array,
+        weights: Array,
+        k: int,
+        *,
+        columns: int | None = None,
+    ) -> Array:
+        """``select(index_scores(...), k)`` -> [T, k] int32, where a backend can do without all scores at once."""
+        ...
+
     def attend(
         self,
         pools: Pools,

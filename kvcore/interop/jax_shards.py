@@ -30,7 +30,8 @@ WRITERS = (
     "restore_ring",
 )
 READERS = (
-    *("gather_window", "compress", "gather_entries", "gather_all_entries", "index_scores", "attend"),
+    *("gather_window", "compress", "gather_entries", "gather_all_entries", "attend"),
+    *("index_scores", "index_select"),
     *("gather_kv", "attend_kv", "gather_rows", "read_ring"),
 )
 

@@ -65,8 +65,13 @@ def read(step: object, tokens: list[int]) -> dict[str, np.ndarray]:
         picks = None
         if layer.index_keys is not None:
             iq = stories.rows("iq", tokens, positions, 2, layer.index_keys.dim)
-            picks = handle.select(handle.index_scores(iq, stories.rows("iw", tokens, positions, 2)), 6)
+            weights = stories.rows("iw", tokens, positions, 2)
+            picks = handle.select(handle.index_scores(iq, weights), 6)
             found[f"{number} picks"] = (picks,)
+            inputs = map(step.cache.asarray, (iq, weights))
+            found[f"{number} at once"] = (
+                step.cache.ops.index_select(step.cache.pools, number, step.index, *inputs, 6),
+            )
             found[f"{number} picked"] = handle.gather_entries(picks)
             found[f"{number} all"] = handle.gather_all_entries()
         if layer.kv is not None:

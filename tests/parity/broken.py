@@ -283,6 +283,15 @@ class WideIndices(ReferenceOps):
         return super().select(scores, k).astype(np.int64)
 
 
+class PartForgotten(ReferenceOps):
+    """The best of the second half of the entries alone."""
+
+    def index_select(self, pools, layer, index, q, weights, k, *, columns=None):
+        scores = self.index_scores(pools, layer, index, q, weights, columns=columns)
+        scores[:, : scores.shape[1] // 2] = -np.inf
+        return self.select(scores, k)
+
+
 class LowPrecision(ReferenceOps):
     """Queries rounded to bf16, as a tensor core left to itself does."""
 

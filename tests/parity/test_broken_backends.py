@@ -73,6 +73,13 @@ MISTAKES = [
         "whole",
         "dtype int64 instead of int32",
     ),
+    (
+        "PartForgotten",
+        "index_select/index_fp4_68_h.m4/packed/ragged",
+        "top 2 at once",
+        "pick",
+        "the chosen entries have other scores",
+    ),
     ("LowPrecision", "attend/bf16+fp32.m4/packed/ragged", "out all", "token 1, head 0", ""),
     ("SinkTwice", "attend/v4_584+v4_584.m4/packed/ragged", "out picks, sink", "token 0, head 0", ""),
     ("RotatedAtWindowEnd", "flush/fp32.m4/packed/ragged", "1.entries", "codes", ""),

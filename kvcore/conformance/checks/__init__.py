@@ -85,6 +85,7 @@ VERBS: tuple[Verb, ...] = (
     _role("gather_all_entries", paged.gather_all("index_keys"), "index_keys", roles=_INDEXED),
     Verb("index_scores", indexer.index_scores, "arithmetic", "index_keys", _INDEXED, ("index_keys",)),
     Verb("select", indexer.select, "selection", "index_keys", _INDEXED, ("index_keys",), layouts=False),
+    Verb("index_select", indexer.index_select, "selection", "index_keys", _INDEXED, ("index_keys",)),
     Verb(
         "attend",
         attention.attend("window"),

@@ -1,5 +1,7 @@
 """The lightning indexer: scores, and the choice made from them."""
 
+from typing import Any
+
 import numpy as np
 
 from kvcore.arrays import to_numpy
@@ -31,15 +33,23 @@ def select(bench: Bench) -> list[Output]:
     return found
 
 
+def index_select(bench: Bench) -> list[Output]:
+    """In one go what scoring and selecting give, up to rounding of scores; more picks than entries too."""
+    scores = to_numpy(_scores(bench))
+    topk = bench.case.component("index_keys").topk
+    inputs, columns = _inputs(bench), bench.case.columns("index_keys")
+    return [
+        selection(f"top {k} at once", to_numpy(bench.ops.index_select(*inputs, k, columns=columns)), scores)
+        for k in (topk, columns + 3)
+    ]
+
+
 def _scores(bench: Bench) -> object:
+    return bench.ops.index_scores(*_inputs(bench), columns=bench.case.columns("index_keys"))
+
+
+def _inputs(bench: Bench) -> tuple[Any, ...]:
     case = bench.case
     q = case.token_floats("q", HEADS, case.component("index_keys").dim)
     weights = case.token_floats("weights", HEADS)
-    return bench.ops.index_scores(
-        bench.pools(end=("index_keys",)),
-        bench.layer,
-        bench.index,
-        bench.put(q),
-        bench.put(weights),
-        columns=case.columns("index_keys"),
-    )
+    return bench.pools(end=("index_keys",)), bench.layer, bench.index, bench.put(q), bench.put(weights)
