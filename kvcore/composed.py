@@ -24,6 +24,12 @@ class ComposedVerbs:
         """A padded step's index: like any other where nothing is gained by keeping it in one place."""
         return self.index(host)
 
+    def borrow_kv(
+        self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
+    ) -> tuple[Array, Array] | None:
+        """None: this backend has no views to lend."""
+        del pools, layer, index, columns
+
     def append_flush(
         self,
         pools: Pools,

@@ -348,6 +348,12 @@ class Ops(Protocol):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         ...
 
+    def borrow_kv(
+        self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
+    ) -> tuple[Array, Array] | None:
+        """What ``gather_kv`` gives of rows that are in the pool, as the pool's own memory; None where it must copy."""
+        ...
+
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
         ...

@@ -97,10 +97,10 @@ class ReadingVerbs(LayerState):
         them one run of blocks.
         """
         kv = self._component("kv", KV)
-        borrow = getattr(self._ops, "borrow_kv", None)
-        if borrow is None or "kv" not in self._own or self._unwritten("kv"):
+        if "kv" not in self._own or self._unwritten("kv"):
             return None
-        return borrow(self._pools, self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+        columns = self._kv_columns(kv, ended=True)
+        return self._ops.borrow_kv(self._pools, self._layer, self._index, columns=columns)
 
     def mask(self) -> Array:
         """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""

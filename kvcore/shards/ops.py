@@ -201,6 +201,10 @@ class ShardedOps:
         keys, values = (self.exchange.pick(self.exchange.where(mine, part)) for part in (keys, values))
         return keys, values, positions
 
+    def borrow_kv(self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None) -> None:
+        """None: a request's rows may lie on several shards."""
+        del pools, layer, index, columns
+
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """What each query may see of ``gather_kv``'s rows."""
         return self._base.mask(layer, self._to_write(index), columns=columns)

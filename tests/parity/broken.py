@@ -283,6 +283,14 @@ class WideIndices(ReferenceOps):
         return super().select(scores, k).astype(np.int64)
 
 
+class LendsWrongRows(ReferenceOps):
+    """Keys that lie one row further on."""
+
+    def borrow_kv(self, pools, layer, index, *, columns=None):
+        keys, values, _ = self.gather_kv(pools, layer, index, columns=columns)
+        return np.roll(keys, 1, axis=1), values
+
+
 class PartForgotten(ReferenceOps):
     """The best of the second half of the entries alone."""
 

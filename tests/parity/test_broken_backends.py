@@ -74,6 +74,13 @@ MISTAKES = [
         "dtype int64 instead of int32",
     ),
     (
+        "LendsWrongRows",
+        "borrow_kv/int8_row-nf4_b64.full.paged/packed/ragged",
+        "keys of request 0",
+        "row",
+        "shifted by +1 along axis 1",
+    ),
+    (
         "PartForgotten",
         "index_select/index_fp4_68_h.m4/packed/ragged",
         "top 2 at once",

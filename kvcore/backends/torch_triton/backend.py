@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class TorchOps(ComposedVerbs):
     append_kv = verb(classic.append_kv)
     gather_kv = verb(classic.gather_kv)
     mask = verb(classic.mask)
-    borrow_kv = verb(classic.borrow_kv)
+    borrow_kv: Any = verb(classic.borrow_kv)
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
     poison = verb(life.poison)

@@ -21,10 +21,11 @@ def append_kv(ops, pools, layer, index, k, v):
     return pools
 
 
-def borrow_kv(ops, pools, layer, index, *, columns):
+def borrow_kv(ops, pools, layer, index, *, columns=None):
     """Keys and values [Q, columns, heads, dim] as they lie in the pools, from position 0 on; None if not possible."""
     if ops.component(layer, "kv").span is not None:
         return None
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     return plain.borrow(pools, ops.plan.region(layer, "kv"), index, columns)
 
 

@@ -98,6 +98,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)),
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
+    _role("borrow_kv", classic.borrow_kv, "kv"),
     _role("mask", classic.mask, "kv", layouts=False),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),

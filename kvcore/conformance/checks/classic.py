@@ -7,6 +7,7 @@ from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.rings import kv_inputs
 from kvcore.conformance.outputs import Output, close, exact
 from kvcore.conformance.shapes import FP32
+from kvcore.step import build_index
 
 
 def append_kv(bench: Bench) -> list[Output]:
@@ -32,6 +33,19 @@ def gather_kv(bench: Bench) -> list[Output]:
             exact(f"positions {name}", to_numpy(positions), "request", "row"),
         )
     ]
+
+
+def borrow_kv(bench: Bench) -> list[Output]:
+    """Each request alone, after the append: memory that is lent, or a copy where none is, holds the same rows."""
+    pools, kv, found = bench.pools(end=("kv",)), bench.case.component("kv"), []
+    for number, row in enumerate(bench.case.rows):
+        index = bench.ops.index(build_index([row], max_blocks=bench.case.plan.blocks))
+        wide = len(kv.visible(row.start, row.length))
+        lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)
+        keys, values = lent or bench.ops.gather_kv(pools, bench.layer, index, columns=wide)[:2]
+        for name, array in (("keys", keys), ("values", values)):
+            found.append(exact(f"{name} of request {number}", to_numpy(array), "request", "row", "head", "channel"))
+    return found
 
 
 def mask(bench: Bench) -> list[Output]:

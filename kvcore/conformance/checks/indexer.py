@@ -8,6 +8,8 @@ from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
 from kvcore.conformance.outputs import Output, close, exact, selection
 from kvcore.conformance.shapes import FP32
+from kvcore.ops import StepIndex
+from kvcore.pools import Pools
 
 HEADS = 3
 
@@ -37,9 +39,14 @@ def index_select(bench: Bench) -> list[Output]:
     """In one go what scoring and selecting give, up to rounding of scores; more picks than entries too."""
     scores = to_numpy(_scores(bench))
     topk = bench.case.component("index_keys").topk
-    inputs, columns = _inputs(bench), bench.case.columns("index_keys")
+    columns = bench.case.columns("index_keys")
+    pools, layer, index, q, weights = _inputs(bench)
     return [
-        selection(f"top {k} at once", to_numpy(bench.ops.index_select(*inputs, k, columns=columns)), scores)
+        selection(
+            f"top {k} at once",
+            to_numpy(bench.ops.index_select(pools, layer, index, q, weights, k, columns=columns)),
+            scores,
+        )
         for k in (topk, columns + 3)
     ]
 
@@ -48,7 +55,7 @@ def _scores(bench: Bench) -> object:
     return bench.ops.index_scores(*_inputs(bench), columns=bench.case.columns("index_keys"))
 
 
-def _inputs(bench: Bench) -> tuple[Any, ...]:
+def _inputs(bench: Bench) -> tuple[Pools, int, StepIndex, Any, Any]:
     case = bench.case
     q = case.token_floats("q", HEADS, case.component("index_keys").dim)
     weights = case.token_floats("weights", HEADS)

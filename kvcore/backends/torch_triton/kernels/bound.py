@@ -76,7 +76,7 @@ def registered(mutates: tuple[str, ...], fake: Callable[..., Any] | None = None)
 
     def wrap(function: Any) -> Any:
         op = torch.library.custom_op(f"kvcore::{function.__name__}", function, mutates_args=mutates)
-        op.register_fake(fake or (_nothing))
+        op.register_fake(fake or _nothing)
         return function
 
     return wrap
