@@ -6,13 +6,13 @@ second of processor time for several sizes of a request, with and without a full
 
 import argparse
 import json
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from kvcore.blocks import BlockAllocator
+from kvcore.parity import environment
 
 BLOCKS = 16384
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append({"blocks_a_request": batch, "evicting": cached, "pairs_a_second": round(best)})
             print(f"{batch:4} blocks a request, {'evicting' if cached else 'free list'}: {best / 1e6:6.2f} M pairs/s")
     if options.out:
-        record = {"benchmark": "allocator", "python": platform.python_version(), "blocks": BLOCKS, "rows": rows}
+        record = {"benchmark": "allocator", **environment.of_script(), "blocks": BLOCKS, "rows": rows}
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcore.parity import environment
+
 BATCH, HEADS, DIM, STEPS, TOKENS = 4, 8, 128, 100, 4096
 CASES = {"full 4096": None, "sliding 128": 128, "sliding 4096": 4096}
 """Name -> window, None where every row is kept."""
@@ -165,6 +167,7 @@ def main() -> None:
     ours, theirs = sides["kvcore"]["us"], sides["easydel"]["us"]
     record = {
         "kind": "beside_easydel",
+        **environment.of_script(),
         "what": f"µs of one decode step's cache update, median of {STEPS}, CPU, one jit, cache donated",
         "sizes": {"batch": BATCH, "heads": HEADS, "head_dim": DIM, "dtype": "bfloat16", "tokens": TOKENS},
         "load_average": [round(load, 1) for load in os.getloadavg()],

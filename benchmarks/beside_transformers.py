@@ -17,11 +17,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig, QuantizedCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcore.interop.transformers import KVCache
+from kvcore.parity import environment
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 4
 WINDOWS = (1024, 4096)
@@ -159,8 +159,9 @@ def measure(context: int, dtype: torch.dtype, steps: int, window: int | None) ->
 
 
 def as_table(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
     lines = [
-        f"{record['stack']}; one thread; {record['versions']}.",
+        f"{record['stack']}; one thread; {versions}.",
         "",
         "| layers | numbers | context | cache | step | of DynamicCache | bytes held |",
         "|---|---|---:|---|---:|---:|---:|",
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     record: dict[str, Any] = {
         "stack": f"{LAYERS} layers, {HEADS} query and {KV_HEADS} key-value heads of {DIM}",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **environment.of_script(),
         "steps": chosen.steps,
         "quantised_cache": "measured" if find_spec("optimum") else "not measured: optimum-quanto is not installed",
         "rows": [],

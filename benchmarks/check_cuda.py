@@ -7,7 +7,6 @@ Pools are filled with 0xFF first and compared whole. Inputs are new in every run
 
 import argparse
 import json
-import platform
 import secrets
 import sys
 import time
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from expected import as_bf16, decoded, encoded, images, random_values
 
+from kvcore.parity import environment
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from kvcore.step import Row, build_index
@@ -59,13 +59,9 @@ def main() -> None:
         if problem:
             failures.append(f"{what}: {problem}")
     import torch
-    import triton
 
     record = {
-        "command": " ".join(["python", "check_cuda.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__},
-        "python": platform.python_version(),
+        **environment.of_script(torch.cuda.get_device_name() if torch.cuda.is_available() else ""),
         "seed": seed,
         "checks": len(results),
         "failures": failures,

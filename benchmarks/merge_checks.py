@@ -4,11 +4,12 @@ Exit status 1 if anything failed or a part is missing.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from kvcore.parity import environment
 
 SUMMARIES = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
@@ -29,7 +30,7 @@ def main() -> None:
     failures = [failure for run in runs for failure in run["failures"]]
     record = {
         "kind": "check",
-        "commit": os.environ.get("KVCORE_COMMIT"),
+        "commit": environment.commit(),
         "device": runs[0]["device"] if runs else None,
         "versions": runs[0]["versions"] if runs else None,
         "checks": len(results),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import kvcore
 from kvcore.content import HostRows, owned
 from kvcore.manager import Manager
+from kvcore.parity import environment
 from kvcore.plan import bytes_per_token, plan_cache, row_bytes
 from kvcore.prefix import Policy
 from kvcore.reuse import PrefixCache
@@ -221,7 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = run(options.turns, options.blocks, options.seed)
     print(table(rows))
     if options.out:
-        record = {"turns": options.turns, "blocks": options.blocks, "seed": options.seed, "rows": rows}
+        sizes = {"turns": options.turns, "blocks": options.blocks, "seed": options.seed}
+        record = {**environment.of_script(), **sizes, "rows": rows}
         options.out.mkdir(parents=True, exist_ok=True)
         files = {"json": json.dumps(record, indent=2) + "\n", "md": table(rows) + "\n", "svg": picture(rows)}
         for kind, text in files.items():

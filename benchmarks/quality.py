@@ -10,7 +10,6 @@ Windows of ``CONTEXT`` tokens are ``STRIDE`` apart, and a token is scored once, 
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 
 from kvcore.interop.transformers import KVCache
+from kvcore.parity import environment
 from kvcore.plan import bytes_per_token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -149,8 +148,7 @@ def run(names: Sequence[str], tokens: int | None, prompts: int, new: int, say: A
         "text": f"{TEXT.name}: {len(text)} tokens, windows of {CONTEXT}, {STRIDE} apart, chunks of {CHUNK}",
         "greedy": f"{len(batch.input_ids)} prompts × {new} tokens",
         "baseline": BASELINE,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "python": platform.python_version(),
+        **environment.of_script(),
         "rows": [],
     }
     baseline: Measured | None = None

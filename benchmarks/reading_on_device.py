@@ -7,7 +7,6 @@
 
 import argparse
 import json
-import os
 import secrets
 import sys
 import time
@@ -22,6 +21,8 @@ import torch
 from check_attention import layer_of
 from check_indexer import keys_layer
 from reading_scene import scene
+
+from kvcore.parity import environment
 
 Case = Iterator[tuple[str, str]]
 MILLION = 1 << 20
@@ -132,15 +133,11 @@ def main() -> None:
             tasks = [workers.submit(run, n, shards, names, arguments.device, seed) for n in range(shards)]
             results = [found for task in tasks for found in task.result()]
     failures = [found["what"] for found in results if not found["ok"]]
-    import triton
 
     cuda = torch.device(arguments.device).type == "cuda"
     record = {
         "kind": "reading",
-        "command": " ".join(["python", "reading_on_device.py", *sys.argv[1:]]),
-        "commit": os.environ.get("KVCORE_COMMIT"),
-        "device": torch.cuda.get_device_name() if cuda else arguments.device,
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        **environment.of_script(torch.cuda.get_device_name() if cuda else ""),
         "seed": seed,
         "checks": len(results),
         "failures": failures,

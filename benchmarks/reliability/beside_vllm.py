@@ -9,7 +9,6 @@ is counted is whether a caller's mistake is noticed at the faulty call, later, o
 import argparse
 import hashlib
 import json
-import platform
 import random
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import cbor2
+
+from kvcore.parity import environment
 
 BLOCKS = 64
 MISTAKES = 200
@@ -164,7 +165,7 @@ def main() -> None:
     record = {
         "beside": "R1, R6",
         "vllm": given.version,
-        "python": platform.python_version(),
+        **environment.of_script(),
         "mistakes": mistakes,
         "pairs_a_second": {str(batch): pairs_a_second(module, batch) for batch in (1, 16, 256)},
     }

@@ -6,7 +6,6 @@ process anywhere; ``python -m benchmarks.reliability.merge`` adds shards up.
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.parity.environment import commit
+from kvcore.parity import environment
 
 SEEDS_A_JOB = 1_000_000
 """Jobs of one command take their seeds from ranges that lie this far apart."""
@@ -104,7 +103,7 @@ def _record(figure, target, options, first_seed, seeds, seconds, counts, failure
         "target": target,
         "full": figure.full,
         "options": options,
-        "ran": [{"first_seed": first_seed, "seeds": seeds, "seconds": round(seconds, 1), **versions()}],
+        "ran": [{"first_seed": first_seed, "seeds": seeds, "seconds": round(seconds, 1), **versions(options)}],
         "counts": counts,
         "divergences": len(failures),
         "failures": failures,
@@ -119,10 +118,15 @@ def added(a: Any, b: Any) -> Any:
     return a + b
 
 
-def versions() -> dict[str, str]:
-    """Of kvcore (its commit), Python and the packages that a figure may run on; what there is not is left out."""
-    found = {"commit": known} if (known := commit()) else {}
-    found["python"] = platform.python_version()
+def versions(options: Mapping[str, str]) -> dict[str, str]:
+    """Command, device, commit, and versions of what a figure may run on; what there is not is left out."""
+    gpu = ""
+    if "cuda" in " ".join(options.values()):
+        import torch
+
+        gpu = torch.cuda.get_device_name()
+    told = environment.of_script(gpu)
+    found = {name: told[name] for name in ("command", "device", "commit", "python") if told[name]}
     for name in ("numpy", "torch", "jax"):
         try:
             found[name] = version(name)
@@ -228,7 +232,7 @@ def main(description: str, run: Callable[..., dict[str, Any]], options: Mapping[
         **run(given.full, given.seed, **{name: getattr(given, name) for name in options}),
         "stopped_early": spent(),
         "seconds": round(time.perf_counter() - start, 1),
-        **versions(),
+        **versions({name: str(getattr(given, name)) for name in options}),
     }
     _end(record, given.out)
 

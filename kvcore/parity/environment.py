@@ -76,6 +76,22 @@ def command(arguments: Sequence[str] | None) -> str:
     return " ".join(["kvcore", *(sys.argv[1:] if arguments is None else arguments)])
 
 
+def of_script(device: str = "") -> dict[str, Any]:
+    """Where a script's record comes from: what was typed, the device (the processor if none is named), versions."""
+    typed = " ".join(Path(word).name if word.startswith(os.sep) else word for word in sys.argv)
+    return {"command": f"python {typed}", "device": device or processor(), **describe()}
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it, and how many threads it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} threads"
+
+
 def _ask(line: list[str]) -> str | None:
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
