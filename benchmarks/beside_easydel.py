@@ -23,8 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcore.parity import environment
-
 BATCH, HEADS, DIM, STEPS, TOKENS = 4, 8, 128, 100, 4096
 CASES = {"full 4096": None, "sliding 128": 128, "sliding 4096": 4096}
 """Name -> window, None where every row is kept."""
@@ -163,6 +161,8 @@ def main() -> None:
     if options.side:
         print(json.dumps({"kvcore": kvcore_side, "easydel": easydel_side}[options.side]()))
         return
+    from kvcore.parity import environment  # the peer's Python, which stopped above, need not have it
+
     sides = {"kvcore": run(sys.executable, "kvcore"), "easydel": run(options.peer, "easydel")}
     ours, theirs = sides["kvcore"]["us"], sides["easydel"]["us"]
     record = {
