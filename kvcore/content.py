@@ -46,6 +46,11 @@ def kept_rows(component: Component, floor: int, length: int) -> list[int]:
     return sorted({row for at in range(floor, length + 1) for row in component.live(at)})
 
 
+def is_coherent(length: int, floor: int, tokens: Sequence[int] | None) -> bool:
+    """Whether what a request that comes from elsewhere says of itself fits together."""
+    return 0 <= floor <= length and (tokens is None or len(tokens) == length)
+
+
 def kept_positions(component: Component, floor: int, length: int) -> list[int]:
     """Positions of ``kept_rows``."""
     return [number * component.tokens_per_row for number in kept_rows(component, floor, length)]

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, kept_positions, owned, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, owned, page_digests, read_rows
 from kvcore.digest import region_salt
 from kvcore.disk import Disk, write_whole
 from kvcore.errors import BackendError, KvcoreError, SnapshotError
@@ -133,6 +133,8 @@ def parse(data: bytes, where: str = "snapshot") -> Saved:
     try:
         requests = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
         sizes = msgspec.json.decode(metadata["sizes"], type=Sizes)
+        if not all(is_coherent(saved.length, saved.floor, saved.tokens) for saved in requests):
+            raise SnapshotError(got="lengths that don't fit together", where=where, allowed="what Cache.save wrote")
         return Saved(from_json(metadata["spec"]), sizes, requests, arrays)
     except (msgspec.MsgspecError, KeyError, KvcoreError) as error:
         raise SnapshotError(got=str(error), where=where, allowed="a header that Cache.save wrote") from error

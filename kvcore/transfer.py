@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, kept_positions, owned, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, owned, page_digests, read_rows
 from kvcore.digest import region_salt
 from kvcore.errors import RequestError, SnapshotError
 from kvcore.manager import Request
@@ -172,8 +172,7 @@ def _decode(blob: bytes) -> Blob:
     fields = {name: getattr(found, name) for name in Blob.__struct_fields__ if name != "root"}
     if found.version != VERSION:
         raise SnapshotError(got=f"version {found.version}", where="import_request: blob", allowed=f"version {VERSION}")
-    whole = 0 <= found.floor <= found.length and (found.tokens is None or len(found.tokens) == found.length)
-    if _root(fields) != found.root or not whole:
+    if _root(fields) != found.root or not is_coherent(found.length, found.floor, found.tokens):
         raise SnapshotError(got="a damaged blob", where="import_request: blob", allowed="bytes of their root digest")
     return found
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, kept_positions, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, page_digests, read_rows
 from kvcore.digest import MASK, region_salt
 from kvcore.errors import TransferError
 from kvcore.handoff.layout import PageLayout, page_layout
@@ -157,17 +157,23 @@ def parse(manifest: bytes, root: bytes) -> Manifest:
     """The manifest of a handle.
 
     Raises:
-        TransferError: ``damaged``: these bytes are not what the handle was given for.
+        TransferError: ``damaged``: these bytes are not what the handle was given for, or make no request.
     """
     if root_of(manifest) != root:
         raise TransferError(
             reason="damaged", got="a manifest of another export", where="manifest", allowed="bytes of the handle's root"
         )
-    found = msgspec.msgpack.decode(manifest, type=Manifest)
+    try:
+        found = msgspec.msgpack.decode(manifest, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise TransferError(reason="damaged", got=str(error), where="manifest", allowed="as exported") from error
     if found.version != VERSION:
         raise TransferError(
             reason="damaged", got=f"version {found.version}", where="manifest", allowed=f"version {VERSION}"
         )
+    if not is_coherent(found.length, found.floor, found.tokens):
+        got = f"{found.length} tokens, rows from {found.floor} on"
+        raise TransferError(reason="damaged", got=got, where="manifest", allowed="numbers that fit together")
     return found
 
 

@@ -17,6 +17,7 @@ import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
 from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
 from kvcore.handoff.layout import page_layout
+from kvcore.handoff.staging import root_of
 from kvcore.interop import nixl
 from kvcore.spec import presets
 
@@ -333,6 +334,37 @@ def test_a_handle_of_other_bytes_is_refused():
     with pytest.raises(TransferError) as caught:
         decode_handle(b"\x81\xa1x")
     assert caught.value.reason == "damaged"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"floor": 22}, id="rows from beyond the end"),
+        pytest.param({"tokens": [1, 2]}, id="fewer ids than tokens"),
+        pytest.param({"length": "21"}, id="a length that is no number"),
+    ],
+)
+def test_a_manifest_that_makes_no_request_is_refused(change):
+    cache = stories.create(stories.STORED, "reference")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(21))})
+    desk = Desk(cache)
+    handle = desk.export(request)
+
+    class Lying(Direct):
+        """An exporter whose own root vouches for it."""
+
+        def manifest(self, handle, *, timeout):
+            assert timeout > 0
+            assert handle.root == root_of(told)
+            return told
+
+    known = msgspec.msgpack.decode(desk.manifest(handle.exporter, handle.number, handle.generation))
+    told = msgspec.msgpack.encode({**known, **change})
+    with pytest.raises(TransferError, match="manifest") as caught:
+        pull(cache, msgspec.structs.replace(handle, root=root_of(told)), Lying(desk))
+    assert caught.value.reason == "damaged"
+    assert cache.requests == (request,)
 
 
 def test_a_full_desk_keeps_its_leases_and_frees_ended_ones():

@@ -446,3 +446,14 @@ def test_freed_storage_is_not_in_a_snapshot(tmp_path):
     cache.save(tmp_path / "cache.kv")
     assert held in b"".join(scene.raw(cache).values())
     assert held not in (tmp_path / "cache.kv").read_bytes()
+
+
+def test_a_snapshot_whose_numbers_do_not_fit_together_is_refused(monkeypatch):
+    cache, _ = filled(LATENT, "reference")
+    real = snapshot.SavedRequest
+    # One that a faulty writer signed: header and root are right.
+    monkeypatch.setattr(snapshot, "SavedRequest", lambda **told: real(**{**told, "tokens": told["tokens"][:-1]}))
+    data = snapshot.to_bytes(cache, list(cache.requests))
+    monkeypatch.undo()
+    with pytest.raises(SnapshotError, match="fit together"):
+        snapshot.parse(data)
