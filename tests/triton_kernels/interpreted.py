@@ -26,6 +26,18 @@ def flushes(given):
     yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 1], given, after=3)
     yield f"CSA in chunks {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=1)
     yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=1)
+    yield (
+        f"HCA in chunks {given}",
+        flush_problems(rng, "cpu", 128, False, "v4_584", None, [[130, 5], [9, 127]], given, after=1),
+    )
+    yield (
+        f"CSA, more than the ring spares {given}",
+        flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp8_132", [[6, 5], [3, 4], [5, 5]], given, after=1),
+    )
+    yield (
+        f"ratio 3 in chunks {given}",
+        flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], given, after=1),
+    )
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
 

@@ -186,16 +186,13 @@ class TritonOps(ReadingVerbs, LifeOps):
         rope=None,
         index_norm_weight=None,
     ):
-        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch in decode.
+        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch.
 
-        Where ``newest`` leaves no spare row in the ring, or is not known, the flush reads the old rows first and the
-        tails are written by launches of their own.
+        ``newest`` tells whether the rings have spare rows for the step's own: each token's program then writes them.
         """
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
-        newest = len(index.positions) if newest is None else newest
-        decode = self._is_decode(layer, index) and newest <= self._spare(layer)
         streams = kv, score, index_kv, index_score
-        if decode and self._flush(pools, layer, index, *streams, eps, rope, append=True, **weights):
+        if self._flush(pools, layer, index, *streams, eps, rope, append=True, newest=newest, **weights):
             return pools
         return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
@@ -212,6 +209,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         rope,
         *,
         append,
+        newest=None,
         norm_weight,
         index_norm_weight,
     ):
@@ -247,6 +245,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             index.request_index,
             index.slots,
             index.starts,
+            index.lengths,
             index.stored,
             index.block_table,
             scratch,
@@ -254,6 +253,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             records,
             float(eps),
             append,
+            (len(index.positions) if newest is None else newest) <= self._spare(layer),
         )
         return True
 
@@ -358,12 +358,6 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         ((name, _),) = region.buffers.values()
         return launch.bind_tail(record), name
-
-    def _is_decode(self, layer, index):
-        bound, (tail, _) = self.bound(layer, "entries"), self.tail_bound(layer, "tail")
-        if bound is None or tail is None:
-            return False
-        return launch.one_token_programs(len(index.positions), len(index.slots))
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""
