@@ -62,24 +62,28 @@ def check_format(name, count, dtype, values, stored, back, device):
         if name in CLASSIC:
             key, value = plan.region(0, "kv")
             padded = padded.reshape(count + 2, 3, -1)
+            columns = int(host.lengths.max())
+            picked = (
+                torch.from_numpy(host.request_index[:count]).long().to(device),
+                torch.from_numpy(host.positions[:count]).long().to(device),
+            )
+            k, _, _ = ops.gather_kv(pools, 0, index, padded, padded, columns=columns)
+            yield f"gather_kv of the step's own {layout}", bits_differ(k[picked], back)
             ops.append_kv(pools, 0, index, padded, padded)
             images = images_of(plan, key, host, stored) | images_of(plan, value, host, stored)
             yield f"append_kv {layout}", differing(pools, images)
-            columns = int(host.lengths.max())
             k, _, _ = ops.gather_kv(pools, 0, index, columns=columns)
-            picked = (
-                torch.from_numpy(host.request_index[:count]).long(),
-                torch.from_numpy(host.positions[:count]).long(),
-            )
-            yield f"gather_kv {layout}", bits_differ(k[picked[0].to(device), picked[1].to(device)], back)
+            yield f"gather_kv {layout}", bits_differ(k[picked], back)
             continue
         if layer.window is not None:
+            seen = ops.gather_window(pools, 0, index, padded)
+            mine = seen.positions >= 5
+            yield f"gather_window of the step's own {layout}", bits_differ(seen.values[mine], back)
             ops.append_window(pools, 0, index, padded)
             (region,) = plan.region(0, "window")
             yield f"append_window {layout}", differing(pools, images_of(plan, region, host, stored))
             seen = ops.gather_window(pools, 0, index)
-            mine = (seen.positions >= 5).cpu().numpy()
-            yield f"gather_window {layout}", bits_differ(seen.values[torch.from_numpy(mine).to(device)], back)
+            yield f"gather_window {layout}", bits_differ(seen.values[mine], back)
         ops.store_role(pools, 0, "index_keys", index, given)
         (region,) = plan.region(0, "index_keys")
         yield f"store index keys {layout}", differing(pools, images_of(plan, region, host, stored))

@@ -114,12 +114,16 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
             check(record, case, append.append_kernel, arch, {"R": window, **common}, **options)
             check(record, case, gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
             check(record, case, gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
+            whole = {"LAST": True, "RING": True, "WINDOW": 128, "CHUNK": 0}
+            check(record, case, gather.own_rows_kernel, arch, {"R": window, **whole, **common}, **options)
         if "kv" in found:
             kv = row_record(found["kv"])[0]
             heads = f"{case}, three heads"
             check(record, heads, append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
             ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
             check(record, case, gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
+            own = {"LAST": False, **ring, **common}
+            check(record, case, gather.own_rows_kernel, arch, {"R": kv, **own}, given="fp32", **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -261,12 +261,20 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_window(self, pools, layer, index, rows=None):
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         bound = self.bound(layer, "window")
-        if bound is None or rows is not None:
+        if bound is None:
             return super().gather_window(pools, layer, index, rows)
         ((record, names, _),) = bound
         window = self.component(layer, "window").window
         buffers = [pools[name] for name in names]
-        return WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        found = WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        if rows is not None:
+            self._put_own(found.values, rows, index, record, True, True, window, 0)
+        return found
+
+    def _put_own(self, out, values, index, record, *seen):
+        """Replace gathered rows of the step's own positions by ``values``, as they read once they are stored."""
+        step = index.positions, index.request_index, index.starts, index.lengths
+        launch.calls().put_own_rows(out, values.contiguous(), *step, record, *seen)
 
     @torch.no_grad()
     def gather_entries(self, pools, layer, index, indices):
@@ -304,18 +312,20 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
-        if bound is None or k is not None or v is not None:
+        if bound is None:
             return super().gather_kv(pools, layer, index, k, v, columns=columns)
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
-        ring = component.span is not None
-        window, chunk = component.window or 0, component.chunk or 0
+        seen = component.span is not None, component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
-        (keys, positions), (values, _) = (
-            launch.calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
-            for record, names, _ in bound
-        )
-        return keys, values, positions
+        gathered, positions = [], None
+        for (record, names, _), own in zip(bound, (k, v), strict=True):
+            buffers = [pools[name] for name in names]
+            rows, positions = launch.calls().gather_kv_rows(*place, buffers, record, columns, *seen)
+            if own is not None:
+                self._put_own(rows, own, index, record, False, *seen)
+            gathered.append(rows)
+        return *gathered, positions
 
     def bound(self, layer, role):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""

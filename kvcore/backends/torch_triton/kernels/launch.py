@@ -14,13 +14,14 @@ import torch
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
-from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
+from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
     gather_picked_rows,
     gather_window_rows,
+    put_own_rows,
 )
 from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
@@ -44,7 +45,7 @@ __all__ = [
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
-    "one_token_programs",
+    "put_own_rows",
     "score_rows",
     "score_select_rows",
     "select_rows",
