@@ -11,12 +11,13 @@ from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
-from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
+from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, score_parts
+from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.ops import Attention
 
-SCORES_AT_ONCE = 1 << 22
-"""Scores that ``index_select`` keeps at a time: 16 MiB, which stay in a large GPU's L2."""
+MOST_SCORES = 1 << 22
+"""Scores that ``index_select`` keeps whole: 16 MiB, which stay in a large GPU's L2 and cost less than lists do."""
 
 
 class Workspaces:
@@ -122,22 +123,25 @@ class ReadingVerbs(TorchOps):
     @torch.no_grad()
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        return launch.calls().select_rows(
-            scores.to(torch.float32).contiguous(), *self._ranking_room(len(scores), k, scores.shape[1]), k
-        )
+        if k > MOST_PICKS:
+            return super().select(scores, k)
+        room = select_workspace(len(scores), scores.shape[1], k)
+        return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *self._pairs(room), k)
 
     @torch.no_grad()
     def index_select(self, pools, layer, index, q, weights, k, *, columns=None, run=None):
-        """``select(index_scores(...), k)`` with scores in a buffer that does not grow with the context.
+        """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
 
-        ``run`` entries are scored at a time; from run to run the best k are carried on.
+        Args:
+            run: entries of a program, in one go whatever there are.
         """
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        run = run or max(4096, SCORES_AT_ONCE // max(len(q), 1))
         bound = self._index_keys(layer)
-        if bound is None or not len(index.slots) or columns <= run or not k:
+        whole = run is None and len(q) * columns <= MOST_SCORES
+        if whole or bound is None or not len(index.slots) or not 0 < k <= MOST_BEST:
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
         number, names = bound
+        run = run or RUN
         return launch.calls().score_select_rows(
             q.contiguous(),
             weights.contiguous(),
@@ -146,8 +150,7 @@ class ReadingVerbs(TorchOps):
             index.block_table,
             [pools[name] for name in names],
             self._rotated_room(number, q),
-            self.workspaces.take("scores", len(q) * (k + run)),
-            *self._ranking_room(len(q), k, k + run),
+            *self._pairs(best_workspace(len(q), columns, run, k)),
             number,
             self.component(layer, "index_keys").ratio,
             columns,
@@ -166,13 +169,9 @@ class ReadingVerbs(TorchOps):
         rotated = launch.BOUND[number].record.hadamard
         return self.workspaces.take("queries", q.numel() if rotated else 1, torch.bfloat16)
 
-    def _ranking_room(self, tokens, k, columns):
-        hands, room = ranking(max(k, 1), max(columns, 1))
-        rows = min(tokens, MOST_ROWS)
-        return (
-            self.workspaces.take("hands", rows * (hands + 1), torch.int32),
-            self.workspaces.take("pairs", rows * room, torch.int64),
-        )
+    def _pairs(self, room):
+        pairs, counts = room
+        return self.workspaces.take("pairs", pairs, torch.int64), self.workspaces.take("counts", counts, torch.int32)
 
     def _attention(self, layer, q):
         """(window, entries, parts): (record number, names of buffers) of each or None; None if not covered."""

@@ -1,19 +1,25 @@
-"""Launches of the indexer: scores of encoded keys, and the best k of every row."""
+"""Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from kvcore.backends.torch_triton.kernels import scores, topk
+from kvcore.backends.torch_triton.kernels import picks, scores
 from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, is_native, options, registered, tile
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
 
-MOST_ROWS = 1024
-"""Rows of scores that are ranked at a time: the workspace need not grow with a prompt."""
+RUN, MOST_RUNS = 8192, 128
+"""Keys of a program that keeps its best, and programs of a query: longer contexts make longer runs."""
+RUNS_AT_ONCE = 1024
+"""Runs whose lists are kept at a time: 16 MiB for 512 picks, and programs for a few waves."""
+ROUND = 512
+"""Keys that are scored between two looks at the room of a list."""
+MOST_BEST = 2048
+"""Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
 
 
 class ScoreParts(NamedTuple):
@@ -94,10 +100,35 @@ def score_rows(
         rotated: bf16, room for q where the format's keys are rotated.
     """
     out = _scores_out(q, weights, positions, request_index, block_table, buffers, rotated, record, ratio, columns)
-    if out.numel():
-        q = rotate(q, rotated, record)
-        score_into(out, columns, 0, q, weights, positions, request_index, block_table, buffers, record, ratio, columns)
+    if not out.numel():
+        return out
+    tokens, heads = q.shape[:2]
+    cut, constants = _cut(record, heads, q.device)
+    most = triton.cdiv(columns, cut.keys)
+    # Enough programs to fill the GPU a few times; beyond that longer runs, which load their queries once.
+    tiles = power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors(q.device)))))
+    scores.scores_kernel[(tokens * triton.cdiv(most, tiles),)](
+        out, rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table,
+        tokens, heads, columns, block_table.shape[1],
+        **constants, RATIO=ratio, TILES=tiles, num_warps=cut.warps,
+    )  # fmt: skip
     return out
+
+
+def _three(number: int, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    bound = BOUND[number]
+    return buffers[bound.codes], buffers[bound.scales], buffers[bound.plain]
+
+
+def _cut(number: int, heads: int, device: torch.device) -> tuple[ScoreCut, dict[str, Any]]:
+    """The cut of a record's keys, and what both kernels must know of it."""
+    record = BOUND[number].record
+    packed = nibbles(record) and is_native(device)
+    cut = CUTS[packed]
+    return cut, {
+        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": cut.keys,
+        "STAGES": cut.stages, "NIBBLES": packed, "NATIVE": is_native(device),
+    }  # fmt: skip
 
 
 def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
@@ -113,92 +144,25 @@ def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
     return rotated[: q.numel()].view(q.shape)
 
 
-def score_into(
-    out: Tensor,
-    line: int,
-    first: int,
-    q: Tensor,
-    weights: Tensor,
-    positions: Tensor,
-    request_index: Tensor,
-    block_table: Tensor,
-    buffers: list[Tensor],
-    number: int,
-    ratio: int,
-    columns: int,
-) -> None:
-    """Scores of entries first .. first + columns to out, whose rows are ``line`` apart."""
-    bound = BOUND[number]
-    parts = score_parts(bound.record)
-    assert parts is not None
-    tokens, heads = q.shape[:2]
-    packed = nibbles(bound.record) and is_native(q.device)
-    cut = CUTS[packed]
-    most = triton.cdiv(columns, cut.keys)
-    # Enough programs to fill the GPU a few times; beyond that longer runs, which load their queries once.
-    tiles = power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors(q.device)))))
-    scores.scores_kernel[(tokens * triton.cdiv(most, tiles),)](
-        out, q, weights, buffers[bound.codes], buffers[bound.scales], buffers[bound.plain], positions, request_index,
-        block_table, tokens, heads, first, columns, block_table.shape[1], line, bound.record, parts, ratio,
-        max(16, power_of_two(heads)), cut.keys, tiles, cut.stages, packed, is_native(q.device), num_warps=cut.warps,
-    )  # fmt: skip
+def runs_of(columns: int, run: int) -> tuple[int, int]:
+    """(runs, keys of each) of a query, whose runs are ``run`` keys unless there are too many."""
+    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, run)))
+    return runs, triton.cdiv(columns, runs)
 
 
-class Ranking(NamedTuple):
-    """Sizes of a top-k: hands that keep a row's largest, room for pairs."""
-
-    hands: int
-    room: int
+def best_room(k: int) -> int:
+    """Pairs of a run's list: what is wanted and a few rounds."""
+    return max(4 * ROUND, 2 * power_of_two(k))
 
 
-@cache
-def ranking(k: int, columns: int) -> Ranking:
-    """Four hands for every pick: then about k + k / 7 scores of random rows reach the k-th largest of the hands."""
-    hands = min(max(4 * power_of_two(k), 1024), power_of_two(columns), 16384)
-    return Ranking(max(hands, 128), max(2048, 8 * power_of_two(k)))
+def best_workspace(tokens: int, columns: int, run: int, k: int) -> tuple[int, int]:
+    """Pairs and counts that ``score_select_rows`` needs."""
+    runs, _ = runs_of(columns, run)
+    return picks.workspace(min(tokens, _at_once(runs)), runs, best_room(k), power_of_two(k), k)
 
 
-def _select_out(scores: Tensor, numbers: Tensor, pairs: Tensor, k: int) -> Tensor:
-    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
-
-
-@registered(("numbers", "pairs"), _select_out)
-def select_rows(scores: Tensor, numbers: Tensor, pairs: Tensor, k: int) -> Tensor:
-    """The best k of scores [tokens, columns], contiguous -> [tokens, k].
-
-    Args:
-        numbers: int32, room for the hands and a count of as many rows as are ranked at a time.
-        pairs: int64, room for the pairs of as many rows.
-    """
-    out = _select_out(scores, numbers, pairs, k)
-    if not scores.shape[1]:
-        return out.fill_(-1)
-    if out.numel():
-        select_into(out, scores, scores.shape[1], numbers, pairs, k)
-    return out
-
-
-def select_into(out: Tensor, given: Tensor, columns: int, numbers: Tensor, pairs: Tensor, k: int) -> None:
-    """The best k of the first ``columns`` of every row of ``given`` [tokens, line]."""
-    hands, room = ranking(k, columns)
-    line = given.stride(0)
-    for start in range(0, len(out), MOST_ROWS):
-        rows, picks = given[start : start + MOST_ROWS], out[start : start + MOST_ROWS]
-        count = len(rows)
-        largest, counts = numbers[: count * hands], numbers[count * hands : count * (hands + 1)]
-        block = 128
-        topk.largest_kernel[(count, hands // block)](
-            largest, counts, rows, columns, line, hands, block, min(8, power_of_two(triton.cdiv(columns, hands))),
-            num_warps=4,
-        )  # fmt: skip
-        wide = 2048
-        programs = max(1, min(triton.cdiv(columns, wide), 4 * multiprocessors(given.device) // count))
-        run = triton.cdiv(triton.cdiv(columns, programs), wide) * wide
-        topk.collect_kernel[(count, triton.cdiv(columns, run))](
-            pairs, counts, largest, rows, columns, line, k, k + k // 4, run, hands, room, wide, num_warps=8
-        )
-        parts = max(1, min(triton.cdiv(power_of_two(k) * 2, 64), 4 * multiprocessors(given.device) // count))
-        topk.rank_kernel[(count, parts)](picks, pairs, counts, rows, columns, line, k, parts, room, 64, 64, num_warps=4)
+def _at_once(runs: int) -> int:
+    return max(1, RUNS_AT_ONCE // runs)
 
 
 def _score_select_out(
@@ -209,9 +173,8 @@ def _score_select_out(
     block_table: Tensor,
     buffers: list[Tensor],
     rotated: Tensor,
-    lines: Tensor,
-    numbers: Tensor,
     pairs: Tensor,
+    counts: Tensor,
     record: int,
     ratio: int,
     columns: int,
@@ -221,7 +184,7 @@ def _score_select_out(
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 
-@registered(("rotated", "lines", "numbers", "pairs"), _score_select_out)
+@registered(("rotated", "pairs", "counts"), _score_select_out)
 def score_select_rows(
     q: Tensor,
     weights: Tensor,
@@ -230,37 +193,37 @@ def score_select_rows(
     block_table: Tensor,
     buffers: list[Tensor],
     rotated: Tensor,
-    lines: Tensor,
-    numbers: Tensor,
     pairs: Tensor,
+    counts: Tensor,
     record: int,
     ratio: int,
     columns: int,
     k: int,
     run: int,
 ) -> Tensor:
-    """The best k entries of every query, whose scores are taken ``run`` columns at a time.
+    """The best k <= MOST_BEST of the first ``columns`` entries of every query; scores are never all in memory.
 
     Args:
-        lines: fp32, for tokens · (k + run) scores: the best so far, then those of a run.
+        pairs, counts: int64 and int32, as many as ``best_workspace`` says.
+        run: entries of a program.
     """
-    picks = _score_select_out(
-        q, weights, positions, request_index, block_table, buffers, rotated, lines, numbers, pairs, record, ratio,
-        columns, k, run,
+    out = _score_select_out(
+        q, weights, positions, request_index, block_table, buffers, rotated, pairs, counts, record, ratio, columns, k,
+        run,
     )  # fmt: skip
-    if not picks.numel():
-        return picks
-    tokens, line = len(q), k + run
-    scores_of = lines[: tokens * line].view(tokens, line)
-    scores_of[:, :k] = -torch.inf
-    entries = torch.empty_like(picks)
-    q = rotate(q, rotated, record)
-    for first in range(0, columns, run):
-        some = min(run, columns - first)
-        score_into(
-            scores_of[:, k:], line, first, q, weights, positions, request_index, block_table, buffers, record, ratio,
-            some,
+    if not out.numel():
+        return out
+    heads = q.shape[1]
+    runs, run = runs_of(columns, run)
+    cut, constants = _cut(record, heads, q.device)
+    q, room = rotate(q, rotated, record), best_room(k)
+    for start in range(0, len(q), _at_once(runs)):
+        some = slice(start, start + _at_once(runs))
+        chosen = out[some]
+        scores.best_scores_kernel[(len(chosen) * runs,)](
+            pairs, counts, q[some], weights[some], *_three(record, buffers), positions[some], request_index[some],
+            block_table, len(chosen), heads, runs, columns, block_table.shape[1], run, k, k + k // 4,
+            **constants, RATIO=ratio, ROUND=ROUND // cut.keys, ROOM=room, num_warps=cut.warps,
         )  # fmt: skip
-        select_into(picks, scores_of, k + some, numbers, pairs, k)
-        topk.carry_kernel[(tokens,)](picks, entries, scores_of, first, k, line, power_of_two(k), num_warps=4)
-    return entries
+        picks.rank_lists(chosen, picks.Lists(pairs, counts, runs, room, power_of_two(k)), k)
+    return out
