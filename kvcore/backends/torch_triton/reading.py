@@ -38,6 +38,10 @@ class Workspaces:
             self._buffers[name] = buffer
         return buffer
 
+    def buffers(self) -> list[torch.Tensor]:
+        """All that are held."""
+        return [*self._buffers.values(), *self._outgrown]
+
 
 class ReadingVerbs(TorchOps):
     """The part of the verbs with kernels that reads.

@@ -163,14 +163,9 @@ def attend_tiles(
     KIND: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take tiles first .. last - 1 into the running softmax; with more than one stage, rows are loaded ahead."""
-    place = place_of(
-        first, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-        table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
-    )  # fmt: skip
     for tile in tl.range(first, last, num_stages=STAGES):
-        # The next tile's places are found while this one's keys are multiplied.
-        following = place_of(
-            tile + 1, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
+        place = place_of(
+            tile, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
             table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
         )  # fmt: skip
         valid = place >= 0
@@ -181,7 +176,6 @@ def attend_tiles(
         raw, scales = load_row(at, valid, W, S)
         k = decode_row(raw, scales, valid, W, S, NATIVE)
         largest, total, out = absorb(q, k, valid, scale, largest, total, out, S, NATIVE)
-        place = following
     return largest, total, out
 
 

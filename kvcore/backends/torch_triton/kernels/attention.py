@@ -63,6 +63,9 @@ def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
     if chunk < 16 or not all(_covered(record, chunk) for record in records):
         return None
     narrow = bf16 and all(record.exact for record in records)
+    if narrow and not any(record.quant for record in records):
+        # Rows that are as the products take them go there whole, not through registers.
+        chunk = power_of_two(dim)
     # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
     chunks = triton.cdiv(dim, chunk)
     # fp32 products keep their operands in registers, where a whole row does not fit.
