@@ -37,7 +37,8 @@ def attention_constants(name, arch, *, bf16, **options):
     parts = parts_of(window, entries, bf16=bf16)
     cut = TENSOR[arch] if bf16 else FULL
     constants = {
-        "W": window, "E": entries, "CHUNK": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
+        "W": window, "E": entries, "CHUNK": window, "S": parts, "ENTRY_S": parts, "CHUNK_S": parts, "WINDOW": 128,
+        "RATIO": 4, "ALL": False, "SINK": True,
         "OWN": False, "SPLIT": True, "HEADS": cut.heads, "KEYS": cut.keys, "ALIKE": alike(window, entries),
         "STAGES": cut.stages, "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from kvcore import bounds
 from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
+from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, plain_record, splits_for
 from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, score_parts
 from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
@@ -18,6 +18,9 @@ from kvcore.ops import Attention
 
 MOST_SCORES = 1 << 22
 """Scores that ``index_select`` keeps whole: 16 MiB, which stay in a large GPU's L2 and cost less than lists do."""
+
+MOST_DECODED = 1 << 28
+"""Bytes that decoded entries may take."""
 
 
 class Workspaces:
@@ -49,7 +52,10 @@ class ReadingVerbs(TorchOps):
     Attributes:
         workspaces: what its calls write beside their outputs.
         attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+        fewest_visits: entries that a step's queries read as often as this are decoded once for all of them.
     """
+
+    fewest_visits = 8.0
 
     def __init__(self, plan, device="cpu"):
         super().__init__(plan, device)
@@ -69,10 +75,13 @@ class ReadingVerbs(TorchOps):
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
         window, entries, parts = found
+        tokens, heads, dim = q.shape
+        table, entry_buffers = index.block_table, [] if entries is None else [pools[name] for name in entries[1]]
         own, own_number = None, -1
         if rows is not None and window is not None:
-            own, own_number = self._own_rows(layer, window[0], rows)
-        tokens, heads, dim = q.shape
+            own, own_number = self._own_rows(layer, window[0], rows, whole=parts.whole)
+        if parts.whole and self._visits(index, entries, tokens, selected) >= self.fewest_visits:
+            entries, entry_buffers, table = self._decoded_entries(pools, layer, index, entries)
         span = 0 if window is None else self.component(layer, "window").window
         ratio = 0 if entries is None else self.component(layer, "entries").ratio
         if entries is None:
@@ -92,9 +101,9 @@ class ReadingVerbs(TorchOps):
             index.request_index,
             index.slots,
             index.starts,
-            index.block_table,
+            table,
             [] if window is None else [pools[name] for name in window[1]],
-            [] if entries is None else [pools[name] for name in entries[1]],
+            entry_buffers,
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
             [span, ratio, splits],
@@ -189,12 +198,41 @@ class ReadingVerbs(TorchOps):
         parts = parts_of(*records, bf16=q.dtype == torch.bfloat16)
         return None if parts is None else (*found, parts)
 
-    def _own_rows(self, layer, number, rows):
-        """(canonical rows [T, row_bytes] of the step's own window rows, number of their record)."""
+    def _own_rows(self, layer, number, rows, *, whole):
+        """(the step's own window rows [T, bytes], number of their record): as the ring will hold them, or decoded."""
         (region,) = self.plan.region(layer, "window")
-        bound = launch.BOUND[number]
-        record = own_record(bound.record, region.format)
-        return self.encode_rows(region, rows)[:, 0].contiguous(), launch.bind(launch.Bound(record, 0, 0, 0))
+        record = own_record(launch.BOUND[number].record, region.format)
+        number, tokens = launch.bind(launch.Bound(record, 0, 0, 0)), len(rows)
+        zeros = torch.zeros(tokens + 1, dtype=torch.int32, device=rows.device)
+        positions, length = torch.arange(tokens, dtype=torch.int32, device=rows.device), zeros[:1] + tokens
+        own = torch.empty((tokens, region.format.row), dtype=torch.uint8, device=rows.device)
+        # All are rows of one block.
+        table = zeros[:1, None]
+        launch.calls().append_rows(rows.contiguous(), positions, zeros[:-1], zeros[:1], zeros[:1], table, [own], number)
+        if not whole:
+            return own, number
+        values, _, _ = launch.calls().gather_all_rows(length, table, [own], number, 1, tokens)
+        return values[0].view(torch.uint8), launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+
+    def _visits(self, index, entries, tokens, selected):
+        """How often a step's queries read an entry on average; -1 where decoding them all is not worth it."""
+        record = None if entries is None else launch.BOUND[entries[0]].record
+        count = 0 if record is None else index.block_table.numel() * record.rows
+        if not count or not record.quant or 2 * count * record.dim > MOST_DECODED:
+            return -1
+        return tokens / len(index.slots) if selected is None else selected.numel() / count
+
+    def _decoded_entries(self, pools, layer, index, entries):
+        """((number of the record, no names), buffers, block table) of entries decoded once for all queries."""
+        number, names = entries
+        table, ratio = index.block_table, self.component(layer, "entries").ratio
+        record = launch.BOUND[number].record
+        values, _, _ = launch.calls().gather_all_rows(
+            index.lengths, table, [pools[name] for name in names], number, ratio, table.shape[1] * record.rows
+        )
+        blocks = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
+        decoded = launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+        return (decoded, ()), [values.view(torch.uint8)], torch.where(table >= 0, blocks, -1)
 
 
 def _scale(q, scale):
