@@ -10,7 +10,7 @@ from kvcore import bounds
 from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, plain_record, splits_for
+from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, plain_record, splits_for, whole_rows
 from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, score_parts
 from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
@@ -90,7 +90,9 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        splits = splits_for(torch.device(self.device), tokens, heads, span + picks, parts.full)
+        bound = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
+        whole = whole_rows(*bound, parts)
+        splits = splits_for(torch.device(self.device), tokens, heads, span + picks, parts.full, whole)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),

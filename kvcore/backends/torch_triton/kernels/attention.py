@@ -52,8 +52,10 @@ class Cut(NamedTuple):
 
 
 FULL = Cut(heads=16, keys=16, warps=4, stages=1)
-TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
+TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 3), 100: Cut(64, 64, 8, 3)}
 """By compute capability: the newest that is not above the device's."""
+WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 32, 8, 3), 100: Cut(64, 32, 8, 3)}
+"""The same where rows are taken whole."""
 SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
 LARGE = 160 << 10
@@ -133,6 +135,12 @@ def own_record(record: RowRecord, format: Format) -> RowRecord:
     )  # fmt: skip
 
 
+def whole_rows(window: Bound | None, entries: Bound | None, parts: Parts) -> bool:
+    """Most keys are taken whole."""
+    some = entries or window
+    return parts.whole and some is not None and not some.record.quant
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Programs that run at once; under the interpreter a number that makes small cases split."""
@@ -140,20 +148,20 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
-    """The cut for queries of ``heads`` heads."""
+def cut_for(device: torch.device, heads: int, full: bool, whole: bool) -> Cut:
+    """The cut for queries of ``heads`` heads; ``whole``: of entries, or else of rows, that are taken whole."""
     if full:
         return FULL
     capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
-    cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+    cut = (WHOLE if whole else TENSOR)[max((known for known in TENSOR if known <= capability), default=80)]
     if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
         cut = SMALL
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
 
 
-def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool) -> int:
+def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
-    cut = cut_for(device, heads, full)
+    cut = cut_for(device, heads, full, whole)
     programs = max(1, tokens * triton.cdiv(heads, cut.heads))
     return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
 
@@ -200,9 +208,9 @@ def attend_rows(
     parts, entry_parts, own_parts = parts_of_each(*(bound.record if bound else None for bound in (w, e, o)), bf16=bf16)
     assert parts is not None
     span, ratio, splits = sizes
-    cut = cut_for(q.device, heads, parts.full)
     some = w or e
     assert some is not None
+    cut = cut_for(q.device, heads, parts.full, whole_rows(w, e, parts))
     rows = [(bound or some).record for bound in (w, e, o)]
     partial = workspace if splits > 1 else out
     sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse
