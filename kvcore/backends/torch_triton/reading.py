@@ -10,8 +10,15 @@ from kvcore import bounds
 from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, plain_record, splits_for, whole_rows
-from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, score_parts
+from kvcore.backends.torch_triton.kernels.attention import (
+    cut_for,
+    own_record,
+    parts_of,
+    plain_record,
+    splits_for,
+    whole_rows,
+)
+from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of, score_parts
 from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.ops import Attention
@@ -91,8 +98,9 @@ class ReadingVerbs(TorchOps):
         else:
             picks = selected.shape[1]
         bound = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
-        whole = whole_rows(*bound, parts)
-        splits = splits_for(torch.device(self.device), tokens, heads, span + picks, parts.full, whole)
+        device, keys = torch.device(self.device), span + picks
+        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(*bound, parts))
+        splits = splits_for(device, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),
@@ -108,7 +116,7 @@ class ReadingVerbs(TorchOps):
             entry_buffers,
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
-            [span, ratio, splits],
+            [span, ratio, splits, keys],
             _scale(q, scale),
             q.dtype == torch.bfloat16,
         )
@@ -157,6 +165,7 @@ class ReadingVerbs(TorchOps):
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
         number, names = bound
         run = run or RUN
+        *room, held = best_workspace(runs_of(len(q), columns, run, k, q.device), k)
         return launch.calls().score_select_rows(
             q.contiguous(),
             weights.contiguous(),
@@ -165,7 +174,8 @@ class ReadingVerbs(TorchOps):
             index.block_table,
             [pools[name] for name in names],
             self._rotated_room(number, q),
-            *self._pairs(best_workspace(len(q), columns, run, k)),
+            *self._pairs(room),
+            self.workspaces.take("scores", held),
             number,
             self.component(layer, "index_keys").ratio,
             columns,

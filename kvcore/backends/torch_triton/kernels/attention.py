@@ -54,8 +54,10 @@ class Cut(NamedTuple):
 FULL = Cut(heads=16, keys=16, warps=4, stages=1)
 TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 3), 100: Cut(64, 64, 8, 3)}
 """By compute capability: the newest that is not above the device's."""
-WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 32, 8, 3), 100: Cut(64, 32, 8, 3)}
+WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
 """The same where rows are taken whole."""
+FEW = Cut(heads=32, keys=32, warps=4, stages=3)
+"""For so little work that every program has a multiprocessor of its own."""
 SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
 LARGE = 160 << 10
@@ -148,20 +150,31 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def cut_for(device: torch.device, heads: int, full: bool, whole: bool) -> Cut:
-    """The cut for queries of ``heads`` heads; ``whole``: of entries, or else of rows, that are taken whole."""
-    if full:
-        return FULL
-    capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
-    cut = (WHOLE if whole else TENSOR)[max((known for known in TENSOR if known <= capability), default=80)]
+def _cut(device: torch.device, whole: bool) -> Cut:
+    """The cut for many heads and keys in bf16."""
     if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
-        cut = SMALL
+        return SMALL
+    capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
+    return (WHOLE if whole else TENSOR)[max([80, *(known for known in TENSOR if known <= capability)])]
+
+
+def cut_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> Cut:
+    """The cut for queries of ``heads`` heads and at most ``keys`` keys.
+
+    Args:
+        whole: entries, or else rows of the window, are taken whole.
+    """
+    if full:
+        cut = FULL
+    elif tokens * triton.cdiv(heads, FEW.heads) * triton.cdiv(keys, FEW.keys) <= multiprocessors(device):
+        cut = FEW
+    else:
+        cut = _cut(device, whole)
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
 
 
-def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> int:
+def splits_for(device: torch.device, tokens: int, heads: int, keys: int, cut: Cut) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
-    cut = cut_for(device, heads, full, whole)
     programs = max(1, tokens * triton.cdiv(heads, cut.heads))
     return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
 
@@ -197,7 +210,7 @@ def attend_rows(
         window, entries: the pools' buffers, empty where the layer lacks them.
         workspace: fp32, for ``splits`` · tokens · heads · (dim + 1) numbers where ``splits`` > 1.
         records: of the window, the entries, the own rows; -1 where there are none.
-        sizes: window, ratio (0 without), splits.
+        sizes: window, ratio (0 without), splits, most keys of a query.
         bf16: keys and queries may be multiplied in bf16.
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -207,10 +220,10 @@ def attend_rows(
     w, e, o = (BOUND[number] if number >= 0 else None for number in records)
     parts, entry_parts, own_parts = parts_of_each(*(bound.record if bound else None for bound in (w, e, o)), bf16=bf16)
     assert parts is not None
-    span, ratio, splits = sizes
+    span, ratio, splits, keys = sizes
     some = w or e
     assert some is not None
-    cut = cut_for(q.device, heads, parts.full, whole_rows(w, e, parts))
+    cut = cut_for(q.device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
     rows = [(bound or some).record for bound in (w, e, o)]
     partial = workspace if splits > 1 else out
     sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse

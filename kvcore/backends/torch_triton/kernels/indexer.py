@@ -13,11 +13,13 @@ from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, is_na
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
 
 RUN, MOST_RUNS = 8192, 128
-"""Keys of a program that keeps its best, and programs of a query: longer contexts make longer runs."""
+"""Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
 RUNS_AT_ONCE = 1024
-"""Runs whose lists are kept at a time: 16 MiB for 512 picks, and programs for a few waves."""
-ROUND = 512
-"""Keys that are scored between two looks at the room of a list."""
+"""Runs whose lists are kept at a time: 20 MiB for 512 picks, and programs for a few waves."""
+ROUND = 1024
+"""Keys of a run whose scores are kept at a time."""
+REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
+"""Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
 MOST_BEST = 2048
 """Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
 
@@ -40,7 +42,7 @@ class ScoreCut(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 3)}
+CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 1)}
 """By whether keys are nibbles."""
 
 
@@ -144,25 +146,26 @@ def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
     return rotated[: q.numel()].view(q.shape)
 
 
-def runs_of(columns: int, run: int) -> tuple[int, int]:
-    """(runs, keys of each) of a query, whose runs are ``run`` keys unless there are too many."""
-    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, run)))
-    return runs, triton.cdiv(columns, runs)
+class Runs(NamedTuple):
+    """Runs of a query, keys of each; queries whose runs are kept at a time; pairs that a run's list has room for."""
+
+    runs: int
+    keys: int
+    tokens: int
+    room: int
 
 
-def best_room(k: int) -> int:
-    """Pairs of a run's list: what is wanted and a few rounds."""
-    return max(4 * ROUND, 2 * power_of_two(k))
+def runs_of(tokens: int, columns: int, run: int, k: int, device: torch.device) -> Runs:
+    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
+    keys = min(run, triton.cdiv(tokens * columns, 8 * multiprocessors(device)))
+    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, max(keys, 16))))
+    room = max(2 * ROUND, 2 * power_of_two(k))
+    return Runs(runs, triton.cdiv(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
 
 
-def best_workspace(tokens: int, columns: int, run: int, k: int) -> tuple[int, int]:
-    """Pairs and counts that ``score_select_rows`` needs."""
-    runs, _ = runs_of(columns, run)
-    return picks.workspace(min(tokens, _at_once(runs)), runs, best_room(k), power_of_two(k), k)
-
-
-def _at_once(runs: int) -> int:
-    return max(1, RUNS_AT_ONCE // runs)
+def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
+    """Pairs, counts and scores that ``score_select_rows`` needs."""
+    return *picks.workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
 
 
 def _score_select_out(
@@ -175,6 +178,7 @@ def _score_select_out(
     rotated: Tensor,
     pairs: Tensor,
     counts: Tensor,
+    held: Tensor,
     record: int,
     ratio: int,
     columns: int,
@@ -184,7 +188,7 @@ def _score_select_out(
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 
-@registered(("rotated", "pairs", "counts"), _score_select_out)
+@registered(("rotated", "pairs", "counts", "held"), _score_select_out)
 def score_select_rows(
     q: Tensor,
     weights: Tensor,
@@ -195,6 +199,7 @@ def score_select_rows(
     rotated: Tensor,
     pairs: Tensor,
     counts: Tensor,
+    held: Tensor,
     record: int,
     ratio: int,
     columns: int,
@@ -204,26 +209,27 @@ def score_select_rows(
     """The best k <= MOST_BEST of the first ``columns`` entries of every query; scores are never all in memory.
 
     Args:
-        pairs, counts: int64 and int32, as many as ``best_workspace`` says.
+        pairs, counts, held: int64, int32 and fp32, as many as ``best_workspace`` says.
         run: entries of a program.
     """
     out = _score_select_out(
-        q, weights, positions, request_index, block_table, buffers, rotated, pairs, counts, record, ratio, columns, k,
-        run,
+        q, weights, positions, request_index, block_table, buffers, rotated, pairs, counts, held, record, ratio,
+        columns, k, run,
     )  # fmt: skip
     if not out.numel():
         return out
     heads = q.shape[1]
-    runs, run = runs_of(columns, run)
+    runs = runs_of(len(q), columns, run, k, q.device)
     cut, constants = _cut(record, heads, q.device)
-    q, room = rotate(q, rotated, record), best_room(k)
-    for start in range(0, len(q), _at_once(runs)):
-        some = slice(start, start + _at_once(runs))
+    q = rotate(q, rotated, record)
+    for start in range(0, len(q), runs.tokens):
+        some = slice(start, start + runs.tokens)
         chosen = out[some]
-        scores.best_scores_kernel[(len(chosen) * runs,)](
-            pairs, counts, q[some], weights[some], *_three(record, buffers), positions[some], request_index[some],
-            block_table, len(chosen), heads, runs, columns, block_table.shape[1], run, k, k + k // 4,
-            **constants, RATIO=ratio, ROUND=ROUND // cut.keys, ROOM=room, num_warps=cut.warps,
+        scores.best_scores_kernel[(len(chosen) * runs.runs,)](
+            pairs, counts, held, q[some], weights[some], *_three(record, buffers), positions[some],
+            request_index[some], block_table, len(chosen), heads, runs.runs, columns, block_table.shape[1], runs.keys,
+            k, min(k + k // 4, runs.room - ROUND), **constants, RATIO=ratio, ROUND=ROUND, ROOM=runs.room,
+            num_warps=cut.warps, **REGISTERS,
         )  # fmt: skip
-        picks.rank_lists(chosen, picks.Lists(pairs, counts, runs, room, power_of_two(k)), k)
+        picks.rank_lists(chosen, picks.Lists(pairs, counts, runs.runs, runs.room, power_of_two(k)), k)
     return out

@@ -20,6 +20,10 @@ LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
 
 
+RANKED, OTHERS = 32, 128
+"""Pairs that a program ranks at a time, and pairs that it compares them with."""
+
+
 class Tile(NamedTuple):
     """What a program of ``best_kernel`` takes: groups of hands, hands, columns of a hand; its warps."""
 
@@ -45,7 +49,12 @@ def tile_for(k: int, slots: int) -> Tile:
     picks = power_of_two(k)
     size = min(TILE, max(power_of_two(slots), picks, 1024))
     hands = min(size, max(4 * picks, 1024))
-    return Tile(picks, hands, size // hands, max(4, size // 512))
+    return Tile(picks, hands, size // hands, max(4, size // 1024))
+
+
+def enough(k: int) -> int:
+    """Hands that may reach a bound: a closer one costs more looks for it, a looser one more pairs to rank."""
+    return k + k // 8
 
 
 def room_for(k: int) -> int:
@@ -98,7 +107,7 @@ def select_rows(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor
     for start in range(0, len(out), _at_once(parts)):
         rows, picks = scores[start : start + _at_once(parts)], out[start : start + _at_once(parts)]
         topk.best_kernel[(len(rows) * parts,)](
-            pairs, counts, rows, counts, columns, columns, k, k + k // 4, parts,
+            pairs, counts, rows, counts, columns, columns, k, enough(k), parts,
             tile.picks, tile.hands, tile.deep, room, 0, num_warps=tile.warps,
         )  # fmt: skip
         rank_lists(picks, Lists(pairs, counts, parts, room, room), k)
@@ -115,10 +124,9 @@ def rank_lists(picks: Tensor, lists: Lists, k: int) -> None:
         fewer, kept = triton.cdiv(parts, fan), room_for(k)
         merged, numbers = pairs[rows * parts * room :], counts[_aligned(rows * parts) :]
         topk.best_kernel[(rows * fewer,)](
-            merged, numbers, pairs, counts, parts, room, k, k + k // 4, fewer,
+            merged, numbers, pairs, counts, parts, room, k, enough(k), fewer,
             tile.picks, tile.hands, tile.deep, kept, most, num_warps=tile.warps,
         )  # fmt: skip
         pairs, counts, parts, room, most = merged, numbers, fewer, kept, kept
-    block = 64
-    shares = max(1, min(triton.cdiv(power_of_two(k) * 2, block), 4 * multiprocessors(picks.device) // rows))
-    topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, block, 64, num_warps=4)
+    shares = max(1, min(triton.cdiv(most, RANKED), 16 * multiprocessors(picks.device) // rows))
+    topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, RANKED, OTHERS, num_warps=4)

@@ -198,15 +198,16 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
 def best_scores_kernel(
-    pairs_ptr, counts_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
-    tokens, heads, parts, columns, table_columns, run, k, most,
+    pairs_ptr, counts_ptr, scores_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr,
+    table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
 
-    A program goes through its run in column order and keeps what is above a bound, at first everything; whenever the
-    list might not take another ROUND tiles it is cut to its best, which raises the bound.
+    A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
+    Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
+    best, which raises the bound.
     """
     token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
     request, visible, weight, q = query_of(
@@ -214,27 +215,29 @@ def best_scores_kernel(
     )
     last = tl.minimum(tl.minimum(visible, columns), part * run + run)
     place = token.to(tl.int64) * parts + part
-    list_ptr = pairs_ptr + place * ROOM
+    list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND
     bound = tl.full([], LOWEST, tl.int32)
     count = tl.full([], 0, tl.int32)
     n = tl.arange(0, KEYS)
-    for first in range(part * run, last, ROUND * KEYS):
-        for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND * KEYS), KEYS), num_stages=STAGES):
+    every = tl.arange(0, ROUND)
+    for first in range(part * run, last, ROUND):
+        for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND), KEYS), num_stages=STAGES):
             column = first + tile * KEYS + n
             score = score_keys(
                 request, column, column < last, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
                 R, S, NIBBLES, NATIVE,
             )  # fmt: skip
-            order = order_of(score)
-            kept = (order > bound).to(tl.int32)
-            at = count + tl.cumsum(kept, axis=0) - kept
-            tl.store(list_ptr + at, pair_of(order, column), mask=kept == 1)
-            count += tl.sum(kept, axis=0)
-        if count > ROOM - ROUND * KEYS:
-            tl.debug_barrier()
+            tl.store(scores_ptr + tile * KEYS + n, score)
+        tl.debug_barrier()
+        order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))
+        kept = (order > bound).to(tl.int32)
+        at = count + tl.cumsum(kept, axis=0) - kept
+        tl.store(list_ptr + at, pair_of(order, first + every), mask=kept == 1)
+        count += tl.sum(kept, axis=0)
+        tl.debug_barrier()
+        if count > ROOM - ROUND:
             bound, count = cut_list(list_ptr, count, bound, k, most, ROOM)
             tl.debug_barrier()
     if count > k:
-        tl.debug_barrier()
         bound, count = cut_list(list_ptr, count, bound, k, k, ROOM)
     tl.store(counts_ptr + place, count)

@@ -196,7 +196,7 @@ def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.cons
         at = first + tl.arange(0, BLOCK)
         mine = tl.load(pairs_ptr + at, mask=at < count, other=0)
         above = tl.zeros([BLOCK, OTHERS], tl.int32)
-        for start in range(0, count, OTHERS):
+        for start in tl.range(0, count, OTHERS, num_stages=4):
             other_at = start + tl.arange(0, OTHERS)
             other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=NO_PAIR)
             above += (other[None, :] > mine[:, None]).to(tl.int32)
