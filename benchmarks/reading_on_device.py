@@ -91,6 +91,7 @@ def indexer_cases(device: str) -> Iterator[Case]:
     yield check_indexer.check(
         "a token beside a million", keys_layer("index_fp4_68_h"), [MILLION + 77, 1], [1, 1], device
     )
+    yield check_indexer.long_runs(device)
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
     yield check_indexer.check_select(device, sizes, found.ops)
