@@ -107,6 +107,13 @@ def long_runs(device: str) -> Iterator[Problem]:
         launches.ROUND = held
 
 
+def many_rows(device: str, n: int, k: int, ops) -> Iterator[Problem]:
+    """So many rows that each is sorted by a program of its own."""
+    given = (torch.randn(70, n, device=device) * 20).round()
+    given[::3, 2:] = -torch.inf
+    yield f"top {k} of {n:,}: many rows", different(ops.select(given, k), indexer.select(None, given, k))
+
+
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     for format in ("index_fp8_132", "index_fp4_68_h", "index_fp8_132_fp32scale", "index_nvfp4", "bf16"):
@@ -119,6 +126,7 @@ def small(device: str) -> Iterator[Problem]:
     yield from check("of many runs", keys_layer("bf16", ratio=1, topk=520), [640], [1], device, heads=1, runs=40)
     found = scene(keys_layer("bf16"), [8], [1], device)
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
+    yield from many_rows(device, 300, 37, found.ops)
     given = few_hands(device, 61_440, 1)
     yield (
         "top 64 of 61,440: no room for all pairs",
