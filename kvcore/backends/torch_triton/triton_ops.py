@@ -16,7 +16,7 @@ from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
-from kvcore.spec import Rope
+from kvcore.spec import TAIL_OF, Rope
 
 
 class TritonOps(ReadingVerbs, LifeOps):
@@ -29,6 +29,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self._bind_all()
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -329,10 +330,19 @@ class TritonOps(ReadingVerbs, LifeOps):
 
     def bound(self, layer, role):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
-        key = layer, role
-        if key not in self._bound:
-            self._bound[key] = self._bind(layer, role)
-        return self._bound[key]
+        return self._bound.get((layer, role))
+
+    def tail_bound(self, layer, role):
+        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
+        return self._tails.get((layer, role), (None, ""))
+
+    def _bind_all(self):
+        """Look up what launches need to know of every pool, so that none has to while it is traced or captured."""
+        for layer, role, _ in self.plan.spec.components():
+            if role in TAIL_OF.values():
+                self._tails[layer, role] = self._bind_tail(layer, role)
+            else:
+                self._bound[layer, role] = self._bind(layer, role)
 
     def _bind(self, layer, role):
         found = []
@@ -345,13 +355,6 @@ class TritonOps(ReadingVerbs, LifeOps):
             number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
             found.append((number, names, record.paged))
         return found
-
-    def tail_bound(self, layer, role):
-        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
-        key = layer, role
-        if key not in self._tails:
-            self._tails[key] = self._bind_tail(layer, role)
-        return self._tails[key]
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)

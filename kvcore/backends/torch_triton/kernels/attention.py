@@ -116,7 +116,7 @@ def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
     if full:
         return FULL
     capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
-    cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+    cut = TENSOR[max([80, *(known for known in TENSOR if known <= capability)])]
     if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
         cut = SMALL
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
