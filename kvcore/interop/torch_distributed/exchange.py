@@ -19,10 +19,12 @@ class TorchExchange:
     """
 
     def __init__(self, group: Any, device: str | torch.device = "cpu") -> None:
-        self.shards = dist.get_world_size(group)
-        self.shard = dist.get_rank(group)
-        self.mine = (torch.arange(self.shards, dtype=torch.int32) == self.shard).int().to(device)
         self._group = group
+        self._take_place(dist.get_world_size(group), dist.get_rank(group), device)
+
+    def _take_place(self, shards: int, shard: int, device: str | torch.device) -> None:
+        self.shards, self.shard = shards, shard
+        self.mine = (torch.arange(shards, dtype=torch.int32) == shard).int().to(device)
 
     def where(self, condition, values):
         """The values where the condition holds, zeros elsewhere."""
@@ -33,7 +35,7 @@ class TorchExchange:
         # Bytes, since gloo knows no fp8 and NCCL no 16-bit integers; and no float sum, which would lose signs of zeros.
         data = values.contiguous().clone()
         if data.numel():
-            dist.all_reduce(data.view(torch.uint8) if data.ndim else data, group=self._group)
+            self._sum(data.view(torch.uint8) if data.ndim else data)
         return data
 
     def spread(self, scores, rows, columns):
@@ -68,7 +70,7 @@ class TorchExchange:
         # A query without any key: weights exp(-inf - 0) are 0.
         safe = torch.where(lse.isneginf(), 0, lse)
         out = parts.out.float() * torch.exp(parts.lse - safe)[..., None]
-        dist.all_reduce(out, group=self._group)
+        self._sum(out)
         if once is not None:
             out = out + once.out * torch.exp(once.lse - safe)[..., None]
         if sink is not None:
@@ -80,6 +82,10 @@ class TorchExchange:
     def widen(self, q):
         """The query in fp32; on a GPU as it is, since bf16 is what the kernels' matrix units take."""
         return q if q.is_cuda else q.float()
+
+    def _sum(self, values):
+        """In place, the sum over all shards; with ``_stack`` all that is said between shards."""
+        dist.all_reduce(values, group=self._group)
 
     def _stack(self, values):
         """[shards, ...] in order of shards."""
