@@ -130,12 +130,21 @@ def to_raw(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int]) -> Ra
 
 def page_digests(ops: Ops, rows: Array, positions: Sequence[int], page: int, salt: int) -> Array:
     """Digest lanes of every page of ``page`` rows: [pages, 2] int64 on the device; the last page may be short."""
-    pages = -(-len(rows) // page)
-    places = np.full(pages * page, -1, np.int32)
-    places[: len(rows)] = positions
-    padded = rows if len(places) == len(rows) else _padded(rows, len(places))
-    raw = RawRows(ops.asarray(padded.reshape(pages, page, rows.shape[1])), ops.asarray(places.reshape(pages, page)))
-    return ops.digest_rows(raw, salt)
+    return digests_at(ops, rows, page_places(ops, positions, page), salt)
+
+
+def page_places(ops: Ops, positions: Sequence[int], page: int) -> Array:
+    """Positions in pages of ``page`` rows: [pages, page] int32 on the device, -1 after the last."""
+    places = np.full(-(-len(positions) // page) * page, -1, np.int32)
+    places[: len(positions)] = positions
+    return ops.asarray(places.reshape(-1, page))
+
+
+def digests_at(ops: Ops, rows: Array, places: Array, salt: int) -> Array:
+    """Digest lanes of the pages that ``page_places`` laid out: [pages, 2] int64 on the device."""
+    pages, page = places.shape
+    padded = rows if len(rows) == pages * page else _padded(rows, pages * page)
+    return ops.digest_rows(RawRows(ops.asarray(padded.reshape(pages, page, rows.shape[1])), places), salt)
 
 
 def _padded(rows: Array, count: int) -> Array:

@@ -29,7 +29,7 @@ class Processes:
         for rank in range(count):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout)
+                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout), daemon=True
             )
             process.start()
             there.close()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, page_digests, read_rows
+from kvcore.content import HostRows, digests_at, is_coherent, kept_positions, page_places, read_rows
 from kvcore.digest import MASK, region_salt
 from kvcore.errors import TransferError
 from kvcore.handoff.layout import PageLayout, page_layout
@@ -141,15 +141,27 @@ def content_of(
 
 def digests_of(cache: "CacheBase", layout: PageLayout, pages: Array, floor: int, length: int) -> list[tuple[int, int]]:
     """Two lanes for every page of history, then for the record: sums over its components' digests."""
-    lanes = np.zeros((layout.blocks + 1, 2), np.int64)
     paged = {(strip.layer, strip.role): strip.rows for strip in layout.paged}
+    # Positions are the same in all layers of a ratio; lanes stay on the device until the last is there.
+    places: dict[tuple[int, int], Any] = {}
+    sums: dict[tuple[int, int], Any] = {}
     for (layer, role), held in content_of(cache.spec, layout, pages, floor, length):
-        if not len(held.positions):
+        count = len(held.positions)
+        if not count:
             continue
-        rows = paged.get((layer, role), len(held.positions))
-        found = to_numpy(page_digests(cache.ops, held.rows, held.positions, rows, region_salt(layer, role)))
-        first = 0 if (layer, role) in paged else layout.blocks
-        lanes[first : first + len(found)] += found.astype(np.int64)
+        if (layer, role) in paged:
+            first, shape = 0, (count, paged[layer, role])
+            if shape not in places:
+                places[shape] = page_places(cache.ops, held.positions, shape[1])
+            at = places[shape]
+        else:
+            first, at = layout.blocks, page_places(cache.ops, held.positions, count)
+        found = digests_at(cache.ops, held.rows, at, region_salt(layer, role))
+        key = first, len(found)
+        sums[key] = sums[key] + found if key in sums else found
+    lanes = np.zeros((layout.blocks + 1, 2), np.int64)
+    for (first, count), found in sums.items():
+        lanes[first : first + count] += to_numpy(found).astype(np.int64)
     return [(int(a) & MASK, int(b) & MASK) for a, b in lanes]
 
 

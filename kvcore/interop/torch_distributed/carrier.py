@@ -1,7 +1,7 @@
 """Pulls over torch.distributed point to point: the importer asks, the exporter's ``serve`` answers.
 
-A question is five integers (verb, place, generation, first page, count), an answer two (status, bytes) and then the
-bytes. Tensors are bytes and integers only, on the host for gloo and on the device for NCCL.
+A question is seven integers (verb, place, generation, first page, count, and the exporter's name as two), an answer two
+(status, bytes) and then the bytes. Tensors are bytes and integers only, on the host for gloo and on the device for NCCL.
 """
 
 import time
@@ -37,18 +37,21 @@ class PeerCarrier:
         return data.cpu().numpy().tobytes()
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
-        """Straight into a tensor on the carrier's device, through a copy otherwise."""
+        """Straight into a tensor on the carrier's kind of device, through a copy otherwise."""
         size = self._ask("fetch", handle, first, len(into), timeout)
         if size != into.nbytes:
             raise TransferError(
                 reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
             )
+        if not isinstance(into, np.ndarray) and into.device.type == torch.device(self._device).type:
+            self._receive(into, timeout)
+            return
+        data = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+        self._receive(data, timeout)
         if isinstance(into, np.ndarray):
-            data = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
-            self._receive(data, timeout)
             into[:] = data.cpu().numpy()
         else:
-            self._receive(into, timeout)
+            into.copy_(data)
 
     def finish(self, handle: Handle, *, timeout: float) -> None:
         """Told, and answered."""
@@ -56,14 +59,13 @@ class PeerCarrier:
 
     def goodbye(self) -> None:
         """End the exporter's ``serve``."""
-        question = torch.tensor([VERBS.index("goodbye"), 0, 0, 0, 0], dtype=torch.int64, device=self._device)
+        question = torch.tensor([VERBS.index("goodbye"), *[0] * 6], dtype=torch.int64, device=self._device)
         _send(question, self._peer, self._group, 10.0)
 
     def _ask(self, verb: str, handle: Handle, first: int, count: int, timeout: float) -> int:
-        question = [VERBS.index(verb), handle.number, handle.generation, first, count]
+        name = np.frombuffer(bytes.fromhex(handle.exporter), np.int64).tolist()
+        question = [VERBS.index(verb), handle.number, handle.generation, first, count, *name]
         _send(torch.tensor(question, dtype=torch.int64, device=self._device), self._peer, self._group, timeout)
-        name = np.frombuffer(bytes.fromhex(handle.exporter), np.uint8).copy()
-        _send(torch.from_numpy(name).to(self._device), self._peer, self._group, timeout)
         answer = torch.empty(2, dtype=torch.int64, device=self._device)
         self._receive(answer, timeout)
         status, size = answer.tolist()
@@ -104,15 +106,13 @@ def serve(
         TransferError: ``peer_lost`` or ``timeout``: the peer went away. Its exports stay until their leases end.
     """
     end, served = time.monotonic() + seconds, 0
-    question = torch.empty(5, dtype=torch.int64, device=device)
-    name = torch.empty(16, dtype=torch.uint8, device=device)
+    question = torch.empty(7, dtype=torch.int64, device=device)
     while time.monotonic() < end:
         _receive(question, peer, group, idle_seconds)
-        verb, number, generation, first, count = question.tolist()
+        verb, number, generation, first, count, *name = question.tolist()
         if VERBS[verb] == "goodbye":
             return served
-        _receive(name, peer, group, idle_seconds)
-        reference = name.cpu().numpy().tobytes().hex(), number, generation
+        reference = np.array(name, np.int64).tobytes().hex(), number, generation
         answer, data = FINE, None
         try:
             if VERBS[verb] == "manifest":
@@ -147,9 +147,10 @@ def _wait(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float)
     began = time.monotonic()
     try:
         work = start(data.contiguous() if start is dist.isend else data, peer, group=group)
-        work.wait(timedelta(seconds=max(timeout, 0.001)))
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
+            _wait_for_device(work, data.device, began + timeout)
+        else:
+            work.wait(timedelta(seconds=max(timeout, 0.001)))
     except RuntimeError as error:
         # What torch.distributed raises for a lost peer and for a timeout differs by backend and release.
         late = time.monotonic() - began >= timeout * 0.9
@@ -159,3 +160,16 @@ def _wait(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float)
             where=f"rank {peer}",
             allowed="a peer that answers in time",
         ) from error
+
+
+def _wait_for_device(work: Any, device: torch.device, end: float) -> None:
+    """Until the bytes are there.
+
+    ``work.wait`` with a timeout looks every millisecond at best: longer than a question takes, or a hundred pages.
+    """
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError("the transfer did not end in time")
+        time.sleep(0)
+    work.wait()
+    torch.cuda.current_stream(device).synchronize()
