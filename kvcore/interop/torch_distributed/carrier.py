@@ -1,7 +1,7 @@
 """Pulls over torch.distributed point to point: the importer asks, the exporter's ``serve`` answers.
 
-A question is seven integers (verb, place, generation, first page, count, and the exporter's name as two), an answer two
-(status, bytes) and then the bytes. Tensors are bytes and integers only, on the host for gloo and on the device for NCCL.
+A question is seven integers (verb, place, generation, first page, count, the exporter's name as two), an answer two
+(status, bytes) and then the bytes. Tensors are bytes and integers only, on the host for gloo, on the device for NCCL.
 """
 
 import time
