@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused(processes, which, message):
 
 @pytest.mark.parametrize(
     ("plan", "seed"),
-    [pytest.param(name, 5 + number, id=name) for number, name in enumerate(("DP2", "CP2", "CP4"))],
+    [pytest.param(name, 5 + number, id=name) for number, name in enumerate(shards.PLANS)],
 )
 def test_one_log_gives_the_digests_and_attention_of_one_device(processes, plan, seed):
     replicas, context = shards.PLANS[plan]
