@@ -3,6 +3,7 @@
 Every part takes its ``Rank`` and answers a piece of the record; both ranks run the same part at the same time.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
 STEP_TOKENS = 131_072
 """New tokens of one step of a prefill, over all requests: 256 MiB of rows a layer in fp32."""
 
-CHUNKS = (2048, 64, 512, 2048)
+CHUNKS = (2048, 64, 512, 1024, 2048)
 """Pages asked for at a time, one hand-off after the other; the first is not timed."""
 
 BUDGET = 60 << 30
@@ -108,8 +109,10 @@ def append_one(me: Rank, step: Any, count: int) -> None:
         handle.flush()
 
 
-def decode(me: Rank, cache: kvcore.Cache, requests: list[kvcore.Request], *, together: bool) -> dict[str, Any]:
-    """Median µs of the readers of one decode step, and what they answered."""
+def decode(
+    me: Rank, cache: kvcore.Cache, requests: list[kvcore.Request], *, together: bool, graph: bool
+) -> dict[str, Any]:
+    """Median µs of the readers of one decode step, eager or from a CUDA graph, and what they answered."""
     count = len(requests)
     q, iq = me.random(1, count, 64, 512).bfloat16(), me.random(2, count, 64, 128).bfloat16()
     weights, sink = me.random(3, count, 64), me.random(4, 64)
@@ -132,36 +135,38 @@ def decode(me: Rank, cache: kvcore.Cache, requests: list[kvcore.Request], *, tog
         def part(name: str) -> Callable[[], None]:
             return lambda: found.__setitem__(name, calls[name]())
 
-        timed = {**{name: part(name) for name in calls}, "both layers": both_layers}
+        for _ in range(3):
+            both_layers()
+        timed: dict[str, Callable[[], None]] = {} if graph else {name: part(name) for name in calls}
+        # gloo can't be captured.
+        capture = graph and (me.form == "full" or (me.on_gpu and not together))
+        timed["both layers"] = captured(both_layers).replay if capture else both_layers
         times: dict[str, list[float]] = {name: [] for name in timed}
-        for repeat in range(me.sizes["repeats"] + 3):
+        for _ in range(me.sizes["repeats"]):
             for name, call in timed.items():
-                seconds = me.seconds(call, together=together)
-                if repeat >= 3:
-                    times[name].append(seconds * 1e6)
+                times[name].append(me.seconds(call, together=together) * 1e6)
         median = {name: round(statistics.median(values), 1) for name, values in times.items()}
-        graph = captured(me, both_layers, together=together) if me.form == "full" else {}
         answers = [found["CSA attention"].out.cpu(), found["HCA attention"].out.cpu()]
         picks = found["scores and selection"].cpu()
         step.abort()
-    return {"us": {**median, **graph}, "answers": answers, "picks": picks}
+    return {"us": median, "answers": answers, "picks": picks}
 
 
-def captured(me: Rank, call: Callable[[], None], *, together: bool) -> dict[str, float]:
-    """Median µs of both layers replayed from a CUDA graph, the exchanges between GPUs within it."""
+def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the call, the exchanges between GPUs within it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Another thread looks after NCCL's own work, and may ask the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
-    times = [me.seconds(graph.replay, together=together) for _ in range(me.sizes["repeats"] + 3)]
-    return {"both layers, captured": round(statistics.median(times[3:]) * 1e6, 1)}
+    return graph
 
 
-def compare_decode(me: Rank, mesh: Any, length: int, count: int) -> dict[str, Any]:
+def compare_decode(me: Rank, mesh: Any, length: int, count: int, *, graph: bool) -> dict[str, Any]:
     """One context length and batch: one GPU, then both."""
     spec = two_layers()
     sizes = {"max_requests": count, "max_tokens": count * (length + 512), "device": me.device}
@@ -172,7 +177,7 @@ def compare_decode(me: Rank, mesh: Any, length: int, count: int) -> dict[str, An
         requests = [cache.admit() for _ in range(count)]
         fill(me, cache, requests, length)
         me.say("one GPU is filled")
-        one = decode(me, cache, requests, together=False)
+        one = decode(me, cache, requests, together=False, graph=graph)
         record["one GPU"] = {**one["us"], "pool_bytes": cache.nbytes}
         record["digest"] = f"{cache.digest(requests[:1]):016x}"
         me.say(f"one GPU: {record['one GPU']}")
@@ -184,7 +189,7 @@ def compare_decode(me: Rank, mesh: Any, length: int, count: int) -> dict[str, An
     requests = [cache.admit() for _ in range(count)]
     fill(me, cache, requests, length)
     me.say("both are filled")
-    both = decode(me, cache, requests, together=True)
+    both = decode(me, cache, requests, together=True, graph=graph)
     digest = f"{cache.digest(requests[:1]):016x}"
     record["two GPUs"] = {**both["us"], "pool_bytes": cache.nbytes}
     if one is not None:
@@ -231,15 +236,12 @@ class Timed(PeerCarrier):
 
     def __init__(self, me: Rank) -> None:
         super().__init__(0, device=me.wire)
-        self._me = me
         self.on_the_way = 0.0
 
     def fetch(self, handle: Any, first: int, into: Any, *, timeout: float) -> None:
-        """As it is, with a clock beside it."""
-        self._me.synchronize()
+        """As it is, with a clock beside it: it ends when the bytes are there, whatever else the device does."""
         start = time.perf_counter()
         super().fetch(handle, first, into, timeout=timeout)
-        self._me.synchronize()
         self.on_the_way += time.perf_counter() - start
 
 
@@ -311,11 +313,11 @@ def parts(form: str) -> dict[str, Callable[[Rank, Any], dict[str, Any]]]:
         "capacity": lambda _me, _mesh: capacity(),
         "move": lambda me, _mesh: move(me),
     }
-    for count in sizes["batches"]:
-        for length in sizes["lengths"]:
+    for how, graph in (("eager", False), ("captured", True)):
+        for count, length in itertools.product(sizes["batches"], sizes["lengths"]):
 
-            def compare(me: Rank, mesh: Any, length: int = length, count: int = count) -> dict[str, Any]:
-                return compare_decode(me, mesh, length, count)
+            def compare(me: Rank, mesh: Any, length: int = length, count: int = count, graph: bool = graph) -> Any:
+                return compare_decode(me, mesh, length, count, graph=graph)
 
-            found[f"decode, {count} requests of {length} tokens"] = compare
+            found[f"decode, {how}, {count} requests of {length} tokens"] = compare
     return found

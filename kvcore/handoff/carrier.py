@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.staging import Array
+from kvcore.handoff.pages import Array
 
 
 class Carrier(Protocol):

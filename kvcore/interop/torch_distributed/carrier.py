@@ -4,6 +4,7 @@ A question is seven integers (verb, place, generation, first page, count, the ex
 (status, bytes) and then the bytes. Tensors are bytes and integers only, on the host for gloo, on the device for NCCL.
 """
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,11 +15,13 @@ import torch.distributed as dist
 
 from kvcore.errors import TransferError
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.staging import Array
+from kvcore.handoff.pages import Array
 
 VERBS = ("manifest", "fetch", "finish", "goodbye")
 REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
 FINE = 0
+SOON_SECONDS, NAP_SECONDS = 0.05, 0.0001
+"""How long a device is asked without a pause, and the pauses afterwards."""
 
 
 class PeerCarrier:
@@ -28,9 +31,12 @@ class PeerCarrier:
         self._peer = peer
         self._group = group
         self._device = device
+        self._stream: Any = None
+        self._memory: int | None = None
 
     def manifest(self, handle: Handle, *, timeout: float) -> bytes:
         """Asked for and received."""
+        self._memory = None
         size = self._ask("manifest", handle, 0, 0, timeout)
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(data, timeout)
@@ -38,6 +44,10 @@ class PeerCarrier:
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
         """Straight into a tensor on the carrier's kind of device, through a copy otherwise."""
+        with self._aside(into):
+            self._fetch(handle, first, into, timeout)
+
+    def _fetch(self, handle: Handle, first: int, into: Array, timeout: float) -> None:
         size = self._ask("fetch", handle, first, len(into), timeout)
         if size != into.nbytes:
             raise TransferError(
@@ -52,6 +62,19 @@ class PeerCarrier:
             into[:] = data.cpu().numpy()
         else:
             into.copy_(data)
+
+    def _aside(self, into: Array) -> Any:
+        """A stream of its own on a GPU, so that these pages come while those before them are verified."""
+        if isinstance(into, np.ndarray) or not into.is_cuda or torch.device(self._device).type != "cuda":
+            return contextlib.nullcontext()
+        memory = into.untyped_storage().data_ptr()
+        if memory != self._memory:
+            # Whoever made the memory may still be filling it.
+            torch.cuda.current_stream(into.device).synchronize()
+            self._memory = memory
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(into.device)
+        return torch.cuda.stream(self._stream)
 
     def finish(self, handle: Handle, *, timeout: float) -> None:
         """Told, and answered."""
@@ -167,9 +190,11 @@ def _wait_for_device(work: Any, device: torch.device, end: float) -> None:
 
     ``work.wait`` with a timeout looks every millisecond at best: longer than a question takes, or a hundred pages.
     """
+    soon = time.monotonic() + SOON_SECONDS
     while not work.is_completed():
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             raise RuntimeError("the transfer did not end in time")
-        time.sleep(0)
+        time.sleep(0 if now < soon else NAP_SECONDS)
     work.wait()
     torch.cuda.current_stream(device).synchronize()
