@@ -238,11 +238,16 @@ class Timed(PeerCarrier):
         super().__init__(0, device=me.wire)
         self.on_the_way = 0.0
 
-    def fetch(self, handle: Any, first: int, into: Any, *, timeout: float) -> None:
+    def begin(self, handle: Any, first: int, into: Any, *, timeout: float) -> Callable[[], None]:
         """As it is, with a clock beside it: it ends when the bytes are there, whatever else the device does."""
         start = time.perf_counter()
-        super().fetch(handle, first, into, timeout=timeout)
-        self.on_the_way += time.perf_counter() - start
+        wait = super().begin(handle, first, into, timeout=timeout)
+
+        def timed() -> None:
+            wait()
+            self.on_the_way += time.perf_counter() - start
+
+        return timed
 
 
 def move(me: Rank) -> dict[str, Any]:

@@ -114,18 +114,29 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
 def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
     """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
     index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
+    # Layers may come with one array of positions for all of them, which then goes to the device once.
+    places: dict[int, Array] = {}
     for (layer, role), (rows, positions) in content.items():
         region = ops.plan.region(layer, role)[0]
-        first = 0
         if region.growth == "slot":
             first = sum(position < row.length - region.rows for position in positions)
-        pools = ops.store_rows(pools, layer, role, index, to_raw(ops, rows[first:], positions[first:]))
+            raw = to_raw(ops, rows[first:], positions[first:])
+        else:
+            if id(positions) not in places:
+                places[id(positions)] = _places(ops, positions)
+            raw = RawRows(ops.asarray(rows[None]), places[id(positions)])
+        pools = ops.store_rows(pools, layer, role, index, raw)
     return pools
 
 
 def to_raw(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int]) -> RawRows:
     """Host rows [n, row_bytes] of one request as RawRows on the device."""
-    return RawRows(ops.asarray(rows[None]), ops.asarray(np.array([positions], np.int32).reshape(1, len(positions))))
+    return RawRows(ops.asarray(rows[None]), _places(ops, positions))
+
+
+def _places(ops: Ops, positions: Sequence[int]) -> Array:
+    """[1, n] int32 on the device."""
+    return ops.asarray(np.array([positions], np.int32).reshape(1, len(positions)))
 
 
 def page_digests(ops: Ops, rows: Array, positions: Sequence[int], page: int, salt: int) -> Array:

@@ -13,7 +13,7 @@ from kvcore.arrays import to_numpy
 from kvcore.content import HostRows, digests_at, kept_positions, page_places
 from kvcore.digest import MASK, region_salt
 from kvcore.handoff.layout import PageLayout
-from kvcore.spec import CacheSpec
+from kvcore.spec import CacheSpec, Component
 
 if TYPE_CHECKING:
     from kvcore.base import CacheBase
@@ -54,6 +54,7 @@ class PageDigests:
         self._layout = layout
         self._floor = floor
         self._length = length
+        # A verb that a backend may have, beside those that all have.
         self._at_once: Any = getattr(cache.ops, "digest_strips", None)
         self._tables = None if self._at_once is None else strip_tables(cache, layout, floor, length)
         # Lanes of the first pages, as far as they are here; on the device.
@@ -76,7 +77,7 @@ class PageDigests:
         self.add(pages[self._added :], self._added)
         record = pages[blocks:].reshape(1, -1)
         lanes = [*self._lanes, *([self._at_once(record, self._tables[1], 0)] if len(pages) > blocks else [])]
-        found = [tuple(pair) for part in lanes for pair in to_numpy(part).tolist()]
+        found = [pair for part in map(to_numpy, lanes) for pair in zip(*part.T.tolist(), strict=True)]
         return found if len(pages) > blocks else [*found, (0, 0)]
 
     def _component_by_component(self, pages: Array) -> list[tuple[int, int]]:
@@ -115,14 +116,16 @@ def strip_tables(cache: "CacheBase", layout: PageLayout, floor: int, length: int
     for strip in layout.paged:
         component = getattr(cache.spec.all_layers[strip.layer], strip.role)
         paged.append((strip, 0, component.tokens_per_row, len(component.live(length))))
+    firsts: dict[Component, int] = {}
     for strip in layout.state:
         component = getattr(cache.spec.all_layers[strip.layer], strip.role)
-        positions, step = kept_positions(component, floor, length), component.tokens_per_row
-        if not positions:
-            continue
-        if positions != list(range(positions[0], positions[0] + len(positions) * step, step)):
-            return None
-        state.append((strip, positions[0], step, strip.rows))
+        if strip.rows and component not in firsts:
+            positions, step = kept_positions(component, floor, length), component.tokens_per_row
+            if positions != list(range(positions[0], positions[0] + len(positions) * step, step)):
+                return None
+            firsts[component] = positions[0]
+        if strip.rows:
+            state.append((strip, firsts[component], component.tokens_per_row, strip.rows))
     if any(size % WORD for strip, *_ in [*paged, *state] for size in (strip.start, strip.row_bytes, layout.page_bytes)):
         return None
     first, second = (

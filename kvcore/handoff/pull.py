@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvcore.errors import TransferError
-from kvcore.handoff.carrier import Carrier
+from kvcore.handoff.carrier import Carrier, begin
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.layout import PageLayout
 from kvcore.handoff.pages import Array, PageDigests, content_of
@@ -83,11 +83,16 @@ def receive(
             allowed=f"{layout.pages} pages of {layout.page_bytes} bytes",
         )
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
-    digests = PageDigests(cache, layout, manifest.floor, manifest.length)
+    digests, here = None, 0
     for first in range(0, layout.pages, chunk_pages):
-        chunk = pages[first : first + chunk_pages]
-        carrier.fetch(handle, first, chunk, timeout=_left(end))
-        digests.add(chunk, first)
+        coming = pages[first : first + chunk_pages]
+        wait = begin(carrier, handle, first, coming, timeout=_left(end))
+        # What is here is verified while the next pages are on the way.
+        digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
+        digests.add(pages[here:first], here)
+        wait()
+        here = first
+    digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
     _verify(digests.result(pages), manifest, layout)
     return Received(manifest, layout, pages)
 
@@ -112,6 +117,8 @@ def commit(cache: "Cache", received: Received) -> Request:
 
 def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:
     """Refuse pages that do not match their digests, naming the first."""
+    if found == manifest.digests:
+        return
     bad = [at for at, (lanes, told) in enumerate(zip(found, manifest.digests, strict=True)) if lanes != told]
     if bad:
         what = "the record" if bad[0] == layout.blocks else f"page {bad[0]}"

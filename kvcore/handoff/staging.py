@@ -62,11 +62,11 @@ def root_of(manifest: bytes) -> bytes:
 
 
 def empty_pages(cache: "CacheBase", pages: int, page_bytes: int, *, on_device: bool) -> Array:
-    """Zeroed pages: on the host, or beside the pools of a torch cache."""
+    """Pages of any content: on the host, or beside the pools of a torch cache."""
     if on_device:
         like = next(iter(cache.pools.values()))
-        return like.new_zeros((pages, page_bytes))
-    return np.zeros((pages, page_bytes), np.uint8)
+        return like.new_empty((pages, page_bytes))
+    return np.empty((pages, page_bytes), np.uint8)
 
 
 def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *, on_device: bool = False) -> Staged:
@@ -85,6 +85,8 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     row, floor = cache.row(request), cache.floor(request)
     layout = page_layout(cache.spec, floor, row.length)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
+    # Padding is zeros: of the last page of history, and of the record.
+    pages[max(0, layout.blocks - 1) :] = 0
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
     for strip in layout.paged:
         component = getattr(cache.spec.all_layers[strip.layer], strip.role)

@@ -6,6 +6,7 @@ A question is seven integers (verb, place, generation, first page, count, the ex
 
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -44,24 +45,29 @@ class PeerCarrier:
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
         """Straight into a tensor on the carrier's kind of device, through a copy otherwise."""
-        with self._aside(into):
-            self._fetch(handle, first, into, timeout)
+        self.begin(handle, first, into, timeout=timeout)()
 
-    def _fetch(self, handle: Handle, first: int, into: Array, timeout: float) -> None:
-        size = self._ask("fetch", handle, first, len(into), timeout)
-        if size != into.nbytes:
-            raise TransferError(
-                reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
-            )
-        if not isinstance(into, np.ndarray) and into.device.type == torch.device(self._device).type:
-            self._receive(into, timeout)
-            return
-        data = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
-        self._receive(data, timeout)
-        if isinstance(into, np.ndarray):
-            into[:] = data.cpu().numpy()
-        else:
-            into.copy_(data)
+    def begin(self, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
+        """Ask, and let the pages come; what is returned waits for them."""
+        straight = not isinstance(into, np.ndarray) and into.device.type == torch.device(self._device).type
+        with self._aside(into):
+            size = self._ask("fetch", handle, first, len(into), timeout)
+            if size != into.nbytes:
+                raise TransferError(
+                    reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
+                )
+            data = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
+
+        def here() -> None:
+            with self._aside(into):
+                wait()
+            if isinstance(into, np.ndarray):
+                into[:] = data.cpu().numpy()
+            elif not straight:
+                into.copy_(data)
+
+        return here
 
     def _aside(self, into: Array) -> Any:
         """A stream of its own on a GPU, so that these pages come while those before them are verified."""
@@ -165,24 +171,42 @@ def _receive(data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
 
 def _wait(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
     """Run one transfer to its end, or say who failed."""
+    _begin(start, data, peer, group, timeout)()
+
+
+def _begin(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float) -> Callable[[], None]:
+    """Begin one transfer; what is returned waits for its end, or says who failed."""
     if not data.numel():
-        return
+        return lambda: None
     began = time.monotonic()
-    try:
-        work = start(data.contiguous() if start is dist.isend else data, peer, group=group)
-        if data.is_cuda:
-            _wait_for_device(work, data.device, began + timeout)
-        else:
-            work.wait(timedelta(seconds=max(timeout, 0.001)))
-    except RuntimeError as error:
+
+    def told(error: RuntimeError) -> TransferError:
         # What torch.distributed raises for a lost peer and for a timeout differs by backend and release.
         late = time.monotonic() - began >= timeout * 0.9
-        raise TransferError(
+        return TransferError(
             reason="timeout" if late else "peer_lost",
             got=str(error).splitlines()[0] if str(error) else type(error).__name__,
             where=f"rank {peer}",
             allowed="a peer that answers in time",
-        ) from error
+        )
+
+    # Held until the end: the transfer may have begun from a copy.
+    moved = data.contiguous() if start is dist.isend else data
+    try:
+        work = start(moved, peer, group=group)
+    except RuntimeError as error:
+        raise told(error) from error
+
+    def wait() -> None:
+        try:
+            if moved.is_cuda:
+                _wait_for_device(work, moved.device, began + timeout)
+            else:
+                work.wait(timedelta(seconds=max(began + timeout - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise told(error) from error
+
+    return wait
 
 
 def _wait_for_device(work: Any, device: torch.device, end: float) -> None:
