@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import kvcore
 from kvcore.handoff import Desk, decode_handle, encode_handle
+from kvcore.handoff.pages import PageDigests
 from kvcore.handoff.pull import commit, receive
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
@@ -32,8 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
 STEP_TOKENS = 131_072
 """New tokens of one step of a prefill, over all requests: 256 MiB of rows a layer in fp32."""
 
-CHUNKS = (2048, 64, 512, 1024, 2048)
-"""Pages asked for at a time, one hand-off after the other; the first is not timed."""
+CHUNKS = (1024, 64, 256, 512, 1024, 2048, 4096, 1024)
+"""Pages asked for at a time, one hand-off after the other; the first is not recorded."""
 
 BUDGET = 60 << 30
 
@@ -212,12 +213,13 @@ def capacity() -> dict[str, Any]:
 
 
 def link(me: Rank) -> dict[str, float]:
-    """GB/s of plain sends from rank 0 to rank 1, and of a copy between the two devices by one process: medians."""
+    """GB/s of plain sends from rank 0 to rank 1, as the receiver sees them, and of a copy between the devices."""
     nbytes = me.sizes["link"]
     data = torch.zeros(nbytes, dtype=torch.uint8, device=me.wire)
     move = (lambda: dist.send(data, 1)) if me.rank == 0 else (lambda: dist.recv(data, 0))
-    times = [me.seconds(move) for _ in range(9)]
-    found = {"send_recv_gb_s": round(nbytes / statistics.median(times[2:]) / 1e9, 2)}
+    times = [me.seconds(move) for _ in range(13)]
+    rate = round(nbytes / statistics.median(times[2:]) / 1e9, 2)
+    found = {"sender_gb_s" if me.rank == 0 else "link_gb_s": rate}
     if me.form == "full" and me.rank == 0:
         there = torch.empty_like(data, device="cuda:1")
 
@@ -228,6 +230,7 @@ def link(me: Rank) -> dict[str, float]:
 
         times = [me.seconds(copy, together=False) for _ in range(9)]
         found["peer_copy_gb_s"] = round(nbytes / statistics.median(times[2:]) / 1e9, 2)
+    dist.barrier()
     return found
 
 
@@ -278,7 +281,7 @@ def move(me: Rank) -> dict[str, Any]:
             serve(desk, 1, device=me.wire, idle_seconds=60)
             record["stage_seconds"] = stages
         else:
-            rounds.append(one_pull(me, cache, decode_handle(box[0]), box[1], chunk_pages, record["send_recv_gb_s"]))
+            rounds.append(one_pull(me, cache, decode_handle(box[0]), box[1], chunk_pages, record["link_gb_s"]))
             record["pulls"] = rounds[1:]
             me.say(f"{rounds[-1]}")
     return record
@@ -291,15 +294,22 @@ def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_page
     start = time.perf_counter()
     received = receive(cache, handle, carrier, timeout=60, chunk_pages=chunk_pages, on_device=me.on_gpu)
     me.synchronize()
-    verified = time.perf_counter() - start
+    verified, on_the_way = time.perf_counter() - start, carrier.on_the_way
     moved = commit(cache, received)
     me.synchronize()
     whole = time.perf_counter() - start
+    manifest, layout, pages = received
+    one_page = torch.empty_like(pages[:1]) if me.on_gpu else pages[:1].copy()
+    single = [me.seconds(lambda: carrier.fetch(handle, 0, one_page, timeout=10), together=False) for _ in range(9)]
+    verify = [
+        me.seconds(lambda: PageDigests(cache, layout, manifest.floor, manifest.length).result(pages), together=False)
+        for _ in range(3)
+    ]
     carrier.finish(handle, timeout=10)
     carrier.goodbye()
     equal = cache.digest([moved]) == digest
     cache.release(moved)
-    seconds = {"on the way": carrier.on_the_way, "until verified": verified, "until committed": whole}
+    seconds = {"on the way": on_the_way, "until verified": verified, "until committed": whole}
     return {
         "chunk_pages": chunk_pages,
         "bytes": nbytes,
@@ -307,6 +317,8 @@ def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_page
         "seconds": {name: round(value, 5) for name, value in seconds.items()},
         "gb_s": {name: round(nbytes / value / 1e9, 2) for name, value in seconds.items()},
         "share_of_link": {name: round(nbytes / value / 1e9 / link, 3) for name, value in seconds.items()},
+        "one_page_us": round(statistics.median(single) * 1e6, 1),
+        "verify_alone_gb_s": round(nbytes / min(verify) / 1e9, 2),
         "digests_equal": equal,
     }
 
