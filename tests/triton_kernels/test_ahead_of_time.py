@@ -178,3 +178,5 @@ def test_kernels_on_whole_units_compile(element, arch, record):
         check(record, f"{element}, {filled}", units.take_units_kernel, arch, constants, types=types)
     constants = {"ROWS": checksum.ROWS, "WORDS": checksum.WORDS}
     check(record, element, checksum.digest_kernel, arch, constants)
+    constants = {"ENTRY": checksum.ENTRY, "BLOCK": checksum.BLOCK}
+    check(record, element, checksum.strips_kernel, arch, constants)

@@ -17,6 +17,7 @@ GROUPS = [
     "flush of bf16",
     "rotated append",
     "whole units",
+    "pages of exports",
     "torch.compile",
     *(f"formats {n}" for n in range(4)),
 ]

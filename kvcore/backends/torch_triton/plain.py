@@ -104,12 +104,15 @@ MOST_REQUESTS = 16
 def counts(index) -> list[tuple[int, int, int]] | None:
     """(length before, after, tokens taken over) of every request; None for padded steps, and for many requests.
 
-    None too where positions are not those from start to length: a context shard counts its own rows only.
+    None too where positions are not those from start to length: a context shard counts its own rows only, and has
+    fewer than there are new tokens, none among them.
     """
     if len(index.slots) > MOST_REQUESTS or index.slots.is_cuda:
         return None
     found = list(zip(index.starts.tolist(), index.lengths.tolist(), index.stored.tolist(), strict=True))
     new = sum(length - start for start, length, _ in found)
+    if min((start for start, _, _ in found), default=0) < 0:
+        return None
     if new != len(index.positions) or min(index.slots.tolist(), default=0) < 0:
         return None
     expected = [position for start, length, _ in found for position in range(start, length)]

@@ -13,7 +13,7 @@ import torch
 
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
-from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
+from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
 from kvcore.backends.torch_triton.kernels.read import (
@@ -39,6 +39,7 @@ __all__ = [
     "calls",
     "copy_units",
     "digest_lanes",
+    "digest_strips",
     "fill_units",
     "flush_rows",
     "gather_all_rows",
