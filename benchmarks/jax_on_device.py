@@ -8,7 +8,6 @@ Files are written as soon as there is something to say, so that a run that is cu
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import time
@@ -24,7 +23,7 @@ import jax
 import numpy as np
 
 from kvcore import parity
-from kvcore.backends.jax_pallas import JaxBackend
+from kvcore.backends.jax_pallas import JaxBackend, JaxOps
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.parity import environment
@@ -142,15 +141,14 @@ def time_torch(plan: Any, host: Any, verb: Verb, device: str) -> float | None:
     return float(np.median(times[1:]))
 
 
-def bench(device: str, sizes: Sequence[tuple[int, int]], out: Path, seconds: float) -> None:
+def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: float) -> None:
     """Time every verb at every size and write the record after each; nothing is begun after so many seconds."""
     started = time.perf_counter()
-    verbs_run = JaxBackend().create(plan_of(1, BLOCK_TOKENS), device=device)
     record: dict[str, Any] = {
         "kind": "bench_jax",
         "device": jax.devices()[0].device_kind,
-        "how": f"{verbs_run.how}; inside one jit with donated pools; torch eager; µs a layer, medians",
-        "kernels": verbs_run.kernels,
+        "how": f"{ops.how}; inside one jit with donated pools; torch eager; µs a layer, medians",
+        "kernels": ops.kernels,
         "layers": LAYERS,
         **{key: value for key, value in environment.describe().items() if key in ("kvcore", "commit", "versions")},
         "rows": [],
@@ -164,7 +162,7 @@ def bench(device: str, sizes: Sequence[tuple[int, int]], out: Path, seconds: flo
             row: dict[str, Any] = {"verb": verb.name, "requests": requests, "tokens": tokens}
             for name, measure in (("jax_us", time_jax), ("torch_us", time_torch)):
                 try:
-                    found = measure(plan, host, verb, device)
+                    found = measure(plan, host, verb, ops.device)
                     row[name] = None if found is None else round(found, 2)
                 except Exception as error:  # noqa: BLE001 - what fails is reported beside what does not
                     row[name], row[f"{name}_error"] = None, str(error).splitlines()[0]
@@ -207,16 +205,12 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes, for a look at the script itself")
     options = parser.parse_args()
     device = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-    try:
-        # Said, not used: its kernels take pointers of outputs beside those of inputs, which this project's do not.
-        print(f"jax-triton {importlib.metadata.version('jax-triton')} is installed; the portable path runs", flush=True)
-    except importlib.metadata.PackageNotFoundError:
-        print("jax-triton is not installed; the portable path runs", flush=True)
+    ops = JaxBackend().create(plan_of(1, BLOCK_TOKENS), device=device)
+    print(f"jax {jax.__version__}, {ops.how}, kernels: {ops.kernels}", flush=True)
     sizes = [(2, 512)] if options.small else [(64, 8192), (256, 8192)]
     options.out.mkdir(parents=True, exist_ok=True)
     if options.bench_seconds:
-        bench(device, sizes, options.out / f"bench_jax_{device}.json", options.bench_seconds)
+        bench(ops, sizes, options.out / f"bench_jax_{device}.json", options.bench_seconds)
     if not options.seconds:
         return 0
     return 0 if check(options.seconds, options.out / f"parity_jax_{device}.json") else 1
