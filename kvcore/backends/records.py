@@ -28,6 +28,12 @@ def _load_jax() -> Any:
     return JaxBackend()
 
 
+def _forget_jax() -> None:
+    import jax
+
+    jax.clear_caches()
+
+
 def _runs() -> None:
     return None
 
@@ -67,4 +73,5 @@ def kvcore_backends() -> Iterator[BackendInfo]:
         install='pip install "kvcore[jax]"',
         probe=_runs,
         load=_load_jax,
+        forget=_forget_jax,
     )

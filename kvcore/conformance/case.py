@@ -105,6 +105,12 @@ class Case:
         component = self.component(role)
         return max((len(component.live(row.length if ended else row.start)) for row in self.rows), default=0)
 
+    def holds(self, role: str) -> bool:
+        """Whether the pool holds, after the step, every row that the step's queries see: a ring only if few are new."""
+        component = self.component(role)
+        spare = None if component.span is None else self.plan.region(TARGET, role)[0].rows - component.span
+        return spare is None or all(row.new <= spare + 1 for row in self.rows)
+
     def global_scale(self, role: str) -> float:
         """The component's global scale, 1 where it has none."""
         return getattr(self.component(role), "global_scale", 1.0)

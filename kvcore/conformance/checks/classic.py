@@ -55,19 +55,22 @@ def mask(bench: Bench) -> list[Output]:
 
 
 def attend_kv(bench: Bench) -> list[Output]:
-    """Grouped heads, alone and with a sink and a scale."""
+    """Grouped heads, alone and with a sink and a scale; before the append, and after it where all rows are there."""
     case = bench.case
     kv = case.component("kv")
     heads = 2 * math.lcm(*[part.heads for part in kv.parts])
     q = bench.put(case.token_floats("q", heads, kv.key_dim))
-    k, v = kv_inputs(bench)
-    pools = bench.pools(start=("kv",))
+    states = [("", bench.pools(start=("kv",)), kv_inputs(bench))]
+    if case.holds("kv"):
+        states.append((", stored", bench.pools(end=("kv",)), (None, None)))
     sink = bench.put(case.floats("sink", heads, dtype=FP32))
     found: list[Output] = []
-    for name, options in {"plain": {}, "sink": {"sink": sink, "scale": 0.11}}.items():
-        out, lse = bench.ops.attend_kv(pools, bench.layer, bench.index, q, k, v, columns=columns(bench), **options)
-        found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
-        found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
+    for when, pools, own in states:
+        for name, options in {"plain": {}, "sink": {"sink": sink, "scale": 0.11}}.items():
+            given = q, *own
+            out, lse = bench.ops.attend_kv(pools, bench.layer, bench.index, *given, columns=columns(bench), **options)
+            found.append(close(f"out {name}{when}", to_numpy(out), "attention", "token", "head", "channel"))
+            found.append(close(f"lse {name}{when}", to_numpy(lse), "attention", "token", "head"))
     return found
 
 
