@@ -41,7 +41,10 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
 
 
 def timed(work: Any, found: dict[str, float]) -> dict[str, Any]:
-    """One row: times, bytes, the floor, the goal as it is and on this device, and a plain copy of as many bytes."""
+    """One row: times, bytes, the floor, the goal as it is and on this device, and a plain copy of as many bytes.
+
+    Where products decide, also the share of what a large product reaches.
+    """
     in_graph, alone = graph(work.calls), single(work.calls)
     floor = work.nbytes / found["copy_gb_s"] / 1e3
     return {
@@ -55,6 +58,8 @@ def timed(work: Any, found: dict[str, float]) -> dict[str, Any]:
         "goal_us": work.goal,
         "goal_here_us": None if work.goal is None else round(goal_here(work.goal, work.nbytes, found), 2),
         "best_peer_us": work.peer,
+        **({"share_of_matmul": round(work.flops / in_graph / 1e6 / found["matmul_tflops"], 3)} if work.flops else {}),
+        **({"kept_bytes": work.kept} if work.kept else {}),
     }
 
 

@@ -9,7 +9,8 @@ from ahead_of_time import compiled, resources
 
 from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk
 from kvcore.backends.torch_triton.kernels.attention import FULL, TENSOR, alike, parts_of
-from kvcore.backends.torch_triton.kernels.indexer import CUTS, nibbles, ranking, score_parts
+from kvcore.backends.torch_triton.kernels.indexer import CUTS, ROUND, nibbles, score_parts
+from kvcore.backends.torch_triton.kernels.picks import room_for, tile_for
 from kvcore.backends.torch_triton.kernels.record import row_record
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
@@ -36,7 +37,8 @@ def attention_constants(name, arch, *, bf16, **options):
     parts = parts_of(window, entries, bf16=bf16)
     cut = TENSOR[arch] if bf16 else FULL
     constants = {
-        "W": window, "E": entries, "CHUNK": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
+        "W": window, "E": entries, "CHUNK": window, "S": parts, "ENTRY_S": parts, "CHUNK_S": parts, "WINDOW": 128,
+        "RATIO": 4, "ALL": False, "SINK": True,
         "OWN": False, "SPLIT": True, "HEADS": cut.heads, "KEYS": cut.keys, "ALIKE": alike(window, entries),
         "STAGES": cut.stages, "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
@@ -69,27 +71,37 @@ def test_scores_compile(given, name, arch):
     packed = nibbles(keys) and arch >= 89
     cut = CUTS[packed]
     constants = {
-        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "TILES": 4, "STAGES": cut.stages,
+        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "STAGES": cut.stages,
         "NIBBLES": packed, "NATIVE": arch >= 89,
     }  # fmt: skip
-    found = resources(compiled(scores.scores_kernel, arch, constants, given=given, exact=False, warps=cut.warps))
-    assert found.spilled_bytes <= 64, found
-    assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
+    alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
+    for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
+        found = resources(compiled(kernel, arch, {**constants, **more}, given=given, exact=False, warps=cut.warps))
+        assert found.spilled_bytes <= 64, found
+        assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
 
 
-SIZES = ranking(512, 262144)
+@pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
+@pytest.mark.parametrize("slots", [1024, 16384])
+@pytest.mark.parametrize("lists", [False, True], ids=["of scores", "of lists"])
+def test_best_compiles(lists, slots, arch):
+    tile = tile_for(512, slots)
+    constants = {
+        "PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room_for(512), "LIST": 512 * lists,
+    }  # fmt: skip
+    types = {"given": "i64" if lists else "fp32"}
+    found = resources(compiled(topk.best_kernel, arch, constants, warps=tile.warps, types=types))
+    # Pointers of a whole tile of lists' pairs, when 32 warps leave 64 registers to a thread.
+    assert found.spilled_bytes <= 512, found
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants", "warps"),
     [
-        (topk.largest_kernel, {"HANDS": SIZES.hands, "BLOCK": 128, "DEEP": 8}, 4),
-        (topk.collect_kernel, {"HANDS": SIZES.hands, "ROOM": SIZES.room, "BLOCK": 2048}, 8),
-        (topk.rank_kernel, {"ROOM": SIZES.room, "BLOCK": 64, "OTHERS": 64}, 4),
-        (topk.carry_kernel, {"WIDTH": 512}, 4),
+        (topk.rank_kernel, {"BLOCK": 64, "OTHERS": 64}, 4),
         (merge.merge_kernel, {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}, 4),
     ],
-    ids=["hands", "collect", "rank", "carry", "merge"],
+    ids=["rank", "merge"],
 )
 def test_small_kernels_compile(kernel, constants, warps):
     found = resources(compiled(kernel, 90, constants, warps=warps))

@@ -4,9 +4,9 @@ The choice is made when the verbs are created and can be forced with the environ
 ``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
 """
 
+import inspect
 import os
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,19 +26,36 @@ def chosen(device: str) -> str:
     """``triton`` or ``flash_mla``.
 
     Raises:
-        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where it is not installed.
+        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
-    installed = find_spec("flash_mla") is not None
-    if wanted == "flash_mla" and not installed:
-        raise BackendError(got=wanted, where=VARIABLE, allowed="auto or triton: flash_mla is not installed")
-    if wanted != "auto":
+    if wanted == "triton":
+        return wanted
+    missing = unusable()
+    if wanted == "flash_mla":
+        if missing:
+            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto or triton: {missing}")
         return wanted
     kind = torch.device(device)
     runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)
-    return "flash_mla" if installed and runs else "triton"
+    return "flash_mla" if runs and not missing else "triton"
+
+
+def unusable() -> str:
+    """Why FlashMLA can't be called with ``v4_584`` rows; empty where it can.
+
+    Its release of 2026-09-30 reads V4.1 rows alone; forks keep the older kernels and ask for them by ``use_legacy``.
+    """
+    try:
+        import flash_mla  # type: ignore[import-not-found]
+    except (ImportError, OSError) as error:
+        return f"flash_mla is not installed, or does not load ({error})"
+    known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    if "use_legacy" in known:
+        return "" if flash_mla.has_legacy() else "this flash_mla was built without its older kernels"
+    return "this flash_mla has no kernels for v4_584 rows" if "enable_batch_invariant" in known else ""
 
 
 def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
@@ -80,8 +97,11 @@ def attend(
         seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
         extra["extra_k_cache"] = flash_pages.k_cache(paged)
         extra["extra_indices_in_kvcache"] = aligned(flash_pages.entry_indices(paged, seen, positions, request))[:, None]
+    if "use_legacy" in inspect.signature(flash_mla_with_kvcache).parameters:
+        extra["use_legacy"] = True
     cache_of_keys = flash_pages.k_cache(ring)
-    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in extra.values()))
+    arrays = (array for array in extra.values() if isinstance(array, torch.Tensor))
+    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in arrays))
     out, lse = flash_mla_with_kvcache(
         q[:, None].contiguous(),
         cache_of_keys,

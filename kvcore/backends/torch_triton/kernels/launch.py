@@ -15,7 +15,8 @@ from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
-from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
+from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
+from kvcore.backends.torch_triton.kernels.picks import select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
