@@ -16,6 +16,7 @@ from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
+from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
     gather_kv_rows,
@@ -32,6 +33,7 @@ __all__ = [
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_kv_rows",
     "attend_rows",
     "bind",
     "bind_tail",
