@@ -99,11 +99,36 @@ def unseen(what: str, layer, lengths, news, device, *, heads=4) -> Iterator[Prob
     yield f"classic attend, NaN ahead of a token: {what}", problem
 
 
+def captured(what: str, layer, lengths, device, *, heads=4) -> Iterator[Problem]:
+    """A decode step captured in a CUDA graph, replayed for other requests, against the eager verb."""
+    first, then = (scene(layer, some, [1] * len(some), device) for some in (lengths, lengths[::-1]))
+    q = torch.randn(len(first.host.positions), heads, layer.kv.key_dim, device=device).bfloat16()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        first.ops.attend_kv(first.pools, 0, first.index, q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = first.ops.attend_kv(first.pools, 0, first.index, q)
+    problems = []
+    for found in (first, then):
+        for target, source in zip(first.index, found.index, strict=True):
+            target.copy_(source)
+        for name, pool in first.pools.items():
+            pool.copy_(found.pools[name])
+        graph.replay()
+        want = answer(found, q, None, layer.kv.key_dim**-0.5)
+        problems += [off(got.out, want[0], "attention"), off(got.lse, want[1], "attention")]
+    yield f"classic attend, captured: {what}", "; ".join(filter(None, problems))
+
+
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     for number, name in enumerate(FORMATS):
         other = FORMATS[(number + 3) % len(FORMATS)]
-        yield from check(f"{name} keys, {other} values", layer_of(name, other), [70, 3], [1, 1], device, block_tokens=16)
+        yield from check(
+            f"{name} keys, {other} values", layer_of(name, other), [70, 3], [1, 1], device, block_tokens=16
+        )
         yield from check(
             f"{name}, fp32 queries", layer_of(name), [40, 9], [2, 1], device, dtype=torch.float32, block_tokens=64
         )
@@ -151,3 +176,4 @@ def large(device: str) -> Iterator[Iterator[Problem]]:
             yield own_rows(f"{storage}, {span}", layer, [2963, 1500, 2], [300, 120, 1], device, heads=8)
     for name in FORMATS:
         yield unseen(name, layer_of(name, dim=128), [700, 333], [8, 5], device)
+    yield captured("fp8_row", layer_of("fp8_row", heads=8, dim=128), [3000, 17, 1200], device, heads=32)

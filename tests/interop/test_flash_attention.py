@@ -114,6 +114,11 @@ def test_a_choice_that_cannot_be_met_is_refused(monkeypatch, wanted):
         flash.chosen("cpu")
 
 
+def test_plain_operations_can_be_forced(monkeypatch):
+    monkeypatch.setenv("KVCORE_ATTENTION", "torch")
+    assert flash.chosen("cpu") == "torch"
+
+
 def test_triton_is_the_choice_where_flash_mla_is_missing(monkeypatch):
     monkeypatch.delenv("KVCORE_ATTENTION", raising=False)
     assert flash.chosen("cpu") == "triton"

@@ -1,7 +1,7 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
 """
 
 import os
@@ -16,14 +16,14 @@ from kvcore.errors import BackendError
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
-CHOICES = ("auto", "triton", "flash_mla")
+CHOICES = ("auto", "triton", "flash_mla", "torch")
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
 
 
 def chosen(device: str) -> str:
-    """``triton`` or ``flash_mla``.
+    """``triton``, ``flash_mla`` or ``torch``.
 
     Raises:
         BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where it is not installed.
@@ -33,7 +33,7 @@ def chosen(device: str) -> str:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
     installed = find_spec("flash_mla") is not None
     if wanted == "flash_mla" and not installed:
-        raise BackendError(got=wanted, where=VARIABLE, allowed="auto or triton: flash_mla is not installed")
+        raise BackendError(got=wanted, where=VARIABLE, allowed="auto, triton or torch: flash_mla is not installed")
     if wanted != "auto":
         return wanted
     kind = torch.device(device)

@@ -43,7 +43,8 @@ class ReadingVerbs(TorchOps):
 
     Attributes:
         workspaces: what its calls write beside their outputs.
-        attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+        attention_kernels: whose attention it is where the shape fits, ``triton``, ``flash_mla`` (of latent layers;
+            classic ones are then Triton's) or ``torch``.
     """
 
     def __init__(self, plan, device="cpu"):
@@ -60,7 +61,7 @@ class ReadingVerbs(TorchOps):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
         if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
             return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
-        found = self._attention(layer, q)
+        found = None if self.attention_kernels == "torch" else self._attention(layer, q)
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
         window, entries, parts = found
@@ -143,13 +144,18 @@ class ReadingVerbs(TorchOps):
         if bound is None:
             return None
         keys, values = (launch.BOUND[number] for number, _, _ in bound)
-        sides = kv_attention.sides_of(keys.record, values.record, bf16=q.dtype == torch.bfloat16)
-        if sides is None or k is None:
-            return None if sides is None else (bound, (None, None), (-1, -1), sides)
         regions = self.plan.region(layer, "kv")
-        records = kv_attention.own_records((keys, values), tuple(region.format for region in regions))
-        if records is None:
-            return None
+        records = None
+        if k is not None:
+            records = kv_attention.own_records(keys, values, [region.format for region in regions])
+            if records is None:
+                return None
+        native = launch.is_native(torch.device(self.device))
+        sides = kv_attention.sides_of(
+            keys.record, values.record, records, bf16=q.dtype == torch.bfloat16, native=native
+        )
+        if sides is None or records is None:
+            return None if sides is None else (bound, (None, None), (-1, -1), sides)
         own = [self.encode_rows(region, rows).contiguous() for region, rows in zip(regions, (k, v), strict=True)]
         return bound, own, [launch.bind(launch.Bound(record, 0, 0, 0)) for record in records], sides
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.attend import beside_sink
-from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_row, row_pointers, scale_value
+from kvcore.backends.torch_triton.kernels.chunks import row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
+from kvcore.backends.torch_triton.kernels.words import NF4_REST, load_packed, nibble_words, unpack_chunk
 
 
 @triton.jit
@@ -85,15 +86,22 @@ def take_tiles(
         there = tl.maximum(unit, 0)
         keys_at = row_pointers(there, row * K.heads + key_head, key_codes_ptr, key_scales_ptr, key_plain_ptr, K)
         values_at = row_pointers(there, row * V.heads + value_head, codes_ptr, scales_ptr, plain_ptr, V)
-        raw_keys, key_scales = load_row(keys_at, valid, K, SK)
-        raw_values, value_scales = load_row(values_at, valid, V, SV)
+        raw_keys, key_scales = load_packed(keys_at, valid, K, SK)
+        raw_values, value_scales = load_packed(values_at, valid, V, SV)
 
         logit = tl.zeros([rows, KEYS], tl.float32)
-        for c in tl.static_range(SK.chunks):
-            k = decode_chunk(raw_keys[c], key_scales, valid, c * SK.chunk, K, SK, NATIVE)
-            logit = tl.dot(q[c], tl.trans(k), logit, input_precision=SK.precision)
+        key_chunks: tl.constexpr = SK.chunks
+        for c in tl.static_range(key_chunks):
+            k = unpack_chunk(raw_keys[c], key_scales, valid, c * SK.chunk, K, SK, NATIVE)
+            if SK.words and K.code == "nf4":
+                part = tl.dot(q[c], tl.trans(k))
+                rest = nibble_words(raw_keys[c], raw_keys[c], NF4_REST, False)
+                part = tl.dot(q[c], tl.trans(rest), part)
+                logit += part * scale_value(key_scales[c * SK.chunk // K.width], K, NATIVE)[None, :]
+            else:
+                logit = tl.dot(q[c], tl.trans(k), logit, input_precision=SK.precision)
         logit *= scale
-        if SK.apart:
+        if SK.apart and K.groups == 1:
             logit *= scale_value(key_scales[0], K, NATIVE)[None, :]
         seen = valid[None, :]
         if SPAN > 1:
@@ -107,30 +115,36 @@ def take_tiles(
         kept = tl.exp2(largest - finite)
         total = total * kept + tl.sum(weight, axis=1)
         largest = above
-        if SV.apart:
+        if SV.apart and V.groups == 1:
             weight *= scale_value(value_scales[0], V, NATIVE)[None, :]
             if SPAN > 1:
                 weight = tl.where(seen, weight, 0.0)
-        # Where the result is bf16 so are the weights; their sum is of what they were before.
-        if SV.narrow and SV.full:
-            weight = round_bf16(weight, NATIVE)
-        elif not SV.full:
-            weight = weight.to(tl.bfloat16)
         summed = ()
-        for c in tl.static_range(SV.chunks):
-            v = decode_chunk(raw_values[c], value_scales, valid, c * SV.chunk, V, SV, NATIVE)
+        value_chunks: tl.constexpr = SV.chunks
+        for c in tl.static_range(value_chunks):
+            v = unpack_chunk(raw_values[c], value_scales, valid, c * SV.chunk, V, SV, NATIVE)
+            w = weight
+            if SV.apart and V.groups > 1:
+                w *= scale_value(value_scales[c * SV.chunk // V.width], V, NATIVE)[None, :]
+                if SPAN > 1:
+                    w = tl.where(seen, w, 0.0)
+            # Where the result is bf16 so are the weights; their sum is of what they were before.
+            if SV.narrow and SV.full:
+                w = round_bf16(w, NATIVE)
+            elif not SV.full:
+                w = w.to(tl.bfloat16)
             some = out[c] * kept[:, None]
             if PARTLY:
                 for token in range(SPAN):
                     its = mine & (member == token)
                     until = tl.max(tl.where(its, position, -1), axis=0)
                     since = tl.max(tl.where(its, earliest, 0), axis=0)
-                    met = valid & (number <= until) & (number >= since)
+                    met = (number <= until) & (number >= since)
                     met_v = tl.where(met[:, None], v, 0.0).to(v.dtype)
-                    with_it = tl.dot(weight, met_v, some, input_precision=SV.precision)
+                    with_it = tl.dot(w, met_v, some, input_precision=SV.precision)
                     some = tl.where(its[:, None], with_it, some)
             else:
-                some = tl.dot(weight, v, some, input_precision=SV.precision)
+                some = tl.dot(w, v, some, input_precision=SV.precision)
             summed = summed + (some,)
         out = summed
         unit = next_unit
@@ -260,13 +274,16 @@ def attend_kv_kernel(
 
     line = token.to(tl.int64) * heads + head
     q = ()
-    for c in tl.static_range(SK.chunks):
+    key_chunks: tl.constexpr = SK.chunks
+    for c in tl.static_range(key_chunks):
         channel = c * SK.chunk + tl.arange(0, SK.chunk)[None, :]
         x = tl.load(q_ptr + line[:, None] * K.dim + channel, mask=inside[:, None] & (channel < K.dim), other=0.0)
         q = q + (x.to(tl.float32 if SK.full else tl.bfloat16),)
     out = ()
-    for c in tl.static_range(SV.chunks):
-        out = out + (tl.zeros([ROWS, SV.chunk], tl.float32),)
+    value_chunks: tl.constexpr = SV.chunks
+    value_chunk: tl.constexpr = SV.chunk
+    for _ in tl.static_range(value_chunks):
+        out = out + (tl.zeros([ROWS, value_chunk], tl.float32),)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
@@ -306,7 +323,8 @@ def attend_kv_kernel(
 @triton.jit
 def store_rows(at, out, some, total, inside, V: tl.constexpr, SV: tl.constexpr, NATIVE: tl.constexpr):
     """Store chunks ``out`` of [rows, channels], times ``some`` [rows], at pointers [rows]; zeros where ``total`` is."""
-    for c in tl.static_range(SV.chunks):
+    value_chunks: tl.constexpr = SV.chunks
+    for c in tl.static_range(value_chunks):
         channel = c * SV.chunk + tl.arange(0, SV.chunk)[None, :]
         x = tl.where((total == 0.0)[:, None], 0.0, out[c] * some[:, None])
         if at.dtype.element_ty == tl.bfloat16 and not NATIVE:

@@ -1,5 +1,6 @@
 """Launches of classic attention: how keys and values are multiplied, how a step's work is cut up."""
 
+from collections.abc import Sequence
 from functools import cache
 from math import lcm
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ class Side(NamedTuple):
         chunk: channels taken at a time, a power of two; ``chunks`` of them make a row.
         full: operands are fp32 and products as ``precision`` says; else they are bf16 and sums fp32.
         narrow: operands are bf16 numbers, whatever they are held in.
-        apart: a row's only scale is not part of its operand.
+        apart: a chunk's only scale is not part of its operand.
+        words: codes are taken from words, as ``words`` says.
         precision: of fp32 products, in Triton's words.
     """
 
@@ -41,6 +43,7 @@ class Side(NamedTuple):
     full: bool
     narrow: bool
     apart: bool
+    words: bool
     precision: str
 
 
@@ -59,54 +62,75 @@ FULL = Cut(32, 4, 1)
 WIDE = 256
 
 
-def sides_of(keys: RowRecord, values: RowRecord, *, bf16: bool) -> tuple[Side, Side] | None:
+def sides_of(
+    keys: RowRecord, values: RowRecord, own: tuple[RowRecord, RowRecord] | None, *, bf16: bool, native: bool
+) -> tuple[Side, Side] | None:
     """How keys and values are multiplied, for queries in bf16 or not; None where the kernel does not cover them."""
     if (keys.rows, keys.paged) != (values.rows, values.paged):
         return None
-    found = _side(keys, bf16=bf16, values=False), _side(values, bf16=bf16, values=True)
+    own_keys, own_values = own or (keys, values)
+    found = (
+        _side(keys, own_keys, bf16=bf16, native=native, values=False),
+        _side(values, own_values, bf16=bf16, native=native, values=True),
+    )
     return None if None in found else found  # type: ignore[return-value]
 
 
 @cache
-def _side(record: RowRecord, *, bf16: bool, values: bool) -> Side | None:
+def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values: bool) -> Side | None:
     chunk = record.dim & -record.dim
     if chunk < 32 and not record.quant:
         chunk = power_of_two(record.dim)
     chunk = min(128, max(chunk, 16))
+    words = bf16 and native and record.quant == record.dim and _in_words(record) and _in_words(own)
+    words = words and record.code in ("int8", "nf4", "e2m1") and chunk % 8 == 0
+    if words and record.code == "nf4":
+        chunk = min(chunk, record.width)
     # A chunk must not lie in two fields, nor in parts of two groups.
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     if not whole or record.hadamard or record.global_scale != 1.0:
         return None
     apart = record.groups == 1 and record.quant == record.dim and record.scale == "fp32"
     # Codes of one byte are bf16 numbers; so are values whose scales are powers of two, and bf16 rows.
-    narrow = bf16 and (record.exact or (apart and record.code in ("e4m3", "int8")))
+    narrow = bf16 and (words or record.exact or (apart and record.code in ("e4m3", "int8")))
     precision = "tf32x3"
     if bf16 and record.plain == "fp16" and not record.quant:
         # Both operands are tf32 numbers, or as values of a bf16 result need not be more.
         precision = "tf32"
     elif bf16 and values:
-        # NF4 levels times scales are rounded as the weights are; fp32 values keep more.
+        # NF4 levels are rounded as the weights are; fp32 values keep more.
         narrow, precision = narrow or bool(record.quant), "tf32"
-    return Side(chunk, triton.cdiv(record.dim, chunk), INTERPRETED or not narrow, narrow, apart, precision)
+    chunks = triton.cdiv(record.dim, chunk)
+    apart = apart or (words and record.code == "nf4")
+    return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, words, precision)
 
 
-def own_records(bounds: tuple[Bound, Bound], formats: tuple[Format, Format]) -> tuple[RowRecord, RowRecord] | None:
+def _in_words(record: RowRecord) -> bool:
+    return all(number % 4 == 0 for number in (record.codes_unit, record.codes_base, record.codes_stride))
+
+
+def own_records(keys: Bound, values: Bound, formats: Sequence[Format]) -> tuple[RowRecord, RowRecord] | None:
     """The records of canonical rows [tokens, heads, row_bytes] of keys and values; None where they are not aligned."""
-    found = [own_record(bound.record, format) for bound, format in zip(bounds, formats, strict=True)]
+    found = [own_record(bound.record, format) for bound, format in zip((keys, values), formats, strict=True)]
     return (found[0], found[1]) if all(aligned(record) for record in found) else None
 
 
 def cut_for(device: torch.device, sides: tuple[Side, Side]) -> Cut:
     """The cut for a device."""
-    keys, values = sides
-    if keys.full or values.full:
+    if INTERPRETED:
         return FULL
-    capability = 10 * torch.cuda.get_device_capability(device)[0]
-    cut = NARROW[max((known for known in NARROW if known <= capability), default=80)]
     few = torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE
-    channels = keys.chunk * keys.chunks + values.chunk * values.chunks
-    tile = max(16, (cut.keys >> few) // max(1, power_of_two(channels) // WIDE))
-    return cut._replace(keys=tile, stages=2 if few else cut.stages)
+    return cut_of(10 * torch.cuda.get_device_capability(device)[0], sides, few=few)
+
+
+def cut_of(capability: int, sides: tuple[Side, Side], *, few: bool = False) -> Cut:
+    """The cut for a compute capability, with ``few`` for blocks with less than LARGE bytes of shared memory."""
+    keys, values = sides
+    cut = NARROW[max((known for known in NARROW if known <= capability), default=80)]
+    if keys.full or values.full:
+        cut = FULL
+    channels = power_of_two(keys.chunk * keys.chunks + values.chunk * values.chunks)
+    return Cut(max(16, (cut.keys >> few) // max(1, channels // WIDE)), cut.warps, min(cut.stages, 2 if few else 3))
 
 
 class Work(NamedTuple):
@@ -139,18 +163,23 @@ def work_for(tokens: int, requests: int, heads: int, key_heads: int, value_heads
 def splits_for(device: torch.device, programs: int, keys: int, tile: int) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
     slots = RESIDENT * multiprocessors(device)
-
-    def keys_in_turn(splits: int) -> int:
-        return triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
-
-    return min(range(1, max(1, min(MOST_SPLITS, triton.cdiv(keys, tile))) + 1), key=keys_in_turn)
+    best, least = 1, 0
+    for splits in range(1, max(1, min(MOST_SPLITS, triton.cdiv(keys, tile))) + 1):
+        keys_in_turn = triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
+        if splits == 1 or keys_in_turn < least:
+            best, least = splits, keys_in_turn
+    return best
 
 
 def _attend_out(
-    q: Tensor, sink: Any, own_keys: Any, own_values: Any, p: Any, r: Any, s: Any, t: Any, b: Any, keys: Any,
-    values: Any, workspace: Any, records: list[int], *_: Any,
+    q: Tensor, sink: Any, own_keys: Any, own_values: Any, positions: Any, request_index: Any, slots: Any, starts: Any,
+    block_table: Any, keys: Any, values: Any, workspace: Any, records: list[int], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty((*q.shape[:2], BOUND[records[1]].record.dim)), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return _outputs(q, records[1])
+
+
+def _outputs(q: Tensor, values: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], BOUND[values].record.dim)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @registered(("workspace",), _attend_out)
@@ -183,11 +212,12 @@ def attend_kv_rows(
         bf16: operands may be multiplied in bf16 where they are bf16 numbers.
     """
     k, v, *own = (BOUND[number] for number in records if number >= 0)
-    out, lse = _attend_out(q, *[None] * 11, records)
+    out, lse = _outputs(q, records[1])
     tokens, heads, _ = q.shape
     if not tokens:
         return out, lse
-    sides = sides_of(k.record, v.record, bf16=bf16)
+    own_records = (own[0].record, own[1].record) if own else None
+    sides = sides_of(k.record, v.record, own_records, bf16=bf16, native=is_native(q.device))
     assert sides is not None
     window, chunk, splits = sizes
     work = work_for(tokens, len(slots), heads, k.record.heads, v.record.heads)
@@ -195,14 +225,13 @@ def attend_kv_rows(
     span = power_of_two(work.each)
     partial = workspace if splits > 1 else out
     sums = workspace[splits * out.numel() :] if splits > 1 else lse
-    own_k, own_v = (bound.record for bound in own) if own else (k.record, v.record)
     attend_kv.attend_kv_kernel[(work.programs * splits,)](
         out, lse, partial, sums, q, lse if sink is None else sink,
         keys[k.codes], keys[k.scales], keys[k.plain], values[v.codes], values[v.scales], values[v.plain],
         positions if own_keys is None else own_keys, positions if own_values is None else own_values,
         positions, request_index, slots, starts, block_table,
         tokens, heads, work.each, block_table.shape[1], splits, scale * LOG2_E,
-        k.record, v.record, own_k, own_v, *sides,
+        k.record, v.record, *(own_records or (k.record, v.record)), *sides,
         window, chunk, sink is not None, bool(own), splits > 1,
         work.groups, work.heads, span, max(16, work.heads * span), cut.keys,
         whole_tiles(k.record, cut), cut.stages, max(1, 32 * cut.warps // cut.keys),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
-from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
 from kvcore.backends.torch_triton.kernels.compress import flush_rows, one_token_programs
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows, select_rows
@@ -46,6 +46,7 @@ __all__ = [
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
+    "is_native",
     "one_token_programs",
     "score_rows",
     "score_select_rows",
