@@ -47,15 +47,17 @@ def answer(found: Scene, q: torch.Tensor, sink: torch.Tensor | None, scale: floa
 def check(
     what: str, layer, lengths, news, device, *, heads=4, dtype=torch.bfloat16, sink=True, **options
 ) -> Iterator[Problem]:
-    """One case, called twice."""
+    """One case, on a GPU called twice."""
     found = scene(layer, lengths, news, device, drafts=max(news), **options)
     q = torch.randn(len(found.host.positions), heads, layer.kv.key_dim, device=device).to(dtype)
     sinks = torch.randn(heads, device=device) * 3 if sink else None
     scale = 2 * layer.kv.key_dim**-0.5
-    got, again = (
-        found.ops.attend_kv(found.pools, 0, found.index, q, sink=sinks, scale=scale, columns=max(lengths))
-        for _ in range(2)
-    )
+
+    def attended():
+        return found.ops.attend_kv(found.pools, 0, found.index, q, sink=sinks, scale=scale, columns=max(lengths))
+
+    got = attended()
+    again = got if device == "cpu" else attended()
     want = answer(found, q, sinks, scale)
     problem = off(got.out, want[0], "attention") or off(got.lse, want[1], "attention")
     if not (torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)):
@@ -145,7 +147,8 @@ def small(device: str) -> Iterator[Problem]:
             what = f"{storage}, {span or 'full'}"
             layer = layer_of("mxfp4", "fp8_row", storage=storage, **span)
             yield from check(what, layer, [63, 41, 2], [3, 2, 1], device, block_tokens=8)
-            yield from own_rows(what, layer, [43, 31, 2], [3, 12, 2], device)
+            if storage != "slot":
+                yield from own_rows(what, layer, [43, 31, 2], [3, 12, 2], device)
     yield from unseen("8 tokens", layer_of("int8_row", "bf16"), [70, 33], [8, 8], device)
     yield from unseen("unlike steps", layer_of("bf16", "fp8_row"), [70, 33, 9], [1, 5, 2], device)
 

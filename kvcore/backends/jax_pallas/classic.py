@@ -64,8 +64,10 @@ def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, 
 
 
 def seen_blocks(layer, index, columns):
-    """Blocks [T, n] that each token sees, -1 for others, of the first that hold ``columns`` rows; first and last
-    position [T] of what it sees, last -1 for padding."""
+    """(blocks [T, n] that each token sees of the first that hold ``columns`` rows, first and last position [T]).
+
+    Blocks are -1 where nothing is seen, and so is the last position of padding.
+    """
     (region, _), request = layer.regions["kv"], index.request_index
     last = jnp.where(request >= 0, index.positions, -1)
     first = place.first_visible(layer.component("kv"), last)

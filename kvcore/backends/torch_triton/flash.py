@@ -1,7 +1,8 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says
+how pools are handed over.
 """
 
 import os
