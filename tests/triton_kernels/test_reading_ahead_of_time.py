@@ -69,10 +69,10 @@ def classic_constants(
     k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
     sides = kv_attention.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
     cut = kv_attention.cut_of(arch, sides)
-    span, some = power_of_two(each), power_of_two(group)
+    span, some = kv_attention.span_of(each), power_of_two(group)
     constants = {
-        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "WINDOW": 0, "CHUNK": 0, "SINK": True,
-        "OWN": False, "SPLIT": False, "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
+        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False,
+        "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
         "KEYS": cut.keys, "WHOLE": kv_attention.whole_tiles(k, cut), "STAGES": cut.stages,
         "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
@@ -89,8 +89,8 @@ def classic_constants(
             # Formats that are read like another one need not be compiled for every GPU.
             if arch == 90 or name in ("bf16", "nf4_b64", "int8_row")
         ),
-        pytest.param("bf16", "fp8_row", 90, {"each": 4, "SPLIT": True}, id="four tokens, H100"),
-        pytest.param("mxfp4", "int8_row", 90, {"OWN": True, "WINDOW": 128}, id="the step's own rows, H100"),
+        pytest.param("bf16", "fp8_row", 90, {"each": 4}, id="four tokens, H100"),
+        pytest.param("mxfp4", "int8_row", 90, {"OWN": True, "each": 4}, id="the step's own rows, H100"),
         pytest.param("bf16", "bf16", 90, {"each": 3, "block": 16}, id="blocks of 16, three tokens, H100"),
         pytest.param("bf16", "bf16", 90, {"bf16": False}, id="fp32 queries, H100"),
         pytest.param("bf16", "bf16", 90, {"heads": 1, "group": 64}, id="MQA, 64 heads, H100"),

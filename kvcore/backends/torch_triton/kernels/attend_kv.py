@@ -16,15 +16,10 @@ from kvcore.backends.torch_triton.kernels.words import NF4_REST, load_packed, ni
 
 
 @triton.jit
-def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """First position that the queries at ``position`` see; WINDOW and CHUNK are 0 where they don't apply."""
-    if WINDOW:
-        first = tl.maximum(position + 1 - WINDOW, 0)
-    elif CHUNK:
-        first = position // CHUNK * CHUNK
-    else:
-        first = position * 0
-    return first
+def first_seen(position, window, chunk):
+    """First position that the queries at ``position`` see; window and chunk are 0 where they don't apply."""
+    of_chunk = position // tl.maximum(chunk, 1) * chunk
+    return tl.where(window > 0, tl.maximum(position + 1 - window, 0), of_chunk)
 
 
 @triton.jit
@@ -183,12 +178,16 @@ def take_rows(
         end = tl.minimum(tl.maximum(until + 1 - base, 0) // KEYS, last)
         whole = tl.minimum(whole, last)
         end = tl.where(apiece, whole, tl.maximum(end, whole))
-        largest, total, out = take_tiles(
-            whole, end, last + 1, 0, q, scale, largest, total, out, member, position, earliest, mine,
-            base, least, most, request, slot, shift, key_head, value_head, table_ptr, table_columns,
-            key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr,
-            K, V, SK, SV, KEYS, SPAN, False, OWN, WHOLE, STAGES, SPREAD, NATIVE,
-        )  # fmt: skip
+        if OWN:
+            # Of the step's own rows there are few: one loop less to compile.
+            end = whole
+        else:
+            largest, total, out = take_tiles(
+                whole, end, last + 1, 0, q, scale, largest, total, out, member, position, earliest, mine,
+                base, least, most, request, slot, shift, key_head, value_head, table_ptr, table_columns,
+                key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr,
+                K, V, SK, SV, KEYS, SPAN, False, OWN, WHOLE, STAGES, SPREAD, NATIVE,
+            )  # fmt: skip
         largest, total, out = take_tiles(
             first, last - (end - whole), whole, end - whole, q, scale, largest, total, out, member, position,
             earliest, mine,
@@ -235,24 +234,24 @@ def take_request(
     return largest, total, out
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "each", "table_columns", "splits"])
+@triton.jit(do_not_specialize=["tokens", "heads", "each", "window", "chunk", "sunk", "table_columns", "splits"])
 def attend_kv_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr,
     key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr, own_keys_ptr, own_values_ptr,
     positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr,
-    tokens, heads, each, table_columns, splits, scale,
+    tokens, heads, each, window, chunk, sunk, table_columns, splits, scale,
     K: tl.constexpr, V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WHOLE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
+    OWN: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Q [tokens, heads, dim] -> out [tokens, heads, value dim] and lse [tokens, heads], or parts for ``merge_kernel``.
 
     GROUPS: groups of heads that share a key head and a value head. A program takes HEADS of a group's heads for
     ``each`` tokens, SPAN at most; these are the first of ROWS rows. NK and NV are the records of the step's own rows,
-    which with OWN the pools do not hold yet. ``scale`` is that of the logits times log2(e). With SPLIT keys are shared
-    out among ``splits`` programs, which write normalised outputs [tokens, splits, heads, value dim] and base-2
-    logarithms of their sums [tokens, splits, heads].
+    which with OWN the pools do not hold yet. ``window`` and ``chunk`` are 0 where there is none; ``sunk`` says that
+    there is a sink. ``scale`` is that of the logits times log2(e). Where ``splits`` > 1 a group's keys are shared out
+    among as many programs, which write normalised outputs [tokens, splits, heads, value dim] and base-2 logarithms of
+    their sums [tokens, splits, heads].
     """
     program = tl.program_id(0)
     size = heads // GROUPS
@@ -270,7 +269,7 @@ def attend_kv_kernel(
 
     requests = tl.load(request_ptr + token, mask=inside, other=-1)
     position = tl.load(positions_ptr + token, mask=inside & (requests >= 0), other=-1)
-    earliest = first_seen(position, WINDOW, CHUNK)
+    earliest = first_seen(position, window, chunk)
 
     line = token.to(tl.int64) * heads + head
     q = ()
@@ -309,13 +308,13 @@ def attend_kv_kernel(
 
     some = 1.0 / tl.where(total == 0.0, 1.0, total)
     lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
-    if SPLIT:
+    if splits > 1:
         line = (token.to(tl.int64) * splits + split) * heads + head
         tl.store(partial_lse_ptr + line, lse, mask=inside)
         store_rows(partial_ptr + line * V.dim, out, some, total, inside & (lse != float("-inf")), V, SV, NATIVE)
     else:
         tl.store(lse_ptr + line, lse * 0.6931471805599453, mask=inside)
-        if SINK:
+        if sunk:
             some *= beside_sink(sink_ptr, head, inside, lse)
         store_rows(out_ptr + line * V.dim, out, some, total, inside, V, SV, NATIVE)
 

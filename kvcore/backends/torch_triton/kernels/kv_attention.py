@@ -155,8 +155,14 @@ def work_for(tokens: int, requests: int, heads: int, key_heads: int, value_heads
     groups = lcm(key_heads, value_heads)
     size = heads // groups
     some = min(power_of_two(size), MOST_ROWS)
-    each = max(1, min(triton.cdiv(tokens, max(requests, 1)), MOST_TOKENS, MOST_ROWS // some))
+    room = MOST_ROWS // some
+    each = max(1, min(triton.cdiv(tokens, max(requests, 1)), MOST_TOKENS, room)) if room >= span_of(2) else 1
     return Work(groups, some, each, triton.cdiv(tokens, each) * groups * triton.cdiv(size, some))
+
+
+def span_of(each: int) -> int:
+    """Tokens that a program has room for: few numbers, since each is compiled."""
+    return 1 if each == 1 else max(4, power_of_two(each))
 
 
 @cache
@@ -222,7 +228,7 @@ def attend_kv_rows(
     window, chunk, splits = sizes
     work = work_for(tokens, len(slots), heads, k.record.heads, v.record.heads)
     cut = cut_for(q.device, sides)
-    span = power_of_two(work.each)
+    span = span_of(work.each)
     partial = workspace if splits > 1 else out
     sums = workspace[splits * out.numel() :] if splits > 1 else lse
     attend_kv.attend_kv_kernel[(work.programs * splits,)](
@@ -230,10 +236,9 @@ def attend_kv_rows(
         keys[k.codes], keys[k.scales], keys[k.plain], values[v.codes], values[v.scales], values[v.plain],
         positions if own_keys is None else own_keys, positions if own_values is None else own_values,
         positions, request_index, slots, starts, block_table,
-        tokens, heads, work.each, block_table.shape[1], splits, scale * LOG2_E,
+        tokens, heads, work.each, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E,
         k.record, v.record, *(own_records or (k.record, v.record)), *sides,
-        window, chunk, sink is not None, bool(own), splits > 1,
-        work.groups, work.heads, span, max(16, work.heads * span), cut.keys,
+        bool(own), work.groups, work.heads, span, max(16, work.heads * span), cut.keys,
         whole_tiles(k.record, cut), cut.stages, max(1, 32 * cut.warps // cut.keys),
         is_native(q.device), num_warps=cut.warps,
     )  # fmt: skip
