@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvcore.backends.jax_pallas.backend import JaxBackend
+from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.jax_pallas.pallas import attend_kv
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.plan import plan_cache
@@ -37,17 +37,18 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False):
         # One head's row of one request, which its later tokens see, and the other heads do not.
         k[12, 0], v[12, 1, 3], v[13, 0] = np.nan, np.inf, np.nan
     q = rng.standard_normal((len(read.positions), heads, kv.key_dim)).astype(np.float32)
-    for backend, options in ((ReferenceBackend(), {}), (JaxBackend(), {"device": "cpu:interpret"})):
-        plan = plan_cache(spec, max_requests=4, max_tokens=80, layout="tpu_tile" if options else "packed")
-        ops = backend.create(plan, **options)
-        pools = ops.poison(
-            ops.allocate(), ops.asarray(np.arange(4, dtype=np.int32)), ops.asarray(np.arange(10, dtype=np.int32))
-        )
-        pools = ops.append_kv(pools, 0, ops.index(written), ops.asarray(k), ops.asarray(v))
-        given = ops.index(read), ops.asarray(q)
-        if options:
+    for layout in ("packed", "tpu_tile"):
+        plan = plan_cache(spec, max_requests=4, max_tokens=80, layout=layout)
+        if layout == "packed":
+            write = read_with = ReferenceBackend().create(plan)
+        else:
             assert attend_kv.supports(*plan.region(0, "kv"))
-        got = ops.attend_kv(pools, 0, *given, columns=30, sink=None if sink is None else ops.asarray(sink), scale=0.2)
+            write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
+        every = (write.asarray(np.arange(count, dtype=np.int32)) for count in (4, 10))
+        pools = write.poison(write.allocate(), *every)
+        pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
+        options = {"columns": 30, "sink": None if sink is None else write.asarray(sink), "scale": 0.2}
+        got = read_with.attend_kv(pools, 0, write.index(read), write.asarray(q), **options)
         found.append([np.asarray(array, np.float64) for array in got])
     return found
 
@@ -107,7 +108,7 @@ def test_the_verb_is_one_kernel():
         CacheSpec(layers=[LayerSpec(kv=KV(key_heads=2, key_dim=128))], block_tokens=8),
         max_requests=4, max_tokens=80, layout="tpu_tile",
     )  # fmt: skip
-    ops = JaxBackend().create(plan, device="cpu:interpret")
+    ops = JaxOps(plan, "cpu", None, "interpret")
     index = ops.index(steps()[1])
     call = functools.partial(ops.attend_kv, layer=0, columns=30)
     traced = str(jax.make_jaxpr(lambda pools, index, q: call(pools, index=index, q=q))(
