@@ -7,9 +7,9 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 import torch
 
 from kvcore import bounds
-from kvcore.backends.torch_triton import flash
+from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.kernels import kv_attention, launch
+from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
 from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
 from kvcore.backends.torch_triton.kernels.record import power_of_two
@@ -101,63 +101,12 @@ class ReadingVerbs(TorchOps):
 
     @torch.no_grad()
     def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
-        """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim].
-
-        Rows are read where they lie; ``columns`` only bounds how many keys a query sees.
-        """
-        found = None if (k is None) != (v is None) or not len(index.slots) else self._classic(layer, q, k, v)
-        if found is None:
-            return super().attend_kv(pools, layer, index, q, k, v, columns=columns, sink=sink, scale=scale)
-        (keys, values), own, own_numbers, sides = found
-        component = self.component(layer, "kv")
-        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
-        seen = min(columns, component.window or component.chunk or columns)
-        device, (tokens, heads, _) = torch.device(self.device), q.shape
-        records = [launch.BOUND[number].record for number, _, _ in (keys, values)]
-        work = kv_attention.work_for(tokens, len(index.slots), heads, records[0].heads, records[1].heads)
-        splits = kv_attention.splits_for(
-            device, work.programs, seen + work.each - 1, kv_attention.cut_for(device, sides).keys
-        )
-        room = splits * tokens * heads * (records[1].dim + 1) if splits > 1 else 1
-        out, lse = launch.calls().attend_kv_rows(
-            q.contiguous(),
-            None if sink is None else sink.contiguous(),
-            *own,
-            index.positions,
-            index.request_index,
-            index.slots,
-            index.starts,
-            index.block_table,
-            [pools[name] for name in keys[1]],
-            [pools[name] for name in values[1]],
-            self.workspaces.take("attention", room),
-            [keys[0], values[0], *own_numbers],
-            [component.window or 0, component.chunk or 0, splits],
-            _scale(q, scale),
-            q.dtype == torch.bfloat16,
-        )
-        return Attention(out, lse)
-
-    def _classic(self, layer, q, k, v):
-        """(bounds of keys and values, own rows, their record numbers, sides), or None if not covered."""
-        bound = self.bound(layer, "kv") if self.attention_kernels != "torch" else None
-        if bound is None:
-            return None
-        keys, values = (launch.BOUND[number] for number, _, _ in bound)
-        regions = self.plan.region(layer, "kv")
-        records = None
-        if k is not None:
-            records = kv_attention.own_records(keys, values, [region.format for region in regions])
-            if records is None:
-                return None
-        native = launch.is_native(torch.device(self.device))
-        sides = kv_attention.sides_of(
-            keys.record, values.record, records, bf16=q.dtype == torch.bfloat16, native=native
-        )
-        if sides is None or records is None:
-            return None if sides is None else (bound, (None, None), (-1, -1), sides)
-        own = [self.encode_rows(region, rows).contiguous() for region, rows in zip(regions, (k, v), strict=True)]
-        return bound, own, [launch.bind(launch.Bound(record, 0, 0, 0)) for record in records], sides
+        """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+        options = {"columns": columns, "sink": sink, "scale": scale}
+        found = None
+        if self.attention_kernels != "torch" and len(index.slots):
+            found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
+        return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
     @torch.no_grad()
     def index_scores(self, pools, layer, index, q, weights, *, columns=None):
