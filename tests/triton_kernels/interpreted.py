@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import check_attention
+import check_classic
 import check_indexer
 import numpy as np
 from check_cuda import reference_rows
@@ -49,6 +50,7 @@ def compiled():
 
 GROUPS = {
     "attention": lambda: check_attention.small("cpu"),
+    "classic attention": lambda: check_classic.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),
     "flush of fp32": lambda: flushes("fp32"),
     "flush of bf16": lambda: flushes("bf16"),

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 GROUPS = [
     "attention",
+    "classic attention",
     "indexer",
     "flush of fp32",
     "flush of bf16",

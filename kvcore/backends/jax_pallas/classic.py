@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 
+from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
+from kvcore.ops import Attention
 
 
 def append_kv(layer, pools, index, k, v):
@@ -39,6 +41,12 @@ def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, 
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     dim = q.shape[2]
     scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    if k is None and v is None and index.block_table.size:
+        blocks, first, last = seen_blocks(layer, index, columns)
+        if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
+            given = blocks, first, last, q.astype(jnp.float32) * scale
+            out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
+            return Attention(out.astype(q.dtype), lse)
     keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
     seen = mask(layer, index, columns=columns)
     value_dim = values.shape[3]
@@ -53,3 +61,17 @@ def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, 
 
     each = columns * max(keys.shape[2] * dim, values.shape[2] * value_dim)
     return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, q.dtype)
+
+
+def seen_blocks(layer, index, columns):
+    """(blocks [T, n] that each token sees of the first that hold ``columns`` rows, first and last position [T]).
+
+    Blocks are -1 where nothing is seen, and so is the last position of padding.
+    """
+    (region, _), request = layer.regions["kv"], index.request_index
+    last = jnp.where(request >= 0, index.positions, -1)
+    first = place.first_visible(layer.component("kv"), last)
+    blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // region.rows)]
+    number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])
+    return jnp.where(seen, blocks, -1), first, last

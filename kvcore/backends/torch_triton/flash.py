@@ -1,7 +1,8 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says
+how pools are handed over.
 """
 
 import inspect
@@ -16,14 +17,14 @@ from kvcore.errors import BackendError
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
-CHOICES = ("auto", "triton", "flash_mla")
+CHOICES = ("auto", "triton", "flash_mla", "torch")
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
 
 
 def chosen(device: str) -> str:
-    """``triton`` or ``flash_mla``.
+    """``triton``, ``flash_mla`` or ``torch``.
 
     Raises:
         BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
@@ -31,12 +32,12 @@ def chosen(device: str) -> str:
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
-    if wanted == "triton":
+    if wanted in ("triton", "torch"):
         return wanted
     missing = unusable()
     if wanted == "flash_mla":
         if missing:
-            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto or triton: {missing}")
+            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto, triton or torch: {missing}")
         return wanted
     kind = torch.device(device)
     runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)

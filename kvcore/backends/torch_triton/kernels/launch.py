@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
-from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
+from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
 from kvcore.backends.torch_triton.kernels.picks import select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
@@ -34,6 +35,7 @@ __all__ = [
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_kv_rows",
     "attend_rows",
     "bind",
     "bind_tail",
@@ -47,6 +49,7 @@ __all__ = [
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
+    "is_native",
     "put_own_rows",
     "score_rows",
     "score_select_rows",
