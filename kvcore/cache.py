@@ -14,6 +14,7 @@ from kvcore.prefix import Policy, check_policy
 from kvcore.sharing import SharingVerbs
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
+from kvcore.padding import left_padding_of
 from kvcore.tokens import as_mapping, check_salt, parse_tokens, token_ids
 
 Tokens = int | Sequence[int]
@@ -99,6 +100,8 @@ class Cache(SharingVerbs, PortableVerbs):
         tokens: Mapping[Request, Tokens],
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
+        *,
+        left_padding: Mapping[Request, int] | None = None,
     ) -> Step:
         """Open a step: ``{request: number of new tokens, or their ids}``; mapping order is batch order.
 
@@ -108,11 +111,15 @@ class Cache(SharingVerbs, PortableVerbs):
             tokens: requests of this step; 0 tokens and an empty mapping are legal.
             pad_tokens: token rows to pad every input to, so that compiled code sees one shape; padding comes last.
             pad_requests: request rows to pad to.
+            left_padding: for requests whose first positions are no tokens, how many; the same in all steps of a
+                request. Their rows are stored like others, but no query sees them, and chunks count from the first
+                token. Classic layers only.
 
         Raises:
             StepError: a step is open. OutOfBlocks: the tokens do not fit.
             RequestError: a request is stale or foreign, or given other ids than the prompt whose blocks it took over.
-            ShapeError: a count is not an integer >= 0. Nothing is changed by any of them.
+            ShapeError: a count is not an integer >= 0, or left padding that a layer cannot have.
+            Nothing is changed by any of them.
         """
         with self._turn("step"):
             given = as_mapping(tokens)
@@ -122,11 +129,14 @@ class Cache(SharingVerbs, PortableVerbs):
                 for request, value in zip(requests, given.values(), strict=True)
             ]
             counts = [count for count, _ in parsed]
+            padding = left_padding_of(self.spec, requests, left_padding)
             for request, (_, ids) in zip(requests, parsed, strict=True):
                 self._manager.check_replay(request, ids)
             grown = self._manager.grow(requests, counts)
             try:
                 rows = self._rows(requests, counts)
+                if padding is not None:
+                    rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
                 host = build_index(rows, max_blocks=self.plan.blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.

@@ -20,7 +20,7 @@ from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements, pool_shape
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
-from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
+from kvcore.ops import AllEntries, Closed, RawRows, StepIndex, VisibleRows
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
@@ -230,6 +230,21 @@ class JaxOps(ComposedVerbs):
         kind = self._layers[layer].only("kv")
         return _indexed(classic.mask)(kind, index, (("columns", _bucket(columns, index)),))[:, :columns]
 
+    def visible_rows(self, layer, index, *, columns=None):
+        """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
+        kind = self._layers[layer].only("kv")
+        found = _indexed(classic.visible_rows)(kind, index, (("columns", _bucket(columns, index)),))
+        return VisibleRows(*(array[:, :columns] for array in found))
+
+    def from_batch(self, index, batch):
+        """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order."""
+        return _from_batch(index, batch)
+
+    def to_batch(self, index, rows, width):
+        """Rows [T, ...] -> a batch [Q, width, ...]."""
+        return _to_batch(index, rows, width)
+
     def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
@@ -399,5 +414,7 @@ _reset = jax.jit(
 _poison = jax.jit(life.poison, donate_argnums=0)
 _copy_units = jax.jit(life.copy_units, donate_argnums=0)
 _select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
+_from_batch = jax.jit(classic.from_batch)
+_to_batch = jax.jit(classic.to_batch, static_argnums=2)
 _encode = jax.jit(encoding.encode, static_argnums=(0, 2))
 _decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

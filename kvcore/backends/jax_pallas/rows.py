@@ -211,21 +211,24 @@ def live(component, length):
     return jnp.zeros_like(length), length
 
 
-def visible(component, start, length):
-    """``component.visible``, as (first, end) arrays."""
-    first, _ = live(component, length)
+def visible(component, index):
+    """``component.visible`` of every request of a step, as (first, end) arrays."""
     if component.storage != "ring":
-        return first, length
-    return jnp.where(start == length, first, first_visible(component, start)), length
+        return jnp.zeros_like(index.lengths), index.lengths
+    left = jnp.zeros_like(index.starts) if index.left_padding is None else index.left_padding
+    query = jnp.maximum(jnp.minimum(index.starts, index.lengths - 1), left)
+    return jnp.maximum(first_visible(component, query, left), 0), index.lengths
 
 
-def first_visible(component, position):
+def first_visible(component, position, left_padding=None):
     """``component.first_visible``, of an array of positions."""
-    if component.window is not None:
-        return jnp.maximum(position + 1 - component.window, 0)
-    if component.chunk is not None:
-        return position // component.chunk * component.chunk
-    return jnp.zeros_like(position)
+    left = jnp.zeros_like(position) if left_padding is None else left_padding
+    window, chunk = getattr(component, "window", None), getattr(component, "chunk", None)
+    if window is not None:
+        return jnp.maximum(position + 1 - window, left)
+    if chunk is not None:
+        return jnp.maximum(left + (position - left) // chunk * chunk, left)
+    return jnp.broadcast_to(left, position.shape)
 
 
 def numbered(first, end, columns):

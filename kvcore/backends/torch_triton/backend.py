@@ -56,6 +56,9 @@ class TorchOps(ComposedVerbs):
     append_kv = verb(classic.append_kv)
     gather_kv = verb(classic.gather_kv)
     mask = verb(classic.mask)
+    visible_rows = verb(classic.visible_rows)
+    from_batch = verb(classic.from_batch)
+    to_batch = verb(classic.to_batch)
     borrow_kv: Any = verb(classic.borrow_kv)
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
@@ -111,7 +114,7 @@ class TorchOps(ComposedVerbs):
 
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
-        arrays = [np.asarray(array, np.int32) for array in host]
+        arrays = [np.asarray(array, np.int32) for array in host if array is not None]
         # Each starts on a 16-byte boundary: kernels are compiled for that, once.
         starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
         flat = np.zeros(starts[-1], np.int32)

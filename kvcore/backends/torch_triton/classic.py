@@ -9,7 +9,7 @@ from kvcore.backends.torch_triton import plain, streamed
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
-from kvcore.ops import Attention
+from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(ops, pools, layer, index, k, v):
@@ -56,7 +56,9 @@ def positions_of(component, index, columns):
     else:
         # Without new tokens the last query counts: what it saw is what is live.
         query = torch.where(index.starts == index.lengths, index.lengths - 1, index.starts)
-        first = place.first_visible(component, query).clamp(min=0)
+        if index.left_padding is not None:
+            query = torch.maximum(query, index.left_padding)
+        first = place.first_visible(component, query, index.left_padding).clamp(min=0)
     return place.numbers_from(first, index.lengths - first, columns)
 
 
@@ -101,8 +103,36 @@ def mask(ops, layer, index, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     request, query = index.request_index, index.positions[:, None]
     position = place.of_request(positions_of(component, index, columns), request)
-    seen = (position >= place.first_visible(component, query)) & (position <= query) & (position >= 0)
+    left = None if index.left_padding is None else place.of_request(index.left_padding, request)[:, None]
+    seen = (position >= place.first_visible(component, query, left)) & (position <= query) & (position >= 0)
     return seen & (request >= 0)[:, None]
+
+
+def visible_rows(ops, layer, index, *, columns=None):
+    """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    positions = positions_of(ops.component(layer, "kv"), index, columns).int()
+    return VisibleRows(positions, ops.mask(layer, index, columns=columns))
+
+
+def from_batch(ops, index, batch):
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    request = index.request_index
+    if not batch.shape[0] * batch.shape[1]:
+        return batch.new_zeros((len(request), *batch.shape[2:]))
+    column = (index.positions - place.of_request(index.starts, request)).clamp(min=0, max=batch.shape[1] - 1)
+    return place.blank(batch[request.clamp(min=0).long(), column.long()], request >= 0)
+
+
+def to_batch(ops, index, rows, width):
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    new = (index.lengths - index.starts).long()
+    column = torch.arange(width, device=rows.device)
+    valid = column < new[:, None]
+    if not len(rows):
+        return rows.new_zeros((*valid.shape, *rows.shape[1:]))
+    token = torch.where(valid, (new.cumsum(0) - new)[:, None] + column, 0)
+    return place.blank(rows[token], valid)
 
 
 def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):

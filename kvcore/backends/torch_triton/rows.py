@@ -164,12 +164,13 @@ def numbers_from(first, count, columns):
     return torch.where(column < count[:, None], first[:, None].long() + column, -1)
 
 
-def first_visible(component, position):
+def first_visible(component, position, left_padding=None):
     """First position that the query at ``position`` may see: the component's own rule, on arrays."""
+    left = torch.zeros_like(position) if left_padding is None else left_padding
     if component.window is not None:
-        return (position + 1 - component.window).clamp(min=0)
+        return torch.maximum(position + 1 - component.window, left)
     chunk = getattr(component, "chunk", None)
-    return torch.zeros_like(position) if chunk is None else position // chunk * chunk
+    return left if chunk is None else torch.maximum(left + (position - left) // chunk * chunk, left)
 
 
 def blank(values, valid):

@@ -29,16 +29,18 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     if requests is None or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
         return None
     component = ops.component(layer, "kv")
+    padding = [0] * len(requests) if index.left_padding is None else index.left_padding.tolist()
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
     token = 0
     for request, (start, length, _) in enumerate(requests):
         new = length - start
-        if new:
+        if length > max(start, padding[request]):
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
-            found = one_request(ops, pools, component, (keys, values), index, request, start, mine, scale)
+            where = index, request, start, padding[request]
+            found = one_request(ops, pools, component, (keys, values), where, mine, scale)
             if found is None:
                 return None
             total, logs = found
@@ -49,22 +51,28 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     return Attention(out, lse)
 
 
-def one_request(ops, pools, component, regions, index, request, start, q, scale):
-    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above."""
+def one_request(ops, pools, component, regions, where, q, scale):
+    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above.
+
+    ``where`` is (the step's index, which request, its length before the step, its left padding).
+    """
+    index, request, start, left = where
     new, key_heads, group, dim = q.shape
     grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
     query = torch.arange(start, start + new)
     total = logs = None
     stored = [plain.lines(pools, region) for region in regions]
-    for low, high, places in pieces(regions, stored, index, request, component.first_visible(start), start + new):
+    first = component.first_visible(max(start, left), left)
+    for low, high, places in pieces(regions, stored, index, request, first, start + new):
         k, v = (
             read(ops, pools, region, index, request, low, high, lines, line)
             for region, lines, line in zip(regions, stored, places, strict=True)
         )
         seen = None
-        if high > start + 1 or component.first_visible(start + new - 1) > low:
+        if high > start + 1 or component.first_visible(start + new - 1, left) > low:
             position = torch.arange(low, high)
-            seen = (position <= query[:, None]) & (position >= place.first_visible(component, query)[:, None])
+            first_of = place.first_visible(component, query, torch.full_like(query, left))
+            seen = (position <= query[:, None]) & (position >= first_of[:, None])
             # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
             if not bool(v.isfinite().all()):
                 return None

@@ -304,11 +304,13 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
-        if bound is None or k is not None or v is not None:
-            return super().gather_kv(pools, layer, index, k, v, columns=columns)
-        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
         ring = component.span is not None
+        # The kernel's rings begin where the first query's window does, left padding or not.
+        shifted = ring and index.left_padding is not None
+        if bound is None or k is not None or v is not None or shifted:
+            return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         window, chunk = component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
         (keys, positions), (values, _) = (
