@@ -7,6 +7,7 @@ from kvcore.arrays import to_numpy
 from kvcore.content import owned
 from kvcore.manager import Request
 from kvcore.open_step import Step
+from kvcore.padding import left_padding_of
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.portable import PortableVerbs
@@ -14,7 +15,6 @@ from kvcore.prefix import Policy, check_policy
 from kvcore.sharing import SharingVerbs
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
-from kvcore.padding import left_padding_of
 from kvcore.tokens import as_mapping, check_salt, parse_tokens, token_ids
 
 Tokens = int | Sequence[int]

@@ -81,8 +81,8 @@ class LayerView:
     Attributes:
         pools: the layer's buffers by name.
         lengths: [B] int32 columns written so far, left padding included.
-        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees, and chunks
-            begin with it.
+        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees, and
+            chunks begin with it.
         kind: what the layer is; static.
     """
 
