@@ -45,7 +45,7 @@ def create_cache(
         max_draft_tokens: tokens that ``truncate`` can always undo.
         prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
             ends, and semantic points); ``zero`` (blocks only, rings are replayed).
-        layout: ``packed``, ``planar``, ``tpu_tile``, or ``auto`` for the backend's own choice.
+        layout: ``packed``, ``planar``, ``tpu_tile``, ``by_head``, or ``auto`` for the backend's own choice.
         check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
 
     Raises:

@@ -247,11 +247,13 @@ def _places(region: Region, run: Run, unit, row, size: int):
 
     Heads that lie side by side are one piece, others one each: [..., heads, 2].
     """
-    row = row * region.heads
+    row_step, head_step = region.steps
+    row = row * row_step
     width = run.nbytes
-    if run.stride == run.nbytes and not run.split:
+    if run.stride == run.nbytes and not run.split and head_step == 1:
         width *= region.heads
     else:
-        row = row[..., None] + jnp.arange(region.heads, dtype=jnp.int32).reshape((1,) * row.ndim + (-1,))
+        heads = head_step * jnp.arange(region.heads, dtype=jnp.int32)
+        row = row[..., None] + heads.reshape((1,) * row.ndim + (-1,))
         unit = jnp.broadcast_to(unit[..., None], row.shape)
     return jnp.stack([unit, (run.base + row * run.stride) // size], axis=-1), width // size

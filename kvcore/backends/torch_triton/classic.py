@@ -82,10 +82,10 @@ def bulk(ops, pools, region, layer, index, positions):
     size = stored.itemsize
     if (pool.storage_offset() + first.base) % size or first.stride % size or pool.stride(0) % size:
         return None
-    rows = region.heads * first.stride
+    row, head = (each * first.stride // size for each in region.steps)
     units = pool.view(stored).as_strided(
         (len(pool), region.rows, region.heads, region.format.dim),
-        (pool.stride(0) // size, rows // size, first.stride // size, 1),
+        (pool.stride(0) // size, row, head, 1),
         (pool.storage_offset() + first.base) // size,
     )
     if region.growth == "slot":

@@ -36,12 +36,12 @@ def lines(pools, region) -> Lines | None:
     if code is None or first.split:
         return None
     pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[code]
-    size, row = stored.itemsize, region.heads * first.stride
+    size, (row, head) = stored.itemsize, (each * first.stride for each in region.steps)
     begin, step = pool.storage_offset() + first.base, pool.stride(0)
     if pool.is_cuda or begin % size or first.stride % size or step % row:
         return None
     count = (len(pool) - 1) * (step // row) + region.rows if len(pool) else 0
-    shape, strides = (count, region.heads, region.format.dim), (row // size, first.stride // size, 1)
+    shape, strides = (count, region.heads, region.format.dim), (row // size, head // size, 1)
     return Lines(pool.view(stored).as_strided(shape, strides, begin // size), step // row)
 
 

@@ -44,13 +44,14 @@ def field(pools, region: Region, place: Place):
     multiples of. Windows overlap: read and write them by window number only.
     """
     pool = pools[region.buffers[place.buffer][0]]
-    row_bytes, unit_bytes, first = region.heads * place.stride, pool.stride(0), pool.storage_offset() + place.base
+    row_bytes, head_bytes = (step * place.stride for step in region.steps)
+    unit_bytes, first = pool.stride(0), pool.storage_offset() + place.base
     width = math.gcd(first, place.stride, unit_bytes, place.nbytes, 8)
     grain = math.gcd(unit_bytes, row_bytes)
     span = (region.rows - 1) * row_bytes
     windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
     view = pool.view(ELEMENTS[width]).as_strided(
-        (windows, region.heads, place.nbytes // width), (grain // width, place.stride // width, 1), first // width
+        (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, 1), first // width
     )
     return view, unit_bytes // grain, row_bytes // grain
 
