@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.torch_triton.host import Memory
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
@@ -27,6 +28,9 @@ class TorchOps(ComposedVerbs):
     def __init__(self, plan: CachePlan, device: str = "cpu") -> None:
         self.plan = plan
         self.device = device
+        self.host = Memory().of
+        # Region (its address) -> its pool, and the pool's rows as one array: kept, since every layer asks every step.
+        self.lines: dict[int, tuple[torch.Tensor, Any]] = {}
 
     @property
     def how(self):
@@ -120,7 +124,9 @@ class TorchOps(ComposedVerbs):
         flat = np.zeros(starts[-1], np.int32)
         for start, array in zip(starts, arrays, strict=False):
             flat[start : start + array.size] = array.reshape(-1)
-        moved = torch.from_numpy(flat).to(self.device)
+        # Tensors of inference mode don't say whether they were written to.
+        with torch.inference_mode(False):
+            moved = torch.from_numpy(flat).to(self.device)
         pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
         return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
 

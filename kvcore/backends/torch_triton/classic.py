@@ -16,7 +16,7 @@ def append_kv(ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
     for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
         rows = ops.encode_rows(region, values)
-        if not plain.append(pools, region, index, rows):
+        if not plain.append(ops, pools, region, index, rows):
             place.append(pools, region, index, rows)
     return pools
 
@@ -26,22 +26,27 @@ def borrow_kv(ops, pools, layer, index, *, columns=None):
     if ops.component(layer, "kv").span is not None:
         return None
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    return plain.borrow(pools, ops.plan.region(layer, "kv"), index, columns)
+    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), index, columns)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    positions = positions_of(ops.component(layer, "kv"), index, columns)
+    component, regions = ops.component(layer, "kv"), ops.plan.region(layer, "kv")
+    if k is None and v is None and not index.slots.is_cuda:
+        found = plain.gather(ops, pools, regions, component, index, columns)
+        if found is not None:
+            return found
+    positions = positions_of(component, index, columns)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     valid = positions >= 0
     # Where the answer is at hand, ask whether anything is to be blanked; on a GPU blank without asking.
     complete = not positions.is_cuda and bool(valid.all())
     gathered = []
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+    for region, values in zip(regions, (k, v), strict=True):
         dense = None
-        if values is None:
-            dense = (bulk if positions.is_cuda else by_runs)(ops, pools, region, layer, index, positions)
+        if values is None and positions.is_cuda:
+            dense = bulk(ops, pools, region, layer, index, positions)
         if dense is None:
             own = None if values is None else ops.encode_rows(region, values)
             dense = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
@@ -60,11 +65,6 @@ def positions_of(component, index, columns):
             query = torch.maximum(query, index.left_padding)
         first = place.first_visible(component, query, index.left_padding).clamp(min=0)
     return place.numbers_from(first, index.lengths - first, columns)
-
-
-def by_runs(ops, pools, region, layer, index, positions):
-    """Rows of a plain format on the CPU, neighbours at once; or None if not possible."""
-    return plain.dense(pools, region, index, positions)
 
 
 def bulk(ops, pools, region, layer, index, positions):

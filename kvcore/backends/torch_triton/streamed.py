@@ -25,21 +25,20 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     unseen rows would spread.
     """
     keys, values = ops.plan.region(layer, "kv")
-    heads, requests = q.shape[1], plain.counts(index)
-    if requests is None or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
+    heads, host = q.shape[1], ops.host(index)
+    if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
         return None
     component = ops.component(layer, "kv")
-    padding = [0] * len(requests) if index.left_padding is None else index.left_padding.tolist()
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
     token = 0
-    for request, (start, length, _) in enumerate(requests):
+    for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         new = length - start
-        if length > max(start, padding[request]):
+        if length > max(start, host.padding[request]):
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
-            where = index, request, start, padding[request]
+            where = index, request, start, host.padding[request]
             found = one_request(ops, pools, component, (keys, values), where, mine, scale)
             if found is None:
                 return None
@@ -61,9 +60,9 @@ def one_request(ops, pools, component, regions, where, q, scale):
     grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
     query = torch.arange(start, start + new)
     total = logs = None
-    stored = [plain.lines(pools, region) for region in regions]
+    stored = [plain.lines(ops, pools, region) for region in regions]
     first = component.first_visible(max(start, left), left)
-    for low, high, places in pieces(regions, stored, index, request, first, start + new):
+    for low, high, places in pieces(regions, stored, ops.host(index), request, first, start + new):
         k, v = (
             read(ops, pools, region, index, request, low, high, lines, line)
             for region, lines, line in zip(regions, stored, places, strict=True)
@@ -89,7 +88,7 @@ def one_request(ops, pools, component, regions, where, q, scale):
     return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
 
 
-def pieces(regions, stored, index, request, first, last):
+def pieces(regions, stored, host, request, first, last):
     """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
 
     The order of keys does not matter to a sum, so a ring that has wrapped is two pieces and never put in order.
@@ -99,7 +98,7 @@ def pieces(regions, stored, index, request, first, last):
         both
         and len({(region.growth, region.rows, lines.unit) for region, lines in zip(regions, stored, strict=True)}) == 1
     ):
-        for run in plain.runs(regions[0], index, request, first, last, stored[0].unit):
+        for run in plain.runs(regions[0], host, request, first, last, stored[0].unit):
             for done in range(0, run.count, PIECE):
                 some = min(PIECE, run.count - done)
                 yield first + done, first + done + some, (run.line + done,) * 2
