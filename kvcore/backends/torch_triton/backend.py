@@ -9,6 +9,7 @@ import torch
 
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
 from kvcore.backends.torch_triton.host import Memory
+from kvcore.backends.torch_triton.spare import Spare
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
@@ -29,6 +30,7 @@ class TorchOps(ComposedVerbs):
         self.plan = plan
         self.device = device
         self.host = Memory().of
+        self.spare = Spare()
         # Region (its address) -> its pool, and the pool's rows as one array: kept, since every layer asks every step.
         self.lines: dict[int, tuple[torch.Tensor, Any]] = {}
 

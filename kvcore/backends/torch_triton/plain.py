@@ -96,17 +96,17 @@ def gather(ops, pools, regions, component, index, columns):
         return None
     requests = zip(host.starts, host.lengths, host.padding, strict=True)
     seen = [component.visible(*request)[:columns] for request in requests]
-    dense = [filled(region, rows, host, seen, columns) for region, rows in zip(regions, stored, strict=True)]
+    dense = [filled(ops, region, rows, host, seen, columns) for region, rows in zip(regions, stored, strict=True)]
     positions = torch.full((len(seen), columns), -1, dtype=torch.int32)
     for request, rows in enumerate(seen):
         torch.arange(rows.start, rows.stop, out=positions[request, : len(rows)])
     return *dense, positions
 
 
-def filled(region, stored, host, seen, columns):
+def filled(ops, region, stored, host, seen, columns):
     """The rows ``seen`` of every request, then zeros: [Q, columns, heads, dim]."""
     dtype = DTYPES[region.format.value_code]
-    out = torch.empty((len(seen), region.heads, columns, region.format.dim), dtype=dtype)
+    out = ops.spare.empty(region.part, (len(seen), region.heads, columns, region.format.dim), dtype)
     for request, rows in enumerate(seen):
         column = 0
         for run in runs(region, host, request, rows.start, rows.stop, stored.unit):
