@@ -148,7 +148,8 @@ class TorchOps(ComposedVerbs):
         """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
         code = encoding.plain_code(region.format)
         if code is not None and len(values):
-            rows = encoding.to_bytes(values.to(torch.float32), code)
+            same = values.dtype == encoding.DTYPES[code]
+            rows = encoding.to_bytes(values if same else values.to(torch.float32), code)
             return rows.reshape(len(values), region.heads, region.format.row)
         flat = values.reshape(len(values) * region.heads, region.format.dim)
         return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)

@@ -1,6 +1,7 @@
 """A step's numbers as host integers, asked of the tensors once for all layers and verbs; on the CPU only."""
 
 from functools import cached_property
+from typing import Any
 
 from kvcore.ops import StepIndex
 
@@ -59,17 +60,20 @@ class Memory:
     """Remembers the last step's numbers; a tensor that was written to since is read anew."""
 
     def __init__(self) -> None:
-        self._kept: tuple[StepIndex, list[int], HostStep] | None = None
+        self._kept: tuple[Any, list[int], Any] = None, [], None
 
     def of(self, index: StepIndex) -> HostStep:
         """The index's numbers on the host."""
-        if any(array is not None and array.is_inference() for array in index):
-            return HostStep(index)  # does not tell whether it was written to
-        versions = [array._version for array in index if array is not None]
-        if self._kept is not None:
-            kept, seen, found = self._kept
-            if kept is index and seen == versions:
-                return found
+        kept, seen, found = self._kept
+        if kept is index and seen == versions(index):
+            return found
         found = HostStep(index)
-        self._kept = index, versions, found
+        # Tensors of inference mode don't tell whether they were written to.
+        if not any(array is not None and array.is_inference() for array in index):
+            self._kept = index, versions(index), found
         return found
+
+
+def versions(index: StepIndex) -> list[int]:
+    """How often each array was written to."""
+    return [array._version for array in index if array is not None]

@@ -107,36 +107,42 @@ def filled(ops, region, stored, host, seen, columns):
     """The rows ``seen`` of every request, then zeros: [Q, columns, heads, dim]."""
     dtype = DTYPES[region.format.value_code]
     out = ops.spare.empty(region.part, (len(seen), region.heads, columns, region.format.dim), dtype)
+    by_head = stored.rows.transpose(0, 1)
     for request, rows in enumerate(seen):
         column = 0
         for run in runs(region, host, request, rows.start, rows.stop, stored.unit):
-            lines = stored.rows[run.line : run.line + run.count]
-            out[request, :, column : column + run.count].copy_(lines.transpose(0, 1))
+            out[request].narrow(1, column, run.count).copy_(by_head.narrow(1, run.line, run.count))
             column += run.count
         if column < columns:
             out[request, :, column:].zero_()
     return out.transpose(1, 2)
 
 
-def append(ops, pools, region, index, rows) -> bool:
-    """Store canonical rows [T, heads, row_bytes] of the step's tokens, as ``rows.append`` does; False: not possible."""
-    stored = None if rows.is_cuda else lines(ops, pools, region)
+def append(ops, pools, region, index, values) -> bool:
+    """Store values [T, heads, dim] of the step's tokens, as ``rows.append`` their rows; False: not possible."""
+    stored = lines(ops, pools, region)
     if stored is None:
         return False
     host = ops.host(index)
     if not host.few or not complete(region, host):
         return False
-    values, token = rows.view(stored.rows.dtype), 0
+    values, token = canonical(values, stored.rows.dtype), 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         # In a ring, what a later token overwrites is left out; in blocks, what was taken over.
         least = length - region.rows if region.growth == "slot" else host.stored[request]
         first = max(start, least)
         source = token + first - start
         for run in runs(region, host, request, first, length, stored.unit):
-            stored.rows[run.line : run.line + run.count] = values[source : source + run.count]
+            stored.rows.narrow(0, run.line, run.count).copy_(values.narrow(0, source, run.count))
             source += run.count
         token += length - start
     return True
+
+
+def canonical(values, stored: torch.dtype):
+    """Values as they are stored: rounded to nearest even, NaN as the code's one NaN."""
+    found = values if values.dtype == stored else values.to(torch.float32).to(stored)
+    return found.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
 
 
 def overwritten(ops, pools, region, index) -> torch.Tensor | None:
@@ -154,7 +160,9 @@ def overwritten(ops, pools, region, index) -> torch.Tensor | None:
     ]
     if not found:
         return None
-    return torch.cat(found).view(torch.uint8)
+    return (torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)).view(
+        torch.uint8
+    )
 
 
 def borrow(ops, pools, regions, index, columns):

@@ -17,21 +17,18 @@ class Spare:
     """One buffer for every name, handed out again only when every tensor on it is gone."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[torch.Tensor, int]] = {}
+        # Name -> memory, what names its storage, and the users of it when nobody else is one.
+        self._kept: dict[str, tuple[torch.Tensor, int, int]] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor with any content, that shares its memory with no other tensor in use."""
         size = math.prod(shape) * dtype.itemsize
-        flat, alone = self._kept.get(name, (None, 0))
-        if flat is None or not size <= len(flat) <= 4 * size or count(flat) != alone:
+        flat, storage, alone = self._kept.get(name, (None, 0, 0))
+        if flat is None or not size <= flat.nbytes <= 4 * size or users(storage) != alone:
             # An eighth more, since a history grows by every step. Tensors of inference mode can't be written outside.
             with torch.inference_mode(False):
                 flat = torch.empty(size + size // 8, dtype=torch.uint8)
             if users is not None:
-                self._kept[name] = flat, count(flat)
+                storage = flat.untyped_storage()._cdata
+                self._kept[name] = flat, storage, users(storage)
         return flat[:size].view(dtype).view(shape)
-
-
-def count(tensor: torch.Tensor) -> int:
-    """Tensors that share a tensor's memory."""
-    return users(tensor.untyped_storage()._cdata)

@@ -58,7 +58,6 @@ def one_request(ops, pools, component, regions, where, q, scale):
     index, request, start, left = where
     new, key_heads, group, dim = q.shape
     grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
-    query = torch.arange(start, start + new)
     total = logs = None
     stored = [plain.lines(ops, pools, region) for region in regions]
     first = component.first_visible(max(start, left), left)
@@ -69,7 +68,7 @@ def one_request(ops, pools, component, regions, where, q, scale):
         )
         seen = None
         if high > start + 1 or component.first_visible(start + new - 1, left) > low:
-            position = torch.arange(low, high)
+            position, query = torch.arange(low, high), torch.arange(start, start + new)
             first_of = place.first_visible(component, query, torch.full_like(query, left))
             seen = (position <= query[:, None]) & (position >= first_of[:, None])
             # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
@@ -79,7 +78,7 @@ def one_request(ops, pools, component, regions, where, q, scale):
         part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
         if seen is not None:
             part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
-        if not bool((part_logs.isfinite() | part_logs.isneginf()).all()):
+        if not bool((part_logs < torch.inf).all()):  # nor NaN
             return None
         total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
     assert total is not None
@@ -119,9 +118,6 @@ def read(ops, pools, region, index, request, low, high, lines, line):
 
 def joined(out, logs, more, more_logs):
     """Attention over two sets of keys from the attention over each."""
-    largest = torch.maximum(logs, more_logs)
-    largest = torch.where(largest.isneginf(), 0, largest)
-    a, b = torch.exp(logs - largest), torch.exp(more_logs - largest)
-    total = a + b
-    share = torch.where(total == 0, 0, b / total)[..., None]
-    return out * (1 - share) + more * share, largest + torch.log(total)
+    total = torch.logaddexp(logs, more_logs)
+    share = torch.exp(more_logs - total).nan_to_num(0)  # no key in either: -inf less -inf
+    return torch.lerp(out, more, share[..., None]), total

@@ -19,7 +19,7 @@ from kvcore.errors import RequestError, SpecError, StepError
 from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
 from kvcore.interop.transformers.spec import cache_spec
 from kvcore.interop.transformers.static import CACHES, NUMBERS
-from kvcore.interop.transformers.tensors import to_cache, to_torch
+from kvcore.interop.transformers.tensors import to_cache, to_torch, uses_torch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -110,6 +110,7 @@ class KVCache(Cache):
         CACHES[self.number] = self
         self.can_undo = max_draft_tokens > 0 or not rings
         self._device = model.device
+        self._torch_pools = uses_torch(self.kv)
         self._step: Any = None
         self._shape = (0, 0)
         self._begun: set[int] = set()
@@ -201,7 +202,7 @@ class KVCache(Cache):
 
     def give(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model as an array of the backend."""
-        return to_cache(self.kv, tensor)
+        return to_cache(self.kv, tensor, torch_pools=self._torch_pools)
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""
