@@ -39,7 +39,9 @@ def lines(ops, pools, region) -> Lines | None:
     kept = ops.lines.get(id(region))
     if kept is not None and kept[0] is pool:
         return kept[1]
-    found = lines_of(pool, region, DTYPES[code])
+    # A view made in inference mode could not be written to outside it.
+    with torch.inference_mode(False):
+        found = lines_of(pool, region, DTYPES[code])
     ops.lines[id(region)] = pool, found
     return found
 

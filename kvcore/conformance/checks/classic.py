@@ -77,7 +77,7 @@ def from_batch(bench: Bench) -> list[Output]:
 
 
 def attend_kv(bench: Bench) -> list[Output]:
-    """Grouped heads: alone, with a sink and a scale, with left padding; before the append and, if all is there, after."""
+    """Grouped heads: alone, with sink and scale, with left padding; before the append and, if all is there, after."""
     case = bench.case
     kv = case.component("kv")
     heads = 2 * math.lcm(*[part.heads for part in kv.parts])
