@@ -24,7 +24,13 @@ from kvcore.spec.presets import V4_FORMATS, v4_layer
 
 FORMS: dict[str, dict[str, Any]] = {
     # NCCL, a GPU each.
-    "full": {"lengths": (262_144, 1_048_576), "batches": (4, 32), "move": 1_048_576, "repeats": 15, "link": 1 << 30},
+    "full": {
+        "lengths": (262_144, 1_048_576),
+        "batches": (4, 32, 64),
+        "move": 1_048_576,
+        "repeats": 15,
+        "link": 1 << 30,
+    },
     # gloo, both on one GPU: that everything but NCCL runs there.
     "one": {"lengths": (65_536,), "batches": (4,), "move": 65_536, "repeats": 5, "link": 1 << 26},
     # gloo on the CPU.
@@ -138,10 +144,10 @@ def decode(
 
         for _ in range(3):
             both_layers()
-        timed: dict[str, Callable[[], None]] = {} if graph else {name: part(name) for name in calls}
+        timed: dict[str, Callable[[], None]] = {**{name: part(name) for name in calls}, "both layers": both_layers}
         # gloo can't be captured.
-        capture = graph and (me.form == "full" or (me.on_gpu and not together))
-        timed["both layers"] = captured(both_layers).replay if capture else both_layers
+        if graph and (me.form == "full" or (me.on_gpu and not together)):
+            timed = {name: captured(call).replay for name, call in timed.items()}
         times: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(me.sizes["repeats"]):
             for name, call in timed.items():
