@@ -25,6 +25,7 @@ from kvcore.backends.torch_triton.kernels.read import (
     gather_window_rows,
     put_own_rows,
 )
+from kvcore.backends.torch_triton.kernels.shards import join_shards
 from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
@@ -50,6 +51,7 @@ __all__ = [
     "gather_picked_rows",
     "gather_window_rows",
     "is_native",
+    "join_shards",
     "put_own_rows",
     "score_rows",
     "score_select_rows",
