@@ -56,7 +56,7 @@ class PeerCarrier:
                 raise TransferError(
                     reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
                 )
-            data = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            data: Any = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
             wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
 
         def here() -> None:
