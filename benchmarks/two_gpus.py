@@ -48,7 +48,7 @@ def parts(form: str) -> dict[str, Callable[[Rank, Any], dict[str, Any]]]:
         "capacity": lambda _me, _mesh: capacity(),
         "move": lambda me, _mesh: move(me),
     }
-    for how, graph in (("eager", False), ("captured", True)):
+    for how, graph in (("captured", True), ("eager", False)):
         for count, length in itertools.product(sizes["batches"], sizes["lengths"]):
 
             def compare(me: Rank, mesh: Any, length: int = length, count: int = count, graph: bool = graph) -> Any:
