@@ -15,6 +15,7 @@ from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
+from kvcore.backends.torch_triton.kernels.flash_index import flash_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
 from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
 from kvcore.backends.torch_triton.kernels.picks import select_rows
@@ -45,6 +46,7 @@ __all__ = [
     "digest_lanes",
     "digest_strips",
     "fill_units",
+    "flash_rows",
     "flush_rows",
     "gather_all_rows",
     "gather_kv_rows",
