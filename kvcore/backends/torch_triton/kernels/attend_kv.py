@@ -12,7 +12,7 @@ import triton.language as tl
 from kvcore.backends.torch_triton.kernels.attend import beside_sink
 from kvcore.backends.torch_triton.kernels.chunks import row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
-from kvcore.backends.torch_triton.kernels.words import NF4_REST, load_packed, nibble_words, unpack_chunk
+from kvcore.backends.torch_triton.kernels.words import NF4_REST, load_packed, nf4_words, unpack_chunk
 
 
 @triton.jit
@@ -87,14 +87,15 @@ def take_tiles(
         logit = tl.zeros([rows, KEYS], tl.float32)
         key_chunks: tl.constexpr = SK.chunks
         for c in tl.static_range(key_chunks):
-            k = unpack_chunk(raw_keys[c], key_scales, valid, c * SK.chunk, K, SK, NATIVE)
+            k = unpack_chunk(raw_keys[c], key_scales, valid, c * SK.chunk, K, SK, True, NATIVE)
             if SK.words and K.code == "nf4":
-                part = tl.dot(q[c], tl.trans(k))
-                rest = nibble_words(raw_keys[c], raw_keys[c], NF4_REST, False)
-                part = tl.dot(q[c], tl.trans(rest), part)
+                part = tl.dot(q[c], k[0])
+                part = tl.dot(q[c], tl.trans(nf4_words(raw_keys[c], NF4_REST)), part)
                 logit += part * scale_value(key_scales[c * SK.chunk // K.width], K, NATIVE)[None, :]
             else:
-                logit = tl.dot(q[c], tl.trans(k), logit, input_precision=SK.precision)
+                key_parts: tl.constexpr = SK.parts
+                for p in tl.static_range(key_parts):
+                    logit = tl.dot(q[c * SK.parts + p], k[p], logit, input_precision=SK.precision)
         logit *= scale
         if SK.apart and K.groups == 1:
             logit *= scale_value(key_scales[0], K, NATIVE)[None, :]
@@ -114,10 +115,13 @@ def take_tiles(
             weight *= scale_value(value_scales[0], V, NATIVE)[None, :]
             if SPAN > 1:
                 weight = tl.where(seen, weight, 0.0)
+        v = ()
         summed = ()
+        weights = ()
         value_chunks: tl.constexpr = SV.chunks
+        value_parts: tl.constexpr = SV.parts
         for c in tl.static_range(value_chunks):
-            v = unpack_chunk(raw_values[c], value_scales, valid, c * SV.chunk, V, SV, NATIVE)
+            v = v + unpack_chunk(raw_values[c], value_scales, valid, c * SV.chunk, V, SV, False, NATIVE)
             w = weight
             if SV.apart and V.groups > 1:
                 w *= scale_value(value_scales[c * SV.chunk // V.width], V, NATIVE)[None, :]
@@ -128,19 +132,27 @@ def take_tiles(
                 w = round_bf16(w, NATIVE)
             elif not SV.full:
                 w = w.to(tl.bfloat16)
-            some = out[c] * kept[:, None]
-            if PARTLY:
-                for token in range(SPAN):
-                    its = mine & (member == token)
-                    until = tl.max(tl.where(its, position, -1), axis=0)
-                    since = tl.max(tl.where(its, earliest, 0), axis=0)
-                    met = (number <= until) & (number >= since)
-                    met_v = tl.where(met[:, None], v, 0.0).to(v.dtype)
-                    with_it = tl.dot(w, met_v, some, input_precision=SV.precision)
-                    some = tl.where(its[:, None], with_it, some)
-            else:
-                some = tl.dot(w, v, some, input_precision=SV.precision)
-            summed = summed + (some,)
+            for p in tl.static_range(value_parts):
+                weights = weights + (w,)
+                summed = summed + (out[c * SV.parts + p] * kept[:, None],)
+        panels: tl.constexpr = SV.chunks * SV.parts
+        if PARTLY:
+            for token in range(SPAN):
+                its = mine & (member == token)
+                until = tl.max(tl.where(its, position, -1), axis=0)
+                since = tl.max(tl.where(its, earliest, 0), axis=0)
+                met = (number <= until) & (number >= since)
+                more = ()
+                for p in tl.static_range(panels):
+                    met_v = tl.where(met[:, None], v[p], 0.0).to(v[p].dtype)
+                    with_it = tl.dot(weights[p], met_v, summed[p], input_precision=SV.precision)
+                    more = more + (tl.where(its[:, None], with_it, summed[p]),)
+                summed = more
+        else:
+            more = ()
+            for p in tl.static_range(panels):
+                more = more + (tl.dot(weights[p], v[p], summed[p], input_precision=SV.precision),)
+            summed = more
         out = summed
         unit = next_unit
     return largest, total, out
@@ -273,16 +285,16 @@ def attend_kv_kernel(
 
     line = token.to(tl.int64) * heads + head
     q = ()
-    key_chunks: tl.constexpr = SK.chunks
-    for c in tl.static_range(key_chunks):
-        channel = c * SK.chunk + tl.arange(0, SK.chunk)[None, :]
+    key_panels: tl.constexpr = SK.chunks * SK.parts
+    for p in tl.static_range(key_panels):
+        channel = panel_channels(p, SK)[None, :]
         x = tl.load(q_ptr + line[:, None] * K.dim + channel, mask=inside[:, None] & (channel < K.dim), other=0.0)
         q = q + (x.to(tl.float32 if SK.full else tl.bfloat16),)
     out = ()
-    value_chunks: tl.constexpr = SV.chunks
-    value_chunk: tl.constexpr = SV.chunk
-    for _ in tl.static_range(value_chunks):
-        out = out + (tl.zeros([ROWS, value_chunk], tl.float32),)
+    panels: tl.constexpr = SV.chunks * SV.parts
+    width: tl.constexpr = SV.chunk // SV.parts
+    for _ in tl.static_range(panels):
+        out = out + (tl.zeros([ROWS, width], tl.float32),)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
@@ -320,12 +332,19 @@ def attend_kv_kernel(
 
 
 @triton.jit
+def panel_channels(PANEL: tl.constexpr, S: tl.constexpr):
+    """Channels of a panel: every ``parts``-th of its chunk."""
+    width: tl.constexpr = S.chunk // S.parts
+    return PANEL // S.parts * S.chunk + PANEL % S.parts + S.parts * tl.arange(0, width)
+
+
+@triton.jit
 def store_rows(at, out, some, total, inside, V: tl.constexpr, SV: tl.constexpr, NATIVE: tl.constexpr):
-    """Store chunks ``out`` of [rows, channels], times ``some`` [rows], at pointers [rows]; zeros where ``total`` is."""
-    value_chunks: tl.constexpr = SV.chunks
-    for c in tl.static_range(value_chunks):
-        channel = c * SV.chunk + tl.arange(0, SV.chunk)[None, :]
-        x = tl.where((total == 0.0)[:, None], 0.0, out[c] * some[:, None])
+    """Store panels ``out`` of [rows, channels], times ``some`` [rows], at pointers [rows]; zeros where ``total`` is."""
+    panels: tl.constexpr = SV.chunks * SV.parts
+    for p in tl.static_range(panels):
+        channel = panel_channels(p, SV)[None, :]
+        x = tl.where((total == 0.0)[:, None], 0.0, out[p] * some[:, None])
         if at.dtype.element_ty == tl.bfloat16 and not NATIVE:
             x = round_bf16(x, NATIVE)
         tl.store(at[:, None] + channel, x.to(at.dtype.element_ty), mask=inside[:, None] & (channel < V.dim))

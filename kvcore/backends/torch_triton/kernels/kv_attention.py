@@ -35,6 +35,7 @@ class Side(NamedTuple):
         narrow: operands are bf16 numbers, whatever they are held in.
         apart: a chunk's only scale is not part of its operand.
         words: codes are taken from words, as ``words`` says.
+        parts: tensors that a chunk is taken apart into, channel k into the one of k mod parts.
         precision: of fp32 products, in Triton's words.
     """
 
@@ -44,6 +45,7 @@ class Side(NamedTuple):
     narrow: bool
     apart: bool
     words: bool
+    parts: int
     precision: str
 
 
@@ -83,7 +85,9 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
         chunk = power_of_two(record.dim)
     chunk = min(128, max(chunk, 16))
     words = bf16 and native and record.quant == record.dim and _in_words(record) and _in_words(own)
-    words = words and record.code in ("int8", "nf4", "e2m1") and chunk % 8 == 0
+    parts = {"int8": 4, "e4m3": 4, "e2m1": 8}.get(record.code, 1)
+    # Products take 16 channels at least.
+    words = words and record.code in ("int8", "e4m3", "nf4", "e2m1") and chunk // parts >= 16
     if words and record.code == "nf4":
         chunk = min(chunk, record.width)
     # A chunk must not lie in two fields, nor in parts of two groups.
@@ -91,6 +95,7 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
     if not whole or record.hadamard or record.global_scale != 1.0:
         return None
     apart = record.groups == 1 and record.quant == record.dim and record.scale == "fp32"
+    words = words and (apart or record.code in ("nf4", "e2m1"))
     # Codes of one byte are bf16 numbers; so are values whose scales are powers of two, and bf16 rows.
     narrow = bf16 and (words or record.exact or (apart and record.code in ("e4m3", "int8")))
     precision = "tf32x3"
@@ -102,7 +107,7 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
         narrow, precision = narrow or bool(record.quant), "tf32"
     chunks = triton.cdiv(record.dim, chunk)
     apart = apart or (words and record.code == "nf4")
-    return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, words, precision)
+    return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, words, parts if words else 1, precision)
 
 
 def _in_words(record: RowRecord) -> bool:
@@ -126,7 +131,7 @@ def cut_for(device: torch.device, sides: tuple[Side, Side]) -> Cut:
 def cut_of(capability: int, sides: tuple[Side, Side], *, few: bool = False) -> Cut:
     """The cut for a compute capability, with ``few`` for blocks with less than LARGE bytes of shared memory."""
     keys, values = sides
-    cut = NARROW[max((known for known in NARROW if known <= capability), default=80)]
+    cut = NARROW[max([80, *(known for known in NARROW if known <= capability)])]
     if keys.full or values.full:
         cut = FULL
     channels = power_of_two(keys.chunk * keys.chunks + values.chunk * values.chunks)
