@@ -61,14 +61,18 @@ def packed(codes, bits):
     return sum((code & (1 << bits) - 1) << bits * place for place, code in enumerate(codes))
 
 
-@pytest.mark.parametrize("codes", [range(8), range(8, 16), (15, 0, 8, 7, 1, 14, 9, 6)], ids=["low", "high", "mixed"])
-def test_nf4_levels_are_looked_up_in_order(codes):
+@pytest.mark.parametrize(
+    "codes", [range(16), (15, 0, 8, 7, 1, 14, 9, 6, 2, 3, 4, 5, 10, 11, 12, 13)], ids=["in order", "mixed"]
+)
+def test_nf4_codes_of_two_words_are_taken_apart(codes):
+    codes = np.array(codes).reshape(2, 8)
     near, rest = (
-        np.concatenate([halves(registers(table.value, packed(codes, 4), first=8)[name]) for name in "xyuv"])
+        np.stack([halves(found[f"${n}"]) for n in range(8)], axis=1)
         for table in (words.NF4, words.NF4_REST)
+        for found in [registers(table.value, *(packed(row.tolist(), 4) for row in codes), first=8)]
     )
-    assert np.abs(near - NF4[list(codes)]).max() <= 2.0**-9
-    assert np.abs(near + rest - NF4[list(codes)]).max() <= 2.0**-17
+    assert np.abs(near - NF4[codes]).max() <= 2.0**-9
+    assert np.abs(near + rest - NF4[codes]).max() <= 2.0**-17
 
 
 def test_e2m1_codes_of_two_words_are_taken_apart():

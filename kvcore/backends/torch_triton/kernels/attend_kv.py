@@ -12,7 +12,7 @@ import triton.language as tl
 from kvcore.backends.torch_triton.kernels.attend import beside_sink
 from kvcore.backends.torch_triton.kernels.chunks import row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
-from kvcore.backends.torch_triton.kernels.words import NF4_REST, load_packed, nf4_words, unpack_chunk
+from kvcore.backends.torch_triton.kernels.words import load_packed, unpack_chunk
 
 
 @triton.jit
@@ -86,16 +86,15 @@ def take_tiles(
 
         logit = tl.zeros([rows, KEYS], tl.float32)
         key_chunks: tl.constexpr = SK.chunks
+        key_parts: tl.constexpr = SK.parts
         for c in tl.static_range(key_chunks):
             k = unpack_chunk(raw_keys[c], key_scales, valid, c * SK.chunk, K, SK, True, NATIVE)
-            if SK.words and K.code == "nf4":
-                part = tl.dot(q[c], k[0])
-                part = tl.dot(q[c], tl.trans(nf4_words(raw_keys[c], NF4_REST)), part)
-                logit += part * scale_value(key_scales[c * SK.chunk // K.width], K, NATIVE)[None, :]
-            else:
-                key_parts: tl.constexpr = SK.parts
-                for p in tl.static_range(key_parts):
-                    logit = tl.dot(q[c * SK.parts + p], k[p], logit, input_precision=SK.precision)
+            some = logit if K.groups == 1 or not SK.apart else tl.zeros([rows, KEYS], tl.float32)
+            for p in tl.static_range(key_parts):
+                some = tl.dot(q[c * SK.parts + p], k[p], some, input_precision=SK.precision)
+            if SK.apart and K.groups > 1:
+                some = logit + some * scale_value(key_scales[c * SK.chunk // K.width], K, NATIVE)[None, :]
+            logit = some
         logit *= scale
         if SK.apart and K.groups == 1:
             logit *= scale_value(key_scales[0], K, NATIVE)[None, :]
@@ -333,9 +332,10 @@ def attend_kv_kernel(
 
 @triton.jit
 def panel_channels(PANEL: tl.constexpr, S: tl.constexpr):
-    """Channels of a panel: every ``parts``-th of its chunk."""
+    """Channels of a panel: every ``parts``-th of its chunk, if S.twice once more."""
     width: tl.constexpr = S.chunk // S.parts
-    return PANEL // S.parts * S.chunk + PANEL % S.parts + S.parts * tl.arange(0, width)
+    number = tl.arange(0, width * (2 if S.twice else 1)) % width
+    return PANEL // S.parts * S.chunk + PANEL % S.parts + S.parts * number
 
 
 @triton.jit

@@ -34,8 +34,8 @@ class Side(NamedTuple):
         full: operands are fp32 and products as ``precision`` says; else they are bf16 and sums fp32.
         narrow: operands are bf16 numbers, whatever they are held in.
         apart: a chunk's only scale is not part of its operand.
-        words: codes are taken from words, as ``words`` says.
-        parts: tensors that a chunk is taken apart into, channel k into the one of k mod parts.
+        parts: tensors that a chunk is taken apart into, channel k into the one of k mod parts, by ``words``; or 1.
+        twice: these have two halves that add up.
         precision: of fp32 products, in Triton's words.
     """
 
@@ -44,8 +44,8 @@ class Side(NamedTuple):
     full: bool
     narrow: bool
     apart: bool
-    words: bool
     parts: int
+    twice: bool
     precision: str
 
 
@@ -85,19 +85,20 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
         chunk = power_of_two(record.dim)
     chunk = min(128, max(chunk, 16))
     words = bf16 and native and record.quant == record.dim and _in_words(record) and _in_words(own)
-    parts = {"int8": 4, "e4m3": 4, "e2m1": 8}.get(record.code, 1)
-    # Products take 16 channels at least.
-    words = words and record.code in ("int8", "e4m3", "nf4", "e2m1") and chunk // parts >= 16
-    if words and record.code == "nf4":
+    parts = {"int8": 4, "e4m3": 4, "e2m1": 8, "nf4": 8}.get(record.code, 1) if words else 1
+    if parts > 1 and record.code == "nf4":
         chunk = min(chunk, record.width)
     # A chunk must not lie in two fields, nor in parts of two groups.
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     if not whole or record.hadamard or record.global_scale != 1.0:
         return None
     apart = record.groups == 1 and record.quant == record.dim and record.scale == "fp32"
-    words = words and (apart or record.code in ("nf4", "e2m1"))
+    twice = parts > 1 and record.code == "nf4" and not values
+    # Products take 16 channels at least.
+    if chunk // parts * (2 if twice else 1) < (8 if values else 16) or (parts == 4 and not apart):
+        parts, twice = 1, False
     # Codes of one byte are bf16 numbers; so are values whose scales are powers of two, and bf16 rows.
-    narrow = bf16 and (words or record.exact or (apart and record.code in ("e4m3", "int8")))
+    narrow = bf16 and (parts > 1 or record.exact or (apart and record.code in ("e4m3", "int8")))
     precision = "tf32x3"
     if bf16 and record.plain == "fp16" and not record.quant:
         # Both operands are tf32 numbers, or as values of a bf16 result need not be more.
@@ -106,8 +107,8 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
         # NF4 levels are rounded as the weights are; fp32 values keep more.
         narrow, precision = narrow or bool(record.quant), "tf32"
     chunks = triton.cdiv(record.dim, chunk)
-    apart = apart or (words and record.code == "nf4")
-    return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, words, parts if words else 1, precision)
+    apart = apart or (parts > 1 and record.code == "nf4")
+    return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, parts, twice, precision)
 
 
 def _in_words(record: RowRecord) -> bool:

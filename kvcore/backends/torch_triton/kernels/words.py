@@ -48,16 +48,8 @@ _LOOK_UP = """
 """
 
 
-def _in_order(table: str) -> str:
-    """Assembly from a word of eight nibbles to eight bf16 numbers."""
-    body = _LOOK_UP.format(*TABLES[table], word="$8", first="x", second="y")
-    body += "shr.u32 w, $8, 16;" + _LOOK_UP.format(*TABLES[table], word="w", first="u", second="v")
-    body += "".join(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, {name};" for n, name in enumerate("xyuv"))
-    return "{ .reg .b32 s, t, a, b, h, l, w, x, y, u, v;\n" + body + "}"
-
-
-def _apart(table: str) -> str:
-    """Assembly from two words of eight nibbles, $8 and $9, to eight pairs: nibble n of both, times both scales."""
+def _nibbles(table: str, scaled: bool) -> str:
+    """Assembly from two words of eight nibbles to eight pairs, nibble n of both, times both words' scales if scaled."""
     body = """
     and.b32 e, $8, 0x0f0f0f0f;
     and.b32 w, $9, 0x0f0f0f0f;
@@ -67,18 +59,20 @@ def _apart(table: str) -> str:
     and.b32 w, w, 0x0f0f0f0f;
     and.b32 o, $9, 0xf0f0f0f0;
     or.b32 o, o, w;
-    prmt.b32 m, $10, $11, 0x7632;
-    mov.b32 z, 0x80008000;
 """
     for word, first in (("e", 0), ("o", 1)):
-        body += _LOOK_UP.format(*TABLES[table], word=word, first=f"p{first}", second=f"p{first + 2}")
+        names = [f"p{first + n}" if scaled else f"${first + n}" for n in (0, 2, 4, 6)]
+        body += _LOOK_UP.format(*TABLES[table], word=word, first=names[0], second=names[1])
         body += f"shr.u32 {word}, {word}, 16;"
-        body += _LOOK_UP.format(*TABLES[table], word=word, first=f"p{first + 4}", second=f"p{first + 6}")
-    body += "".join(f"fma.rn.bf16x2 ${n}, p{n}, m, z;\n" for n in range(8))
+        body += _LOOK_UP.format(*TABLES[table], word=word, first=names[2], second=names[3])
+    if scaled:
+        body += "prmt.b32 m, $10, $11, 0x7632; mov.b32 z, 0x80008000;"
+        body += "".join(f"fma.rn.bf16x2 ${n}, p{n}, m, z;\n" for n in range(8))
     return "{ .reg .b32 s, t, a, b, h, l, w, e, o, m, z, p<8>;\n" + body + "}"
 
 
-NF4, NF4_REST, E2M1 = tl.constexpr(_in_order("nf4")), tl.constexpr(_in_order("nf4_rest")), tl.constexpr(_apart("e2m1"))
+NF4, NF4_REST = tl.constexpr(_nibbles("nf4", False)), tl.constexpr(_nibbles("nf4_rest", False))
+E2M1 = tl.constexpr(_nibbles("e2m1", True))
 
 INT8 = tl.constexpr(
     """{
@@ -126,28 +120,6 @@ E4M3 = tl.constexpr(
 
 
 @triton.jit
-def eight(parts):
-    """Eight tensors [n, w], those of a word's nibbles in order -> [n, 8 w]."""
-    a, b, c, d, e, f, g, h = parts
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.reshape(tl.join(even, odd), (a.shape[0], 8 * a.shape[1]))
-
-
-@triton.jit
-def nf4_words(word, ASM: tl.constexpr):
-    """Words of eight NF4 codes [n, w] -> bf16 [n, 8 w]: ASM says whether the nearest numbers or what they lack."""
-    return eight(
-        tl.inline_asm_elementwise(
-            ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=1,
-        )
-    )  # fmt: skip
-
-
-@triton.jit
 def byte_parts(word, R: tl.constexpr):
     """Words of four codes -> four tensors of bf16 numbers like it: of the first code of each word, of the second ..."""
     return tl.inline_asm_elementwise(
@@ -157,7 +129,7 @@ def byte_parts(word, R: tl.constexpr):
 
 
 @triton.jit
-def nibble_parts(word, scale):
+def e2m1_parts(word, scale):
     """Words of eight e2m1 codes and their fp32 scales, powers of two -> eight tensors of bf16 numbers likewise."""
     return tl.inline_asm_elementwise(
         E2M1, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word, scale],
@@ -168,9 +140,34 @@ def nibble_parts(word, scale):
 
 
 @triton.jit
+def nf4_parts(word, ASM: tl.constexpr):
+    """Words of eight NF4 codes -> eight tensors of bf16 numbers likewise: the nearest ones, or what these lack."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+               tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def nf4_sums(word):
+    """Words [w, n] -> eight tensors [2 w, n] whose two halves add up to the levels."""
+    w: tl.constexpr = word.shape[0]
+    n: tl.constexpr = word.shape[1]
+    word = tl.reshape(tl.broadcast_to(word[None, :, :], (2, w, n)), (2 * w, n))
+    near, rest = nf4_parts(word, NF4), nf4_parts(word, NF4_REST)
+    lacking = (tl.arange(0, 2 * w) >= w)[:, None]
+    parts = ()
+    for p in tl.static_range(8):
+        parts = parts + (tl.where(lacking, rest[p], near[p]),)
+    return parts
+
+
+@triton.jit
 def load_packed(at, valid, R: tl.constexpr, S: tl.constexpr):
     """``chunks.load_row``, four-bit codes in words where S says that they are taken so."""
-    if S.words and (R.code == "nf4" or R.code == "e2m1"):
+    if S.parts == 8:
         codes_at, _, _ = at
         raw = ()
         chunks: tl.constexpr = S.chunks
@@ -189,22 +186,25 @@ def unpack_chunk(
     raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, TURNED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of rows [n] as S.parts tensors [n, chunk / parts], TURNED: [chunk / parts, n].
+    """A chunk of rows [n] as S.parts tensors [n, chunk / parts], or [chunk / parts, n] for TURNED ones, keys.
 
-    Channel k is in tensor k mod parts: codes stay where their words are, and nothing moves between threads.
+    Channel k is in tensor k mod parts: codes stay where their words are, and nothing moves between threads. With
+    S.twice tensors have two halves that add up to the channels.
     """
     n: tl.constexpr = raw.shape[0]
     if S.parts == 1:
-        x = nf4_words(raw, NF4) if S.words else decode_chunk(raw, scales, valid, FIRST, R, S, NATIVE)
+        x = decode_chunk(raw, scales, valid, FIRST, R, S, NATIVE)
         parts = (tl.trans(x) if TURNED else x,)
     else:
         word = tl.trans(raw) if TURNED else raw
         if S.parts == 4:
             parts = byte_parts(word, R)
+        elif R.code == "nf4":
+            parts = nf4_sums(word) if S.twice else nf4_parts(word, NF4)
         else:
             some = chunk_scales(scales, FIRST, R, S, NATIVE)
             groups: tl.constexpr = some.shape[1]
             some = tl.broadcast_to(some[:, :, None], (n, groups, S.chunk // 8 // groups))
             some = tl.reshape(some, (n, S.chunk // 8))
-            parts = nibble_parts(word, tl.trans(some) if TURNED else some)
+            parts = e2m1_parts(word, tl.trans(some) if TURNED else some)
     return parts
