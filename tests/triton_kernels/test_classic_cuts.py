@@ -34,5 +34,5 @@ def test_a_step_is_cut(step, expected):
 )
 def test_keys_are_shared_out_so_that_the_work_ends_soonest(monkeypatch, programs, keys, least, most):
     monkeypatch.setattr(kv_attention, "multiprocessors", lambda _: 132)
-    splits = kv_attention.splits_for.__wrapped__(torch.device("cpu"), programs, keys, 64)
+    splits = kv_attention.splits_for.__wrapped__(torch.device("cpu"), programs, keys, kv_attention.Cut(64, 4, 3, 2))
     assert least <= splits <= most

@@ -40,8 +40,8 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     device, (tokens, heads, dim) = torch.device(ops.device), q.shape
     key_record, value_record = (launch.BOUND[number].record for number, _, _ in found.bound)
     work = kv_attention.work_for(tokens, len(index.slots), heads, key_record.heads, value_record.heads)
-    tile = kv_attention.cut_for(device, found.sides).keys
-    splits = kv_attention.splits_for(device, work.programs, seen + work.each - 1, tile)
+    cut = kv_attention.cut_for(device, found.sides)
+    splits = kv_attention.splits_for(device, work.programs, seen + work.each - 1, cut)
     room = splits * tokens * heads * (value_record.dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),

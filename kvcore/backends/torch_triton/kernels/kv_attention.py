@@ -20,8 +20,6 @@ MOST_ROWS = 64
 """Rows of the products: query heads of one group, times tokens."""
 MOST_TOKENS = 8
 """Tokens that a program takes."""
-RESIDENT = 2
-"""Programs that a multiprocessor holds at once."""
 START = 192
 """What a program costs before and after its keys, in keys."""
 
@@ -50,16 +48,22 @@ class Side(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a program takes: keys a tile; its warps; the depth of the pipeline that loads rows."""
+    """What a program takes: keys a tile; its warps; the depth of the pipeline that loads rows.
+
+    ``resident``: programs that a multiprocessor is to hold at once.
+    """
 
     keys: int
     warps: int
     stages: int
+    resident: int
 
 
-NARROW = {80: Cut(64, 4, 2), 90: Cut(64, 4, 3), 100: Cut(64, 4, 3)}
+NARROW = {80: Cut(64, 4, 2, 3), 90: Cut(64, 4, 3, 3), 100: Cut(64, 4, 3, 3)}
 """By compute capability: the newest that is not above the device's; for keys and values of up to WIDE channels."""
-FULL = Cut(32, 4, 1)
+NIBBLES = Cut(32, 1, 3, 8)
+"""For codes of four bits that are taken apart: their tensors are too narrow for several warps."""
+FULL = Cut(32, 4, 1, 2)
 """For fp32 products."""
 WIDE = 256
 
@@ -133,10 +137,13 @@ def cut_of(capability: int, sides: tuple[Side, Side], *, few: bool = False) -> C
     """The cut for a compute capability, with ``few`` for blocks with less than LARGE bytes of shared memory."""
     keys, values = sides
     cut = NARROW[max([80, *(known for known in NARROW if known <= capability)])]
+    if keys.parts == 8 or values.parts == 8:
+        cut = NIBBLES
     if keys.full or values.full:
         cut = FULL
     channels = power_of_two(keys.chunk * keys.chunks + values.chunk * values.chunks)
-    return Cut(max(16, (cut.keys >> few) // max(1, channels // WIDE)), cut.warps, min(cut.stages, 2 if few else 3))
+    tile = max(16, (cut.keys >> few) // max(1, channels // WIDE))
+    return cut._replace(keys=tile, stages=min(cut.stages, 2) if few else cut.stages)
 
 
 class Work(NamedTuple):
@@ -172,11 +179,11 @@ def span_of(each: int) -> int:
 
 
 @cache
-def splits_for(device: torch.device, programs: int, keys: int, tile: int) -> int:
+def splits_for(device: torch.device, programs: int, keys: int, cut: Cut) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
-    slots = RESIDENT * multiprocessors(device)
+    slots = cut.resident * multiprocessors(device)
     best, least = 1, 0
-    for splits in range(1, max(1, min(MOST_SPLITS, triton.cdiv(keys, tile))) + 1):
+    for splits in range(1, max(1, min(MOST_SPLITS, triton.cdiv(keys, cut.keys))) + 1):
         keys_in_turn = triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
         if splits == 1 or keys_in_turn < least:
             best, least = splits, keys_in_turn
