@@ -181,12 +181,14 @@ def span_of(each: int) -> int:
 @cache
 def splits_for(device: torch.device, programs: int, keys: int, cut: Cut) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
-    slots = cut.resident * multiprocessors(device)
+    slots, tiles = cut.resident * multiprocessors(device), max(1, triton.cdiv(keys, cut.keys))
     best, least = 1, 0
-    for splits in range(1, max(1, min(MOST_SPLITS, triton.cdiv(keys, cut.keys))) + 1):
-        keys_in_turn = triton.cdiv(programs * splits, slots) * (triton.cdiv(keys, splits) + START)
-        if splits == 1 or keys_in_turn < least:
-            best, least = splits, keys_in_turn
+    for splits in range(1, min(MOST_SPLITS, tiles) + 1):
+        # What a program takes and what it costs, so many times in turn; then the parts are merged.
+        turn = triton.cdiv(tiles, splits) * cut.keys + START
+        time = triton.cdiv(programs * splits, slots) * turn + splits
+        if splits == 1 or time < least:
+            best, least = splits, time
     return best
 
 
