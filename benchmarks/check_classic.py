@@ -161,6 +161,8 @@ def large(device: str) -> Iterator[Iterator[Problem]]:
         yield check(f"{name}, fp32 queries", llama, [1777, 130], [1, 2], device, heads=32, dtype=torch.float32)
         yield check(f"{name}, 4 tokens each", llama, [3001, 77, 900], [4] * 3, device, heads=32)
         yield own_rows(f"{name}, prompt", llama, [300, 77], [300, 40], device, heads=32)
+    for name in ("nf4_b64", "mxfp4", "int8_row"):
+        yield check(f"{name}, dim 64", layer_of(name), [1003, 129], [1, 1], device, heads=8)
     for drafts in (2, 3, 8):
         yield check(f"{drafts} tokens each", layer_of("fp8_row", heads=2, dim=128), [2001, 99], [drafts] * 2, device)
     many = [300 + 17 * n for n in range(150)]
