@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
-from kvcore.ops import Attention
+from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(layer, pools, index, k, v):
@@ -17,7 +17,7 @@ def append_kv(layer, pools, index, k, v):
 
 def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
-    positions = place.numbered(*place.visible(layer.component("kv"), index.starts, index.lengths), columns)
+    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         own = None if values is None else place.encode_rows(region, values)
@@ -30,11 +30,40 @@ def gather_kv(layer, pools, index, k=None, v=None, *, columns):
 def mask(layer, index, *, columns):
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = layer.component("kv")
-    first, _ = place.visible(component, index.starts, index.lengths)
+    first, _ = place.visible(component, index)
     rows = place.of(first, index.request_index)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     query = index.positions[:, None]
-    seen = (rows >= place.first_visible(component, query)) & (rows <= query)
+    left = None if index.left_padding is None else place.of(index.left_padding, index.request_index)[:, None]
+    seen = (rows >= place.first_visible(component, query, left)) & (rows <= query)
     return seen & (index.request_index >= 0)[:, None]
+
+
+def visible_rows(layer, index, *, columns):
+    """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
+    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
+    return VisibleRows(positions, mask(layer, index, columns=columns))
+
+
+def from_batch(index, batch):
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    request = index.request_index
+    if not batch.shape[0] * batch.shape[1]:
+        return jnp.zeros((len(request), *batch.shape[2:]), batch.dtype)
+    column = jnp.clip(index.positions - place.of(index.starts, request), 0, batch.shape[1] - 1)
+    rows = batch[jnp.maximum(request, 0), column]
+    return jnp.where(jnp.expand_dims(request >= 0, tuple(range(1, rows.ndim))), rows, jnp.zeros_like(rows))
+
+
+def to_batch(index, rows, width):
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    new = index.lengths - index.starts
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    valid = column < new[:, None]
+    if not len(rows):
+        return jnp.zeros((*valid.shape, *rows.shape[1:]), rows.dtype)
+    token = jnp.where(valid, (jnp.cumsum(new) - new)[:, None] + column, 0)
+    batch = rows[token]
+    return jnp.where(jnp.expand_dims(valid, tuple(range(2, batch.ndim))), batch, jnp.zeros_like(batch))
 
 
 def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, columns):

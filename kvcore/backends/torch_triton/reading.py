@@ -128,7 +128,8 @@ class ReadingVerbs(TorchOps):
         """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
         options = {"columns": columns, "sink": sink, "scale": scale}
         found = None
-        if self.attention_kernels != "torch" and len(index.slots):
+        # The kernel knows no left padding.
+        if self.attention_kernels != "torch" and len(index.slots) and index.left_padding is None:
             found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
         return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 

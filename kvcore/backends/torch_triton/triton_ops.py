@@ -313,11 +313,12 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
-        if bound is None:
-            return super().gather_kv(pools, layer, index, k, v, columns=columns)
-        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
         seen = component.span is not None, component.window or 0, component.chunk or 0
+        # The kernel's rings begin where the first query's window does, left padding or not.
+        if bound is None or (seen[0] and index.left_padding is not None):
+            return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         place = index.slots, index.starts, index.lengths, index.block_table
         gathered, positions = [], None
         for (record, names, _), own in zip(bound, (k, v), strict=True):

@@ -90,7 +90,7 @@ class RegionBuffers(NamedTuple):
 def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
     """The record of a region and its pools' names, or None where the kernels do not cover its format or layout."""
     places = {place.field: place for place in region.unit.places}
-    if any(place.split for place in places.values()):
+    if any(place.split for place in places.values()) or (region.steps[1] > 1 and region.heads > 1):
         return None
     values = [field for field in region.format.fields if field.is_value]
     scaled = [field for field in values if field.group is not None]
