@@ -77,7 +77,7 @@ def classic_constants(
     cut = kv_cuts.cut_of(arch, sides)
     span, some = kv_cuts.span_of(each), power_of_two(group)
     constants = {
-        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False,
+        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False, "LEFT": False,
         "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
         "KEYS": cut.keys, "WHOLE": kv_cuts.whole_tiles(k, cut), "STAGES": cut.stages,
         "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,

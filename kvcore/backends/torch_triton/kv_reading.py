@@ -52,6 +52,7 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
         index.slots,
         index.starts,
         index.block_table,
+        index.left_padding,
         [pools[name] for name in keys[1]],
         [pools[name] for name in values[1]],
         ops.workspaces.take("attention", room),

@@ -14,10 +14,13 @@ from kvcore.backends.torch_triton.kernels.kv_tiles import panel_channels, take_t
 
 
 @triton.jit
-def first_seen(position, window, chunk):
-    """First position that the queries at ``position`` see; window and chunk are 0 where they don't apply."""
-    of_chunk = position // tl.maximum(chunk, 1) * chunk
-    return tl.where(window > 0, tl.maximum(position + 1 - window, 0), of_chunk)
+def first_seen(position, left, window, chunk):
+    """First position that the queries at ``position`` see; window and chunk are 0 where they don't apply.
+
+    The first ``left`` positions are no tokens: none is seen, and chunks begin with the first token.
+    """
+    of_chunk = left + (position - left) // tl.maximum(chunk, 1) * chunk
+    return tl.maximum(tl.where(window > 0, position + 1 - window, of_chunk), left)
 
 
 @triton.jit
@@ -112,20 +115,21 @@ def take_request(
 def attend_kv_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr,
     key_codes_ptr, key_scales_ptr, key_plain_ptr, codes_ptr, scales_ptr, plain_ptr, own_keys_ptr, own_values_ptr,
-    positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr,
+    positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr, left_ptr,
     tokens, heads, each, window, chunk, sunk, table_columns, splits, scale,
     K: tl.constexpr, V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
-    OWN: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
+    OWN: tl.constexpr, LEFT: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Q [tokens, heads, dim] -> out [tokens, heads, value dim] and lse [tokens, heads], or parts for ``merge_kernel``.
 
     GROUPS: groups of heads that share a key head and a value head. A program takes HEADS of a group's heads for
     ``each`` tokens, SPAN at most; these are the first of ROWS rows. NK and NV are the records of the step's own rows,
-    which with OWN the pools do not hold yet. ``window`` and ``chunk`` are 0 where there is none; ``sunk`` says that
-    there is a sink. ``scale`` is that of the logits times log2(e). Where ``splits`` > 1 a group's keys are shared out
-    among as many programs, which write normalised outputs [tokens, splits, heads, value dim] and base-2 logarithms of
-    their sums [tokens, splits, heads].
+    which with OWN the pools do not hold yet. LEFT: requests have left padding. ``window`` and ``chunk`` are 0 where
+    there is none; ``sunk`` says that there is a sink. ``scale`` is that of the logits times log2(e). Where ``splits`` >
+    1 a group's keys are shared out among as many programs, which write normalised outputs [tokens, splits, heads, value
+    dim] and base-2 logarithms of their sums [tokens, splits, heads].
     """
     program = tl.program_id(0)
     size = heads // GROUPS
@@ -143,7 +147,10 @@ def attend_kv_kernel(
 
     requests = tl.load(request_ptr + token, mask=inside, other=-1)
     position = tl.load(positions_ptr + token, mask=inside & (requests >= 0), other=-1)
-    earliest = first_seen(position, window, chunk)
+    left = tl.zeros_like(position)
+    if LEFT:
+        left = tl.load(left_ptr + requests, mask=inside & (requests >= 0), other=0)
+    earliest = first_seen(position, left, window, chunk)
 
     line = token.to(tl.int64) * heads + head
     q = ()

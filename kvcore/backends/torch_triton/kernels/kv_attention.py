@@ -14,7 +14,7 @@ from kvcore.backends.torch_triton.kernels.record import power_of_two
 
 def _attend_out(
     q: Tensor, sink: Any, own_keys: Any, own_values: Any, positions: Any, request_index: Any, slots: Any, starts: Any,
-    block_table: Any, keys: Any, values: Any, workspace: Any, records: list[int], *_: Any,
+    block_table: Any, left_padding: Any, keys: Any, values: Any, workspace: Any, records: list[int], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _outputs(q, records[1])
 
@@ -34,6 +34,7 @@ def attend_kv_rows(
     slots: Tensor,
     starts: Tensor,
     block_table: Tensor,
+    left_padding: Tensor | None,
     keys: list[Tensor],
     values: list[Tensor],
     workspace: Tensor,
@@ -70,10 +71,10 @@ def attend_kv_rows(
         out, lse, partial, sums, q, lse if sink is None else sink,
         keys[k.codes], keys[k.scales], keys[k.plain], values[v.codes], values[v.scales], values[v.plain],
         positions if own_keys is None else own_keys, positions if own_values is None else own_values,
-        positions, request_index, slots, starts, block_table,
+        positions, request_index, slots, starts, block_table, starts if left_padding is None else left_padding,
         tokens, heads, work.each, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E,
         k.record, v.record, *(own_records or (k.record, v.record)), *sides,
-        bool(own), work.groups, work.heads, span, max(16, work.heads * span), cut.keys,
+        bool(own), left_padding is not None, work.groups, work.heads, span, max(16, work.heads * span), cut.keys,
         whole_tiles(k.record, cut), cut.stages, max(1, 32 * cut.warps // cut.keys),
         is_native(q.device), num_warps=cut.warps,
     )  # fmt: skip
