@@ -18,19 +18,19 @@ LENGTHS, NEWS = (19, 5, 30), (1, 2, 1)
 BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
 
 
-def steps():
+def steps(left=None):
     rows = [
-        Row(slot=slot, start=length - new, new=new, blocks=blocks)
+        Row(slot=slot, start=length - new, new=new, blocks=blocks, left_padding=left[slot] if left else None)
         for slot, (length, new, blocks) in enumerate(zip(LENGTHS, NEWS, BLOCKS, strict=True))
     ]
     read = build_index(rows, max_blocks=4, pad_tokens=6, pad_requests=4)
     return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=4), read
 
 
-def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False):
+def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left=None):
     """((out, lse) of the reference, the same of the interpreted kernel)."""
     spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), []
-    written, read = steps()
+    written, read = steps(left)
     tokens = len(written.positions)
     k, v = (rng.standard_normal((tokens, part.heads, part.format.dim)).astype(np.float32) for part in kv.parts)
     if spoiled:
@@ -78,6 +78,15 @@ def test_decode_attention_is_the_references(kv, heads, rng):
 def test_a_large_block_is_taken_in_pieces(rng, monkeypatch):
     monkeypatch.setattr(attend_kv, "TILES_AT_ONCE", 3)
     (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128, window=11), rng, heads=4)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("span", [{}, {"chunk": 6}], ids=["full", "chunks"])
+def test_left_padding_is_not_seen(span, rng):
+    kv = KV(key_heads=2, key_dim=128, **span)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left=(5, 4, 11))
+    assert np.isneginf(lse[1]).all()  # a token of the padding itself
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
 

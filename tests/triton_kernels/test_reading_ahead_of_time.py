@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_attention, merge, scores, topk
+from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_cuts, merge, scores, topk
 from kvcore.backends.torch_triton.kernels.attention import (
     FEW,
     FULL,
@@ -28,6 +28,10 @@ SHARED = {80: 163, 90: 227, 100: 227}
 
 SPILLS = 2560
 """Bytes of spills in attention: addresses that wait while sums of 512 channels fill the registers."""
+
+
+CLASSIC_SPILLS = 512
+"""Of classic attention: a single warp holds a whole program of four-bit codes."""
 
 
 def record_of(role, **component):
@@ -89,16 +93,16 @@ def classic_constants(
     kv = KV(key_heads=heads, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
     spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
     k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
-    sides = kv_attention.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
-    cut = kv_attention.cut_of(arch, sides)
-    span, some = kv_attention.span_of(each), power_of_two(group)
+    sides = kv_cuts.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
+    cut = kv_cuts.cut_of(arch, sides)
+    span, some = kv_cuts.span_of(each), power_of_two(group)
     constants = {
-        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False,
+        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False, "LEFT": False,
         "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
-        "KEYS": cut.keys, "WHOLE": kv_attention.whole_tiles(k, cut), "STAGES": cut.stages,
+        "KEYS": cut.keys, "WHOLE": kv_cuts.whole_tiles(k, cut), "STAGES": cut.stages,
         "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
-    return constants, cut.warps
+    return constants, cut
 
 
 @pytest.mark.parametrize(
@@ -120,12 +124,14 @@ def classic_constants(
     ],
 )
 def test_classic_attention_compiles(keys, values, arch, options):
-    constants, warps = classic_constants(keys, values, arch, **options)
+    constants, cut = classic_constants(keys, values, arch, **options)
     given = "bf16" if options.get("bf16", True) else "fp32"
-    found = resources(compiled(attend_kv.attend_kv_kernel, arch, constants, given=given, exact=True, warps=warps))
-    assert found.spilled_bytes <= 64, found
-    # Several programs share a multiprocessor.
-    assert found.shared_bytes <= SHARED[arch] * 1024 // kv_attention.RESIDENT, found
+    found = resources(compiled(attend_kv.attend_kv_kernel, arch, constants, given=given, exact=True, warps=cut.warps))
+    assert found.spilled_bytes <= CLASSIC_SPILLS, found
+    # As many programs of plain decode fit as the work is shared out for; wider ones may be fewer.
+    resident = 1 if options else cut.resident
+    assert resident * found.shared_bytes <= SHARED[arch] * 1024, found
+    assert resident * 32 * cut.warps * found.registers <= 1 << 16, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])

@@ -99,7 +99,8 @@ def seen_blocks(layer, index, columns):
     """
     (region, _), request = layer.regions["kv"], index.request_index
     last = jnp.where(request >= 0, index.positions, -1)
-    first = place.first_visible(layer.component("kv"), last)
+    left = None if index.left_padding is None else place.of(index.left_padding, request)
+    first = place.first_visible(layer.component("kv"), last, left)
     blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // region.rows)]
     number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])

@@ -129,7 +129,7 @@ class ReadingVerbs(TorchOps):
         options = {"columns": columns, "sink": sink, "scale": scale}
         found = None
         # The kernel knows no left padding.
-        if self.attention_kernels != "torch" and len(index.slots) and index.left_padding is None:
+        if self.attention_kernels != "torch" and len(index.slots):
             found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
         return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
