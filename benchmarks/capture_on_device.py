@@ -4,30 +4,42 @@ import torch
 
 import kvcore
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, presets
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, presets
 
-LIVE, PADDED, ROPE = 6, 8, Rope(dim=64, theta=160000.0)
+LIVE, PADDED, HEADS, ROPE = 6, 8, 64, Rope(dim=64, theta=160000.0)
 
 
 def inputs_for(spec, tokens, device):
-    """Random rows for every layer: (window, kv, score, index kv, index score, picks)."""
+    """Random rows for every layer: window row, query; index query, head weights; kv, score, index kv, index score."""
     made = []
     for layer in spec.all_layers:
-        widths = [512] + [t.width for t in (layer.tail, layer.index_tail) if t is not None for _ in range(2)]
-        made.append([torch.randn(tokens, width, device=device) for width in widths])
+        keys = layer.index_keys
+        shapes = [(512,), (HEADS, 512), *([] if keys is None else [(keys.heads, keys.dim), (keys.heads,)])]
+        shapes += [(t.width,) for t in (layer.tail, layer.index_tail) if t is not None for _ in range(2)]
+        made.append([torch.randn(tokens, *shape, device=device) for shape in shapes])
     return made
 
 
 def decode(ops, pools, index, inputs, weights, picks):
-    """One step through all layers; returns what was gathered."""
+    """One step through all layers, append, flush, select, attend; returns what was gathered, selected and attended."""
     seen = []
     for number, layer in enumerate(ops.plan.spec.all_layers):
-        window, *streams = inputs[number]
+        window, q, *streams = inputs[number]
+        selected = None
         ops.append_rotated_window(pools, number, index, window, rope=ROPE)
+        if layer.index_keys is not None:
+            index_q, head_weights, *streams = streams
         if layer.tail is not None:
             options = {"norm_weight": weights[0], "index_norm_weight": weights[1] if layer.index_tail else None}
             ops.append_flush(pools, number, index, *streams, newest=1, rope=ROPE, **options)
             seen.append(ops.gather_entries(pools, number, index, picks).values)
+        if layer.index_keys is not None:
+            # Every second time in one go, which so short a context would not ask for.
+            run = 128 if number % 4 == 0 else None
+            asked = index_q.bfloat16(), head_weights, layer.index_keys.topk
+            selected = ops.index_select(pools, number, index, *asked, run=run)
+            seen.append(selected)
+        seen += ops.attend(pools, number, index, q.bfloat16(), selected, sink=q[0, :, 0])
         seen.append(ops.gather_window(pools, number, index).values)
     return seen
 
@@ -49,7 +61,8 @@ def check_captured(device):
     for cache, mine in zip(caches, requests, strict=True):
         with cache.step(dict(zip(mine, lengths, strict=True))) as step:
             for number, layer in enumerate(spec.all_layers):
-                window, *streams = prompt[number]
+                window, _, *streams = prompt[number]
+                streams = streams[2:] if layer.index_keys is not None else streams
                 cache.ops.append_window(cache.pools, number, step.index, window)
                 if layer.tail is not None:
                     cache.ops.append_flush(cache.pools, number, step.index, *streams, newest=max(lengths), rope=ROPE)
@@ -86,7 +99,7 @@ def check_captured(device):
     different = [name for name in eager.pools if not torch.equal(eager.pools[name], captured.pools[name])]
     yield "captured 43-layer decode: pools", f"{len(different)} pools differ: {different[:3]}" if different else ""
     wrong = sum(not torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(want, seen, strict=True))
-    yield "captured 43-layer decode: gathers", f"{wrong} of {len(want)} differ" if wrong else ""
+    yield "captured 43-layer decode: outputs", f"{wrong} of {len(want)} differ" if wrong else ""
     yield (
         "captured 43-layer decode: requests differ in length",
         "" if len({r.length for r in requests[0]}) > 1 else "all equal",
@@ -130,14 +143,38 @@ def check_compiled(device, backend="inductor"):
         try:
             # Traced afresh: the verbs of one case must not be found in the cache of another.
             torch.compiler.reset()
-            got = torch.compile(step, fullgraph=True, backend=backend)(ops, pools[1], index, given)
+            compiled = torch.compile(step, fullgraph=True, backend=backend)
+            got = compiled(ops, pools[1], index, given)
+            yield what, unlike(pools, want, got)
+            if torch.device(device).type == "cuda":
+                yield f"{what}, captured", unlike(pools, want, captured(compiled, ops, pools[1], index, given))
         except Exception as error:  # noqa: BLE001
             yield what, f"{type(error).__name__}: {str(error)[:600]}"
-            continue
-        same = all(torch.equal(pools[0][name], pools[1][name]) for name in pools[0])
-        written = any(bool(buffer.view(torch.uint8).any()) for buffer in pools[1].values())
-        equal = all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
-        yield what, "" if same and equal and written else f"pools equal: {same}, outputs equal: {equal}"
+
+
+def unlike(pools, want, got):
+    """What differs between two pools, and between the outputs of two steps."""
+    same = all(torch.equal(pools[0][name], pools[1][name]) for name in pools[0])
+    written = any(bool(buffer.view(torch.uint8).any()) for buffer in pools[1].values())
+    equal = all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+    return "" if same and equal and written else f"pools equal: {same}, outputs equal: {equal}, written: {written}"
+
+
+def captured(step, ops, pools, index, given):
+    """Outputs of a compiled step that is replayed from a CUDA graph, on pools that are zero before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(ops, pools, index, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(ops, pools, index, given)
+    for buffer in [*pools.values(), *got]:
+        buffer.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return got
 
 
 INPUTS = (512, 1024, 1024, 256, 256, 4 * 128, 4, 16 * 512)
@@ -156,13 +193,31 @@ def decode_layer(ops, pools, index, given):
     pools = ops.append_rotated_window(pools, 0, index, window, rope=rope)
     streams = kv, score, index_kv, index_score
     pools = ops.append_flush(pools, 0, index, *streams, newest=1, rope=rope)
-    scores = ops.index_scores(pools, 0, index, index_q.view(-1, 4, 128), head_weights)
+    index_q = index_q.view(-1, 4, 128)
+    scores = ops.index_scores(pools, 0, index, index_q, head_weights)
     selected = ops.select(scores, 4)
-    out = ops.attend(pools, 0, index, q.view(-1, 16, 512).bfloat16(), selected)
-    return [scores, selected, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
+    at_once = ops.index_select(pools, 0, index, index_q, head_weights, 4, run=8)
+    out = ops.attend(pools, 0, index, q.view(-1, 16, 512).bfloat16(), at_once)
+    return [scores, selected, at_once, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
+
+
+def classic_layer(ops, pools, index, given):
+    """A classic layer's decode step, keys of two heads and queries of four."""
+    k, v, q = given[0][:, :128], given[0][:, 128:256], given[0][:, 256:]
+    pools = ops.append_kv(pools, 0, index, k.reshape(-1, 2, 64), v.reshape(-1, 2, 64))
+    out = ops.attend_kv(pools, 0, index, q.reshape(-1, 4, 64).bfloat16())
+    return [out.out * 2, out.lse]
 
 
 COMPILED = (
+    (
+        "a classic layer's decode step",
+        CacheSpec(
+            layers=[LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format="int8_row", value_format="bf16"))],
+            block_tokens=64,
+        ),
+        classic_layer,
+    ),
     ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), window_alone),
     (
         "a CSA layer's decode step",

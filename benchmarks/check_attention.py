@@ -78,10 +78,15 @@ def small(device: str) -> Iterator[Problem]:
         "v4_584", layer_of("v4_584", "v4_584", span=9, rows=12), [40, 11], [25, 11], device, heads=2, count=4
     )
     yield from own_rows("bf16", layer_of("bf16", "bf16", **SMALL), [25, 11], [14, 1], device, heads=2, count=None)
+    for what, count in (("picks", 6), ("all entries", None)):
+        cut = layer_of("v4_584", "v4_584", span=9, rows=12)
+        yield from own_rows(f"decoded {what}", cut, [40, 11], [25, 11], device, heads=2, count=count, fewest=0.0)
 
 
-def own_rows(what: str, layer, lengths, news, device, *, heads, count, dtype=torch.bfloat16) -> Iterator[Problem]:
-    """A chunk whose rows the ring does not hold yet, against the plain verb."""
+def own_rows(
+    what: str, layer, lengths, news, device, *, heads, count, dtype=torch.bfloat16, fewest=None
+) -> Iterator[Problem]:
+    """A chunk whose rows the ring does not hold yet, against the plain verb; ``fewest`` visits of decoded entries."""
     found = scene(
         layer, [length - new for length, new in zip(lengths, news, strict=True)], [0] * len(news), device, pad=0
     )
@@ -96,6 +101,8 @@ def own_rows(what: str, layer, lengths, news, device, *, heads, count, dtype=tor
     rows = torch.randn(tokens, dim, device=device).to(dtype)
     q = torch.randn(tokens, heads, dim, device=device).to(dtype)
     selected = None if count is None else picks_for(tokens, count, max(lengths) // layer.entries.ratio, device)
+    if fewest is not None:
+        full.ops.fewest_visits = fewest
     got = full.ops.attend(pools, 0, full.index, q, selected, rows=rows)
     want = full.plain.attend(pools, 0, full.index, q.float(), selected, rows=rows)
     problem = off(got.out, want.out.double(), "attention") or off(got.lse, want.lse.double(), "attention")

@@ -18,9 +18,22 @@ def keys_layer(format: str, *, ratio: int = 4, dim: int = 128, topk: int = 512) 
 
 
 def check(
-    what: str, layer: LayerSpec, lengths, news, device, *, heads=64, dtype=torch.bfloat16, weights="any", **options
+    what: str,
+    layer: LayerSpec,
+    lengths,
+    news,
+    device,
+    *,
+    heads=64,
+    dtype=torch.bfloat16,
+    weights="any",
+    runs=3,
+    **options,
 ) -> Iterator[Problem]:
-    """Scores against fp64, then picks of those scores; ``weights``: any, negative, or queries that are zero."""
+    """Scores against fp64, then picks of those scores, of all and in ``runs`` runs that keep their best.
+
+    ``weights``: any, negative, or queries that are zero.
+    """
     found = scene(layer, lengths, news, device, **options)
     tokens, keys = len(found.host.positions), layer.index_keys
     q = torch.randn(tokens, heads, keys.dim, device=device).to(dtype)
@@ -37,9 +50,11 @@ def check(
     k = min(keys.topk, max(4, columns // 3))
     picks = found.ops.select(got, k)
     yield f"picks {what}", different(picks, indexer.select(None, got, k))
-    run = max(16, columns // 3)
+    run = max(16, -(-columns // runs))
     fused = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
-    yield f"picks {what}, scores not kept", different(fused, picks)
+    yield f"picks {what}, in one go", different(fused, picks)
+    again = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
+    yield f"picks {what}, in one go, repeated", different(again, fused)
 
 
 def different(picks: torch.Tensor, want: torch.Tensor) -> str:
@@ -88,6 +103,11 @@ def small(device: str) -> Iterator[Problem]:
     yield from check("fp32 queries", keys_layer("index_fp4_68"), [90], [3], device, heads=3, dtype=torch.float32)
     for weights in ("negative", "zero queries"):
         yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
+    long = keys_layer("index_fp8_132", ratio=1, topk=40)
+    for what, weights in (("any", "any"), ("equal", "zero queries")):
+        # More keys in a run than its list has room for.
+        yield from check(f"of a long run, {what}", long, [2600], [2], device, heads=2, weights=weights, runs=1)
+    yield from check("of many runs", keys_layer("bf16", ratio=1, topk=700), [1100], [1], device, heads=1, runs=40)
     found = scene(keys_layer("bf16"), [8], [1], device)
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
     given = few_hands(device, 61_440, 1)

@@ -1,6 +1,7 @@
 """The device's side of ``check_cuda``: run the verbs, compare bytes."""
 
 import traceback
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from expected import as_bf16, decoded, encoded, random_values
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.handoff.layout import page_layout
+from kvcore.handoff.pages import PageDigests
 from kvcore.ops import RawRows
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
@@ -62,24 +65,28 @@ def check_format(name, count, dtype, values, stored, back, device):
         if name in CLASSIC:
             key, value = plan.region(0, "kv")
             padded = padded.reshape(count + 2, 3, -1)
+            columns = int(host.lengths.max())
+            picked = (
+                torch.from_numpy(host.request_index[:count]).long().to(device),
+                torch.from_numpy(host.positions[:count]).long().to(device),
+            )
+            k, _, _ = ops.gather_kv(pools, 0, index, padded, padded, columns=columns)
+            yield f"gather_kv of the step's own {layout}", bits_differ(k[picked], back)
             ops.append_kv(pools, 0, index, padded, padded)
             images = images_of(plan, key, host, stored) | images_of(plan, value, host, stored)
             yield f"append_kv {layout}", differing(pools, images)
-            columns = int(host.lengths.max())
             k, _, _ = ops.gather_kv(pools, 0, index, columns=columns)
-            picked = (
-                torch.from_numpy(host.request_index[:count]).long(),
-                torch.from_numpy(host.positions[:count]).long(),
-            )
-            yield f"gather_kv {layout}", bits_differ(k[picked[0].to(device), picked[1].to(device)], back)
+            yield f"gather_kv {layout}", bits_differ(k[picked], back)
             continue
         if layer.window is not None:
+            seen = ops.gather_window(pools, 0, index, padded)
+            mine = seen.positions >= 5
+            yield f"gather_window of the step's own {layout}", bits_differ(seen.values[mine], back)
             ops.append_window(pools, 0, index, padded)
             (region,) = plan.region(0, "window")
             yield f"append_window {layout}", differing(pools, images_of(plan, region, host, stored))
             seen = ops.gather_window(pools, 0, index)
-            mine = (seen.positions >= 5).cpu().numpy()
-            yield f"gather_window {layout}", bits_differ(seen.values[torch.from_numpy(mine).to(device)], back)
+            yield f"gather_window {layout}", bits_differ(seen.values[mine], back)
         ops.store_role(pools, 0, "index_keys", index, given)
         (region,) = plan.region(0, "index_keys")
         yield f"store index keys {layout}", differing(pools, images_of(plan, region, host, stored))
@@ -106,6 +113,7 @@ def check_rest(seed, device):
     yield from check_rotated(rng, device)
     yield from check_flush(rng, device)
     yield from check_life(rng, device)
+    yield from check_pages(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
         for check in (check_captured, check_compiled):
@@ -283,6 +291,36 @@ def check_life(rng, device):
             lanes = there.digest_rows(RawRows(*map(there.asarray, raw)), salt).cpu().numpy()
             wrong = int((lanes != here.digest_rows(raw, salt)).sum())
             yield f"digest of rows of {size} bytes", f"{wrong} lanes" if wrong else ""
+
+
+def check_pages(rng, device):
+    """Digests of an export's pages at once, as they arrive, against those of the reference, component by component."""
+    layers = [
+        LayerSpec(window=Window(dim=512, window=5, format="v4_584")),
+        LayerSpec(
+            tail=Tail(dim=512, ratio=4, overlap=True),
+            entries=Entries(dim=512, ratio=4, format="v4_584"),
+            index_keys=IndexKeys(dim=128, ratio=4, heads=2, topk=4, format="index_fp4_68_h"),
+            index_tail=Tail(dim=128, ratio=4, overlap=True),
+        ),
+        LayerSpec(entries=Entries(dim=20, ratio=8, format="fp32")),
+    ]
+    spec = CacheSpec(layers=layers, block_tokens=16)
+    plan = plan_cache(spec, max_requests=2, max_tokens=256, max_draft_tokens=2)
+    here = SimpleNamespace(spec=spec, ops=ReferenceOps(plan))
+    there = SimpleNamespace(spec=spec, ops=TritonOps(plan, device))
+    for floor, length in ((0, 0), (0, 3), (14, 16), (75, 77), (158, 160)):
+        layout = page_layout(spec, floor, length)
+        pages = rng.integers(0, 256, (layout.pages, layout.page_bytes), np.uint8)
+        want, ours = PageDigests(here, layout, floor, length).result(pages), torch.from_numpy(pages).to(device)
+        for chunk in (3, 1000):
+            digests = PageDigests(there, layout, floor, length)
+            # None of them: the record may be there alone.
+            for first in range(0, layout.pages if chunk == 3 else 0, chunk):
+                digests.add(ours[first : first + chunk], first)
+            wrong = sum(a != b for a, b in zip(digests.result(ours), want, strict=True))
+            yield f"pages of {length} tokens by {chunk}", f"{wrong} of {len(want)}" if wrong else ""
+            yield f"pages of {length} tokens at once", "" if digests._tables else "component by component"
 
 
 def check_large(rng, device):

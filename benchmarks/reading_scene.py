@@ -41,12 +41,13 @@ def scene(
     pad: int = 1,
     layout: str = "packed",
     spread: float = 1.0,
+    drafts: int = 0,
 ) -> Scene:
     """Requests of ``lengths`` tokens, the last ``news`` of which are the step's, in shuffled blocks and slots."""
     spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
     blocks = [-(-length // block_tokens) for length in lengths]
     tokens = max(1, sum(blocks) + 1) * block_tokens
-    plan = plan_cache(spec, max_requests=len(lengths) + 1, max_tokens=tokens, layout=layout)
+    plan = plan_cache(spec, max_requests=len(lengths) + 1, max_tokens=tokens, layout=layout, max_draft_tokens=drafts)
     device = checked_device(device)
     ops, plain = TritonOps(plan, device), TorchOps(plan, device)
     pools = ops.allocate()
@@ -78,6 +79,14 @@ def write(ops: Any, pools: Any, layer: LayerSpec, row: Row, columns: int, spread
         (region,) = ops.plan.region(0, "window")
         start = max(0, row.length - region.rows)
         ops.append_window(pools, 0, index(start, row.length), values(row.length - start, layer.window.dim))
+    if layer.kv is not None:
+        for start in range(min(layer.kv.visible(row.start, row.length), default=0), row.length, ROWS_AT_ONCE):
+            length = min(row.length, start + ROWS_AT_ONCE)
+            parts = [
+                values((length - start) * part.heads, part.format.dim).reshape(-1, part.heads, part.format.dim)
+                for part in layer.kv.parts
+            ]
+            ops.append_kv(pools, 0, index(start, length), *parts)
     for role in ("entries", "index_keys"):
         component = getattr(layer, role)
         if component is None:

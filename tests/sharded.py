@@ -8,7 +8,7 @@ import stories
 import torch
 
 import kvcore
-from benchmarks.reliability import shards
+from benchmarks.reliability import ranks, shards
 from kvcore.errors import KvcoreError
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import exchange
@@ -34,7 +34,7 @@ def create(name: str, context: int) -> kvcore.Cache:
 
 def mesh(context: int) -> Any:
     """All processes as context shards."""
-    return shards._mesh(1, context)
+    return ranks.mesh(1, context)
 
 
 def read_everything(name: str, context: int, lengths: list[int]) -> dict[str, np.ndarray]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from kvcore.ops import Backend
 from kvcore.plugins import BackendInfo, hookimpl
+from kvcore.spec.layout import LAYOUTS
 from kvcore.spec.model import ROLES
 
-EVERYTHING = frozenset({*ROLES, "attend", "select", "packed", "planar", "tpu_tile"})
+EVERYTHING = frozenset({*ROLES, "attend", "select", *LAYOUTS})
 
 
 def _load_reference() -> Backend:

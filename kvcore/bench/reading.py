@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcore.backends.torch_triton.kernels.indexer import RUN
 from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
 from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Window
 from kvcore.step import Row
@@ -20,6 +21,14 @@ SCORES = {
 """(goal, best peer's time) of each shape; FP8's goal is 1.5 times DeepGEMM's time."""
 
 TOP = ((7.6, 6.3), (14.0, 11.7), (8.9, 7.4), (57.4, 47.8))
+BEST = {
+    (1, 262144): (34.0, 228.7),
+    (1, 1048576): (None, None),
+    (64, 16384): (88.9, 856.4),
+    (64, 65536): (None, None),
+    (64, 262144): (1157.4, 13436.8),
+}
+"""(goal, best peers' time) of scores and top-k together: the sums."""
 CSA = ((2, 13.0, 13.6), (64, 44.0, 44.1), (128, 60.0, 45.4))
 HCA = ((2, 16.0, 15.6), (64, 60.0, 59.5), (128, 95.0, 72.2))
 
@@ -31,13 +40,17 @@ def reading_workloads(device: str) -> Iterator[Callable[[], Workload]]:
             yield lambda a=(format, count, keys, goal, peer): index_scores(device, *a)
     for (count, keys), (goal, peer) in zip(SHAPES, TOP, strict=True):
         yield lambda a=(count, keys, goal, peer): select(device, *a)
-    yield lambda: index_select(device, "index_fp4_68", 64, 262144)
+    for (count, keys), (goal, peer) in BEST.items():
+        for whole in (True, False):
+            yield lambda a=(count, keys, whole, goal, peer): index_select(device, "index_fp4_68", *a)
     for count, goal, peer in CSA:
         yield lambda a=(count, goal, peer): attend_selected(device, *a)
     for count, goal, peer in HCA:
         yield lambda a=(count, goal, peer): attend_all(device, *a)
     yield lambda: attend_selected(device, 64, None, None, drafts=4)
     yield lambda: attend_selected(device, 64, None, None, heads=128)
+    for ratio in (4, 128):
+        yield lambda ratio=ratio: attend_chunk(device, ratio, 1024, 65536)
 
 
 def decode_rows(count: int, tokens: int, drafts: int = 1) -> list[Row]:
@@ -74,17 +87,25 @@ def index_scores(device: str, format: str, count: int, keys: int, goal: float | 
     return Workload(f"scores {format}, {count} × {keys // 1024} K keys", nbytes, calls, goal, peer)
 
 
-def index_select(device: str, format: str, count: int, keys: int) -> Workload:
-    """Scores and top-k together, scores not kept."""
+def index_select(
+    device: str, format: str, count: int, keys: int, whole: bool, goal: float | None, peer: float | None
+) -> Workload:
+    """Scores and top-k together: ``whole`` with all scores in memory between, else in one go."""
     setting, nbytes = keys_setting(device, format, count, keys)
+    ops, pools = setting.ops, setting.pools
     q = setting.random(count, HEADS, INDEX_DIM)
     weights = setting.random(count, HEADS, dtype=torch.float32)
-    calls = [
-        lambda n=n: setting.ops.index_select(setting.pools, n, setting.index, q[n], weights[n], TOPK, columns=keys)
-        for n in range(setting.layers)
-    ]
-    nbytes -= count * keys * 4
-    return Workload(f"scores + top {TOPK} {format}, {count} × {keys // 1024} K keys", nbytes, calls, None, None)
+
+    def select(n: int) -> torch.Tensor:
+        if whole:
+            return ops.select(ops.index_scores(pools, n, setting.index, q[n], weights[n], columns=keys), TOPK)
+        return ops.index_select(pools, n, setting.index, q[n], weights[n], TOPK, columns=keys, run=RUN)
+
+    select(0)
+    kept = sum(buffer.nbytes for buffer in ops.workspaces.buffers()) + whole * count * keys * 4
+    calls = [lambda n=n: select(n) for n in range(setting.layers)]
+    name = f"scores, top {TOPK} {'after' if whole else 'in one go'}, {format}, {count} × {keys // 1024:,} K keys"
+    return Workload(name, nbytes - count * keys * 4, calls, goal, peer, kept=kept)
 
 
 def select(device: str, count: int, keys: int, goal: float, peer: float) -> Workload:
@@ -134,3 +155,28 @@ def attend_all(device: str, count: int, goal: float, peer: float) -> Workload:
         lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], sink=sink) for n in range(setting.layers)
     ]
     return Workload(f"HCA attend 128 + {entries:,}, B = {count}", nbytes, calls, goal, peer)
+
+
+def attend_chunk(device: str, ratio: int, new: int, tokens: int) -> Workload:
+    """Prefill: a chunk of one request's prompt, 64 heads, over the window and 512 picks (ratio 4) or all entries.
+
+    The chunk's own rows are not in the ring yet.
+    """
+    entries = tokens // ratio
+    keys = 128 + (TOPK if ratio == 4 else entries)
+    nbytes = new * 4 * HEADS * DIM + (128 + new + entries) * ENTRY_BYTES
+    layer = LayerSpec(window=Window(dim=DIM, window=128), entries=Entries(dim=DIM, ratio=ratio))
+    setting = Setting(layer, decode_rows(1, tokens, new), tokens // BLOCK, 4, device)
+    fill(setting)
+    q, rows = setting.random(new, HEADS, DIM), setting.random(new, DIM)
+    sink = torch.randn(HEADS, device=device)
+    picks = [
+        torch.randint(0, entries - new // ratio, (new, TOPK), dtype=torch.int32, device=device) if ratio == 4 else None
+        for _ in range(setting.layers)
+    ]
+    calls = [
+        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], rows=rows[n], sink=sink)
+        for n in range(setting.layers)
+    ]
+    name = f"{'CSA' if ratio == 4 else 'HCA'} attend, {new:,} of {tokens:,} tokens"
+    return Workload(name, nbytes, calls, None, None, flops=4 * new * HEADS * DIM * keys)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 
+from kvcore.bench.classic import classic_workloads
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating
@@ -20,7 +21,7 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
     with torch.cuda.device(torch.device(device)):
         found = ceilings()
         rows = []
-        for make in (*all_workloads(device), *reading_workloads(device)):
+        for make in (*all_workloads(device), *reading_workloads(device), *classic_workloads(device)):
             work = make()
             if only in work.name:
                 rows.append(timed(work, found))
@@ -41,7 +42,10 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
 
 
 def timed(work: Any, found: dict[str, float]) -> dict[str, Any]:
-    """One row: times, bytes, the floor, the goal as it is and on this device, and a plain copy of as many bytes."""
+    """One row: times, bytes, the floor, the goal as it is and on this device, and a plain copy of as many bytes.
+
+    Where products decide, also the share of what a large product reaches.
+    """
     in_graph, alone = graph(work.calls), single(work.calls)
     floor = work.nbytes / found["copy_gb_s"] / 1e3
     return {
@@ -55,6 +59,8 @@ def timed(work: Any, found: dict[str, float]) -> dict[str, Any]:
         "goal_us": work.goal,
         "goal_here_us": None if work.goal is None else round(goal_here(work.goal, work.nbytes, found), 2),
         "best_peer_us": work.peer,
+        **({"share_of_matmul": round(work.flops / in_graph / 1e6 / found["matmul_tflops"], 3)} if work.flops else {}),
+        **({"kept_bytes": work.kept} if work.kept else {}),
     }
 
 

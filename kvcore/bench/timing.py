@@ -54,7 +54,10 @@ def graph(calls: Sequence[Callable[[], object]], per_graph: int = 20, repeats: i
 
 
 def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
-    """GB/s of a copy (read + write, the best way found), of writing and of reading; µs of an empty kernel."""
+    """GB/s of a copy (read + write, the best way found), of writing and of reading; TFLOP/s of a bf16 matrix product.
+
+    And µs of an empty kernel.
+    """
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     empty: Any = _empty
@@ -62,10 +65,13 @@ def ceilings(nbytes: int = 1 << 30) -> dict[str, float]:
     copy = min(graph([way], per_graph=4, repeats=10) for way in ways)
     write = graph([lambda: target.fill_(7)], per_graph=4, repeats=10)
     read = graph([lambda: torch.amax(source)], per_graph=4, repeats=10)
+    factor = torch.randn(8192, 8192, device="cuda").bfloat16()
+    product = graph([lambda: factor @ factor], per_graph=4, repeats=10)
     return {
         "copy_gb_s": 2e-3 * nbytes / copy,
         "write_gb_s": 1e-3 * nbytes / write,
         "read_gb_s": 1e-3 * nbytes / read,
+        "matmul_tflops": 2e-6 * 8192**3 / product,
         "empty_kernel_us": graph([lambda: empty[(1,)](target)], repeats=100),
     }
 

@@ -24,6 +24,8 @@ class Workload(NamedTuple):
         nbytes: bytes that must be read and written once.
         calls: the same work on different buffers.
         goal: graph time to reach in µs on a GPU that copies 4,122 GB/s, or None; ``peer`` the best peer's there.
+        flops: of a call's matrix products, where they decide more than bytes do.
+        kept: bytes that a call writes beside its output.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Workload(NamedTuple):
     calls: Sequence[Callable[[], object]]
     goal: float | None
     peer: float | None
+    flops: int = 0
+    kept: int = 0
 
 
 class Setting:

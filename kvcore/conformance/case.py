@@ -45,6 +45,16 @@ class Case:
         requests = len(self.rows) + self.shape.pad_requests
         return build_index(self.rows, max_blocks=self.plan.blocks, pad_tokens=tokens, pad_requests=requests)
 
+    @cached_property
+    def left_padded(self) -> StepIndex:
+        """The index with left padding: of no, some and all positions, whole chunks where a ring holds only those."""
+        kv, lengths = self.component("kv"), self.index.lengths
+        padding = self.rng("left padding").integers(0, lengths + 1).astype(np.int32)
+        padding[::3] = 0
+        padding[1:2] = lengths[1:2]
+        grain = kv.chunk if kv.storage == "ring" and kv.chunk else 1
+        return self.index._replace(left_padding=padding // grain * grain)
+
     @property
     def tokens(self) -> int:
         """T, padding included."""

@@ -125,12 +125,15 @@ class Sharded:
         Raises:
             SpecError: another number of indices than shards, or shapes that differ; pad the steps.
         """
-        shapes = [tuple(np.shape(array) for array in index) for index in shards]
+        shapes = [tuple(None if array is None else np.shape(array) for array in index) for index in shards]
         if len(shards) != self.shards["requests"] or len(set(shapes)) > 1:
             allowed = f"{self.shards['requests']} indices of one shape"
             raise SpecError(got=shapes, where="index", allowed=allowed, hint="Give step pad_tokens and pad_requests.")
-        whole = (np.concatenate([np.asarray(array) for array in arrays]) for arrays in zip(*shards, strict=True))
-        return StepIndex(*(self.put(array, "requests") for array in whole))
+        found = []
+        for arrays in zip(*shards, strict=True):
+            missing = arrays[0] is None
+            found.append(None if missing else self.put(np.concatenate([np.asarray(one) for one in arrays]), "requests"))
+        return StepIndex(*found)
 
     def step(self, fn: Callable[..., Any], inputs: Any, outs: Any) -> Callable[..., Any]:
         """``fn(ops, pools, index, *inputs) -> (pools, outs)`` of one shard, compiled for all, the pools donated.

@@ -114,6 +114,47 @@ def test_a_choice_that_cannot_be_met_is_refused(monkeypatch, wanted):
         flash.chosen("cpu")
 
 
+def of_2026_09_30(q, k_cache, *, enable_batch_invariant=False): ...
+
+
+def of_a_fork(q, k_cache, *, enable_batch_invariant=False, use_legacy=False): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "legacy", "usable"),
+    [
+        pytest.param(of_2026_09_30, None, False, id="reads V4.1 rows alone"),
+        pytest.param(of_a_fork, False, False, id="a fork without its older kernels"),
+        pytest.param(of_a_fork, True, True, id="a fork with them"),
+    ],
+)
+def test_a_release_without_kernels_for_the_rows_is_not_used(module, monkeypatch, function, legacy, usable):
+    module.flash_mla_with_kvcache, module.has_legacy = function, lambda: legacy
+    monkeypatch.setenv("KVCORE_ATTENTION", "flash_mla")
+    if usable:
+        assert flash.chosen("cpu") == "flash_mla"
+    else:
+        with pytest.raises(BackendError, match="kernels"):
+            flash.chosen("cpu")
+
+
+def test_the_older_kernels_of_a_fork_are_asked_for(module):
+    attend, asked = module.flash_mla_with_kvcache, []
+
+    def of_fork(*arguments, use_legacy=False, **options):
+        asked.append(use_legacy)
+        return attend(*arguments, **options)
+
+    module.flash_mla_with_kvcache = of_fork
+    test_attention_equals_the_plain_verb(module, True)
+    assert asked == [True]
+
+
+def test_plain_operations_can_be_forced(monkeypatch):
+    monkeypatch.setenv("KVCORE_ATTENTION", "torch")
+    assert flash.chosen("cpu") == "torch"
+
+
 def test_triton_is_the_choice_where_flash_mla_is_missing(monkeypatch):
     monkeypatch.delenv("KVCORE_ATTENTION", raising=False)
     assert flash.chosen("cpu") == "triton"

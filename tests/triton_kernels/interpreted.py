@@ -6,10 +6,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import check_attention
+import check_classic
 import check_indexer
 import numpy as np
 from check_cuda import reference_rows
-from checks_on_device import check_format, check_life, check_rotated, flush_problems
+from checks_on_device import check_format, check_life, check_pages, check_rotated, flush_problems
 
 from kvcore.spec import FORMATS
 
@@ -26,6 +27,18 @@ def flushes(given):
     yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 1], given, after=3)
     yield f"CSA in chunks {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=1)
     yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=1)
+    yield (
+        f"HCA in chunks {given}",
+        flush_problems(rng, "cpu", 128, False, "v4_584", None, [[130, 5], [9, 127]], given, after=1),
+    )
+    yield (
+        f"CSA, more than the ring spares {given}",
+        flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp8_132", [[6, 5], [3, 4], [5, 5]], given, after=1),
+    )
+    yield (
+        f"ratio 3 in chunks {given}",
+        flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], given, after=1),
+    )
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
 
@@ -37,10 +50,12 @@ def compiled():
 
 GROUPS = {
     "attention": lambda: check_attention.small("cpu"),
+    "classic attention": lambda: check_classic.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),
     "flush of fp32": lambda: flushes("fp32"),
     "flush of bf16": lambda: flushes("bf16"),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
+    "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,
     **{f"formats {n}": lambda n=n: formats(sorted(FORMATS)[n::4]) for n in range(4)},

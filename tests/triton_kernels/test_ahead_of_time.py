@@ -17,7 +17,7 @@ from ahead_of_time import compiled, resources  # noqa: E402
 
 from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
-from kvcore.backends.torch_triton.kernels.compress import flush_shape, window_rows  # noqa: E402
+from kvcore.backends.torch_triton.kernels.compress import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
 from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
@@ -114,12 +114,16 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
             check(record, case, append.append_kernel, arch, {"R": window, **common}, **options)
             check(record, case, gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
             check(record, case, gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
+            whole = {"LAST": True, "RING": True, "WINDOW": 128, "CHUNK": 0}
+            check(record, case, gather.own_rows_kernel, arch, {"R": window, **whole, **common}, **options)
         if "kv" in found:
             kv = row_record(found["kv"])[0]
             heads = f"{case}, three heads"
             check(record, heads, append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
             ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
             check(record, case, gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
+            own = {"LAST": False, **ring, **common}
+            check(record, case, gather.own_rows_kernel, arch, {"R": kv, **own}, given="fp32", **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
@@ -150,10 +154,11 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
     it = t if keys is None else tail_record(128)
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
-        "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts, "IT": it,
+        "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts,
+        "BORDER": shape.border if shape.tokens > 1 else 0, "BORDER_CHUNK": border_chunk(t, 512, shape.border), "IT": it,
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
-        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
-        "NATIVE": arch >= 89,
+        "INDEX_BORDER": int(shape.tokens > 1), "INDEX_BORDER_CHUNK": border_chunk(it, 128, 1),
+        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": True, "NATIVE": arch >= 89,
     }  # fmt: skip
     case = f"ratio {ratio}, {entries}, {given}, {count} tokens"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
@@ -173,3 +178,5 @@ def test_kernels_on_whole_units_compile(element, arch, record):
         check(record, f"{element}, {filled}", units.take_units_kernel, arch, constants, types=types)
     constants = {"ROWS": checksum.ROWS, "WORDS": checksum.WORDS}
     check(record, element, checksum.digest_kernel, arch, constants)
+    constants = {"ENTRY": checksum.ENTRY, "BLOCK": checksum.BLOCK}
+    check(record, element, checksum.strips_kernel, arch, constants)

@@ -7,12 +7,13 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk
+from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_attention, merge, scores, topk
 from kvcore.backends.torch_triton.kernels.attention import FULL, TENSOR, alike, parts_of
-from kvcore.backends.torch_triton.kernels.indexer import CUTS, nibbles, ranking, score_parts
-from kvcore.backends.torch_triton.kernels.record import row_record
+from kvcore.backends.torch_triton.kernels.indexer import CUTS, ROUND, nibbles, score_parts
+from kvcore.backends.torch_triton.kernels.picks import room_for, tile_for
+from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.plan import plan_cache
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -36,7 +37,8 @@ def attention_constants(name, arch, *, bf16, **options):
     parts = parts_of(window, entries, bf16=bf16)
     cut = TENSOR[arch] if bf16 else FULL
     constants = {
-        "W": window, "E": entries, "CHUNK": window, "S": parts, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True,
+        "W": window, "E": entries, "CHUNK": window, "S": parts, "ENTRY_S": parts, "CHUNK_S": parts, "WINDOW": 128,
+        "RATIO": 4, "ALL": False, "SINK": True,
         "OWN": False, "SPLIT": True, "HEADS": cut.heads, "KEYS": cut.keys, "ALIKE": alike(window, entries),
         "STAGES": cut.stages, "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
@@ -61,6 +63,51 @@ def test_attention_compiles(name, arch, bf16, options):
     assert found.shared_bytes <= SHARED[arch] * 1024, found
 
 
+def classic_constants(
+    keys, values, arch, *, bf16=True, dims=(128, 128), heads=8, group=4, each=1, block=256, **options
+):
+    kv = KV(key_heads=heads, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
+    spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
+    k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
+    sides = kv_attention.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
+    cut = kv_attention.cut_of(arch, sides)
+    span, some = kv_attention.span_of(each), power_of_two(group)
+    constants = {
+        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False,
+        "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
+        "KEYS": cut.keys, "WHOLE": kv_attention.whole_tiles(k, cut), "STAGES": cut.stages,
+        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
+    }  # fmt: skip
+    return constants, cut.warps
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "arch", "options"),
+    [
+        *(
+            pytest.param(name, name, arch, {}, id=f"{name} {gpu}")
+            for gpu, arch in (("A100", 80), ("H100", 90), ("B200", 100))
+            for name in ("bf16", "fp16", "fp32", "fp8_row", "int8_row", "nf4_b64", "mxfp4")
+            # Formats that are read like another one need not be compiled for every GPU.
+            if arch == 90 or name in ("bf16", "nf4_b64", "int8_row")
+        ),
+        pytest.param("bf16", "fp8_row", 90, {"each": 4}, id="four tokens, H100"),
+        pytest.param("mxfp4", "int8_row", 90, {"OWN": True, "each": 4}, id="the step's own rows, H100"),
+        pytest.param("bf16", "bf16", 90, {"each": 3, "block": 16}, id="blocks of 16, three tokens, H100"),
+        pytest.param("bf16", "bf16", 90, {"bf16": False}, id="fp32 queries, H100"),
+        pytest.param("bf16", "bf16", 90, {"heads": 1, "group": 64}, id="MQA, 64 heads, H100"),
+        pytest.param("bf16", "bf16", 90, {"dims": (192, 128), "group": 1}, id="dims 192 and 128, H100"),
+    ],
+)
+def test_classic_attention_compiles(keys, values, arch, options):
+    constants, warps = classic_constants(keys, values, arch, **options)
+    given = "bf16" if options.get("bf16", True) else "fp32"
+    found = resources(compiled(attend_kv.attend_kv_kernel, arch, constants, given=given, exact=True, warps=warps))
+    assert found.spilled_bytes <= 64, found
+    # Several programs share a multiprocessor.
+    assert found.shared_bytes <= SHARED[arch] * 1024 // kv_attention.RESIDENT, found
+
+
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize("name", ["index_fp8_132", "index_fp4_68_h", "index_nvfp4"])
 @pytest.mark.parametrize("given", ["bf16", "fp32"])
@@ -69,27 +116,37 @@ def test_scores_compile(given, name, arch):
     packed = nibbles(keys) and arch >= 89
     cut = CUTS[packed]
     constants = {
-        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "TILES": 4, "STAGES": cut.stages,
+        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "STAGES": cut.stages,
         "NIBBLES": packed, "NATIVE": arch >= 89,
     }  # fmt: skip
-    found = resources(compiled(scores.scores_kernel, arch, constants, given=given, exact=False, warps=cut.warps))
-    assert found.spilled_bytes <= 64, found
-    assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
+    alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
+    for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
+        found = resources(compiled(kernel, arch, {**constants, **more}, given=given, exact=False, warps=cut.warps))
+        assert found.spilled_bytes <= 64, found
+        assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
 
 
-SIZES = ranking(512, 262144)
+@pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
+@pytest.mark.parametrize("slots", [1024, 16384])
+@pytest.mark.parametrize("lists", [False, True], ids=["of scores", "of lists"])
+def test_best_compiles(lists, slots, arch):
+    tile = tile_for(512, slots)
+    constants = {
+        "PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room_for(512), "LIST": 512 * lists,
+    }  # fmt: skip
+    types = {"given": "i64" if lists else "fp32"}
+    found = resources(compiled(topk.best_kernel, arch, constants, warps=tile.warps, types=types))
+    # Pointers of a whole tile of lists' pairs, when 32 warps leave 64 registers to a thread.
+    assert found.spilled_bytes <= 512, found
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants", "warps"),
     [
-        (topk.largest_kernel, {"HANDS": SIZES.hands, "BLOCK": 128, "DEEP": 8}, 4),
-        (topk.collect_kernel, {"HANDS": SIZES.hands, "ROOM": SIZES.room, "BLOCK": 2048}, 8),
-        (topk.rank_kernel, {"ROOM": SIZES.room, "BLOCK": 64, "OTHERS": 64}, 4),
-        (topk.carry_kernel, {"WIDTH": 512}, 4),
+        (topk.rank_kernel, {"BLOCK": 64, "OTHERS": 64}, 4),
         (merge.merge_kernel, {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}, 4),
     ],
-    ids=["hands", "collect", "rank", "carry", "merge"],
+    ids=["rank", "merge"],
 )
 def test_small_kernels_compile(kernel, constants, warps):
     found = resources(compiled(kernel, 90, constants, warps=warps))

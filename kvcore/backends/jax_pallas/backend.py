@@ -22,7 +22,7 @@ from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
-from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
+from kvcore.ops import AllEntries, Closed, RawRows, StepIndex, VisibleRows
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
 
@@ -336,6 +336,22 @@ class JaxOps(ComposedVerbs):
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
         return programs.indexed(classic.mask)(kind, index, (("columns", self._bucket(columns, index)),))[:, :columns]
+
+    def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
+        """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
+        kind = self._layers[layer].only("kv")
+        options = (("columns", programs.bucket(columns, index)),)
+        found = programs.indexed(classic.visible_rows)(kind, index, options)
+        return VisibleRows(*(array[:, :columns] for array in found))
+
+    def from_batch(self, index: StepIndex, batch: Array) -> Array:
+        """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order."""
+        return programs.from_batch(index, batch)
+
+    def to_batch(self, index: StepIndex, rows: Array, width: int) -> Array:
+        """Rows [T, ...] -> a batch [Q, width, ...]."""
+        return programs.to_batch(index, rows, width)
 
     def attend_kv(
         self,

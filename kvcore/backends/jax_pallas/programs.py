@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import encoding, indexer, life
+from kvcore.backends.jax_pallas import classic, encoding, indexer, life
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
 from kvcore.ops import StepIndex
@@ -71,5 +71,7 @@ reset = jax.jit(
 poison = jax.jit(life.poison, donate_argnums=0)
 copy_units = jax.jit(life.copy_units, donate_argnums=0)
 select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
+from_batch = jax.jit(classic.from_batch)
+to_batch = jax.jit(classic.to_batch, static_argnums=2)
 encode = jax.jit(encoding.encode, static_argnums=(0, 2))
 decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

@@ -1,12 +1,13 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says
+how pools are handed over.
 """
 
+import inspect
 import os
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,29 +17,46 @@ from kvcore.errors import BackendError
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
-CHOICES = ("auto", "triton", "flash_mla")
+CHOICES = ("auto", "triton", "flash_mla", "torch")
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
 
 
 def chosen(device: str) -> str:
-    """``triton`` or ``flash_mla``.
+    """``triton``, ``flash_mla`` or ``torch``.
 
     Raises:
-        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where it is not installed.
+        BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
-    installed = find_spec("flash_mla") is not None
-    if wanted == "flash_mla" and not installed:
-        raise BackendError(got=wanted, where=VARIABLE, allowed="auto or triton: flash_mla is not installed")
-    if wanted != "auto":
+    if wanted in ("triton", "torch"):
+        return wanted
+    missing = unusable()
+    if wanted == "flash_mla":
+        if missing:
+            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto, triton or torch: {missing}")
         return wanted
     kind = torch.device(device)
     runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)
-    return "flash_mla" if installed and runs else "triton"
+    return "flash_mla" if runs and not missing else "triton"
+
+
+def unusable() -> str:
+    """Why FlashMLA can't be called with ``v4_584`` rows; empty where it can.
+
+    Its release of 2026-09-30 reads V4.1 rows alone; forks keep the older kernels and ask for them by ``use_legacy``.
+    """
+    try:
+        import flash_mla  # type: ignore[import-not-found]
+    except (ImportError, OSError) as error:
+        return f"flash_mla is not installed, or does not load ({error})"
+    known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    if "use_legacy" in known:
+        return "" if flash_mla.has_legacy() else "this flash_mla was built without its older kernels"
+    return "this flash_mla has no kernels for v4_584 rows" if "enable_batch_invariant" in known else ""
 
 
 def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
@@ -80,8 +98,11 @@ def attend(
         seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
         extra["extra_k_cache"] = flash_pages.k_cache(paged)
         extra["extra_indices_in_kvcache"] = aligned(flash_pages.entry_indices(paged, seen, positions, request))[:, None]
+    if "use_legacy" in inspect.signature(flash_mla_with_kvcache).parameters:
+        extra["use_legacy"] = True
     cache_of_keys = flash_pages.k_cache(ring)
-    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in extra.values()))
+    arrays = (array for array in extra.values() if isinstance(array, torch.Tensor))
+    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in arrays))
     out, lse = flash_mla_with_kvcache(
         q[:, None].contiguous(),
         cache_of_keys,

@@ -7,16 +7,27 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 import torch
 
 from kvcore import bounds
-from kvcore.backends.torch_triton import flash
+from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import own_record, parts_of, splits_for
-from kvcore.backends.torch_triton.kernels.indexer import MOST_ROWS, ranking, score_parts
+from kvcore.backends.torch_triton.kernels.attention import (
+    cut_for,
+    own_record,
+    parts_of,
+    plain_record,
+    splits_for,
+    whole_rows,
+)
+from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of, score_parts
+from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.ops import Attention
 
-SCORES_AT_ONCE = 1 << 22
-"""Scores that ``index_select`` keeps at a time: 16 MiB, which stay in a large GPU's L2."""
+MOST_SCORES = 1 << 22
+"""Scores that ``index_select`` keeps whole: 16 MiB, which stay in a large GPU's L2 and cost less than lists do."""
+
+MOST_DECODED = 1 << 28
+"""Bytes that decoded entries may take."""
 
 
 class Workspaces:
@@ -37,14 +48,22 @@ class Workspaces:
             self._buffers[name] = buffer
         return buffer
 
+    def buffers(self) -> list[torch.Tensor]:
+        """All that are held."""
+        return [*self._buffers.values(), *self._outgrown]
+
 
 class ReadingVerbs(TorchOps):
     """The part of the verbs with kernels that reads.
 
     Attributes:
         workspaces: what its calls write beside their outputs.
-        attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+        attention_kernels: whose attention it is where the shape fits, ``triton``, ``flash_mla`` (of latent layers;
+            classic ones are then Triton's) or ``torch``.
+        fewest_visits: entries that a step's queries read as often as this are decoded once for all of them.
     """
+
+    fewest_visits = 8.0
 
     def __init__(self, plan, device="cpu"):
         super().__init__(plan, device)
@@ -60,14 +79,17 @@ class ReadingVerbs(TorchOps):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
         if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
             return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
-        found = self._attention(layer, q)
+        found = None if self.attention_kernels == "torch" else self._attention(layer, q)
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
         window, entries, parts = found
+        tokens, heads, dim = q.shape
+        table, entry_buffers = index.block_table, [] if entries is None else [pools[name] for name in entries[1]]
         own, own_number = None, -1
         if rows is not None and window is not None:
-            own, own_number = self._own_rows(layer, window[0], rows)
-        tokens, heads, dim = q.shape
+            own, own_number = self._own_rows(layer, window[0], rows, whole=parts.whole)
+        if parts.whole and self._visits(index, entries, tokens, selected) >= self.fewest_visits:
+            entries, entry_buffers, table = self._decoded_entries(pools, layer, index, entries)
         span = 0 if window is None else self.component(layer, "window").window
         ratio = 0 if entries is None else self.component(layer, "entries").ratio
         if entries is None:
@@ -76,7 +98,10 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        splits = splits_for(torch.device(self.device), tokens, heads, span + picks, parts.full)
+        bound = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
+        device, keys = torch.device(self.device), span + picks
+        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(*bound, parts))
+        splits = splits_for(device, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),
@@ -87,16 +112,26 @@ class ReadingVerbs(TorchOps):
             index.request_index,
             index.slots,
             index.starts,
-            index.block_table,
+            table,
             [] if window is None else [pools[name] for name in window[1]],
-            [] if entries is None else [pools[name] for name in entries[1]],
+            entry_buffers,
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
-            [span, ratio, splits],
+            [span, ratio, splits, keys],
             _scale(q, scale),
             q.dtype == torch.bfloat16,
         )
         return Attention(out, lse)
+
+    @torch.no_grad()
+    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+        """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+        options = {"columns": columns, "sink": sink, "scale": scale}
+        found = None
+        # The kernel knows no left padding.
+        if self.attention_kernels != "torch" and len(index.slots) and index.left_padding is None:
+            found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
+        return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
     @torch.no_grad()
     def index_scores(self, pools, layer, index, q, weights, *, columns=None):
@@ -122,22 +157,26 @@ class ReadingVerbs(TorchOps):
     @torch.no_grad()
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        return launch.calls().select_rows(
-            scores.to(torch.float32).contiguous(), *self._ranking_room(len(scores), k, scores.shape[1]), k
-        )
+        if k > MOST_PICKS:
+            return super().select(scores, k)
+        room = select_workspace(len(scores), scores.shape[1], k)
+        return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *self._pairs(room), k)
 
     @torch.no_grad()
     def index_select(self, pools, layer, index, q, weights, k, *, columns=None, run=None):
-        """``select(index_scores(...), k)`` with scores in a buffer that does not grow with the context.
+        """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
 
-        ``run`` entries are scored at a time; from run to run the best k are carried on.
+        Args:
+            run: entries of a program, in one go whatever there are.
         """
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        run = run or max(4096, SCORES_AT_ONCE // max(len(q), 1))
         bound = self._index_keys(layer)
-        if bound is None or not len(index.slots) or columns <= run or not k:
+        whole = run is None and len(q) * columns <= MOST_SCORES
+        if whole or bound is None or not len(index.slots) or not 0 < k <= MOST_BEST:
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
         number, names = bound
+        run = run or RUN
+        *room, held = best_workspace(runs_of(len(q), columns, run, k, q.device), k)
         return launch.calls().score_select_rows(
             q.contiguous(),
             weights.contiguous(),
@@ -146,8 +185,8 @@ class ReadingVerbs(TorchOps):
             index.block_table,
             [pools[name] for name in names],
             self._rotated_room(number, q),
-            self.workspaces.take("scores", len(q) * (k + run)),
-            *self._ranking_room(len(q), k, k + run),
+            *self._pairs(room),
+            self.workspaces.take("scores", held),
             number,
             self.component(layer, "index_keys").ratio,
             columns,
@@ -166,13 +205,9 @@ class ReadingVerbs(TorchOps):
         rotated = launch.BOUND[number].record.hadamard
         return self.workspaces.take("queries", q.numel() if rotated else 1, torch.bfloat16)
 
-    def _ranking_room(self, tokens, k, columns):
-        hands, room = ranking(max(k, 1), max(columns, 1))
-        rows = min(tokens, MOST_ROWS)
-        return (
-            self.workspaces.take("hands", rows * (hands + 1), torch.int32),
-            self.workspaces.take("pairs", rows * room, torch.int64),
-        )
+    def _pairs(self, room):
+        pairs, counts = room
+        return self.workspaces.take("pairs", pairs, torch.int64), self.workspaces.take("counts", counts, torch.int32)
 
     def _attention(self, layer, q):
         """(window, entries, parts): (record number, names of buffers) of each or None; None if not covered."""
@@ -186,12 +221,41 @@ class ReadingVerbs(TorchOps):
         parts = parts_of(*records, bf16=q.dtype == torch.bfloat16)
         return None if parts is None else (*found, parts)
 
-    def _own_rows(self, layer, number, rows):
-        """(canonical rows [T, row_bytes] of the step's own window rows, number of their record)."""
+    def _own_rows(self, layer, number, rows, *, whole):
+        """(the step's own window rows [T, bytes], number of their record): as the ring will hold them, or decoded."""
         (region,) = self.plan.region(layer, "window")
-        bound = launch.BOUND[number]
-        record = own_record(bound.record, region.format)
-        return self.encode_rows(region, rows)[:, 0].contiguous(), launch.bind(launch.Bound(record, 0, 0, 0))
+        record = own_record(launch.BOUND[number].record, region.format)
+        number, tokens = launch.bind(launch.Bound(record, 0, 0, 0)), len(rows)
+        zeros = torch.zeros(tokens + 1, dtype=torch.int32, device=rows.device)
+        positions, length = torch.arange(tokens, dtype=torch.int32, device=rows.device), zeros[:1] + tokens
+        own = torch.empty((tokens, region.format.row), dtype=torch.uint8, device=rows.device)
+        # All are rows of one block.
+        table = zeros[:1, None]
+        launch.calls().append_rows(rows.contiguous(), positions, zeros[:-1], zeros[:1], zeros[:1], table, [own], number)
+        if not whole:
+            return own, number
+        values, _, _ = launch.calls().gather_all_rows(length, table, [own], number, 1, tokens)
+        return values[0].view(torch.uint8), launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+
+    def _visits(self, index, entries, tokens, selected):
+        """How often a step's queries read an entry on average; -1 where decoding them all is not worth it."""
+        record = None if entries is None else launch.BOUND[entries[0]].record
+        count = 0 if record is None else index.block_table.numel() * record.rows
+        if not count or not record.quant or 2 * count * record.dim > MOST_DECODED:
+            return -1
+        return tokens / len(index.slots) if selected is None else selected.numel() / count
+
+    def _decoded_entries(self, pools, layer, index, entries):
+        """((number of the record, no names), buffers, block table) of entries decoded once for all queries."""
+        number, names = entries
+        table, ratio = index.block_table, self.component(layer, "entries").ratio
+        record = launch.BOUND[number].record
+        values, _, _ = launch.calls().gather_all_rows(
+            index.lengths, table, [pools[name] for name in names], number, ratio, table.shape[1] * record.rows
+        )
+        blocks = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
+        decoded = launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+        return (decoded, ()), [values.view(torch.uint8)], torch.where(table >= 0, blocks, -1)
 
 
 def _scale(q, scale):

@@ -16,7 +16,7 @@ from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
-from kvcore.spec import Rope
+from kvcore.spec import TAIL_OF, Rope
 
 
 class TritonOps(ReadingVerbs, LifeOps):
@@ -29,6 +29,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self._bind_all()
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -186,16 +187,13 @@ class TritonOps(ReadingVerbs, LifeOps):
         rope=None,
         index_norm_weight=None,
     ):
-        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch in decode.
+        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch.
 
-        Where ``newest`` leaves no spare row in the ring, or is not known, the flush reads the old rows first and the
-        tails are written by launches of their own.
+        ``newest`` tells whether the rings have spare rows for the step's own: each token's program then writes them.
         """
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
-        newest = len(index.positions) if newest is None else newest
-        decode = self._is_decode(layer, index) and newest <= self._spare(layer)
         streams = kv, score, index_kv, index_score
-        if decode and self._flush(pools, layer, index, *streams, eps, rope, append=True, **weights):
+        if self._flush(pools, layer, index, *streams, eps, rope, append=True, newest=newest, **weights):
             return pools
         return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
@@ -212,6 +210,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         rope,
         *,
         append,
+        newest=None,
         norm_weight,
         index_norm_weight,
     ):
@@ -247,6 +246,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             index.request_index,
             index.slots,
             index.starts,
+            index.lengths,
             index.stored,
             index.block_table,
             scratch,
@@ -254,6 +254,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             records,
             float(eps),
             append,
+            (len(index.positions) if newest is None else newest) <= self._spare(layer),
         )
         return True
 
@@ -261,12 +262,20 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_window(self, pools, layer, index, rows=None):
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         bound = self.bound(layer, "window")
-        if bound is None or rows is not None:
+        if bound is None:
             return super().gather_window(pools, layer, index, rows)
         ((record, names, _),) = bound
         window = self.component(layer, "window").window
         buffers = [pools[name] for name in names]
-        return WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        found = WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, record, window))
+        if rows is not None:
+            self._put_own(found.values, rows, index, record, True, True, window, 0)
+        return found
+
+    def _put_own(self, out, values, index, record, *seen):
+        """Replace gathered rows of the step's own positions by ``values``, as they read once they are stored."""
+        step = index.positions, index.request_index, index.starts, index.lengths
+        launch.calls().put_own_rows(out, values.contiguous(), *step, record, *seen)
 
     @torch.no_grad()
     def gather_entries(self, pools, layer, index, indices):
@@ -304,25 +313,37 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
-        if bound is None or k is not None or v is not None:
+        component = self.component(layer, "kv")
+        seen = component.span is not None, component.window or 0, component.chunk or 0
+        # The kernel's rings begin where the first query's window does, left padding or not.
+        if bound is None or (seen[0] and index.left_padding is not None):
             return super().gather_kv(pools, layer, index, k, v, columns=columns)
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
-        component = self.component(layer, "kv")
-        ring = component.span is not None
-        window, chunk = component.window or 0, component.chunk or 0
         place = index.slots, index.starts, index.lengths, index.block_table
-        (keys, positions), (values, _) = (
-            launch.calls().gather_kv_rows(*place, [pools[name] for name in names], record, columns, ring, window, chunk)
-            for record, names, _ in bound
-        )
-        return keys, values, positions
+        gathered, positions = [], None
+        for (record, names, _), own in zip(bound, (k, v), strict=True):
+            buffers = [pools[name] for name in names]
+            rows, positions = launch.calls().gather_kv_rows(*place, buffers, record, columns, *seen)
+            if own is not None:
+                self._put_own(rows, own, index, record, False, *seen)
+            gathered.append(rows)
+        return *gathered, positions
 
     def bound(self, layer, role):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
-        key = layer, role
-        if key not in self._bound:
-            self._bound[key] = self._bind(layer, role)
-        return self._bound[key]
+        return self._bound.get((layer, role))
+
+    def tail_bound(self, layer, role):
+        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
+        return self._tails.get((layer, role), (None, ""))
+
+    def _bind_all(self):
+        """Look up what launches need to know of every pool, so that none has to while it is traced or captured."""
+        for layer, role, _ in self.plan.spec.components():
+            if role in TAIL_OF.values():
+                self._tails[layer, role] = self._bind_tail(layer, role)
+            else:
+                self._bound[layer, role] = self._bind(layer, role)
 
     def _bind(self, layer, role):
         found = []
@@ -335,13 +356,6 @@ class TritonOps(ReadingVerbs, LifeOps):
             number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
             found.append((number, names, record.paged))
         return found
-
-    def tail_bound(self, layer, role):
-        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
-        key = layer, role
-        if key not in self._tails:
-            self._tails[key] = self._bind_tail(layer, role)
-        return self._tails[key]
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)
@@ -358,12 +372,6 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         ((name, _),) = region.buffers.values()
         return launch.bind_tail(record), name
-
-    def _is_decode(self, layer, index):
-        bound, (tail, _) = self.bound(layer, "entries"), self.tail_bound(layer, "tail")
-        if bound is None or tail is None:
-            return False
-        return launch.one_token_programs(len(index.positions), len(index.slots))
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""

@@ -71,7 +71,7 @@ class ClassicLayer(Layer):
         owner = self.owner
         with owner.forward(self.number, key_states) as handle:
             handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
-            lent = handle.borrow_kv() if owner.lend else None
+            lent = handle.borrow_kv() if owner.lend and not self.is_sliding else None
             k, v = lent or handle.gather_kv()[:2]
             keys = owner.take(k, key_states.dtype).transpose(1, 2)
             values = owner.take(v, value_states.dtype).transpose(1, 2)

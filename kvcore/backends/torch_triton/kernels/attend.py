@@ -163,14 +163,9 @@ def attend_tiles(
     KIND: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take tiles first .. last - 1 into the running softmax; with more than one stage, rows are loaded ahead."""
-    place = place_of(
-        first, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-        table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
-    )  # fmt: skip
     for tile in tl.range(first, last, num_stages=STAGES):
-        # The next tile's places are found while this one's keys are multiplied.
-        following = place_of(
-            tile + 1, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
+        place = place_of(
+            tile, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
             table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
         )  # fmt: skip
         valid = place >= 0
@@ -181,7 +176,6 @@ def attend_tiles(
         raw, scales = load_row(at, valid, W, S)
         k = decode_row(raw, scales, valid, W, S, NATIVE)
         largest, total, out = absorb(q, k, valid, scale, largest, total, out, S, NATIVE)
-        place = following
     return largest, total, out
 
 
@@ -210,16 +204,18 @@ def attend_kernel(
     codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr, own_ptr,
     positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr,
     tokens, heads, picks, table_columns, splits, scale,
-    W: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
+    W: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, S: tl.constexpr, ENTRY_S: tl.constexpr,
+    CHUNK_S: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
     ALL: tl.constexpr, SINK: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Q [tokens, heads, dim] -> out like it and lse [tokens, heads], or parts of them for ``merge_kernel``.
 
     WINDOW or RATIO 0: there is no window, or no entries. ALIKE: W and E decode alike. OWN: the step's own rows are not
-    in the ring yet; CHUNK is their record. ``scale`` is that of the logits times log2(e). With SPLIT a query's tiles
-    are shared out among ``splits`` programs, which write normalised outputs [tokens, splits, heads, dim] and base-2
-    logarithms of their sums [tokens, splits, heads].
+    in the ring yet; CHUNK is their record. Each kind of rows is cut in its own way, into panels of the same widths.
+    ``scale`` is that of the logits times log2(e). With SPLIT a query's tiles are shared out among ``splits`` programs,
+    which write normalised outputs [tokens, splits, heads, dim] and base-2 logarithms of their sums [tokens, splits,
+    heads].
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(heads, HEADS)
@@ -265,7 +261,7 @@ def attend_kernel(
         largest, total, out = attend_tiles(
             first, tl.minimum(last, windows), windows, q, scale, largest, total, out,
             token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr, table_columns,
-            own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, CHUNK, CHUNK, S, KEYS, ALL, 1, "window", STAGES,
+            own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, CHUNK, CHUNK, CHUNK_S, KEYS, ALL, 1, "window", STAGES,
             SPREAD, NATIVE,
         )  # fmt: skip
         # The ring has nothing to add where the whole window is the step's own.
@@ -291,7 +287,7 @@ def attend_kernel(
                 tl.maximum(first, windows), last, windows, q, scale, largest, total, out,
                 token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
                 table_columns, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr, entry_codes_ptr, entry_scales_ptr,
-                entry_plain_ptr, E, E, S, KEYS, ALL, 0, "entries", STAGES, SPREAD, NATIVE,
+                entry_plain_ptr, E, E, ENTRY_S, KEYS, ALL, 0, "entries", STAGES, SPREAD, NATIVE,
             )  # fmt: skip
 
     some = 1.0 / tl.where(total == 0.0, 1.0, total)

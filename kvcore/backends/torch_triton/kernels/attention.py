@@ -36,6 +36,11 @@ class Parts(NamedTuple):
     narrow: bool
     apart: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Rows decoded to bf16 could be taken whole."""
+        return self.narrow and self.panels == (self.chunks,)
+
 
 class Cut(NamedTuple):
     """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows."""
@@ -47,8 +52,12 @@ class Cut(NamedTuple):
 
 
 FULL = Cut(heads=16, keys=16, warps=4, stages=1)
-TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
+TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 3), 100: Cut(64, 64, 8, 3)}
 """By compute capability: the newest that is not above the device's."""
+WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
+"""The same where rows are taken whole."""
+FEW = Cut(heads=32, keys=32, warps=4, stages=3)
+"""For so little work that every program has a multiprocessor of its own."""
 SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
 LARGE = 160 << 10
@@ -63,12 +72,26 @@ def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
     if chunk < 16 or not all(_covered(record, chunk) for record in records):
         return None
     narrow = bf16 and all(record.exact for record in records)
+    if narrow and not any(record.quant for record in records) and dim == power_of_two(dim):
+        # Rows that are as the products take them go there whole, not through registers.
+        chunk = dim
     # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
     chunks = triton.cdiv(dim, chunk)
     # fp32 products keep their operands in registers, where a whole row does not fit.
     wide = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
     panels = wide if narrow else (1,) * chunks
     return Parts(dim, chunk, chunks, panels, INTERPRETED or not narrow, narrow)
+
+
+@cache
+def parts_of_each(window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool):
+    """How keys of each kind are cut: all alike, but for rows that can be taken whole; of absent ones as of all."""
+    every = parts_of(window, entries, bf16=bf16)
+    if every is None or not every.whole:
+        return every, every, every
+    whole = (record is not None and not record.quant for record in (window, entries, own))
+    alone = every._replace(chunk=every.dim, chunks=1, panels=(1,))
+    return tuple(alone if one else every for one in whole)
 
 
 def _covered(record: RowRecord, chunk: int) -> bool:
@@ -89,8 +112,17 @@ def alike(window: RowRecord, entries: RowRecord) -> bool:
     return one == other and all(getattr(window, place) % 4 == getattr(entries, place) % 4 == 0 for place in PLACES[:6])
 
 
+def plain_record(record: RowRecord) -> RowRecord:
+    """The record of the same rows decoded to bf16, one unit behind the other."""
+    row = 2 * record.dim
+    return record._replace(
+        quant=0, width=power_of_two(record.dim), tiles=1, code="", rule="", scale="", groups=0, pad=0, inverse=1.0,
+        largest=0.0, code_words=False, scale_words=False, plain="bf16", apart=False, **dict.fromkeys(PLACES, 0),
+    )._replace(plain_unit=record.rows * row, plain_stride=row)  # fmt: skip
+
+
 def own_record(record: RowRecord, format: Format) -> RowRecord:
-    """The record of canonical rows [rows, row_bytes] of the same format, row r of unit 0."""
+    """The record of canonical rows [rows, row_bytes] of the same format, row r of the only block."""
 
     def base(*names: str) -> int:
         return next((format.byte_range(f.name)[0] for f in format.fields if f.name in names), 0)
@@ -98,10 +130,17 @@ def own_record(record: RowRecord, format: Format) -> RowRecord:
     values = [field.name for field in format.fields if field.is_value]
     row = format.row
     return record._replace(
+        rows=1 << 30, paged=True,
         codes_unit=0, codes_base=base(values[0]), codes_stride=row,
         scales_unit=0, scales_base=base("scales"), scales_stride=row,
         plain_unit=0, plain_base=base(values[-1]), plain_stride=row,
     )  # fmt: skip
+
+
+def whole_rows(window: Bound | None, entries: Bound | None, parts: Parts) -> bool:
+    """Most keys are taken whole."""
+    some = entries or window
+    return parts.whole and some is not None and not some.record.quant
 
 
 @cache
@@ -111,20 +150,31 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def cut_for(device: torch.device, heads: int, full: bool) -> Cut:
-    """The cut for queries of ``heads`` heads."""
-    if full:
-        return FULL
-    capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
-    cut = TENSOR[max((known for known in TENSOR if known <= capability), default=80)]
+def _cut(device: torch.device, whole: bool) -> Cut:
+    """The cut for many heads and keys in bf16."""
     if not INTERPRETED and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE:
-        cut = SMALL
+        return SMALL
+    capability = 90 if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
+    return (WHOLE if whole else TENSOR)[max([80, *(known for known in TENSOR if known <= capability)])]
+
+
+def cut_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> Cut:
+    """The cut for queries of ``heads`` heads and at most ``keys`` keys.
+
+    Args:
+        whole: entries, or else rows of the window, are taken whole.
+    """
+    if full:
+        cut = FULL
+    elif tokens * triton.cdiv(heads, FEW.heads) * triton.cdiv(keys, FEW.keys) <= multiprocessors(device):
+        cut = FEW
+    else:
+        cut = _cut(device, whole)
     return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
 
 
-def splits_for(device: torch.device, tokens: int, heads: int, keys: int, full: bool) -> int:
+def splits_for(device: torch.device, tokens: int, heads: int, keys: int, cut: Cut) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
-    cut = cut_for(device, heads, full)
     programs = max(1, tokens * triton.cdiv(heads, cut.heads))
     return max(1, min(multiprocessors(device) // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
 
@@ -160,7 +210,7 @@ def attend_rows(
         window, entries: the pools' buffers, empty where the layer lacks them.
         workspace: fp32, for ``splits`` · tokens · heads · (dim + 1) numbers where ``splits`` > 1.
         records: of the window, the entries, the own rows; -1 where there are none.
-        sizes: window, ratio (0 without), splits.
+        sizes: window, ratio (0 without), splits, most keys of a query.
         bf16: keys and queries may be multiplied in bf16.
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -168,12 +218,12 @@ def attend_rows(
     if not q.numel():
         return out, lse
     w, e, o = (BOUND[number] if number >= 0 else None for number in records)
-    parts = parts_of(w.record if w else None, e.record if e else None, bf16=bf16)
+    parts, entry_parts, own_parts = parts_of_each(*(bound.record if bound else None for bound in (w, e, o)), bf16=bf16)
     assert parts is not None
-    span, ratio, splits = sizes
-    cut = cut_for(q.device, heads, parts.full)
+    span, ratio, splits, keys = sizes
     some = w or e
     assert some is not None
+    cut = cut_for(q.device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
     rows = [(bound or some).record for bound in (w, e, o)]
     partial = workspace if splits > 1 else out
     sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse
@@ -183,7 +233,7 @@ def attend_rows(
         *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
         positions, request_index, slots, starts, block_table,
         tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
-        *rows, parts, span if w else 0, ratio if e else 0,
+        *rows, parts, entry_parts, own_parts, span if w else 0, ratio if e else 0,
         selected is None, sink is not None, o is not None, splits > 1, cut.heads, cut.keys,
         w is not None and e is not None and alike(w.record, e.record), cut.stages,
         max(1, 32 * cut.warps // cut.keys), is_native(q.device),

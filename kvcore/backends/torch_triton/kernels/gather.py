@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.address import locate
-from kvcore.backends.torch_triton.kernels.rows import channels, load_rows, store_dense
+from kvcore.backends.torch_triton.kernels.codes import load_float
+from kvcore.backends.torch_triton.kernels.rows import as_stored, channels, load_rows, store_dense
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -102,6 +103,19 @@ def gather_all_kernel(
     tl.store(positions_out_ptr + row, tl.where(valid, entry * RATIO, -1), mask=inside)
 
 
+@triton.jit
+def first_seen(start, length, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """First position that the step's first query sees; the last position if it brings no token; 0 without RING."""
+    first = tl.zeros_like(start)
+    if RING:
+        query = tl.where(start < length, start, tl.maximum(length - 1, 0))
+        if WINDOW:
+            first = tl.maximum(query + 1 - WINDOW, 0)
+        else:
+            first = query // CHUNK * CHUNK
+    return first
+
+
 @triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_kv_kernel(
     out_ptr,
@@ -125,22 +139,15 @@ def gather_kv_kernel(
 ):
     """Positions that a query of the step may see: out [requests, columns, heads, dim], positions [requests, columns].
 
-    Without RING every position below the length. With it, from the first position that the step's first query sees, or
-    the last position's if the step brings no token. WINDOW and CHUNK are 0 where they don't apply.
+    Every position below the length, with RING from ``first_seen`` on. WINDOW and CHUNK are 0 where they don't apply.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     cell = row // R.heads
     request = cell // columns
     length = tl.load(lengths_ptr + request, mask=inside, other=0)
-    position = cell % columns
-    if RING:
-        start = tl.load(starts_ptr + request, mask=inside, other=0)
-        query = tl.where(start < length, start, tl.maximum(length - 1, 0))
-        if WINDOW:
-            position += tl.maximum(query + 1 - WINDOW, 0)
-        else:
-            position += query // CHUNK * CHUNK
+    start = tl.load(starts_ptr + request, mask=inside, other=0)
+    position = cell % columns + first_seen(start, length, RING, WINDOW, CHUNK)
     position = tl.where(inside & (position < length), position, -1)
     unit, place = locate(request, position, slots_ptr, table_ptr, table_columns, R)
     valid = unit >= 0
@@ -148,3 +155,43 @@ def gather_kv_kernel(
     x = load_rows(unit, place * R.heads + head, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
     store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
     tl.store(positions_out_ptr + cell, tl.where(valid, position, -1), mask=inside & (head == 0))
+
+
+@triton.jit(do_not_specialize=["count", "columns"])
+def own_rows_kernel(
+    out_ptr,
+    values_ptr,
+    positions_ptr,
+    request_ptr,
+    starts_ptr,
+    lengths_ptr,
+    count,
+    columns,
+    LAST: tl.constexpr,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Put the step's own rows, values [tokens, heads, dim], where a gather would put them once they were stored.
+
+    LAST: the gather starts at what the step's last query sees, not its first.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    token = row // R.heads
+    position = tl.load(positions_ptr + token, mask=inside, other=-1)
+    request = tl.load(request_ptr + token, mask=inside, other=-1)
+    known = (position >= 0) & (request >= 0)
+    length = tl.load(lengths_ptr + request, mask=known, other=0)
+    start = length if LAST else tl.load(starts_ptr + request, mask=known, other=0)
+    column = position - first_seen(start, length, RING, WINDOW, CHUNK)
+    keep = known & (column >= 0) & (column < columns)
+    channel = channels(R)
+    source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim + channel
+    x = load_float(source, keep[:, None, None] & (channel < R.dim))
+    narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
+    at = ((request.to(tl.int64) * columns + column) * R.heads + row % R.heads) * R.dim
+    store_dense(out_ptr, at, as_stored(x, R, narrow, NATIVE), channel, keep, R, NATIVE)

@@ -1,19 +1,27 @@
-"""Launches of the indexer: scores of encoded keys, and the best k of every row."""
+"""Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from kvcore.backends.torch_triton.kernels import scores, topk
+from kvcore.backends.torch_triton.kernels import picks, scores
 from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, is_native, options, registered, tile
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
 
-MOST_ROWS = 1024
-"""Rows of scores that are ranked at a time: the workspace need not grow with a prompt."""
+RUN, MOST_RUNS = 8192, 128
+"""Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
+RUNS_AT_ONCE = 1024
+"""Runs whose lists are kept at a time: 20 MiB for 512 picks, and programs for a few waves."""
+ROUND = 1024
+"""Keys of a run whose scores are kept at a time."""
+REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
+"""Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
+MOST_BEST = 2048
+"""Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
 
 
 class ScoreParts(NamedTuple):
@@ -34,7 +42,7 @@ class ScoreCut(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 3)}
+CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 1)}
 """By whether keys are nibbles."""
 
 
@@ -94,10 +102,35 @@ def score_rows(
         rotated: bf16, room for q where the format's keys are rotated.
     """
     out = _scores_out(q, weights, positions, request_index, block_table, buffers, rotated, record, ratio, columns)
-    if out.numel():
-        q = rotate(q, rotated, record)
-        score_into(out, columns, 0, q, weights, positions, request_index, block_table, buffers, record, ratio, columns)
+    if not out.numel():
+        return out
+    tokens, heads = q.shape[:2]
+    cut, constants = _cut(record, heads, q.device)
+    most = triton.cdiv(columns, cut.keys)
+    # Enough programs to fill the GPU a few times; beyond that longer runs, which load their queries once.
+    tiles = power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors(q.device)))))
+    scores.scores_kernel[(tokens * triton.cdiv(most, tiles),)](
+        out, rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table,
+        tokens, heads, columns, block_table.shape[1],
+        **constants, RATIO=ratio, TILES=tiles, num_warps=cut.warps,
+    )  # fmt: skip
     return out
+
+
+def _three(number: int, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    bound = BOUND[number]
+    return buffers[bound.codes], buffers[bound.scales], buffers[bound.plain]
+
+
+def _cut(number: int, heads: int, device: torch.device) -> tuple[ScoreCut, dict[str, Any]]:
+    """The cut of a record's keys, and what both kernels must know of it."""
+    record = BOUND[number].record
+    packed = nibbles(record) and is_native(device)
+    cut = CUTS[packed]
+    return cut, {
+        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": cut.keys,
+        "STAGES": cut.stages, "NIBBLES": packed, "NATIVE": is_native(device),
+    }  # fmt: skip
 
 
 def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
@@ -113,92 +146,26 @@ def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
     return rotated[: q.numel()].view(q.shape)
 
 
-def score_into(
-    out: Tensor,
-    line: int,
-    first: int,
-    q: Tensor,
-    weights: Tensor,
-    positions: Tensor,
-    request_index: Tensor,
-    block_table: Tensor,
-    buffers: list[Tensor],
-    number: int,
-    ratio: int,
-    columns: int,
-) -> None:
-    """Scores of entries first .. first + columns to out, whose rows are ``line`` apart."""
-    bound = BOUND[number]
-    parts = score_parts(bound.record)
-    assert parts is not None
-    tokens, heads = q.shape[:2]
-    packed = nibbles(bound.record) and is_native(q.device)
-    cut = CUTS[packed]
-    most = triton.cdiv(columns, cut.keys)
-    # Enough programs to fill the GPU a few times; beyond that longer runs, which load their queries once.
-    tiles = power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors(q.device)))))
-    scores.scores_kernel[(tokens * triton.cdiv(most, tiles),)](
-        out, q, weights, buffers[bound.codes], buffers[bound.scales], buffers[bound.plain], positions, request_index,
-        block_table, tokens, heads, first, columns, block_table.shape[1], line, bound.record, parts, ratio,
-        max(16, power_of_two(heads)), cut.keys, tiles, cut.stages, packed, is_native(q.device), num_warps=cut.warps,
-    )  # fmt: skip
+class Runs(NamedTuple):
+    """Runs of a query, keys of each; queries whose runs are kept at a time; pairs that a run's list has room for."""
 
-
-class Ranking(NamedTuple):
-    """Sizes of a top-k: hands that keep a row's largest, room for pairs."""
-
-    hands: int
+    runs: int
+    keys: int
+    tokens: int
     room: int
 
 
-@cache
-def ranking(k: int, columns: int) -> Ranking:
-    """Four hands for every pick: then about k + k / 7 scores of random rows reach the k-th largest of the hands."""
-    hands = min(max(4 * power_of_two(k), 1024), power_of_two(columns), 16384)
-    return Ranking(max(hands, 128), max(2048, 8 * power_of_two(k)))
+def runs_of(tokens: int, columns: int, run: int, k: int, device: torch.device) -> Runs:
+    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
+    keys = min(run, triton.cdiv(tokens * columns, 8 * multiprocessors(device)))
+    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, max(keys, 16))))
+    room = max(2 * ROUND, 2 * power_of_two(k))
+    return Runs(runs, triton.cdiv(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
 
 
-def _select_out(scores: Tensor, numbers: Tensor, pairs: Tensor, k: int) -> Tensor:
-    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
-
-
-@registered(("numbers", "pairs"), _select_out)
-def select_rows(scores: Tensor, numbers: Tensor, pairs: Tensor, k: int) -> Tensor:
-    """The best k of scores [tokens, columns], contiguous -> [tokens, k].
-
-    Args:
-        numbers: int32, room for the hands and a count of as many rows as are ranked at a time.
-        pairs: int64, room for the pairs of as many rows.
-    """
-    out = _select_out(scores, numbers, pairs, k)
-    if not scores.shape[1]:
-        return out.fill_(-1)
-    if out.numel():
-        select_into(out, scores, scores.shape[1], numbers, pairs, k)
-    return out
-
-
-def select_into(out: Tensor, given: Tensor, columns: int, numbers: Tensor, pairs: Tensor, k: int) -> None:
-    """The best k of the first ``columns`` of every row of ``given`` [tokens, line]."""
-    hands, room = ranking(k, columns)
-    line = given.stride(0)
-    for start in range(0, len(out), MOST_ROWS):
-        rows, picks = given[start : start + MOST_ROWS], out[start : start + MOST_ROWS]
-        count = len(rows)
-        largest, counts = numbers[: count * hands], numbers[count * hands : count * (hands + 1)]
-        block = 128
-        topk.largest_kernel[(count, hands // block)](
-            largest, counts, rows, columns, line, hands, block, min(8, power_of_two(triton.cdiv(columns, hands))),
-            num_warps=4,
-        )  # fmt: skip
-        wide = 2048
-        programs = max(1, min(triton.cdiv(columns, wide), 4 * multiprocessors(given.device) // count))
-        run = triton.cdiv(triton.cdiv(columns, programs), wide) * wide
-        topk.collect_kernel[(count, triton.cdiv(columns, run))](
-            pairs, counts, largest, rows, columns, line, k, k + k // 4, run, hands, room, wide, num_warps=8
-        )
-        parts = max(1, min(triton.cdiv(power_of_two(k) * 2, 64), 4 * multiprocessors(given.device) // count))
-        topk.rank_kernel[(count, parts)](picks, pairs, counts, rows, columns, line, k, parts, room, 64, 64, num_warps=4)
+def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
+    """Pairs, counts and scores that ``score_select_rows`` needs."""
+    return *picks.workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
 
 
 def _score_select_out(
@@ -209,9 +176,9 @@ def _score_select_out(
     block_table: Tensor,
     buffers: list[Tensor],
     rotated: Tensor,
-    lines: Tensor,
-    numbers: Tensor,
     pairs: Tensor,
+    counts: Tensor,
+    held: Tensor,
     record: int,
     ratio: int,
     columns: int,
@@ -221,7 +188,7 @@ def _score_select_out(
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 
-@registered(("rotated", "lines", "numbers", "pairs"), _score_select_out)
+@registered(("rotated", "pairs", "counts", "held"), _score_select_out)
 def score_select_rows(
     q: Tensor,
     weights: Tensor,
@@ -230,37 +197,39 @@ def score_select_rows(
     block_table: Tensor,
     buffers: list[Tensor],
     rotated: Tensor,
-    lines: Tensor,
-    numbers: Tensor,
     pairs: Tensor,
+    counts: Tensor,
+    held: Tensor,
     record: int,
     ratio: int,
     columns: int,
     k: int,
     run: int,
 ) -> Tensor:
-    """The best k entries of every query, whose scores are taken ``run`` columns at a time.
+    """The best k <= MOST_BEST of the first ``columns`` entries of every query; scores are never all in memory.
 
     Args:
-        lines: fp32, for tokens · (k + run) scores: the best so far, then those of a run.
+        pairs, counts, held: int64, int32 and fp32, as many as ``best_workspace`` says.
+        run: entries of a program.
     """
-    picks = _score_select_out(
-        q, weights, positions, request_index, block_table, buffers, rotated, lines, numbers, pairs, record, ratio,
+    out = _score_select_out(
+        q, weights, positions, request_index, block_table, buffers, rotated, pairs, counts, held, record, ratio,
         columns, k, run,
     )  # fmt: skip
-    if not picks.numel():
-        return picks
-    tokens, line = len(q), k + run
-    scores_of = lines[: tokens * line].view(tokens, line)
-    scores_of[:, :k] = -torch.inf
-    entries = torch.empty_like(picks)
+    if not out.numel():
+        return out
+    heads = q.shape[1]
+    runs = runs_of(len(q), columns, run, k, q.device)
+    cut, constants = _cut(record, heads, q.device)
     q = rotate(q, rotated, record)
-    for first in range(0, columns, run):
-        some = min(run, columns - first)
-        score_into(
-            scores_of[:, k:], line, first, q, weights, positions, request_index, block_table, buffers, record, ratio,
-            some,
+    for start in range(0, len(q), runs.tokens):
+        some = slice(start, start + runs.tokens)
+        chosen = out[some]
+        scores.best_scores_kernel[(len(chosen) * runs.runs,)](
+            pairs, counts, held, q[some], weights[some], *_three(record, buffers), positions[some],
+            request_index[some], block_table, len(chosen), heads, runs.runs, columns, block_table.shape[1], runs.keys,
+            k, min(k + k // 4, runs.room - ROUND), **constants, RATIO=ratio, ROUND=ROUND, ROOM=runs.room,
+            num_warps=cut.warps, **REGISTERS,
         )  # fmt: skip
-        select_into(picks, scores_of, k + some, numbers, pairs, k)
-        topk.carry_kernel[(tokens,)](picks, entries, scores_of, first, k, line, power_of_two(k), num_warps=4)
-    return entries
+        picks.rank_lists(chosen, picks.Lists(pairs, counts, runs.runs, runs.room, power_of_two(k)), k)
+    return out

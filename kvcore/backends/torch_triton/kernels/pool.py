@@ -16,7 +16,11 @@ def load_own(kv_ptr, score_ptr, r, token, channel, T: tl.constexpr):
     base = line.to(tl.int64) * T.width
     at = (r * T.width + half_of(r, T))[:, None] + channel[None, :]
     mask = (line + r >= 0)[:, None] & (channel < T.dim)[None, :]
-    return tl.load(kv_ptr + base + at, mask=mask, other=0), tl.load(score_ptr + base + at, mask=mask, other=0)
+    if T.ratio & (T.ratio - 1):
+        # A tile of a window that is no power of two has rows behind its last.
+        mask &= (line + r <= token)[:, None]
+    kv = tl.load(kv_ptr + base + at, mask=mask, other=0)
+    return kv, tl.load(score_ptr + base + at, mask=mask, other=float("-inf"))
 
 
 @triton.jit
@@ -46,24 +50,6 @@ def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
         kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
         old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
         score = tl.where(new, load_float(score_ptr + here, new), old_score)
-    return kv, score
-
-
-@triton.jit
-def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
-    """``load_either`` where most windows are the step's own: inputs are read at once, the ring only if need be."""
-    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
-    kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
-    kv, score = widened(kv), widened(score)
-    if position + 1 - window < start:
-        p = position + 1 - window + r
-        own = (p >= start)[:, None]
-        old = ((r < window) & (p >= 0) & (p < start))[:, None] & (channel < T.dim)[None, :]
-        there = ring_rows(p, slot, half_of(r, T), T)[:, None] + channel[None, :]
-        kv = tl.where(own, kv, tl.load(tail_ptr + there, mask=old, other=0.0))
-        score = tl.where(own, score, tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf")))
-    if T.ratio & (T.ratio - 1):
-        score = tl.where((r < window)[:, None], score, float("-inf"))
     return kv, score
 
 

@@ -200,3 +200,47 @@ def gather_kv_rows(
             **options(out.device),
         )
     return out, positions
+
+
+@registered(("out",))
+def put_own_rows(
+    out: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    record: int,
+    last: bool,
+    ring: bool,
+    window: int,
+    chunk: int,
+) -> None:
+    """Put values [tokens, heads, dim] of the step into what a gather gave, ``out`` [requests, columns, ...], as stored.
+
+    ``last``: the gather was of what the step's last query sees, else of what any of its queries sees.
+    """
+    record_of = BOUND[record].record
+    count = positions.shape[0] * record_of.heads
+    if count == 0 or out.numel() == 0:
+        return
+    rows, warps = tile(record_of, count)
+    gather.own_rows_kernel[(triton.cdiv(count, rows),)](
+        out,
+        values,
+        positions,
+        request_index,
+        starts,
+        lengths,
+        count,
+        out.shape[1],
+        last,
+        ring,
+        window,
+        chunk,
+        record_of,
+        rows,
+        is_native(out.device),
+        num_warps=warps,
+        **options(out.device),
+    )

@@ -205,12 +205,34 @@ def load_scales(unit, row, valid, scales_ptr, R: tl.constexpr, NATIVE: tl.conste
         source = (
             scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1)[:, None] + group
         )
-        stored = tl.load(source, mask=keep, other=0).to(tl.int32)
-        if R.scale == "e8m0":
-            scale = e8m0_value(stored)
-        else:
-            scale = e4m3_value(stored, NATIVE)
+        scale = scale_value(tl.load(source, mask=keep, other=0).to(tl.int32), R, NATIVE)
     return scale
+
+
+@triton.jit
+def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Stored scale bits (int32) as fp32."""
+    if R.scale == "fp32":
+        scale = bits_float(stored)
+    elif R.scale == "e8m0":
+        scale = e8m0_value(stored)
+    else:
+        scale = e4m3_value(stored, NATIVE)
+    return scale
+
+
+@triton.jit
+def code_value(code, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes (int32) as fp32 values before scaling."""
+    if R.code == "e2m1":
+        value = e2m1_value(code)
+    elif R.code == "nf4":
+        value = nf4_value(code)
+    elif R.code == "e4m3":
+        value = e4m3_value(code, NATIVE)
+    else:
+        value = ((code << 24) >> 24).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -220,18 +242,12 @@ def load_codes(unit, row, valid, codes_ptr, R: tl.constexpr, NATIVE: tl.constexp
     if R.code == "e2m1" or R.code == "nf4":
         half = tl.arange(0, R.tiles)[None, :, None] * (R.width // 2) + tl.arange(0, R.width // 2)[None, None, :]
         byte = tl.load(codes_ptr + at + half, mask=valid[:, None, None] & (half < R.quant // 2), other=0).to(tl.int32)
-        if R.code == "e2m1":
-            low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
-        else:
-            low, high = nf4_value(byte & 15), nf4_value(byte >> 4)
+        low, high = code_value(byte & 15, R, NATIVE), code_value(byte >> 4, R, NATIVE)
         value = tl.reshape(tl.join(low, high), (unit.shape[0], R.tiles, R.width))
     else:
         channel = channels(R)
         byte = tl.load(codes_ptr + at + channel, mask=valid[:, None, None] & (channel < R.quant), other=0)
-        if R.code == "e4m3":
-            value = e4m3_value(byte.to(tl.int32), NATIVE)
-        else:
-            value = byte.to(tl.int8, bitcast=True).to(tl.float32)
+        value = code_value(byte.to(tl.int32), R, NATIVE)
     return value
 
 
@@ -268,6 +284,27 @@ def load_rows(unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R: tl.constexp
             value = tl.where(channel < R.quant, value, load_plain(unit, row, valid, plain_ptr, R))
     else:
         value = load_plain(unit, row, valid, plain_ptr, R)
+    return value
+
+
+@triton.jit
+def as_stored(x, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """What ``load_rows`` would give of rows x [n, tiles, width] that ``store_rows`` had stored."""
+    if R.hadamard:
+        x = hadamard(x, R, NATIVE)
+    value = x
+    if R.plain == "fp32":
+        value = bits_float(tl.where(x != x, 0x7FC00000, float_bits(x)))
+    elif R.plain == "bf16":
+        value = round_bf16(x, NATIVE)
+    elif R.plain == "fp16":
+        value = bits_float(tl.where(x != x, 0x7FC00000, float_bits(x.to(tl.float16).to(tl.float32))))
+    if R.quant:
+        channel = channels(R)
+        code, scale, finite = quantise(x, channel < R.quant, R, NARROW or R.hadamard, NATIVE)
+        code = tl.where(finite[:, :, None], code, 0)
+        scaled = code_value(code, R, NATIVE) * scale_value(scale, R, NATIVE)[:, :, None] * R.global_scale
+        value = tl.where(channel < R.quant, scaled, value)
     return value
 
 

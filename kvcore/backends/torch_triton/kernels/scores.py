@@ -11,6 +11,7 @@ from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.chunks import decode_chunk, load_row, row_pointers, scale_value
 from kvcore.backends.torch_triton.kernels.codes import bf16_bits, e8m0_value, load_float
 from kvcore.backends.torch_triton.kernels.rows import channels, element_offsets, hadamard
+from kvcore.backends.torch_triton.kernels.topk import LOWEST, cut_list, order_of, pair_of
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -110,59 +111,133 @@ def product(k, q, acc, S: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["tokens", "first_column", "columns", "table_columns", "line"])
-def scores_kernel(
-    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
-    tokens, heads, first_column, columns, table_columns, line,
-    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+@triton.jit
+def query_of(
+    token, position_ptr, request_ptr, q_ptr, weights_ptr, heads,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, NIBBLES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of entries first_column .. first_column + columns -> out [tokens, line], -inf where not visible."""
-    token = tl.program_id(0) % tokens
-    run = tl.program_id(0) // tokens * (KEYS * TILES)
+    """(request, entries that are visible, head weights [HEADS], queries as the products take them) of a token."""
     request = tl.load(request_ptr + token)
-    position = tl.where(request >= 0, tl.load(positions_ptr + token), -1)
-    request = tl.maximum(request, 0)
-    visible = tl.minimum((position + 1) // RATIO - first_column, columns)
-    out_at = out_ptr + token.to(tl.int64) * line + run
+    position = tl.where(request >= 0, tl.load(position_ptr + token), -1)
     head = tl.arange(0, HEADS)
     inside = head < heads
     weight = load_float(weights_ptr + token.to(tl.int64) * heads + head, inside)
     q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
     chunks: tl.constexpr = S.chunks
+    q = ()
     if NIBBLES:
         whole = load_queries(q_at, inside, 0, R.dim, S)
         even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
+        q = (even, odd)
     else:
-        q = ()
         for c in tl.static_range(chunks):
             q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S),)
+    return tl.maximum(request, 0), (position + 1) // RATIO, weight, q
+
+
+@triton.jit
+def score_keys(
+    request, column, valid, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+    R: tl.constexpr, S: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Scores [n] of a request's entries ``column`` [n] where ``valid``; -inf elsewhere, numbers for absent ones."""
+    keys: tl.constexpr = column.shape[0]
+    heads: tl.constexpr = weight.shape[0]
+    chunks: tl.constexpr = S.chunks
+    each = tl.zeros_like(column) + request
+    unit, row = locate(each, tl.where(valid, column, -1), table_ptr, table_ptr, table_columns, R)
+    held = valid & (unit >= 0)
+    unit, row = tl.where(held, unit, 0), tl.where(held, row, 0)
+    acc = tl.zeros([keys, heads], tl.float32)
+    if NIBBLES:
+        low, high, scale = load_nibbles(unit, row, held, codes_ptr, scales_ptr, R)
+        acc = product(low, q[0], acc, S)
+        acc = product(high, q[1], acc, S)
+        score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
+    else:
+        at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
+        raw, scales = load_row(at, held, R, S)
+        for c in tl.static_range(chunks):
+            acc = product(decode_chunk(raw[c], scales, held, c * S.chunk, R, S, NATIVE), q[c], acc, S)
+        score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
+        if R.groups == 1:
+            score *= scale_value(scales[0], R, NATIVE)
+        score *= R.global_scale
+    return tl.where(valid, score, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["tokens", "columns", "table_columns"])
+def scores_kernel(
+    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, columns, table_columns,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible."""
+    token = tl.program_id(0) % tokens
+    run = tl.program_id(0) // tokens * (KEYS * TILES)
+    request, visible, weight, q = query_of(
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+    )
+    visible = tl.minimum(visible, columns)
+    out_at = out_ptr + token.to(tl.int64) * columns + run
     n = tl.arange(0, KEYS)
-    each = tl.zeros_like(n) + request
-    for tile in tl.range(0, tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), num_stages=STAGES):
+    tiles = tl.maximum(tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), 0)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         column = run + tile * KEYS + n
-        valid = column < visible
-        unit, row = locate(each, tl.where(valid, first_column + column, -1), table_ptr, table_ptr, table_columns, R)
-        valid = valid & (unit >= 0)
-        unit, row = tl.where(valid, unit, 0), tl.where(valid, row, 0)
-        acc = tl.zeros([KEYS, HEADS], tl.float32)
-        if NIBBLES:
-            low, high, scale = load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R)
-            acc = product(low, even, acc, S)
-            acc = product(high, odd, acc, S)
-            score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
-        else:
-            at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
-            raw, scales = load_row(at, valid, R, S)
-            for c in tl.static_range(chunks):
-                acc = product(decode_chunk(raw[c], scales, valid, c * S.chunk, R, S, NATIVE), q[c], acc, S)
-            score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
-            if R.groups == 1:
-                score *= scale_value(scales[0], R, NATIVE)
-            score *= R.global_scale
-        tl.store(out_at + tile * KEYS + n, tl.where(column < visible, score, float("-inf")), mask=column < columns)
+        score = score_keys(
+            request, column, column < visible, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+            R, S, NIBBLES, NATIVE,
+        )  # fmt: skip
+        tl.store(out_at + tile * KEYS + n, score, mask=column < columns)
     # The rest of the run is not visible.
-    rest = tl.maximum(tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), 0)
-    for tile in range(rest, TILES):
+    for tile in range(tiles, TILES):
         column = run + tile * KEYS + n
         tl.store(out_at + tile * KEYS + n, tl.full([KEYS], float("-inf"), tl.float32), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
+def best_scores_kernel(
+    pairs_ptr, counts_ptr, scores_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr,
+    table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
+
+    A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
+    Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
+    best, which raises the bound.
+    """
+    token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
+    request, visible, weight, q = query_of(
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+    )
+    last = tl.minimum(tl.minimum(visible, columns), part * run + run)
+    place = token.to(tl.int64) * parts + part
+    list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND
+    bound = tl.full([], LOWEST, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    n = tl.arange(0, KEYS)
+    every = tl.arange(0, ROUND)
+    for first in range(part * run, last, ROUND):
+        for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND), KEYS), num_stages=STAGES):
+            column = first + tile * KEYS + n
+            score = score_keys(
+                request, column, column < last, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+                R, S, NIBBLES, NATIVE,
+            )  # fmt: skip
+            tl.store(scores_ptr + tile * KEYS + n, score)
+        tl.debug_barrier()
+        order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))
+        kept = (order > bound).to(tl.int32)
+        at = count + tl.cumsum(kept, axis=0) - kept
+        tl.store(list_ptr + at, pair_of(order, first + every), mask=kept == 1)
+        count += tl.sum(kept, axis=0)
+        tl.debug_barrier()
+        if count > ROOM - ROUND:
+            bound, count = cut_list(list_ptr, count, bound, k, most, ROOM)
+            tl.debug_barrier()
+    if count > k:
+        bound, count = cut_list(list_ptr, count, bound, k, k, ROOM)
+    tl.store(counts_ptr + place, count)

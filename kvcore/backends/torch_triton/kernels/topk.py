@@ -1,12 +1,12 @@
-"""The best k of every row of scores, in three launches.
+"""The best k of every row of scores: each program keeps its columns' best, lists of those are merged, then ranked.
 
-1. A row's columns are dealt out to many hands; each hand keeps its largest.
-2. The k-th largest of these is a lower bound of the k-th largest score, and mostly a close one. Scores that reach it
-   are collected, in any order.
-3. Each collected score is ranked by counting those above it. Equal scores rank by column, so ranks are distinct and
-   the order of collection does not matter.
+1. A program holds a tile of a row in its threads. The tile's columns are dealt out to many hands; the k-th largest of
+   the hands' best is a lower bound of the tile's k-th largest score, and mostly a close one. What reaches it is kept.
+2. Lists of a row are taken together in the same way until one is left.
+3. Each score of that list is ranked by counting those above it. Equal scores rank by column, so ranks are distinct and
+   the order in lists does not matter.
 
-A score and its column are one 64-bit number: scores as integers of the same order, then columns, lowest first.
+A score and its column are one 64-bit number, a pair: scores as integers of the same order, then columns, lowest first.
 """
 
 import triton
@@ -16,6 +16,9 @@ from kvcore.backends.torch_triton.kernels.codes import float_bits
 
 LOWEST = tl.constexpr(-2139095041)
 """``order_of`` of -inf: what is never picked."""
+
+NO_PAIR = tl.constexpr(-9223372036854775808)
+"""Below every pair."""
 
 
 @triton.jit
@@ -31,144 +34,176 @@ def pair_of(order, column):
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["n", "line"])
-def largest_kernel(
-    largest_ptr, counts_ptr, scores_ptr, n, line, HANDS: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr
-):
-    """Hand h of row t keeps the largest of columns h, h + HANDS, ... of scores [rows, line] -> int32 [rows, HANDS]."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    hand = block * BLOCK + tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], LOWEST, tl.int32)
-    for first in range(0, n, HANDS * DEEP):
-        column = first + tl.arange(0, DEEP)[:, None] * HANDS + hand[None, :]
-        score = tl.load(scores_ptr + token * line + column, mask=column < n, other=float("-inf"))
-        best = tl.maximum(best, tl.max(order_of(score), axis=0))
-    tl.store(largest_ptr + token * HANDS + hand, best)
-    if block == 0:
-        tl.store(counts_ptr + token, 0)
+@triton.jit
+def middle_of(low, high):
+    """Halfway between two integers, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
-def bound_of(order, k, most):
-    """An int32 that at least k of ``order`` reach, and not many more than ``most``, if there are k."""
-    unsigned = (order ^ -2147483648).to(tl.uint32, bitcast=True)
-    bound = tl.full([], 0, tl.uint32)
-    reached = tl.full([], 2147483647, tl.int32)
-    bit = tl.full([], 31, tl.int32)
-    while (bit >= 0) & (reached > most):
-        higher = bound | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
-        count = tl.sum((unsigned >= higher).to(tl.int32), axis=0)
-        enough = count >= k
-        bound = tl.where(enough, higher, bound)
-        reached = tl.where(enough, count, reached)
-        bit -= 1
-    return bound.to(tl.int32, bitcast=True) ^ -2147483648
+def bound_of(order, low, high, k, most):
+    """A number from low to high that at least k of ``order`` [n] reach, given that as many reach ``low``.
 
-
-@triton.jit(do_not_specialize=["n", "line", "k", "most", "run"])
-def collect_kernel(
-    pairs_ptr, counts_ptr, largest_ptr, scores_ptr, n, line, k, most, run,
-    HANDS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Pairs of columns whose scores reach the hands' bound -> pairs [rows, ROOM], their number -> counts [rows].
-
-    A program takes ``run`` columns. More pairs than there is room for are counted and not kept.
+    It is raised until no more than ``most`` reach it, or until one step more would leave fewer than k.
     """
-    token = tl.program_id(0).to(tl.int64)
-    bound = bound_of(tl.load(largest_ptr + token * HANDS + tl.arange(0, HANDS)), k, most)
-    bound = tl.maximum(bound, LOWEST + 1)
-    first = tl.program_id(1) * run
-    last = tl.minimum(first + run, n)
-    for start in range(first, last, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        score = tl.load(scores_ptr + token * line + column, mask=column < last, other=float("-inf"))
-        order = order_of(score)
-        kept = order >= bound
-        # A place each, in any order: pairs are ranked by what they are.
-        counter = counts_ptr + token + tl.zeros([BLOCK], tl.int32)
-        at = tl.atomic_add(counter, tl.full([BLOCK], 1, tl.int32), mask=kept, sem="relaxed")
-        tl.store(pairs_ptr + token * ROOM + at, pair_of(order, column), mask=kept & (at < ROOM))
+    reached = tl.full([], 2147483647, tl.int32)
+    while (low < high) & (reached > most):
+        middle = middle_of(low, high)
+        count = tl.sum((order >= middle).to(tl.int32), axis=0)
+        enough = count >= k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        reached = tl.where(enough, count, reached)
+    return low
 
 
 @triton.jit
-def collect_exactly(pairs_ptr, scores_ptr, n, k, BLOCK: tl.constexpr):
-    """One program's way where the bound lets too many pass: a row's k best pairs, in column order; their number."""
-    bound = tl.full([], 0, tl.uint32)
-    for step in range(32):
-        higher = bound | (tl.full([], 2147483648, tl.uint32) >> step)
-        count = tl.full([], 0, tl.int32)
-        for start in range(0, n, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            order = order_of(tl.load(scores_ptr + column, mask=column < n, other=float("-inf")))
-            reaches = (order ^ -2147483648).to(tl.uint32, bitcast=True) >= higher
-            count += tl.sum((reaches & (column < n)).to(tl.int32), axis=0)
-        bound = tl.where(count >= k, higher, bound)
-    least = tl.maximum(bound.to(tl.int32, bitcast=True) ^ -2147483648, LOWEST + 1)
-    above = tl.full([], 0, tl.int32)
-    for start in range(0, n, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        order = order_of(tl.load(scores_ptr + column, mask=column < n, other=float("-inf")))
-        above += tl.sum((order > least).to(tl.int32), axis=0)
-    found = tl.full([], 0, tl.int32)
-    equal = tl.full([], 0, tl.int32)
-    for start in range(0, n, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        order = order_of(tl.load(scores_ptr + column, mask=column < n, other=float("-inf")))
-        same = (order == least).to(tl.int32)
-        ahead = above + equal + tl.cumsum(same, axis=0) - same
-        kept = ((order > least) | ((order == least) & (ahead < k))).to(tl.int32)
-        at = found + tl.cumsum(kept, axis=0) - kept
-        tl.store(pairs_ptr + at, pair_of(order, column), mask=kept == 1)
-        equal += tl.sum(same, axis=0)
-        found += tl.sum(kept, axis=0)
-    return found
+def hands_bound(hands, k, most, PICKS: tl.constexpr):
+    """A bound that at least k of the hands [n] reach; of all that are above -inf if those are fewer than k."""
+    n: tl.constexpr = hands.shape[0]
+    high = tl.max(hands, axis=0)
+    # Every one of PICKS >= k groups of hands has a best: the least of them is reached by as many.
+    low = tl.min(tl.max(tl.reshape(hands, (PICKS, n // PICKS)), axis=1), axis=0)
+    if low <= LOWEST:
+        low = tl.full([], LOWEST + 1, tl.int32)
+        if tl.sum((hands >= low).to(tl.int32), axis=0) < k:
+            high = low
+    return bound_of(hands, low, high, k, most)
 
 
-@triton.jit(do_not_specialize=["n", "line", "k", "parts"])
-def rank_kernel(
-    picks_ptr, pairs_ptr, counts_ptr, scores_ptr, n, line, k, parts,
-    ROOM: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+@triton.jit
+def load_orders(
+    given_ptr, given_counts_ptr, part, n, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr
+):
+    """Orders of a tile's scores or pairs, DEEP vectors [HANDS]; see ``best_kernel``."""
+    orders = ()
+    for d in tl.static_range(DEEP):
+        at = (part * DEEP + d) * HANDS + tl.arange(0, HANDS)
+        if LIST:
+            number, slot = at // LIST, at % LIST
+            count = tl.load(given_counts_ptr + number, mask=number < n, other=0)
+            # The high half of a pair.
+            half_ptr = given_ptr.to(tl.pointer_type(tl.int32)) + 1
+            order = tl.load(half_ptr + 2 * (number * line + slot), mask=slot < count, other=LOWEST)
+        else:
+            order = order_of(tl.load(given_ptr + at, mask=at < n, other=float("-inf")))
+        orders = orders + (order,)
+    return orders
+
+
+@triton.jit
+def pairs_of(
+    d: tl.constexpr, order, least, given_ptr, part, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr
+):
+    """Pairs of vector ``d`` of a tile; of lists, only those that might reach ``least`` are right, others are below it.
+
+    What is read again was read before and is near; kept in registers it would not fit.
+    """
+    at = (part * DEEP + d) * HANDS + tl.arange(0, HANDS)
+    if LIST:
+        place = at // LIST * line + at % LIST
+        pair = tl.load(given_ptr + place, mask=order >= (least >> 32).to(tl.int32), other=NO_PAIR)
+    else:
+        pair = pair_of(order, at)
+    return pair
+
+
+@triton.jit
+def reaching(orders, least, given_ptr, part, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr):
+    """How many pairs of every hand reach ``least``."""
+    count = tl.zeros([HANDS], tl.int32)
+    for d in tl.static_range(DEEP):
+        count += (pairs_of(d, orders[d], least, given_ptr, part, line, HANDS, DEEP, LIST) >= least).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["n", "line", "k", "most", "parts"])
+def best_kernel(
+    pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts,
+    PICKS: tl.constexpr, HANDS: tl.constexpr, DEEP: tl.constexpr, ROOM: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Columns by rank -> picks [rows, k], -1 beyond the last; ``parts`` programs share a row's pairs."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The best k or somewhat more of part of a row -> pairs [rows, parts, ROOM], their numbers -> counts [rows, parts].
+
+    LIST 0: given are scores, n columns of [rows, line]. Else n lists of pairs a row, ``line`` apart, with at most LIST
+    pairs each and as many as their counts [rows, n] say.
+    """
+    part, token = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    if LIST:
+        given_ptr += token * n * line
+        given_counts_ptr += token * n
+    else:
+        given_ptr += token * line
+    orders = load_orders(given_ptr, given_counts_ptr, part, n, line, HANDS, DEEP, LIST)
+    hands = tl.full([HANDS], LOWEST, tl.int32)
+    for d in tl.static_range(DEEP):
+        hands = tl.maximum(hands, orders[d])
+    bound = hands_bound(hands, k, most, PICKS)
+    count = tl.zeros([HANDS], tl.int32)
+    for d in tl.static_range(DEEP):
+        count += (orders[d] >= bound).to(tl.int32)
+    total = tl.sum(count, axis=0)
+    least = bound.to(tl.int64) << 32
+    if total > ROOM:
+        # Pairs are distinct: some bound is reached by exactly k.
+        high = (tl.max(hands, axis=0).to(tl.int64) << 32) | 0x7FFFFFFF
+        while total != k:
+            middle = middle_of(least, high)
+            some = tl.sum(reaching(orders, middle, given_ptr, part, line, HANDS, DEEP, LIST), axis=0)
+            enough = some >= k
+            least, high = tl.where(enough, middle, least), tl.where(enough, high, middle - 1)
+            total = tl.where(enough, some, total)
+        count = reaching(orders, least, given_ptr, part, line, HANDS, DEEP, LIST)
+    place = tl.cumsum(count, axis=0) - count
+    out_ptr = pairs_ptr + tl.program_id(0).to(tl.int64) * ROOM
+    for d in tl.static_range(DEEP):
+        pair = pairs_of(d, orders[d], least, given_ptr, part, line, HANDS, DEEP, LIST)
+        kept = pair >= least
+        tl.store(out_ptr + place, pair, mask=kept)
+        place += kept.to(tl.int32)
+    tl.store(counts_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def cut_list(list_ptr, count, bound, k, most, ROOM: tl.constexpr):
+    """Cut a list of more than k pairs in column order, all above ``bound``, to its best k or up to ``most`` of them.
+
+    Returns (bound, count): no later column belongs to the best k unless it is above the bound, which k of the list
+    reach. The list keeps its order.
+    """
+    at = tl.arange(0, ROOM)
+    pair = tl.load(list_ptr + at, mask=at < count, other=NO_PAIR)
+    order = (pair >> 32).to(tl.int32)
+    bound = bound_of(order, bound + 1, tl.max(order, axis=0), k, most)
+    above = (order > bound).to(tl.int32)
+    equal = (order == bound).to(tl.int32)
+    ahead = tl.sum(above, axis=0) + tl.cumsum(equal, axis=0) - equal
+    kept = above | (equal & (ahead < k).to(tl.int32))
+    # All are read before any is overwritten.
+    tl.debug_barrier()
+    tl.store(list_ptr + tl.cumsum(kept, axis=0) - kept, pair, mask=kept == 1)
+    return bound, tl.sum(kept, axis=0)
+
+
+@triton.jit(do_not_specialize=["line", "k", "parts"])
+def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    """Columns by rank -> picks [rows, k], -1 beyond the last; ``parts`` programs share a row's pairs.
+
+    Pairs are [rows, line], as many of them as counts [rows] say.
+    """
+    token, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     count = tl.load(counts_ptr + token)
-    pairs_ptr += token * ROOM
-    if count > ROOM:
-        count = 0
-        if part == 0:
-            count = collect_exactly(pairs_ptr, scores_ptr + token * line, n, k, 1024)
-            tl.debug_barrier()
-        parts = 1
+    pairs_ptr += token * line
     for first in range(part * BLOCK, count, parts * BLOCK):
         at = first + tl.arange(0, BLOCK)
         mine = tl.load(pairs_ptr + at, mask=at < count, other=0)
         above = tl.zeros([BLOCK, OTHERS], tl.int32)
-        for start in range(0, count, OTHERS):
+        for start in tl.range(0, count, OTHERS, num_stages=4):
             other_at = start + tl.arange(0, OTHERS)
-            other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=-9223372036854775808)
+            other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=NO_PAIR)
             above += (other[None, :] > mine[:, None]).to(tl.int32)
         rank = tl.sum(above, axis=1)
         column = 0x7FFFFFFF - (mine & 0xFFFFFFFF).to(tl.int32)
         tl.store(picks_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
     if part == 0:
-        for first in range(tl.load(counts_ptr + token), k, BLOCK):
+        for first in range(count, k, BLOCK):
             at = first + tl.arange(0, BLOCK)
             tl.store(picks_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
-
-
-@triton.jit(do_not_specialize=["first_column", "k", "line"])
-def carry_kernel(picks_ptr, columns_ptr, scores_ptr, first_column, k, line, WIDTH: tl.constexpr):
-    """Best scores and their entries so far, to the front of the next run's line.
-
-    picks [rows, k] number columns of scores [rows, line]: the first k are the best of earlier runs, whose entries are
-    columns [rows, k]; the others are entries from ``first_column`` on. Both are replaced by what was picked.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    pick = tl.load(picks_ptr + token * k + at, mask=at < k, other=-1)
-    score = tl.load(scores_ptr + token * line + pick, mask=pick >= 0, other=float("-inf"))
-    earlier = tl.load(columns_ptr + token * k + pick, mask=(pick >= 0) & (pick < k), other=-1)
-    entry = tl.where(pick < k, earlier, first_column + pick - k)
-    tl.debug_barrier()
-    tl.store(scores_ptr + token * line + at, score, mask=at < k)
-    tl.store(columns_ptr + token * k + at, entry, mask=at < k)

@@ -1,0 +1,169 @@
+"""Closing one window: pool its rows, finish the entry (norm, rotation), encode and store it.
+
+A window with many rows is split over channels to fill the chip: each part leaves its pooled channels in a scratch row,
+and the part that arrives last finishes the entry.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.backends.torch_triton.kernels.address import locate
+from kvcore.backends.torch_triton.kernels.codes import round_bf16, widened
+from kvcore.backends.torch_triton.kernels.latent import finish, turns
+from kvcore.backends.torch_triton.kernels.pool import load_own, pool, settle
+from kvcore.backends.torch_triton.kernels.rows import store_rows
+
+
+@triton.jit
+def close_window(
+    token,
+    position,
+    request,
+    part,
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    slots_ptr,
+    starts_ptr,
+    stored_ptr,
+    table_ptr,
+    table_columns,
+    norm_ptr,
+    frequencies_ptr,
+    eps,
+    scratch_ptr,
+    arrivals_ptr,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry.
+
+    With WHOLE a window that has rows from before the step is left to the border's programs.
+    """
+    size: tl.constexpr = R.tiles * R.width
+    share: tl.constexpr = size // PARTS
+    # Everything that has to be fetched is asked for before the long wait for the window itself.
+    slot = tl.load(slots_ptr + request)
+    start = tl.load(starts_ptr + request)
+    stored = tl.load(stored_ptr + request)
+    one = tl.zeros([1], tl.int32)
+    entry = one + position // T.ratio
+    unit, row = locate(one + request, entry, table_ptr, table_ptr, table_columns, R)
+    valid = (unit >= 0) & (one + position >= one + stored)
+    everything = tl.arange(0, size)
+    weight = tl.full([size], 1.0, tl.float32)
+    if NORM:
+        weight = tl.load(norm_ptr + everything, mask=everything < R.dim, other=0).to(tl.float32)
+    channel = part * share + tl.arange(0, share)
+    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
+    if WHOLE and ROWS == CHUNK:
+        kv, score = load_own(kv_ptr, score_ptr, tl.arange(0, ROWS), token, channel, T)
+        cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
+        score = widened(score)
+        x = settle(score, tl.full(score.shape, 1.0, tl.float32), widened(kv), NATIVE)
+    else:
+        cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
+        x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
+    if R.rounded:
+        x = round_bf16(x, NATIVE)
+    if WHOLE and PARTS == 1:
+        valid = valid & (one + position + 1 - window >= one + start)
+    # Entries of one request close ``ratio`` tokens apart, so this number is an entry's own.
+    number = token // T.ratio + request
+    scratch = scratch_ptr + number.to(tl.int64) * size
+    if WHOLE and PARTS > 1:
+        # Asked so late since the loads don't wait for it; of a window that is not whole they were the step's own rows.
+        if position + 1 - window >= start:
+            finish_window(
+                x,
+                channel,
+                weight,
+                cos,
+                sin,
+                eps,
+                unit,
+                row,
+                valid,
+                codes_ptr,
+                scales_ptr,
+                plain_ptr,
+                scratch,
+                arrivals_ptr + number,
+                R,
+                NORM,
+                PAIRS,
+                PARTS,
+                NATIVE,
+            )
+    else:
+        finish_window(
+            x,
+            channel,
+            weight,
+            cos,
+            sin,
+            eps,
+            unit,
+            row,
+            valid,
+            codes_ptr,
+            scales_ptr,
+            plain_ptr,
+            scratch,
+            arrivals_ptr + number,
+            R,
+            NORM,
+            PAIRS,
+            PARTS,
+            NATIVE,
+        )
+
+
+@triton.jit
+def finish_window(
+    x,
+    channel,
+    weight,
+    cos,
+    sin,
+    eps,
+    unit,
+    row,
+    valid,
+    codes_ptr,
+    scales_ptr,
+    plain_ptr,
+    scratch,
+    arrivals,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Norm, rotate, encode and store an entry from its pooled channels; with PARTS the last part does it for all."""
+    size: tl.constexpr = R.tiles * R.width
+    if PARTS > 1:
+        tl.store(scratch + channel, x)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") == PARTS - 1:
+            tl.debug_barrier()
+            x_all = tl.load(scratch + tl.arange(0, size), cache_modifier=".cg")
+            tl.store(arrivals, 0)
+            x_all = finish(x_all[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
+            x_all = tl.reshape(x_all, (1, R.tiles, R.width))
+            store_rows(x_all, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.rounded, NATIVE)
+    else:
+        x = finish(x[None, :], weight, cos, sin, eps, R, NORM, PAIRS, NATIVE)
+        x = tl.reshape(x, (1, R.tiles, R.width))
+        store_rows(x, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, R, R.rounded, NATIVE)
