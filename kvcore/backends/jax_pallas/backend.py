@@ -341,7 +341,7 @@ class JaxOps(ComposedVerbs):
         """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
-        options = (("columns", programs.bucket(columns, index)),)
+        options = (("columns", self._bucket(columns, index)),)
         found = programs.indexed(classic.visible_rows)(kind, index, options)
         return VisibleRows(*(array[:, :columns] for array in found))
 
