@@ -146,11 +146,10 @@ def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: flo
     started = time.perf_counter()
     record: dict[str, Any] = {
         "kind": "bench_jax",
-        "device": jax.devices()[0].device_kind,
         "how": f"{ops.how}; inside one jit with donated pools; torch eager; µs a layer, medians",
         "kernels": ops.kernels,
         "layers": LAYERS,
-        **{key: value for key, value in environment.describe().items() if key in ("kvcore", "commit", "versions")},
+        **environment.of_script(jax.devices()[0].device_kind),
         "rows": [],
     }
     for requests, tokens in sizes:

@@ -23,7 +23,14 @@ import msgspec
 
 from kvcore import parity
 
-QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK_COMPILES = {
+    "cpu": (
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ),
+    "cuda": ("--xla_gpu_autotune_level=0",),
+}
 """Compiling is most of the work, and what is checked does not depend on the optimiser's effort."""
 
 PLUGIN = "kvcore.conformance.plugin"
@@ -47,13 +54,18 @@ def environment(backend: str, device: str) -> dict[str, str]:
     found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if "jax" not in backend or "XLA_FLAGS" in os.environ:
         return found
-    if device.startswith("cpu"):
+    kind = device.split(":")[0]
+    if kind == "cpu":
         found.setdefault("JAX_PLATFORMS", "cpu")
-        quick = {**found, "XLA_FLAGS": QUICK_COMPILES}
+    flags = ""
+    for flag in QUICK_COMPILES.get(kind, ()):
         # XLA ends the process over a flag that it does not know, or no longer.
-        asked = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=quick, capture_output=True)
-        found = quick if asked.returncode == 0 else {**found, "XLA_FLAGS": QUICK_COMPILES.split()[0]}
-    return found
+        line = [sys.executable, "-c", "import jax.numpy as jnp; jnp.zeros(1)"]
+        tried = {**found, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {flag}".strip()}
+        if not subprocess.run(line, env=tried, capture_output=True, check=False).returncode:
+            flags = tried["XLA_FLAGS"]
+    print(f"XLA_FLAGS={flags}", flush=True)
+    return {**found, "XLA_FLAGS": flags}
 
 
 def begin(number: int, options: argparse.Namespace, folder: Path, variables: dict[str, str]) -> Part:

@@ -198,7 +198,7 @@ class JaxOps(ComposedVerbs):
         closed = bounds.closed(self.plan, layer, role, index) if closed is None else closed
         roles = role, TAIL_OF[role]
         arrays = (index, kv, score, norm_weight)
-        options = {"closed": programs.bucket(closed, index), "role": role, "eps": eps}
+        options = {"closed": self._bucket(closed, index), "role": role, "eps": eps}
         return self._read(tail.compress, pools, layer, roles, arrays, **options)[:closed]
 
     def flush(
@@ -226,7 +226,7 @@ class JaxOps(ComposedVerbs):
         reads = tuple(role for _, role, given in streams if given is not None)
         rope = tail.frequencies_of(rope)
         arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, rope)
-        options = {"closed": programs.bucket(closed, index), "eps": eps}
+        options = {"closed": self._bucket(closed, index), "eps": eps}
         return self._write(tail.flush, pools, layer, writes, arrays, reads, **options)
 
     def store_entries(
@@ -246,9 +246,7 @@ class JaxOps(ComposedVerbs):
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         count = bounds.closed(self.plan, layer, role, index) if count is None else count
         kind = self._layers[layer].only(role)
-        found = programs.indexed(entries.closed)(
-            kind, index, (("count", programs.bucket(count, index)), ("role", role))
-        )
+        found = programs.indexed(entries.closed)(kind, index, (("count", self._bucket(count, index)), ("role", role)))
         return Closed(*(array[:count] for array in found))
 
     def gather_entries(
@@ -262,7 +260,7 @@ class JaxOps(ComposedVerbs):
     ) -> AllEntries:
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
-        options = {"columns": programs.bucket(columns, index), "role": role}
+        options = {"columns": self._bucket(columns, index), "role": role}
         found = self._read(entries.gather_all_entries, pools, layer, (role,), (index,), **options)
         return AllEntries(found.values[:, :columns], found.counts, found.positions[:, :columns])
 
@@ -278,7 +276,7 @@ class JaxOps(ComposedVerbs):
     ) -> Float[Array, "tokens columns"]:
         """Lightning-indexer scores [T, columns] fp32."""
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        options = {"columns": programs.bucket(columns, index)}
+        options = {"columns": self._bucket(columns, index)}
         arrays = (index, q, weights)
         return self._read(indexer.index_scores, pools, layer, ("index_keys",), arrays, **options)[:, :columns]
 
@@ -329,7 +327,7 @@ class JaxOps(ComposedVerbs):
     ]:
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
-        options = {"columns": programs.bucket(columns, index)}
+        options = {"columns": self._bucket(columns, index)}
         found = self._read(classic.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
         return tuple(array[:, :columns] for array in found)
 
@@ -337,13 +335,13 @@ class JaxOps(ComposedVerbs):
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
-        return programs.indexed(classic.mask)(kind, index, (("columns", programs.bucket(columns, index)),))[:, :columns]
+        return programs.indexed(classic.mask)(kind, index, (("columns", self._bucket(columns, index)),))[:, :columns]
 
     def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
         """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
-        options = (("columns", programs.bucket(columns, index)),)
+        options = (("columns", self._bucket(columns, index)),)
         found = programs.indexed(classic.visible_rows)(kind, index, options)
         return VisibleRows(*(array[:, :columns] for array in found))
 
@@ -371,7 +369,7 @@ class JaxOps(ComposedVerbs):
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         arrays = (index, q, k, v, sink, scale)
-        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=programs.bucket(columns, index))
+        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=self._bucket(columns, index))
 
     def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
@@ -414,7 +412,7 @@ class JaxOps(ComposedVerbs):
     ) -> RawRows:
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
-        options = {"role": role, "columns": programs.bucket(columns, index)}
+        options = {"role": role, "columns": self._bucket(columns, index)}
         found = self._read(life.gather_rows, pools, layer, (role,), (index, rows), **options)
         return RawRows(found.rows[:, :columns], found.positions[:, :columns])
 
@@ -433,6 +431,9 @@ class JaxOps(ComposedVerbs):
     def digest_rows(self, raw: RawRows, salt: int) -> UInt32[Array, "requests 2"]:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""
         return programs.digest(raw, np.uint32(salt))
+
+    def _bucket(self, count: int, index: StepIndex) -> int:
+        return programs.bucket(count, index, programs.SMALLEST_BUCKET[self.kernels == "interpret"])
 
     def _read(self, verb, pools, number, roles, arrays, **options):
         layer = self._layers[number].only(*roles)

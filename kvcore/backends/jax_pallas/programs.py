@@ -14,7 +14,8 @@ from kvcore.backends.jax_pallas.runs import as_elements
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
 
-SMALLEST_BUCKET = 64
+SMALLEST_BUCKET = (64, 8)
+"""Rows that an eager verb is compiled for at least; few in the interpreter, where each row costs more than a trace."""
 
 
 def exchanged(pools: Any, changed: Any) -> Any:
@@ -22,14 +23,14 @@ def exchanged(pools: Any, changed: Any) -> Any:
     return pools.replace(changed) if isinstance(pools, Pools) else {**pools, **changed}
 
 
-def bucket(count: int, index: StepIndex) -> int:
+def bucket(count: int, index: StepIndex, smallest: int) -> int:
     """A size that changes rarely while ``count`` grows, so that eager verbs are not traced anew for every length.
 
     Inside the caller's trace ``count`` is the caller's own static choice and stays.
     """
     if isinstance(index.lengths, Tracer) or count == 0:
         return count
-    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+    return max(smallest, 1 << (count - 1).bit_length())
 
 
 @cache
