@@ -1,7 +1,7 @@
 """Requests that come and go in one cache, and what every reader must find in it: their own rows and nobody else's."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
