@@ -19,6 +19,7 @@ nox.options.sessions = ["lint", "types", "tests", "conformance", "report"]
 TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
 JAX = "jax==0.10.2"  # the last for Python 3.11
 TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
+SHAPES = ("jaxtyping==0.3.11", "beartype==0.23.1")  # check shapes in signatures; nothing else needs them
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
 QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch's CPU builds come without it
@@ -82,7 +83,7 @@ def tests_triton(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv")
 def tests_jax(session: nox.Session) -> None:
     """The JAX backend's suite: the CPU, the TPU interpreter, and the TPU compiler; nothing needs a TPU."""
-    session.install(JAX, TPU_COMPILER)
+    session.install(JAX, TPU_COMPILER, *SHAPES)
     install(session, "jax", "snapshot", "conformance", groups=("test",))
     session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
 
@@ -144,7 +145,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Types: strict in the core, basic in backends and interop."""
     install(session, "torch", "transformers", "report", "conformance", groups=("types",), torch=True)
-    session.install(TRITON, JAX)
+    session.install(TRITON, JAX, *SHAPES)
     session.run("pyright", *session.posargs)
 
 

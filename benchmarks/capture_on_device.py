@@ -4,7 +4,7 @@ import torch
 
 import kvcore
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, presets
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, presets
 
 LIVE, PADDED, HEADS, ROPE = 6, 8, 64, Rope(dim=64, theta=160000.0)
 
@@ -201,7 +201,23 @@ def decode_layer(ops, pools, index, given):
     return [scores, selected, at_once, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
 
 
+def classic_layer(ops, pools, index, given):
+    """A classic layer's decode step, keys of two heads and queries of four."""
+    k, v, q = given[0][:, :128], given[0][:, 128:256], given[0][:, 256:]
+    pools = ops.append_kv(pools, 0, index, k.reshape(-1, 2, 64), v.reshape(-1, 2, 64))
+    out = ops.attend_kv(pools, 0, index, q.reshape(-1, 4, 64).bfloat16())
+    return [out.out * 2, out.lse]
+
+
 COMPILED = (
+    (
+        "a classic layer's decode step",
+        CacheSpec(
+            layers=[LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format="int8_row", value_format="bf16"))],
+            block_tokens=64,
+        ),
+        classic_layer,
+    ),
     ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), window_alone),
     (
         "a CSA layer's decode step",

@@ -1,6 +1,7 @@
 """The device's side of ``check_cuda``: run the verbs, compare bytes."""
 
 import traceback
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -10,7 +11,10 @@ from expected import as_bf16, decoded, encoded, random_values
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.ops import RawRows
+from kvcore.handoff.layout import page_layout
+from kvcore.handoff.pages import PageDigests
+from kvcore.interop.torch_distributed.exchange import TorchExchange, merged
+from kvcore.ops import Attention, RawRows
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import Row, build_index
@@ -110,6 +114,8 @@ def check_rest(seed, device):
     yield from check_rotated(rng, device)
     yield from check_flush(rng, device)
     yield from check_life(rng, device)
+    yield from check_pages(rng, device)
+    yield from check_merge(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
         for check in (check_captured, check_compiled):
@@ -287,6 +293,72 @@ def check_life(rng, device):
             lanes = there.digest_rows(RawRows(*map(there.asarray, raw)), salt).cpu().numpy()
             wrong = int((lanes != here.digest_rows(raw, salt)).sum())
             yield f"digest of rows of {size} bytes", f"{wrong} lanes" if wrong else ""
+
+
+def check_pages(rng, device):
+    """Digests of an export's pages at once, as they arrive, against those of the reference, component by component."""
+    layers = [
+        LayerSpec(window=Window(dim=512, window=5, format="v4_584")),
+        LayerSpec(
+            tail=Tail(dim=512, ratio=4, overlap=True),
+            entries=Entries(dim=512, ratio=4, format="v4_584"),
+            index_keys=IndexKeys(dim=128, ratio=4, heads=2, topk=4, format="index_fp4_68_h"),
+            index_tail=Tail(dim=128, ratio=4, overlap=True),
+        ),
+        LayerSpec(entries=Entries(dim=20, ratio=8, format="fp32")),
+    ]
+    spec = CacheSpec(layers=layers, block_tokens=16)
+    plan = plan_cache(spec, max_requests=2, max_tokens=256, max_draft_tokens=2)
+    here = SimpleNamespace(spec=spec, ops=ReferenceOps(plan))
+    there = SimpleNamespace(spec=spec, ops=TritonOps(plan, device))
+    for floor, length in ((0, 0), (0, 3), (14, 16), (75, 77), (158, 160)):
+        layout = page_layout(spec, floor, length)
+        pages = rng.integers(0, 256, (layout.pages, layout.page_bytes), np.uint8)
+        want, ours = PageDigests(here, layout, floor, length).result(pages), torch.from_numpy(pages).to(device)
+        for chunk in (3, 1000):
+            digests = PageDigests(there, layout, floor, length)
+            # None of them: the record may be there alone.
+            for first in range(0, layout.pages if chunk == 3 else 0, chunk):
+                digests.add(ours[first : first + chunk], first)
+            wrong = sum(a != b for a, b in zip(digests.result(ours), want, strict=True))
+            yield f"pages of {length} tokens by {chunk}", f"{wrong} of {len(want)}" if wrong else ""
+            yield f"pages of {length} tokens at once", "" if digests._tables else "component by component"
+
+
+def check_merge(rng, device):
+    """Parts of context shards joined in one launch, against the same in torch on the CPU; some have no keys."""
+
+    class Alike(TorchExchange):
+        def __init__(self, parts):
+            self.parts = parts
+            self._take_place(len(parts), 0, "cpu")
+
+        def _stack(self, values):
+            assert values.shape == self.parts.shape[1:]
+            return self.parts
+
+    for shards, tokens, heads, dim, dtype in ((2, 5, 3, 512, torch.bfloat16), (4, 3, 2, 24, torch.float32)):
+        for once, sink in ((True, True), (True, False), (False, True), (False, False)):
+            parts = torch.from_numpy(rng.standard_normal((shards, tokens, heads, dim + 1)).astype(np.float32))
+            parts[..., -1] *= 8
+            # A shard without keys, a query without any on all shards, and one whose only keys are everybody's.
+            parts[1, 0], parts[:, 1], parts[:, 2, 0] = (torch.tensor([*[0.0] * dim, -torch.inf]) for _ in range(3))
+            whole = [
+                torch.from_numpy(rng.standard_normal((tokens, heads, *s)).astype(np.float32)) for s in ((dim,), ())
+            ]
+            whole[0][1], whole[1][1] = 0, -torch.inf
+            whole = Attention(whole[0].to(dtype), whole[1]) if once else None
+            low = torch.from_numpy(rng.standard_normal(heads).astype(np.float32) * 9) if sink else None
+            like = torch.zeros(1, dtype=dtype)
+            want = Alike(parts).merge(Attention(parts[0, ..., :-1], parts[0, ..., -1]), whole, low, like)
+            there = [None if t is None else t.to(device) for t in (parts, low, like)]
+            held = None if whole is None else Attention(*(t.to(device) for t in whole))
+            got = merged(there[0], held, there[1], there[2])
+            bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            pairs = zip(got, want, strict=True)
+            same = all(torch.allclose(a.cpu().float(), b.float(), rtol=bound, atol=bound) for a, b in pairs)
+            fine = same and got.out.dtype == dtype and got.out.shape == want.out.shape
+            yield f"merge of {shards} shards, window {once}, sink {sink}", "" if fine else "differs"
 
 
 def check_large(rng, device):

@@ -1,6 +1,6 @@
 """The TPU compiler's word on every kernel, as a parity report that ``kvcore parity merge`` and ``html`` read.
 
-    python -m benchmarks.compile_tpu [--chips v5e v6e] [--out records/compile_tpu.json]
+    python -m benchmarks.compile_tpu [--chips v5e v6e] [--only attend_kv] [--out records/compile_tpu.json]
 
 For each chip, none of which need be here: does libtpu compile each kernel, does the program update the pools in place,
 how much temporary memory does it hold, does it move a whole pool. Nothing is run, and no numbers are compared.
@@ -80,18 +80,19 @@ def record(found: dict[str, Any], how: str) -> Record:
     )
 
 
-def report(chips: Sequence[str], command: str) -> Report:
-    """Compile everything for some chips."""
+def report(chips: Sequence[str], only: str, command: str) -> Report:
+    """Compile all cases whose name contains ``only`` for some chips."""
     spec = conformance_spec()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     runs, records = [], []
+    cases = [name for name in (*KERNELS, *STEPS) if only in name]
     for chip in chips:
         how = f"TPU {chip}, compiled ahead of time by libtpu {versions['libtpu']}, not run"
-        records += [record(found, how) for found in compiled(chip, *KERNELS, *STEPS)]
+        records += [record(found, how) for found in compiled(chip, *cases)]
         described = environment.describe()
         described["versions"] = {**described["versions"], **versions}
         runs.append(Run(backend=BACKEND, how=how, device="", reason="", command=command, **described))
-        print(f"{chip}: {sum(one.how == how and one.status == 'agree' for one in records)} of {len(KERNELS | STEPS)}")
+        print(f"{chip}: {sum(one.how == how and one.status == 'agree' for one in records)} of {len(cases)}")
     return Report(
         schema=SCHEMA,
         spec=SpecRef(name=spec.name, digest=spec.digest),
@@ -105,10 +106,13 @@ def main() -> int:
     """Compile, write the report; 1 if anything is refused or copies a pool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--only", default="", help="cases whose name contains this; kvcore parity merge adds them")
     parser.add_argument("--out", type=Path, default=Path("records/compile_tpu.json"))
     options = parser.parse_args()
     # Where the record was written says nothing about what it holds.
-    found = report(options.chips, f"python -m benchmarks.compile_tpu --chips {' '.join(options.chips)}")
+    only = f" --only {options.only}" if options.only else ""
+    command = f"python -m benchmarks.compile_tpu --chips {' '.join(options.chips)}{only}"
+    found = report(options.chips, options.only, command)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     for one in found.failures:
         print(f"{one.check}, {one.how}: {one.detail}")

@@ -1,7 +1,8 @@
 """What a cache format costs a real model: perplexity and greedy agreement of SmolLM2-135M-Instruct, against bytes.
 
-``python benchmarks/quality.py [--out FOLDER]`` takes about an hour of one core; ``--tokens``, ``--prompts``,
-``--new`` and ``--formats`` make it shorter. It prints a table and writes it with a picture after every format.
+``python benchmarks/quality.py [--out FOLDER]`` takes about two hours of one core; ``--tokens``, ``--prompts``,
+``--new`` and ``--formats`` make it shorter. It prints a table and writes it with a picture after every format. With
+``--add`` the folder's record keeps its other rows; the baseline, which every row is compared with, is read again.
 
 Weights and arithmetic are fp32, so that only the cache rounds. The text is read in chunks, and a chunk's queries attend
 to what the cache gives back, of the chunk itself too: every key and value that counts was stored in the format.
@@ -38,7 +39,10 @@ FORMATS: dict[str, str | dict[str, str]] = {
     "nf4_b64": "nf4_b64",
     "mxfp4": "mxfp4",
     "int8_row keys, nf4_b64 values": {"key": "int8_row", "value": "nf4_b64"},
+    "fp8_row keys, mxfp4 values": {"key": "fp8_row", "value": "mxfp4"},
 }
+SAME = ("model", "text", "greedy", "baseline")
+"""Fields in which two records must agree for their rows to stand in one table."""
 PROMPTS = (
     *language_model.PROMPTS,
     "Name the planets of the solar system in order.",
@@ -152,13 +156,35 @@ def run(names: Sequence[str], tokens: int | None, prompts: int, new: int, say: A
         "rows": [],
     }
     baseline: Measured | None = None
-    for name in names:
+    for name in (BASELINE, *(name for name in names if name != BASELINE)):
         with torch.no_grad():
             found = measure(model, text, batch, new, FORMATS[name])
         baseline = found if baseline is None else baseline
         record["rows"].append(row(name, found, baseline))
         say(f"{name}: done in {found.seconds:.0f} s")
         yield record
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old record with the new one's rows, a row of the same format replaced; ``added`` says how those were run.
+
+    Raises:
+        ValueError: the records are of another model, text, prompts or baseline, or the baselines' figures differ.
+    """
+    for field in SAME:
+        if old[field] != new[field]:
+            raise ValueError(f"{field}: {old[field]!r} in the record, {new[field]!r} now")
+    rows = {each["format"]: each for each in old["rows"]}
+    fresh = {each["format"]: each for each in new["rows"] if each["format"] != BASELINE}
+    before, now = rows[BASELINE]["perplexity"], new["rows"][0]["perplexity"]
+    if abs(now / before - 1) > 1e-4:
+        raise ValueError(f"perplexity of {BASELINE}: {before} in the record, {now} now")
+    how = {key: value for key, value in new.items() if key not in (*SAME, "rows")}
+    kept = [each for each in old.get("added", []) if not set(each["formats"]) <= set(fresh)]
+    added = [*kept, {"formats": list(fresh), **how}] if fresh else kept
+    order = list(FORMATS)
+    together = sorted({**rows, **fresh}.values(), key=lambda each: order.index(each["format"]))
+    return {**old, "added": added, "rows": together}
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -232,10 +258,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=128, help="tokens generated a prompt")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--out", type=Path, help="folder for quality_smollm2.json, .md and .svg")
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the folder's record")
     chosen = parser.parse_args(arguments)
-    for record in run(
+    if chosen.add and chosen.out is None:
+        parser.error("--add needs --out, the folder of the record")
+    kept = json.loads((chosen.out / "quality_smollm2.json").read_text(encoding="utf-8")) if chosen.add else None
+    record: dict[str, Any] = {"rows": []}
+    for found in run(
         chosen.formats, chosen.tokens, chosen.prompts, chosen.new, say=lambda line: print(line, flush=True)
     ):
+        record = found if kept is None else merged(kept, found)
         if chosen.out is not None:
             chosen.out.mkdir(parents=True, exist_ok=True)
             text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"

@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import check_attention
+import check_classic
 import check_indexer
 import torch
 from check_attention import layer_of
@@ -102,6 +103,7 @@ def indexer_cases(device: str) -> Iterator[Case]:
 def small(device: str) -> Iterator[Case]:
     """Every kernel once."""
     yield check_attention.small(device)
+    yield check_classic.small(device)
     yield check_indexer.small(device)
 
 
@@ -122,18 +124,18 @@ def run(shard: int, shards: int, names: list[str], device: str, seed: int) -> li
     return found
 
 
-GROUPS = {"attention": attention_cases, "indexer": indexer_cases, "small": small}
+GROUPS = {"attention": attention_cases, "classic": check_classic.large, "indexer": indexer_cases, "small": small}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--small", action="store_true", help="every kernel once on small data")
-    parser.add_argument("--only", nargs="*", choices=["attention", "indexer"])
+    parser.add_argument("--only", nargs="*", choices=["attention", "classic", "indexer"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=1, help="processes, since most of the time goes to compilation")
     arguments = parser.parse_args()
-    names = ["small"] if arguments.small else arguments.only or ["attention", "indexer"]
+    names = ["small"] if arguments.small else arguments.only or ["attention", "classic", "indexer"]
     began, seed = time.time(), secrets.randbits(40)
     if arguments.workers == 1:
         results = run(0, 1, names, arguments.device, seed)

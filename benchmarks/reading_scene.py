@@ -41,12 +41,14 @@ def scene(
     pad: int = 1,
     layout: str = "packed",
     spread: float = 1.0,
+    drafts: int = 0,
+    padding: list[int] | None = None,
 ) -> Scene:
     """Requests of ``lengths`` tokens, the last ``news`` of which are the step's, in shuffled blocks and slots."""
     spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
     blocks = [-(-length // block_tokens) for length in lengths]
     tokens = max(1, sum(blocks) + 1) * block_tokens
-    plan = plan_cache(spec, max_requests=len(lengths) + 1, max_tokens=tokens, layout=layout)
+    plan = plan_cache(spec, max_requests=len(lengths) + 1, max_tokens=tokens, layout=layout, max_draft_tokens=drafts)
     device = checked_device(device)
     ops, plain = TritonOps(plan, device), TorchOps(plan, device)
     pools = ops.allocate()
@@ -57,7 +59,8 @@ def scene(
     rows = []
     for number, (length, new) in enumerate(zip(lengths, news, strict=True)):
         taken = tuple(order.pop() for _ in range(blocks[number]))
-        rows.append(Row(slot=len(lengths) - number, start=length - new, new=new, blocks=taken))
+        left = None if padding is None else padding[number]
+        rows.append(Row(len(lengths) - number, length - new, new, taken, left_padding=left))
         write(ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
     columns = max(blocks, default=1) or 1
     host = build_index(rows, max_blocks=columns, pad_tokens=sum(news) + pad, pad_requests=len(rows) + (pad > 0))
@@ -78,6 +81,14 @@ def write(ops: Any, pools: Any, layer: LayerSpec, row: Row, columns: int, spread
         (region,) = ops.plan.region(0, "window")
         start = max(0, row.length - region.rows)
         ops.append_window(pools, 0, index(start, row.length), values(row.length - start, layer.window.dim))
+    if layer.kv is not None:
+        for start in range(min(layer.kv.visible(row.start, row.length), default=0), row.length, ROWS_AT_ONCE):
+            length = min(row.length, start + ROWS_AT_ONCE)
+            parts = [
+                values((length - start) * part.heads, part.format.dim).reshape(-1, part.heads, part.format.dim)
+                for part in layer.kv.parts
+            ]
+            ops.append_kv(pools, 0, index(start, length), *parts)
     for role in ("entries", "index_keys"):
         component = getattr(layer, role)
         if component is None:

@@ -4,6 +4,7 @@ compute-sanitizer --tool memcheck python benchmarks/small_run.py
 """
 
 import check_attention
+import check_classic
 import check_indexer
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ for name, count in (
 rng = np.random.default_rng(0)
 problems += [found for found in check_rotated(rng, "cuda") if found[1]]
 problems += [found for check in (check_flush, check_life) for found in check(rng, "cuda") if found[1]]
-problems += [found for module in (check_attention, check_indexer) for found in module.small("cuda") if found[1]]
+problems += [
+    found for module in (check_attention, check_classic, check_indexer) for found in module.small("cuda") if found[1]
+]
 torch.cuda.synchronize()
 print("small run:", problems or "ok")

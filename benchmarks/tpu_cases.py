@@ -27,6 +27,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
+CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
 Case = tuple[Any, ...]
@@ -57,6 +58,11 @@ def hca() -> LayerSpec:
 def classic() -> LayerSpec:
     """Keys and values a row a head, moved by kernels that know no format: four rows to a tile, and two."""
     return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=2, value_dim=128, key_format="int8_row"))
+
+
+def llama(format: str) -> LayerSpec:
+    """Keys and values of Llama 3 8B."""
+    return LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=format))
 
 
 def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
@@ -93,6 +99,10 @@ def append_kv(o: JaxOps, p: Any, i: StepIndex, k: Any, v: Any) -> Any:
 
 def gather_kv(o: JaxOps, p: Any, i: StepIndex) -> Any:
     return p, o.gather_kv(p, 0, i, columns=256)
+
+
+def attend_kv(o: JaxOps, p: Any, i: StepIndex, q: Any, sink: Any) -> Any:
+    return p, o.attend_kv(p, 0, i, q, columns=256 * BLOCKS, sink=sink[0])
 
 
 def flush_hca(o: JaxOps, p: Any, i: StepIndex, kv: Any, score: Any, turn: Any) -> Any:
@@ -182,6 +192,9 @@ for _name in LATENT_FORMATS:
     KERNELS[f"gather_window/{_name}/tpu_tile/decode"] = lambda n=_name: verb((csa(n),), gather_window)
 for _name in INDEX_FORMATS:
     KERNELS[f"index_scores/{_name}.m4/tpu_tile/decode"] = lambda n=_name: verb((csa(index=n),), index_scores, *SCORING)
+
+for _name in CLASSIC_FORMATS:
+    KERNELS[f"attend_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), attend_kv, (32, 128), (32,))
 
 STEPS: dict[str, Callable[[], Case]] = {
     "step/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb(

@@ -29,7 +29,10 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ShapeError(got=type(array).__name__, where=where, allowed="an array of the backend or of NumPy")
     got = tuple(array.shape)
-    if len(got) != len(shape) or any(want not in (None, size) for size, want in zip(got, shape, strict=True)):
+    fits = got == shape or (
+        len(got) == len(shape) and all(want in (None, size) for size, want in zip(got, shape, strict=True))
+    )
+    if not fits:
         wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise ShapeError(got=f"shape {list(got)}", where=where, allowed=f"shape {wanted}")
     if dtype_name(array) not in dtypes:

@@ -7,6 +7,7 @@ from kvcore.arrays import to_numpy
 from kvcore.content import owned
 from kvcore.manager import Request
 from kvcore.open_step import Step
+from kvcore.padding import left_padding_of
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.portable import PortableVerbs
@@ -44,7 +45,7 @@ def create_cache(
         max_draft_tokens: tokens that ``truncate`` can always undo.
         prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
             ends, and semantic points); ``zero`` (blocks only, rings are replayed).
-        layout: ``packed``, ``planar``, ``tpu_tile``, or ``auto`` for the backend's own choice.
+        layout: ``packed``, ``planar``, ``tpu_tile``, ``by_head``, or ``auto`` for the backend's own choice.
         check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
 
     Raises:
@@ -99,6 +100,8 @@ class Cache(SharingVerbs, PortableVerbs):
         tokens: Mapping[Request, Tokens],
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
+        *,
+        left_padding: Mapping[Request, int] | None = None,
     ) -> Step:
         """Open a step: ``{request: number of new tokens, or their ids}``; mapping order is batch order.
 
@@ -108,11 +111,15 @@ class Cache(SharingVerbs, PortableVerbs):
             tokens: requests of this step; 0 tokens and an empty mapping are legal.
             pad_tokens: token rows to pad every input to, so that compiled code sees one shape; padding comes last.
             pad_requests: request rows to pad to.
+            left_padding: for requests whose first positions are no tokens, how many; the same in all steps of a
+                request. Their rows are stored like others, but no query sees them, and chunks count from the first
+                token. Classic layers only.
 
         Raises:
             StepError: a step is open. OutOfBlocks: the tokens do not fit.
             RequestError: a request is stale or foreign, or given other ids than the prompt whose blocks it took over.
-            ShapeError: a count is not an integer >= 0. Nothing is changed by any of them.
+            ShapeError: a count is not an integer >= 0, or left padding that a layer cannot have.
+            Nothing is changed by any of them.
         """
         with self._turn("step"):
             given = as_mapping(tokens)
@@ -122,11 +129,14 @@ class Cache(SharingVerbs, PortableVerbs):
                 for request, value in zip(requests, given.values(), strict=True)
             ]
             counts = [count for count, _ in parsed]
+            padding = left_padding_of(self.spec, requests, left_padding)
             for request, (_, ids) in zip(requests, parsed, strict=True):
                 self._manager.check_replay(request, ids)
             grown = self._manager.grow(requests, counts)
             try:
                 rows = self._rows(requests, counts)
+                if padding is not None:
+                    rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
                 host = build_index(rows, max_blocks=self.plan.blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.

@@ -114,28 +114,48 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
 def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
     """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
     index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
+    # Layers may come with one array of positions for all of them, which then goes to the device once.
+    places: dict[int, Array] = {}
     for (layer, role), (rows, positions) in content.items():
         region = ops.plan.region(layer, role)[0]
-        first = 0
         if region.growth == "slot":
             first = sum(position < row.length - region.rows for position in positions)
-        pools = ops.store_rows(pools, layer, role, index, to_raw(ops, rows[first:], positions[first:]))
+            raw = to_raw(ops, rows[first:], positions[first:])
+        else:
+            if id(positions) not in places:
+                places[id(positions)] = _places(ops, positions)
+            raw = RawRows(ops.asarray(rows[None]), places[id(positions)])
+        pools = ops.store_rows(pools, layer, role, index, raw)
     return pools
 
 
 def to_raw(ops: Ops, rows: np.ndarray[Any, Any], positions: Sequence[int]) -> RawRows:
     """Host rows [n, row_bytes] of one request as RawRows on the device."""
-    return RawRows(ops.asarray(rows[None]), ops.asarray(np.array([positions], np.int32).reshape(1, len(positions))))
+    return RawRows(ops.asarray(rows[None]), _places(ops, positions))
+
+
+def _places(ops: Ops, positions: Sequence[int]) -> Array:
+    """[1, n] int32 on the device."""
+    return ops.asarray(np.array([positions], np.int32).reshape(1, len(positions)))
 
 
 def page_digests(ops: Ops, rows: Array, positions: Sequence[int], page: int, salt: int) -> Array:
     """Digest lanes of every page of ``page`` rows: [pages, 2] int64 on the device; the last page may be short."""
-    pages = -(-len(rows) // page)
-    places = np.full(pages * page, -1, np.int32)
-    places[: len(rows)] = positions
-    padded = rows if len(places) == len(rows) else _padded(rows, len(places))
-    raw = RawRows(ops.asarray(padded.reshape(pages, page, rows.shape[1])), ops.asarray(places.reshape(pages, page)))
-    return ops.digest_rows(raw, salt)
+    return digests_at(ops, rows, page_places(ops, positions, page), salt)
+
+
+def page_places(ops: Ops, positions: Sequence[int], page: int) -> Array:
+    """Positions in pages of ``page`` rows: [pages, page] int32 on the device, -1 after the last."""
+    places = np.full(-(-len(positions) // page) * page, -1, np.int32)
+    places[: len(positions)] = positions
+    return ops.asarray(places.reshape(-1, page))
+
+
+def digests_at(ops: Ops, rows: Array, places: Array, salt: int) -> Array:
+    """Digest lanes of the pages that ``page_places`` laid out: [pages, 2] int64 on the device."""
+    pages, page = places.shape
+    padded = rows if len(rows) == pages * page else _padded(rows, pages * page)
+    return ops.digest_rows(RawRows(ops.asarray(padded.reshape(pages, page, rows.shape[1])), places), salt)
 
 
 def _padded(rows: Array, count: int) -> Array:

@@ -72,6 +72,40 @@ class Step:
         """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
         return self.device_index.request_index
 
+    def from_batch(self, batch: Any) -> Any:
+        """Rows [T, ...] for the verbs, of a batch [Q, S, ...] padded on the right: request q's new tokens come first.
+
+        Raises:
+            ShapeError: another number of requests, or fewer columns than a request has new tokens.
+        """
+        self.check_open()
+        batch = self.cache.ops.asarray(batch)
+        requests, width = len(self.device_index.slots), max((row.new for row in self.rows), default=0)
+        if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
+            allowed = f"{requests} requests × {width} columns or more"
+            raise ShapeError(got=list(batch.shape), where="from_batch", allowed=allowed)
+        return self.cache.ops.from_batch(self.device_index, batch)
+
+    def to_batch(self, rows: Any, width: int | None = None) -> Any:
+        """The inverse for what verbs return: rows [T, ...] -> [Q, width, ...], zeros (or False) in the padding.
+
+        Args:
+            rows: one for every token of the step.
+            width: columns; the most new tokens of a request unless given, and no fewer.
+
+        Raises:
+            ShapeError: another number of rows, or a width that has no room for them.
+        """
+        self.check_open()
+        rows = self.cache.ops.asarray(rows)
+        tokens, least = len(self.device_index.positions), max((row.new for row in self.rows), default=0)
+        if not rows.ndim or rows.shape[0] != tokens:
+            raise ShapeError(got=list(rows.shape), where="to_batch", allowed=f"{tokens} rows")
+        width = least if width is None else width
+        if not is_count(width) or width < least:
+            raise ShapeError(got=width, where="to_batch: width", allowed=f"{least} or more")
+        return self.cache.ops.to_batch(self.device_index, rows, width)
+
     def layer(self, number: int) -> LayerHandle:
         """The handle of layer ``number``; draft layers follow the main ones."""
         self.check_open()

@@ -35,6 +35,8 @@ class StepIndex(NamedTuple):
         lengths: [Q] length after it; a request's new tokens have positions starts .. lengths - 1.
         block_table: [Q, max_blocks] block numbers in order of history, -1 beyond the request's blocks.
         stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
+        left_padding: [Q] positions at the start of each request that are no tokens: no query of a classic layer sees
+            them, and chunks are counted from the first token. None: there are none.
     """
 
     positions: Array
@@ -44,6 +46,7 @@ class StepIndex(NamedTuple):
     lengths: Array
     block_table: Array
     stored: Array
+    left_padding: Array | None = None
 
 
 class WindowRows(NamedTuple):
@@ -80,6 +83,13 @@ class Closed(NamedTuple):
 
     request_index: Array
     entry_index: Array
+
+
+class VisibleRows(NamedTuple):
+    """A mask by rows: positions [Q, n] int32 of ``gather_kv``'s rows (-1 = no row), valid [T, n] bool of each query."""
+
+    positions: Array
+    valid: Array
 
 
 class Attention(NamedTuple):
@@ -355,7 +365,23 @@ class Ops(Protocol):
         ...
 
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
-        """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
+        """[T, columns] bool over ``gather_kv``'s rows: what each query may see.
+
+        That is: its own position and earlier ones, back to the window's or the chunk's first, the window counting the
+        query itself, without left padding. A query that is padding sees nothing.
+        """
+        ...
+
+    def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
+        """The same with the position of every row, [Q, columns] int32, for kernels that mask by themselves."""
+        ...
+
+    def from_batch(self, index: StepIndex, batch: Array) -> Array:
+        """A batch [Q, S, ...] padded on the right, a request's new tokens first -> rows [T, ...] in step order."""
+        ...
+
+    def to_batch(self, index: StepIndex, rows: Array, width: int) -> Array:
+        """The inverse: rows [T, ...] -> [Q, width, ...], zeros where a request has fewer new tokens."""
         ...
 
     def attend_kv(

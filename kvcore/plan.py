@@ -46,6 +46,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Layout of one unit (a slot's ring, or a block): ``rows * heads`` format rows."""
         return block_layout(self.format, self.rows * self.heads, self.layout)
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Format rows of a unit from a row to the next, and from a head to the next: head by head, or side by side."""
+        return (1, self.rows) if self.layout == "by_head" else (self.heads, 1)
+
     @cached_property
     def buffers(self) -> dict[str, tuple[str, int]]:
         """Buffer of the layout -> (key in the pools, bytes of a unit)."""
@@ -62,7 +67,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         blocks: blocks of the paged components, shared by all of a request's layers; 0 if the spec pages nothing.
         max_tokens: tokens that one request can hold at most, or None where nothing bounds it.
         max_draft_tokens: D, the drafts that every ring keeps room for.
-        layout: ``packed``, ``planar`` or ``tpu_tile``.
+        layout: ``packed``, ``planar``, ``tpu_tile`` or ``by_head``.
         regions: every pool, in canonical order.
         context: shards that history is spread over, page by page; each holds one page of every block, and all the
             rest of this plan is what one shard holds.
@@ -153,7 +158,7 @@ def plan_cache(
             request where a layer stores K-V contiguously per slot.
         budget_bytes: bytes for everything; give this or ``max_tokens``, not both.
         max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
-        layout: ``packed``, ``planar`` or ``tpu_tile``.
+        layout: ``packed``, ``planar``, ``tpu_tile`` or ``by_head``.
         context: shards that history is spread over; bytes are those of one shard.
 
     Raises:

@@ -47,6 +47,8 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
         probe: returns None if the backend runs here, else the reason in one sentence.
         load: imports the framework and returns the backend.
         known_gaps: checks of the conformance kit that it does not pass.
+        forget: drops the programs that the backend compiled and keeps; None if it keeps none. Whoever binds it to very
+            many plans calls it now and then, so that memory stays bounded.
     """
 
     name: str
@@ -59,6 +61,7 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     probe: Callable[[], str | None]
     load: Callable[[], Backend]
     known_gaps: tuple[KnownGap, ...] = ()
+    forget: Callable[[], None] | None = None
 
     def objection(self, *, probe: bool = True) -> str | None:
         """Why the backend cannot run here, or None; without ``probe`` nothing is imported."""

@@ -19,6 +19,7 @@ class Row(NamedTuple):
         new: tokens that the step brings, 0 or more.
         blocks: its block numbers after the step's allocation, in order of history.
         stored: tokens whose paged rows were taken over at admission.
+        left_padding: positions at the start that are no tokens.
     """
 
     slot: int
@@ -26,6 +27,7 @@ class Row(NamedTuple):
     new: int
     blocks: Sequence[int]
     stored: int = 0
+    left_padding: int | None = None
 
     @property
     def length(self) -> int:
@@ -44,6 +46,8 @@ def build_index(
         pad_tokens: number of token rows to pad to with -1, or None for exactly the step's tokens.
         pad_requests: number of request rows to pad to, or None.
 
+    The index has left padding if the rows have, 0 included: what was compiled for one step fits the next.
+
     Raises:
         ShapeError: the padding is smaller than the step.
     """
@@ -56,15 +60,18 @@ def build_index(
     lengths = np.zeros(requests, np.int32)
     block_table = np.full((requests, max_blocks), -1, np.int32)
     stored = np.zeros(requests, np.int32)
+    left_padding = np.zeros(requests, np.int32) if any(row.left_padding is not None for row in rows) else None
     first = 0
     for number, row in enumerate(rows):
         positions[first : first + row.new] = np.arange(row.start, row.length)
         request_index[first : first + row.new] = number
         slots[number], starts[number], lengths[number] = row.slot, row.start, row.length
         stored[number] = row.stored
+        if left_padding is not None:
+            left_padding[number] = row.left_padding or 0
         block_table[number, : len(row.blocks)] = row.blocks
         first += row.new
-    return StepIndex(positions, request_index, slots, starts, lengths, block_table, stored)
+    return StepIndex(positions, request_index, slots, starts, lengths, block_table, stored, left_padding)
 
 
 def at_start(index: StepIndex) -> StepIndex:

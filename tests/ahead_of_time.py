@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 BYTES = {
     "codes", "scales", "plain", "index_codes", "index_scales", "index_plain", "source", "target", "fresh",
-    "entry_codes", "entry_scales", "entry_plain", "own",
+    "entry_codes", "entry_scales", "entry_plain", "own", "key_codes", "key_scales", "key_plain", "own_keys",
+    "own_values",
 }  # fmt: skip
 FLOATS = {"tail", "index_tail", "scratch", "frequencies", "partial", "partial_lse", "sink", "lse", "weights", "scores"}
 GIVEN = {"q", "values", "kv", "score", "index_kv", "index_score", "norm", "index_norm"}

@@ -3,9 +3,11 @@
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ class Processes:
         for rank in range(count):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout)
+                target=_serve, args=(there, rank, count, Path(self._folder.name) / "store", timeout), daemon=True
             )
             process.start()
             there.close()
@@ -38,10 +40,19 @@ class Processes:
         """``function(*arguments)`` in every process."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, pickle.dumps(arguments)))
-        answers = [pipe.recv() if pipe.poll(self.timeout) else (False, "no answer in time") for pipe in self.pipes]
-        for rank, (fine, answer) in enumerate(answers):
-            assert fine, f"rank {rank}: {answer}"
-        return [answer for _, answer in answers]
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + self.timeout
+        while len(answers) < len(self.pipes):
+            # Whoever fails is heard first: the others wait for it in a collective until their time is over.
+            ready = wait(
+                [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers], max(0.0, end - time.monotonic())
+            )
+            assert ready, f"no answer in time of ranks {sorted(set(range(len(self.pipes))) - set(answers))}"
+            for rank, pipe in enumerate(self.pipes):
+                if pipe in ready:
+                    fine, answers[rank] = pipe.recv()
+                    assert fine, f"rank {rank}: {answers[rank]}"
+        return [answers[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
         """End them."""

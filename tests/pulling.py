@@ -6,7 +6,7 @@ import numpy as np
 import stories
 import torch.distributed as dist
 
-from benchmarks.reliability import shards
+from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
 from kvcore.handoff import Desk, FileCarrier, Handle, decode_handle, pull
 from kvcore.interop import torch_distributed
@@ -90,7 +90,7 @@ class Spoiled(FileCarrier):
 
 def pull_together(folder: str, data: bytes, spoiled: int | None) -> tuple[str, bool]:
     """Two context shards pull from a folder; in rank ``spoiled`` a byte is wrong: (outcome, right or unchanged)."""
-    mesh = shards._mesh(1, 2)
+    mesh = ranks.mesh(1, 2)
     cache = torch_distributed.create_cache(SPEC, mesh=mesh, max_requests=2, max_tokens=256)
     stories.tell(cache, {cache.admit(): [5] * 20})
     before = cache.digest(), cache.free_slots, cache.free_blocks

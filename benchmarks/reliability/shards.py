@@ -1,7 +1,9 @@
 """R9 on shards: one log of operations on every shard plan; equal digests at every checkpoint, and the same attention.
 
-Plans are replicas of requests times context shards, processes on gloo. The log is made from a seed alone: every process
-makes all of it, and acts on its replica's requests. Digests are over all requests in order of their numbers.
+Plans are replicas of requests times context shards. The log is made from a seed alone: every rank makes all of it, and
+acts on its replica's requests. Digests are over all requests in order of their numbers. By default the ranks of all
+plans are threads of one process that take turns (``--over threads``), with the product's own shards, merges and digests
+over an exchange within the process; ``--over gloo`` tells the same logs to processes on torch.distributed.
 """
 
 import random
@@ -12,11 +14,11 @@ import gloo
 import numpy as np
 import scene
 import stories
-import torch
 
 import kvcore
 from benchmarks.reliability import command
-from kvcore.interop import torch_distributed
+from benchmarks.reliability.ranks import Alone, Process, Rank, Thread
+from benchmarks.reliability.turns import Turns
 from kvcore.spec import CacheSpec
 
 MIXED = CacheSpec(
@@ -39,6 +41,9 @@ CHECKPOINT = 5
 ATTENDED = 3
 """Steps of every third operation are attended to."""
 
+EACH = 50
+"""Operations of one log."""
+
 LONGEST = 150
 HEADS = 2
 TOLERANCE = 3e-5
@@ -46,39 +51,62 @@ TOLERANCE = 3e-5
 
 
 class Told(NamedTuple):
-    """What one process saw: digests at checkpoints, attention by (operation, layer, request), and counts of operations.
+    """What one rank saw.
 
-    Attention is a list of arrays: out, lse, and where a layer selects, picks and their scores.
+    Attributes:
+        digests: at checkpoints.
+        attention: by (operation, layer, request): out, lse, and picks where a layer selects.
+        happened: operations by kind.
+        lengths: those that truncations left, by operation.
     """
 
     digests: list[int]
     attention: dict[tuple[int, int, int], list[np.ndarray]]
     happened: Counter[str]
+    lengths: dict[int, int]
 
 
-def life(seed: int, operations: int, replicas: int, context: int, which: int) -> Told:
-    """One log in this process: on one device if the plan is 1 × 1, else as a rank of the mesh."""
-    return Life(seed, replicas, context, SPECS[which]).run(operations)
+def life(
+    seed: int, operations: int, replicas: int, context: int, which: int, lengths: dict[int, int] | None = None
+) -> Told:
+    """One log in this process: on one device if the plan is 1 × 1, else as a process of the mesh."""
+    rank = Alone() if replicas * context == 1 else Process(replicas, context)
+    return Life(seed, rank, SPECS[which], lengths).run(operations)
+
+
+def lives(
+    seed: int, operations: int, plans: dict[str, tuple[int, int]], which: int
+) -> tuple[Told, dict[str, list[Told]]]:
+    """One log on one device and on every plan at once, in threads that take turns: what each rank saw."""
+    shapes = [(1, 1), *plans.values()]
+    starts = [sum(replicas * context for replicas, context in shapes[:n]) for n in range(len(shapes) + 1)]
+    turns, spec = Turns(starts[-1]), SPECS[which]
+
+    def work(rank: int) -> Told:
+        plan = max(number for number, start in enumerate(starts) if start <= rank)
+        return Life(seed, Thread(turns, rank, starts[plan], *shapes[plan], starts[-1]), spec).run(operations)
+
+    (one, *others) = turns.run(work)
+    parts = {
+        name: others[start - 1 : end - 1] for name, start, end in zip(plans, starts[1:-1], starts[2:], strict=True)
+    }
+    return one, parts
 
 
 class Life:
-    """The log, made up and acted on at the same time."""
+    """The log, made up and acted on at the same time; ``lengths`` are those that truncations were agreed to leave."""
 
-    def __init__(self, seed: int, replicas: int, context: int, spec: CacheSpec) -> None:
+    def __init__(self, seed: int, rank: Rank, spec: CacheSpec, lengths: dict[int, int] | None = None) -> None:
         self.choice = random.Random(seed)
-        sizes = {"max_requests": 8, "max_tokens": 8 * 256, "max_draft_tokens": 2, "prefix": "full", "check": True}
-        self.mesh = None
-        if replicas * context == 1:
-            self.cache = kvcore.create_cache(spec, backend="torch_triton", **sizes)
-        else:
-            self.mesh = _mesh(replicas, context)
-            self.cache = torch_distributed.create_cache(spec, mesh=self.mesh, **sizes)
+        self.rank = rank
+        self.lengths = lengths
+        self.cache = rank.cache(spec, max_requests=8, max_tokens=8 * 256, max_draft_tokens=2, prefix="full", check=True)
         scene.poison(self.cache)
         # All live requests: number -> token ids; and this replica's.
         self.ids: dict[int, list[int]] = {}
         self.own: dict[int, kvcore.Request] = {}
         self.last = -1
-        self.told = Told([], {}, Counter())
+        self.told = Told([], {}, Counter(), {})
 
     def run(self, operations: int) -> Told:
         kinds = {"admit": 3, "step": 10, "fail": 1, "fork": 2, "truncate": 3, "release": 2, "move": 1}
@@ -88,16 +116,8 @@ class Life:
             getattr(self, f"_{what}")(turn)
             self.told.happened[what] += 1
             if turn % CHECKPOINT == 0:
-                self.told.digests.append(self._digest())
+                self.told.digests.append(self.rank.digest(self.cache, self.own))
         return self.told
-
-    def _digest(self) -> int:
-        if self.mesh is None:
-            return self.cache.digest([self.own[number] for number in sorted(self.own)])
-        return torch_distributed.gathered_digest(self.cache, self.mesh, self.own)
-
-    def _mine(self, number: int) -> bool:
-        return self.mesh is None or torch_distributed.request_shard(self.mesh, number) is not None
 
     def _number(self, like: int | None = None) -> int:
         """A new number; a fork's is on the replica of its source, also where there are two."""
@@ -111,7 +131,7 @@ class Life:
         prompt = [token if token < 40 * self.choice.randrange(3) else 1000 + number + token for token in range(90)]
         prompt = prompt[: self.choice.randrange(1, 90)]
         self.ids[number] = prompt
-        if self._mine(number):
+        if self.rank.mine(number):
             request = self.cache.admit(prompt)
             self.own[number] = request
             self._tell(turn, {number: prompt[request.length :]})
@@ -120,7 +140,7 @@ class Life:
         chosen = self.choice.sample(sorted(self.ids), min(len(self.ids), self.choice.randrange(1, 4)))
         new = {number: [self.choice.randrange(1000) for _ in range(self.choice.randrange(9))] for number in chosen}
         new = {number: ids[: LONGEST - len(self.ids[number])] for number, ids in new.items()}
-        self._tell(turn, {number: ids for number, ids in new.items() if self._mine(number)}, fail=fail)
+        self._tell(turn, {number: ids for number, ids in new.items() if self.rank.mine(number)}, fail=fail)
         if not fail:
             for number, ids in new.items():
                 self.ids[number] = self.ids[number] + ids
@@ -132,30 +152,30 @@ class Life:
         source = self._some()
         number = self._number(like=source)
         self.ids[number] = list(self.ids[source])
-        if self._mine(number):
+        if self.rank.mine(number):
             self.own[number] = self.cache.fork(self.own[source])
 
     def _truncate(self, turn: int) -> None:
         number = self._some()
         length = max(0, len(self.ids[number]) - self.choice.randrange(3))
-        if self._mine(number):
-            # How far back a prefix hit or an earlier truncation lets it go is this replica's affair.
+        if self.rank.mine(number):
+            # How far back a prefix hit or an earlier truncation lets it go depends on the pages of a plan.
             length = max(length, self.cache.floor(self.own[number]))
-        if self.mesh is not None and self.mesh.ndim == 2:
-            length = _agreed(length)
-        if self._mine(number):
+        length = self.rank.largest(length) if self.lengths is None else self.lengths[turn]
+        self.told.lengths[turn] = length
+        if self.rank.mine(number):
             self.cache.truncate(self.own[number], length)
         self.ids[number] = self.ids[number][:length]
 
     def _release(self, turn: int) -> None:
         number = self._some()
         del self.ids[number]
-        if self._mine(number):
+        if self.rank.mine(number):
             self.cache.release(self.own.pop(number))
 
     def _move(self, turn: int) -> None:
         number = self._some()
-        if self._mine(number):
+        if self.rank.mine(number):
             blob = self.cache.export_request(self.own[number])
             self.cache.release(self.own[number])
             self.own[number] = self.cache.import_request(blob)
@@ -199,28 +219,6 @@ def attend(handle: Any, layer: Any, number: int, tokens: list[int], positions: n
     return [kvcore.to_numpy(found.out), kvcore.to_numpy(found.lse), *shown]
 
 
-_meshes: dict[tuple[int, int], Any] = {}
-
-
-def _mesh(replicas: int, context: int) -> Any:
-    """The mesh of a plan; made once, since groups are."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if (replicas, context) not in _meshes:
-        names = ("requests", "context")
-        _meshes[replicas, context] = init_device_mesh("cpu", (replicas, context), mesh_dim_names=names)
-    return _meshes[replicas, context]
-
-
-def _agreed(length: int) -> int:
-    """The largest of all ranks' lengths: a request goes back as far as its own replica allows."""
-    import torch.distributed as dist
-
-    value = torch.tensor([length])
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return int(value)
-
-
 def differences(one: Told, ranks: list[Told]) -> list[str]:
     """Where a plan's processes differ from one device."""
     found = [
@@ -229,64 +227,63 @@ def differences(one: Told, ranks: list[Told]) -> list[str]:
         for at, pair in enumerate(zip(one.digests, told.digests, strict=True))
         if pair[0] != pair[1]
     ]
-    union: dict[tuple[int, int, int], list[np.ndarray]] = {}
-    for told in ranks:
-        union |= told.attention
     for key, arrays in one.attention.items():
-        theirs = union.get(key)
-        if theirs is None:
+        seen = {r: told.attention[key] for r, told in enumerate(ranks) if key in told.attention}
+        if not seen:
             found.append(f"{key}: not attended")
-            continue
-        # A prefix hit may be longer on one side: what both computed is compared.
-        count = min(len(arrays[0]), len(theirs[0]))
-        mine, theirs = ([array[len(array) - count :] for array in side] for side in (arrays, theirs))
-        if len(mine) == 3 and not (mine[2] == theirs[2]).all():
-            found.append(f"{key}: selection differs")
-            continue
-        for name, a, b in zip(("out", "lse"), mine, theirs, strict=False):
-            if not np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE):
-                found.append(f"{key}: {name} differs by {np.abs(a - b).max()}")
+        for r, theirs in seen.items():
+            found += [f"rank {r}: {key}: {text}" for text in apart(arrays, theirs)]
     return found
 
 
-def run(*, operations: int, seed: int, plans: dict[str, tuple[int, int]], each: int = 50) -> dict[str, Any]:
-    """Logs of ``each`` operations on one device and on every plan, until there were ``operations`` on each."""
-    happened: Counter[str] = Counter()
-    failures: list[str] = []
-    done, compared, at = 0, 0, seed
-    processes = {name: gloo.Processes(replicas * context, timeout=900) for name, (replicas, context) in plans.items()}
-    while done < operations and len(failures) < 5 and not command.spent():
-        count, which = min(each, operations - done), at % len(SPECS)
-        one = life(at, count, 1, 1, which)
-        for name, shape in plans.items():
-            ranks = processes[name].run(life, at, count, *shape, which)
-            failures += [f"{name}, seed {at}: {text}" for text in differences(one, ranks)[:3]]
-        compared += len(one.attention)
-        happened += one.happened
-        done += count
-        at += 1
-    for group in processes.values():
-        group.close()
-    for failure in failures:
-        print(failure)
-    return {
-        "figure": "R9 on shards",
-        "plans": {name: {"requests": shape[0], "context": shape[1]} for name, shape in plans.items()},
-        "operations": done,
-        "attention_compared": compared,
-        "tolerance": TOLERANCE,
-        "divergences": len(failures),
-        "failures": failures,
-        "happened": dict(happened),
+def apart(one: list[np.ndarray], theirs: list[np.ndarray]) -> list[str]:
+    """Where two attentions differ. A prefix hit may be longer on one side: what both computed is compared."""
+    count = min(len(one[0]), len(theirs[0]))
+    mine, theirs = ([array[len(array) - count :] for array in side] for side in (one, theirs))
+    if len(mine) == 3 and not (mine[2] == theirs[2]).all():
+        return ["selection differs"]
+    return [
+        f"{name} differs by {np.abs(a - b).max()}"
+        for name, a, b in zip(("out", "lse"), mine, theirs, strict=False)
+        if not np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    ]
+
+
+_processes: dict[int, gloo.Processes] = {}
+
+
+def on_gloo(seed: int, operations: int, which: int, lengths: dict[int, int]) -> dict[str, list[Told]]:
+    """The log in processes on torch.distributed, one group for each plan, started once."""
+    found = {}
+    for name, (replicas, context) in PLANS.items():
+        count = replicas * context
+        if count not in _processes:
+            _processes[count] = gloo.Processes(count, timeout=900)
+        found[name] = _processes[count].run(life, seed, operations, replicas, context, which, lengths)
+    return found
+
+
+def tell(seed: int, options: dict[str, str]) -> command.Told:
+    """One log of ``EACH`` operations: ranks of all plans against one device."""
+    which = seed % len(SPECS)
+    one, plans = lives(seed, EACH, PLANS, which)
+    if options["over"] == "gloo":
+        plans = on_gloo(seed, EACH, which, one.lengths)
+    failures = [f"{name}: {text}" for name, ranks in plans.items() for text in differences(one, ranks)[:3]]
+    counts = {
+        "operations": EACH,
+        "ranks": sum(len(ranks) for ranks in plans.values()),
+        "digests_compared": sum(len(told.digests) for ranks in plans.values() for told in ranks),
+        "attention_compared": sum(len(told.attention) for ranks in plans.values() for told in ranks),
+        "happened": dict(one.happened),
     }
+    return command.Told(counts, [{"seed": seed, "error": text} for text in failures])
+
+
+FIGURE = command.Figure(
+    name="R9 on shards", counted="operations", short=100, full=10_000, tell=tell, options={"over": "threads"}
+)
 
 
 if __name__ == "__main__":
-    command.main(
-        __doc__,
-        lambda full, seed: run(
-            operations=10_000 if full else 60,
-            seed=seed,
-            plans=PLANS if full else {name: PLANS[name] for name in ("DP2", "CP2", "CP4")},
-        ),
-    )
+    command.run_figure(__doc__, FIGURE)

@@ -5,9 +5,10 @@ from typing import Any
 
 from kvcore.ops import Backend
 from kvcore.plugins import BackendInfo, hookimpl
+from kvcore.spec.layout import LAYOUTS
 from kvcore.spec.model import ROLES
 
-EVERYTHING = frozenset({*ROLES, "attend", "select", "packed", "planar", "tpu_tile"})
+EVERYTHING = frozenset({*ROLES, "attend", "select", *LAYOUTS})
 
 
 def _load_reference() -> Backend:
@@ -26,6 +27,12 @@ def _load_jax() -> Any:
     from kvcore.backends.jax_pallas import JaxBackend
 
     return JaxBackend()
+
+
+def _forget_jax() -> None:
+    import jax
+
+    jax.clear_caches()
 
 
 def _runs() -> None:
@@ -67,4 +74,5 @@ def kvcore_backends() -> Iterator[BackendInfo]:
         install='pip install "kvcore[jax]"',
         probe=_runs,
         load=_load_jax,
+        forget=_forget_jax,
     )

@@ -34,7 +34,7 @@ def read_rows(pools: Mapping[str, Bytes], region: Region) -> Bytes:
         first, last = region.format.byte_range(place.field)
         stored = pools[region.buffers[place.buffer][0]][:, _offsets(place, count)]
         rows[:, :, first:last] = _join(stored) if place.split else stored
-    return rows.reshape(units, region.rows, region.heads, region.format.row)
+    return rows[:, _numbers(region)]
 
 
 def write_rows(pools: Mapping[str, Bytes], region: Region, units: Bytes, numbers: Bytes, rows: Bytes) -> None:
@@ -44,7 +44,7 @@ def write_rows(pools: Mapping[str, Bytes], region: Region, units: Bytes, numbers
         stored = rows[:, :, first:last]
         if place.split:
             stored = np.concatenate([stored[..., 1::2], stored[..., 0::2]], axis=2)
-        offsets = _offsets(place, region.rows * region.heads).reshape(region.rows, region.heads, place.nbytes)
+        offsets = _offsets(place, region.rows * region.heads)[_numbers(region)]
         pools[region.buffers[place.buffer][0]][units[:, None, None], offsets[numbers]] = stored
 
 
@@ -62,6 +62,12 @@ def canonical_noise(rng: np.random.Generator, count: int, format: Format) -> Byt
             first, last = format.byte_range("pad")
             rows[:, first:last] = 0
     return rows
+
+
+def _numbers(region: Region) -> Bytes:
+    """Number of each format row in its unit: [rows, heads]."""
+    row, head = region.steps
+    return row * np.arange(region.rows)[:, None] + head * np.arange(region.heads)
 
 
 def _offsets(place, count: int) -> Bytes:

@@ -45,6 +45,16 @@ class Case:
         requests = len(self.rows) + self.shape.pad_requests
         return build_index(self.rows, max_blocks=self.plan.blocks, pad_tokens=tokens, pad_requests=requests)
 
+    @cached_property
+    def left_padded(self) -> StepIndex:
+        """The index with left padding: of no, some and all positions, whole chunks where a ring holds only those."""
+        kv, lengths = self.component("kv"), self.index.lengths
+        padding = self.rng("left padding").integers(0, lengths + 1).astype(np.int32)
+        padding[::3] = 0
+        padding[1:2] = lengths[1:2]
+        grain = kv.chunk if kv.storage == "ring" and kv.chunk else 1
+        return self.index._replace(left_padding=padding // grain * grain)
+
     @property
     def tokens(self) -> int:
         """T, padding included."""
@@ -104,6 +114,12 @@ class Case:
         """Most rows of ``role`` that a request has live before or after the step."""
         component = self.component(role)
         return max((len(component.live(row.length if ended else row.start)) for row in self.rows), default=0)
+
+    def holds(self, role: str) -> bool:
+        """Whether the pool holds, after the step, every row that the step's queries see: a ring only if few are new."""
+        component = self.component(role)
+        spare = None if component.span is None else self.plan.region(TARGET, role)[0].rows - component.span
+        return spare is None or all(row.new <= spare + 1 for row in self.rows)
 
     def global_scale(self, role: str) -> float:
         """The component's global scale, 1 where it has none."""

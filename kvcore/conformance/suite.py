@@ -87,13 +87,19 @@ def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
     seen: set[str] = set()
     for verb in VERBS:
         for cut in cuts(spec, verb):
-            for layout in LAYOUTS if verb.layouts else (ANY_LAYOUT,):
+            for layout in _layouts(cut) if verb.layouts else (ANY_LAYOUT,):
                 for shape in SHAPES if not verb.shapes else [one for one in SHAPES if one.name in verb.shapes]:
                     check = _check(verb, cut, layout, shape)
                     # A layer with both of two alternative roles would be checked twice.
                     if check.id not in seen:
                         seen.add(check.id)
                         yield check
+
+
+def _layouts(cut: Cut) -> tuple[str, ...]:
+    """Layouts that differ for the layer: ``by_head`` is ``packed`` where rows have one head."""
+    heads = [part.heads for _, component in cut.layer.components() for part in component.parts]
+    return LAYOUTS if max(heads) > 1 else tuple(layout for layout in LAYOUTS if layout != "by_head")
 
 
 def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:

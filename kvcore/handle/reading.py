@@ -4,7 +4,7 @@ from kvcore.arguments import check_float, check_indices, check_number, check_wei
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.handle.state import LayerState
-from kvcore.ops import Array, Attention
+from kvcore.ops import Array, Attention, VisibleRows
 from kvcore.spec import KV, Entries, IndexKeys
 
 
@@ -107,9 +107,15 @@ class ReadingVerbs(LayerState):
         kv = self._component("kv", KV)
         return self._ops.mask(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
+    def visible_rows(self) -> VisibleRows:
+        """The mask with what it was made from: positions [Q, n] of the rows, -1 where there is none; valid [T, n]."""
+        kv = self._component("kv", KV)
+        return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
         rows = self._step.rows
-        return max((len(kv.visible(row.start, row.length if ended else row.start)) for row in rows), default=0)
+        counts = (len(kv.visible(row.start, row.length if ended else row.start, row.left_padding or 0)) for row in rows)
+        return max(counts, default=0)
 
     def _attend_kv(self, q: Array, selected: Array | None, sink: Array | None, scale: float | None) -> Attention:
         kv = self._component("kv", KV)

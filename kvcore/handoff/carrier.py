@@ -1,15 +1,19 @@
 """How pages come from an exporter, as one small Protocol: the file, torch.distributed and NIXL carriers are alike."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.staging import Array
+from kvcore.handoff.pages import Array
 
 
 class Carrier(Protocol):
     """One way to an exporter. Every verb ends within ``timeout`` seconds.
+
+    A carrier may have ``begin`` too, with the arguments of ``fetch``: it returns while pages are on the way, and the
+    function that it returns waits for them.
 
     Raises:
         TransferError: what the exporter refuses (``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired``),
@@ -50,6 +54,15 @@ class Direct:
         """Told at once."""
         del timeout
         self._desk.finish(*reference(handle))
+
+
+def begin(carrier: Carrier, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
+    """Begin a fetch, or do all of it where the carrier cannot; what is returned waits for the pages."""
+    start: Any = getattr(carrier, "begin", None)
+    if start is not None:
+        return start(handle, first, into, timeout=timeout)
+    carrier.fetch(handle, first, into, timeout=timeout)
+    return lambda: None
 
 
 def reference(handle: Handle) -> tuple[str, int, int]:

@@ -15,7 +15,8 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfSlots, SpecError, TransferError
-from kvcore.handoff.staging import Array, Staged, root_of, stage
+from kvcore.handoff.pages import Array
+from kvcore.handoff.staging import Staged, root_of, stage
 from kvcore.manager import Request
 
 if TYPE_CHECKING:

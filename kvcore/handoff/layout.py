@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcore.content import kept_positions, owned
 from kvcore.plan import row_bytes
-from kvcore.spec import CacheSpec
+from kvcore.spec import CacheSpec, Component
 
 
 class Strip(NamedTuple):
@@ -58,11 +58,15 @@ class PageLayout(NamedTuple):
 def page_layout(spec: CacheSpec, floor: int, length: int) -> PageLayout:
     """The pages of a request of ``length`` tokens that can be rolled back to ``floor``."""
     paged, state = _Strips(), _Strips()
+    # Layers are alike, and what they keep is worked out once for each kind.
+    kept: dict[Component, int] = {}
     for layer, role, component in owned(spec):
         if component.growth == "block":
             paged.add(layer, role, spec.block_tokens // component.tokens_per_row, row_bytes(component))
         else:
-            state.add(layer, role, len(kept_positions(component, floor, length)), row_bytes(component))
+            if component not in kept:
+                kept[component] = len(kept_positions(component, floor, length))
+            state.add(layer, role, kept[component], row_bytes(component))
     # A spec without paged components is one page.
     page_bytes = paged.size or max(1, state.size)
     return PageLayout(

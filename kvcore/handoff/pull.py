@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvcore.content import Content
 from kvcore.errors import TransferError
-from kvcore.handoff.carrier import Carrier
+from kvcore.handoff.carrier import Carrier, begin
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.layout import PageLayout
-from kvcore.handoff.staging import Array, Manifest, content_of, digests_of, empty_pages, layout_of, parse
+from kvcore.handoff.pages import Array, PageDigests, content_of
+from kvcore.handoff.staging import Manifest, empty_pages, layout_of, parse
 from kvcore.manager import Request
 from kvcore.transfer import check_spec
 
@@ -23,7 +23,8 @@ class Received(NamedTuple):
     """An export that is here and verified, not yet a request."""
 
     manifest: Manifest
-    content: Content
+    layout: PageLayout
+    pages: Array
 
 
 def pull(
@@ -82,10 +83,18 @@ def receive(
             allowed=f"{layout.pages} pages of {layout.page_bytes} bytes",
         )
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
+    digests, here = None, 0
     for first in range(0, layout.pages, chunk_pages):
-        carrier.fetch(handle, first, pages[first : first + chunk_pages], timeout=_left(end))
-    _verify(cache, layout, manifest, pages)
-    return Received(manifest, dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length)))
+        coming = pages[first : first + chunk_pages]
+        wait = begin(carrier, handle, first, coming, timeout=_left(end))
+        # What is here is verified while the next pages are on the way.
+        digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
+        digests.add(pages[here:first], here)
+        wait()
+        here = first
+    digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
+    _verify(digests.result(pages), manifest, layout)
+    return Received(manifest, layout, pages)
 
 
 def commit(cache: "Cache", received: Received) -> Request:
@@ -94,20 +103,22 @@ def commit(cache: "Cache", received: Received) -> Request:
     Raises:
         OutOfSlots, OutOfBlocks: no room; nothing is changed.
     """
-    manifest = received.manifest
+    manifest, layout, pages = received
     with cache._turn("pull"):
         request = cache.fresh()
         try:
-            cache.install(request, manifest, received.content)
+            content = dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length))
+            cache.install(request, manifest, content)
         except BaseException:
             cache.give_back(request)
             raise
         return request
 
 
-def _verify(cache: "Cache", layout: PageLayout, manifest: Manifest, pages: Array) -> None:
+def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:
     """Refuse pages that do not match their digests, naming the first."""
-    found = digests_of(cache, layout, pages, manifest.floor, manifest.length)
+    if found == manifest.digests:
+        return
     bad = [at for at, (lanes, told) in enumerate(zip(found, manifest.digests, strict=True)) if lanes != told]
     if bad:
         what = "the record" if bad[0] == layout.blocks else f"page {bad[0]}"

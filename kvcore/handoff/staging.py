@@ -1,17 +1,16 @@
 """A request as pages and a manifest, and back: the one thing that every carrier moves."""
 
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, page_digests, read_rows
-from kvcore.digest import MASK, region_salt
+from kvcore.content import is_coherent, read_rows
 from kvcore.errors import TransferError
 from kvcore.handoff.layout import PageLayout, page_layout
+from kvcore.handoff.pages import Array, PageDigests
 from kvcore.manager import Request
 from kvcore.spec import CacheSpec, to_json
 from kvcore.step import build_index
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from kvcore.base import CacheBase
 
 VERSION = 1
-
-Array = Any
-"""uint8 [pages, page_bytes]: NumPy, or a torch tensor on any device."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,11 +62,11 @@ def root_of(manifest: bytes) -> bytes:
 
 
 def empty_pages(cache: "CacheBase", pages: int, page_bytes: int, *, on_device: bool) -> Array:
-    """Zeroed pages: on the host, or beside the pools of a torch cache."""
+    """Pages of any content: on the host, or beside the pools of a torch cache."""
     if on_device:
         like = next(iter(cache.pools.values()))
-        return like.new_zeros((pages, page_bytes))
-    return np.zeros((pages, page_bytes), np.uint8)
+        return like.new_empty((pages, page_bytes))
+    return np.empty((pages, page_bytes), np.uint8)
 
 
 def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *, on_device: bool = False) -> Staged:
@@ -89,6 +85,8 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     row, floor = cache.row(request), cache.floor(request)
     layout = page_layout(cache.spec, floor, row.length)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
+    # Padding is zeros: of the last page of history, and of the record.
+    pages[max(0, layout.blocks - 1) :] = 0
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
     for strip in layout.paged:
         component = getattr(cache.spec.all_layers[strip.layer], strip.role)
@@ -115,42 +113,9 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
         floor=floor,
         tokens=None if request.tokens is None else list(request.tokens),
         salt=request.salt,
-        digests=digests_of(cache, layout, pages, floor, row.length),
+        digests=PageDigests(cache, layout, floor, row.length).result(pages),
     )
     return Staged(manifest.encode(), pages)
-
-
-def content_of(
-    spec: CacheSpec, layout: PageLayout, pages: Array, floor: int, length: int
-) -> Iterator[tuple[Any, HostRows]]:
-    """((layer, role), rows) of everything in the pages, component by component."""
-    for strip in layout.paged:
-        component = getattr(spec.all_layers[strip.layer], strip.role)
-        count = len(component.live(length))
-        rows = pages[: layout.blocks, strip.start : strip.stop].reshape(layout.blocks * strip.rows, strip.row_bytes)
-        # An array: a long request has many, and lists of them cost more than the rows.
-        positions: Any = np.arange(count) * component.tokens_per_row
-        yield (strip.layer, strip.role), HostRows(rows[:count], positions)
-    record = pages[layout.blocks :].reshape(-1)
-    record = record if isinstance(record, np.ndarray) else to_numpy(record)
-    for strip in layout.state:
-        component = getattr(spec.all_layers[strip.layer], strip.role)
-        rows = record[strip.start : strip.stop].reshape(strip.rows, strip.row_bytes)
-        yield (strip.layer, strip.role), HostRows(rows, kept_positions(component, floor, length))
-
-
-def digests_of(cache: "CacheBase", layout: PageLayout, pages: Array, floor: int, length: int) -> list[tuple[int, int]]:
-    """Two lanes for every page of history, then for the record: sums over its components' digests."""
-    lanes = np.zeros((layout.blocks + 1, 2), np.int64)
-    paged = {(strip.layer, strip.role): strip.rows for strip in layout.paged}
-    for (layer, role), held in content_of(cache.spec, layout, pages, floor, length):
-        if not len(held.positions):
-            continue
-        rows = paged.get((layer, role), len(held.positions))
-        found = to_numpy(page_digests(cache.ops, held.rows, held.positions, rows, region_salt(layer, role)))
-        first = 0 if (layer, role) in paged else layout.blocks
-        lanes[first : first + len(found)] += found.astype(np.int64)
-    return [(int(a) & MASK, int(b) & MASK) for a, b in lanes]
 
 
 def parse(manifest: bytes, root: bytes) -> Manifest:

@@ -1,9 +1,10 @@
 """A cache over a JAX mesh: pools cut by a table of rules, and steps that run on all shards at once.
 
-Requests go over data axes: every shard has its own slots and blocks, and its host side plans its own requests. Heads of
-classic layers go over a model axis where they divide, else every shard of it holds all of them, as it does of latent
-rows, which are one head. Verbs run under ``shard_map``, so that nothing moves between shards and the mesh's axes may be
-Auto or Explicit. History over a context axis is ``kvcore.shards``' matter.
+Requests go over data axes: every shard has its own slots and blocks, and its host side plans its own requests. Blocks
+go over context axes: each shard holds one page of every block, and the verbs exchange what is missing as
+``kvcore.shards`` says. Heads of classic layers go over a model axis where they divide, else every shard of it holds all
+of them, as it does of latent rows, which are one head. Verbs run under ``shard_map``, so that the mesh's axes may be
+Auto or Explicit, and only context shards speak to one another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +13,26 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvcore.backends.jax_pallas import JaxOps
+from kvcore import digest
+from kvcore.backends.jax_pallas import JaxBackend, JaxOps
+from kvcore.content import owned
 from kvcore.errors import SpecError
+from kvcore.interop.jax_shards import JaxExchange
 from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.pools import Pools
+from kvcore.shards import ShardedOps, ShardPlan
 from kvcore.spec import KV, CacheSpec
 
 Rule = str | tuple[str, ...] | None
 
-RULES: Mapping[str, Rule] = {"requests": "data", "heads": "model"}
+RULES: Mapping[str, Rule] = {"requests": "data", "blocks": "context", "heads": "model"}
 """Logical axis -> axes of the mesh, None for none. An axis that the mesh lacks counts as one shard."""
 
 
@@ -36,21 +43,36 @@ class Sharded:
         spec: of the whole cache.
         mesh: devices; its axes may be Auto or Explicit.
         rules: logical axis -> axes of the mesh.
-        kernels: as of ``JaxOps``.
+        kernels: as of ``JaxOps``; None for what the devices are best served with.
         sizes: of the whole cache, as ``plan_cache`` takes them.
 
+    Attributes:
+        shards: logical axis -> number of shards.
+        plan: of one shard.
+        ops: the verbs of one shard, for use in ``step``.
+
     Raises:
-        SpecError: an unknown logical axis, or a size that the shards of ``requests`` do not divide.
+        SpecError: an unknown logical axis, an axis of the mesh that two of them name, a size that the shards of
+            ``requests`` do not divide, or a layer whose history cannot be cut into blocks' pages.
     """
 
     def __init__(
-        self, spec: CacheSpec, mesh: Mesh, rules: Mapping[str, Rule] = RULES, *, kernels: str = "portable", **sizes: Any
+        self,
+        spec: CacheSpec,
+        mesh: Mesh,
+        rules: Mapping[str, Rule] = RULES,
+        *,
+        kernels: str | None = None,
+        **sizes: Any,
     ) -> None:
         for axis in rules:
             if axis not in RULES:
                 raise SpecError(got=axis, where="rules", allowed=", ".join(RULES))
         self.mesh = mesh
         self._axes = {name: _present(mesh, rules.get(name)) for name in RULES}
+        used = [axis for axes in self._axes.values() for axis in axes]
+        if len(set(used)) < len(used):
+            raise SpecError(got=str(dict(rules)), where="rules", allowed="every axis of the mesh once")
         self.shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in self._axes.items()}
         for name in ("max_requests", "max_tokens", "blocks"):
             if sizes.get(name) is not None and sizes[name] % self.shards["requests"]:
@@ -59,35 +81,40 @@ class Sharded:
                 )
             if sizes.get(name) is not None:
                 sizes[name] //= self.shards["requests"]
-        self.plan: CachePlan = plan_cache(_with_heads(spec, self.shards["heads"]), **sizes)
+        context = ShardPlan(spec=spec, context=self.shards["blocks"]).context
+        self.plan: CachePlan = plan_cache(_with_heads(spec, self.shards["heads"]), context=context, **sizes)
         self._cut = {
             (number, role)
             for number, layer in enumerate(spec.all_layers)
             for role, component in layer.components()
             if isinstance(component, KV) and _divides(component, self.shards["heads"])
         }
-        self.ops = JaxOps(self.plan, jax.default_backend(), None, kernels)
+        local = _Local(kernels)
+        exchange = JaxExchange(context, self._axes["blocks"])
+        self.ops: Any = local.create(self.plan) if context == 1 else ShardedOps(local, self.plan, exchange)
 
     @cached_property
     def specs(self) -> Pools:
-        """The partition of every pool: units over requests, the bytes of a unit over heads where those are cut."""
+        """The partition of every pool: slots over requests, blocks over both, bytes of a unit over cut heads."""
         found = {}
         for region in self.plan.regions:
             cut = (region.layer, region.role) in self._cut
+            units = "requests" if region.growth == "slot" else ("requests", "blocks")
             for name, _ in region.buffers.values():
-                found[name] = self.spec("requests", "heads" if cut else None)
+                found[name] = self.spec(units, "heads" if cut else None)
         return Pools(found)
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
-        """The partition of an array whose axes are these logical ones."""
-        return PartitionSpec(*(self._axes[axis] or None if axis else None for axis in axes))
+    def spec(self, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
+        """The partition of an array whose axes are these logical ones, several of them together where a tuple."""
+        names = ((axis,) if isinstance(axis, str) else axis or () for axis in axes)
+        return PartitionSpec(*(sum((self._axes[name] for name in some), ()) or None for some in names))
 
     def allocate(self) -> Pools:
         """Fresh pools, each shard made where it belongs."""
         make = jax.shard_map(self.ops.allocate, mesh=self.mesh, in_specs=(), out_specs=self.specs, check_vma=False)
         return jax.jit(make)()
 
-    def put(self, array: np.ndarray, *axes: str | None) -> jax.Array:
+    def put(self, array: np.ndarray, *axes: str | tuple[str, ...] | None) -> jax.Array:
         """A whole host array on the mesh, cut along logical axes; every process gives the whole of it."""
         sharding = NamedSharding(self.mesh, self.spec(*axes))
         return jax.make_array_from_callback(array.shape, sharding, lambda some: array[some])
@@ -98,12 +125,15 @@ class Sharded:
         Raises:
             SpecError: another number of indices than shards, or shapes that differ; pad the steps.
         """
-        shapes = [tuple(np.shape(array) for array in index) for index in shards]
+        shapes = [tuple(None if array is None else np.shape(array) for array in index) for index in shards]
         if len(shards) != self.shards["requests"] or len(set(shapes)) > 1:
             allowed = f"{self.shards['requests']} indices of one shape"
             raise SpecError(got=shapes, where="index", allowed=allowed, hint="Give step pad_tokens and pad_requests.")
-        whole = (np.concatenate([np.asarray(array) for array in arrays]) for arrays in zip(*shards, strict=True))
-        return StepIndex(*(self.put(array, "requests") for array in whole))
+        found = []
+        for arrays in zip(*shards, strict=True):
+            missing = arrays[0] is None
+            found.append(None if missing else self.put(np.concatenate([np.asarray(one) for one in arrays]), "requests"))
+        return StepIndex(*found)
 
     def step(self, fn: Callable[..., Any], inputs: Any, outs: Any) -> Callable[..., Any]:
         """``fn(ops, pools, index, *inputs) -> (pools, outs)`` of one shard, compiled for all, the pools donated.
@@ -121,6 +151,64 @@ class Sharded:
             check_vma=False,
         )
         return jax.jit(run, donate_argnums=0)
+
+    def digests(self, pools: Pools, index: StepIndex) -> list[int]:
+        """What ``Cache.digest`` says of every request of an index, alone: equal on any mesh, and on no mesh.
+
+        Requests come shard by shard, padding (0 tokens) included; every process gets all of them.
+        """
+        lengths, lanes = self._lanes(pools, index)
+        lanes = np.stack([np.asarray(pair) for pair in lanes], axis=1)
+        return [
+            digest.combine([(int(length), [(int(a), int(b)) for a, b in lane])])
+            for length, lane in zip(np.asarray(lengths), lanes, strict=True)
+        ]
+
+    @cached_property
+    def _lanes(self) -> Callable[..., Any]:
+        """(pools, index) -> lengths [Q] and for every pool's rows two lanes [Q, 2], on every device."""
+
+        def whole(pools: Pools, index: StepIndex) -> Any:
+            # Of the request as it is after the step: nothing of it is in the step's own rows any more.
+            now = index._replace(
+                positions=index.positions[:0], request_index=index.request_index[:0], starts=index.lengths
+            )
+            lanes = []
+            for layer, role, component in owned(self.plan.spec):
+                raw = self.ops.gather_rows(pools, layer, role, now)
+                if (layer, role) in self._cut:
+                    raw = raw._replace(rows=self._all_heads(component, raw.rows))
+                lanes.append(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
+            return jax.tree.map(self._all_requests, (index.lengths, lanes))
+
+        specs = (self.specs, self.spec("requests"))
+        return jax.jit(jax.shard_map(whole, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
+
+    def _all_heads(self, component: KV, rows: Any) -> Any:
+        """Canonical rows [Q, n, row bytes] from every shard's own heads: all keys, then all values."""
+        shares = lax.all_gather(rows, self._axes["heads"])
+        pieces, first = [], 0
+        for part in component.parts:
+            last = first + part.heads * part.format.row
+            pieces += [share[..., first:last] for share in shares]
+            first = last
+        return jnp.concatenate(pieces, axis=-1)
+
+    def _all_requests(self, array: Any) -> Any:
+        """[Q, ...] of every request shard, one after the other."""
+        return lax.all_gather(array, self._axes["requests"], tiled=True) if self._axes["requests"] else array
+
+
+class _Local:
+    """Makes the verbs of one shard, on whatever device runs them."""
+
+    def __init__(self, kernels: str | None) -> None:
+        self._kernels = kernels
+
+    def create(self, plan: CachePlan, **options: Any) -> Any:
+        del options
+        ops = JaxBackend().create(plan)
+        return ops if self._kernels is None else JaxOps(plan, ops.device, None, self._kernels)
 
 
 def _present(mesh: Mesh, rule: Rule) -> tuple[str, ...]:

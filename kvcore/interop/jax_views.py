@@ -81,7 +81,8 @@ class LayerView:
     Attributes:
         pools: the layer's buffers by name.
         lengths: [B] int32 columns written so far, left padding included.
-        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees.
+        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees, and
+            chunks begin with it.
         kind: what the layer is; static.
     """
 
@@ -267,13 +268,14 @@ def init_views(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
     return CacheViews(views, spec)
 
 
-def _index(kind: Kind, starts: jax.Array, lengths: jax.Array, valid: jax.Array) -> tuple[StepIndex, jax.Array]:
-    """(a step's index, place of every one of its tokens among the B·S columns): tokens first, padding last."""
-    batch, columns = valid.shape
-    order = jnp.argsort(~valid.reshape(-1), stable=True)
+def _index(kind: Kind, starts: jax.Array, lengths: jax.Array, left_padding: jax.Array, columns: int) -> StepIndex:
+    """The index of a step that brings up to ``columns`` tokens of every sequence: tokens first, padding last."""
+    batch = len(starts)
+    valid = (jnp.arange(columns, dtype=jnp.int32)[None] < (lengths - starts)[:, None]).reshape(-1)
+    order = jnp.argsort(~valid, stable=True)
     request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
     position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
-    kept = valid.reshape(-1)[order]
+    kept = valid[order]
     table = jnp.arange(batch * kind.blocks, dtype=jnp.int32).reshape(batch, kind.blocks)
     return StepIndex(
         positions=jnp.where(kept, position[order], -1),
@@ -283,26 +285,24 @@ def _index(kind: Kind, starts: jax.Array, lengths: jax.Array, valid: jax.Array) 
         lengths=lengths,
         block_table=table,
         stored=jnp.zeros(batch, jnp.int32),
-    ), order
+        left_padding=left_padding,
+    )
 
 
 @jax.jit
 def _append(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
     kind, kv = view.kind, view.component
-    batch, new = keys.shape[:2]
+    new = keys.shape[1]
     with jax.named_scope("kvcore.LayerView.append"):
         start = jnp.minimum(view.lengths, kind.length)
         end = jnp.minimum(view.lengths + count, kind.length)
-        valid = jnp.arange(new, dtype=jnp.int32)[None] < (end - start)[:, None]
-        index, order = _index(kind, start, end, valid)
-        rows = [array.reshape(batch * new, *array.shape[2:])[order] for array in (keys, values)]
+        index = _index(kind, start, end, view.starts, new)
+        rows = [kind.ops.from_batch(index, array) for array in (keys, values)]
         most = kind.length if kv.span is None else min(kind.length, kv.span + new)
         # A ring's new rows may overwrite what the first queries still see: read it as it was, and the new rows beside.
         k, v, positions = kind.ops.gather_kv(view.pools, 0, index, *rows, columns=most)
-        seen = kind.ops.mask(0, index, columns=most)
+        mask = kind.ops.to_batch(index, kind.ops.mask(0, index, columns=most), new)
         pools = kind.ops.append_kv(view.pools, 0, index, *rows)
-        mask = jnp.zeros((batch * new, most), bool).at[order].set(seen).reshape(batch, new, most)
-        mask &= ((positions >= view.starts[:, None]) & (positions >= 0))[:, None]
         return Appended(k, v, mask, positions, view.replace(pools=dict(pools), lengths=view.lengths + count))
 
 

@@ -7,14 +7,17 @@ digests of the handle. Pages of an export lie in one registered region, so a chu
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from kvcore.errors import BackendError, TransferError
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.staging import Array, Staged
+from kvcore.handoff.pages import Array
+
+if TYPE_CHECKING:
+    from kvcore.handoff.staging import Staged
 
 PIECE_BYTES = 1 << 14
 """Of a manifest in one notification."""

@@ -25,6 +25,9 @@ from kvcore.plan import CachePlan
 from kvcore.plugins import BackendInfo
 from kvcore.spec import CacheSpec
 
+PLANS_REMEMBERED = 8
+"""Plans after which a backend may forget what it compiled: programs for all shapes of a kit would take 20 GB."""
+
 Progress = Callable[[int, int, str], None]
 """Called before each check with the number done, the number of all, and the check's id."""
 
@@ -45,6 +48,7 @@ class Subject:
         self.device = ""
         self._device = device
         self._bound: tuple[CachePlan, Ops] | None = None
+        self._plans = 0
         self._backend: Backend | None = None
         self.reason = objection(info, device)
         if not self.reason:
@@ -57,6 +61,9 @@ class Subject:
         """The backend's verbs for a plan. Checks of one plan follow one another, so the last one is kept."""
         if self._bound is None or self._bound[0] is not plan:
             assert self._backend is not None
+            self._plans += 1
+            if self.info.forget is not None and self._plans % PLANS_REMEMBERED == 0:
+                self.info.forget()
             ops = self._backend.create(plan, device=self._device)
             self.device = str(ops.device)
             self.how = str(getattr(ops, "how", "") or ops.device)

@@ -26,7 +26,9 @@ def to_read(index: StepIndex, pages: Pages, ratio: int, shard: Array) -> StepInd
     that the query sees here. ``lengths - starts`` stays the number of new tokens.
     """
     lengths = pages.held(shard, index.lengths // ratio) * ratio
+    left = index.left_padding
     return index._replace(
+        left_padding=None if left is None else pages.held(shard, left // ratio) * ratio,
         positions=pages.held(shard, (index.positions + 1) // ratio) * ratio - 1,
         starts=lengths - (index.lengths - index.starts),
         lengths=lengths,

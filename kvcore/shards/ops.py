@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvcore import bounds
-from kvcore.ops import AllEntries, Array, Attention, Backend, RawRows, SelectedEntries, StepIndex
+from kvcore.ops import AllEntries, Array, Attention, Backend, RawRows, SelectedEntries, StepIndex, VisibleRows
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.shards.exchange import Exchange
@@ -25,6 +25,7 @@ WHOLE = (
     *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
     *("gather_window", "compress", "closed"),
     *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
+    *("from_batch", "to_batch"),
 )
 """Verbs that need nothing of other shards: the backend's own."""
 
@@ -208,6 +209,10 @@ class ShardedOps:
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """What each query may see of ``gather_kv``'s rows."""
         return self._base.mask(layer, self._to_write(index), columns=columns)
+
+    def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
+        """The same with the position of every row."""
+        return self._base.visible_rows(layer, self._to_write(index), columns=columns)
 
     def attend_kv(
         self,

@@ -311,13 +311,23 @@ class KV(Component, frozen=True, kw_only=True):
             return range(length)
         return range(self.first_visible(length - 1), length)
 
-    def visible(self, start: int, length: int) -> range:
-        return super().visible(start, length) if self.storage == "ring" else range(length)
+    def visible(self, start: int, length: int, left_padding: int = 0) -> range:
+        """Positions that the queries of a step may see; ``left_padding`` as for ``first_visible``."""
+        if self.storage != "ring":
+            return range(length)
+        query = max(min(start, length - 1), left_padding)
+        return range(self.first_visible(query, left_padding), length)
 
-    def first_visible(self, position: int) -> int:
+    def first_visible(self, position: int, left_padding: int = 0) -> int:
+        """First position that the query at ``position`` may see.
+
+        The first ``left_padding`` positions are no tokens: none is seen, and chunks begin with the first token.
+        """
         if self.window is not None:
-            return max(0, position + 1 - self.window)
-        return position // self.chunk * self.chunk if self.chunk is not None else 0
+            return max(position + 1 - self.window, left_padding)
+        if self.chunk is None:
+            return left_padding
+        return max(left_padding + (position - left_padding) // self.chunk * self.chunk, left_padding)
 
 
 def _is_scale(value: object) -> bool:

@@ -1,8 +1,11 @@
-"""Where the fields of a block's rows lie: ``packed``, ``planar`` and ``tpu_tile``.
+"""Where the fields of a block's rows lie: ``packed``, ``planar``, ``tpu_tile`` and ``by_head``.
 
 A layout turns (format, rows per block) into byte buffers, one or more a block, and gives every field a place in one of
-them. All three are lossless: what one stores, another reads back to the same canonical row. Pads are zeros by
-definition, so only ``packed``, which must be byte-exact with the CUDA engines' pages, stores them.
+them. All are lossless: what one stores, another reads back to the same canonical row. Pads are zeros by
+definition, so only ``packed``, which must be byte-exact with the CUDA engines' pages, and its twin store them.
+
+``by_head`` is ``packed`` in which all rows of a head lie together, as attention on a CPU reads them: the same places,
+and rows numbered head by head (``Region.steps``). Its buffer has another name, so that nobody takes one for the other.
 """
 
 from functools import cache
@@ -13,7 +16,7 @@ from kvcore.errors import SpecError
 from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format
 
-LAYOUTS = ("packed", "planar", "tpu_tile")
+LAYOUTS = ("packed", "planar", "tpu_tile", "by_head")
 
 TILE_BYTES = 512
 """One TPU tile of 8-bit elements: 4 sublanes of 128 lanes. A row that fills whole tiles is moved by one DMA."""
@@ -61,7 +64,8 @@ def block_layout(format: Format, rows: int, layout: str) -> BlockLayout:
         raise SpecError(got=rows, where="rows of a block", allowed="1 or more")
     if format.row_bytes is None:
         raise SpecError(got=format.name, where="format", allowed="a sized format", hint="Call for_dim(dim) first.")
-    places, buffers = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile}[layout](format, rows)
+    place = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile, "by_head": _by_head}[layout]
+    places, buffers = place(format, rows)
     return BlockLayout(format=format, layout=layout, rows=rows, places=tuple(places), buffers=tuple(buffers))
 
 
@@ -106,6 +110,11 @@ def _packed(format: Format, rows: int) -> _Placed:
             offset += nbytes
         start += rows * stride
     return places, [("page", _round_up(start, format.page_alignment))]
+
+
+def _by_head(format: Format, rows: int) -> _Placed:
+    places, [(_, size)] = _packed(format, rows)
+    return [msgspec.structs.replace(place, buffer="heads") for place in places], [("heads", size)]
 
 
 def _planar(format: Format, rows: int) -> _Placed:

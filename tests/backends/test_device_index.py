@@ -9,21 +9,24 @@ from kvcore.backends.torch_triton.device_index import DeviceIndex  # noqa: E402
 from kvcore.step import Row, build_index  # noqa: E402
 
 
-def padded(start: int, *, tokens: int = 5, requests: int = 3):
+def padded(start: int, *, tokens: int = 5, requests: int = 3, left_padding: int | None = None):
     """Two requests, the second without a new token, padded."""
     rows = [
-        Row(slot=4, start=start, new=2, blocks=[start % 7, 9], stored=1),
+        Row(slot=4, start=start, new=2, blocks=[start % 7, 9], stored=1, left_padding=left_padding),
         Row(slot=1, start=start + 3, new=0, blocks=[8]),
     ]
     return build_index(rows, max_blocks=4, pad_tokens=tokens, pad_requests=requests)
 
 
 def addresses(index):
-    return [array.data_ptr() for array in index]
+    return [array.data_ptr() for array in index if array is not None]
 
 
 def assert_holds(index, host):
     for got, want in zip(index, host, strict=True):
+        assert (got is None) == (want is None)
+        if got is None:
+            continue
         assert got.dtype == torch.int32
         np.testing.assert_array_equal(got.numpy(), want)
 
@@ -50,6 +53,15 @@ def test_other_shapes_have_places_of_their_own():
     small, large = kept.put(padded(1)), kept.put(padded(2, tokens=9, requests=4))
     assert_holds(small, padded(1))
     assert_holds(large, padded(2, tokens=9, requests=4))
+
+
+def test_left_padding_is_kept_like_the_rest():
+    kept = DeviceIndex("cpu")
+    without, with_it = kept.put(padded(1)), kept.put(padded(1, left_padding=3))
+    again = kept.put(padded(2, left_padding=1))
+    assert addresses(again) == addresses(with_it)
+    assert again.left_padding.tolist() == [1, 0, 0]
+    assert_holds(without, padded(1))
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["made inside", "made outside"])

@@ -19,6 +19,29 @@ def test_quality_of_formats():
     assert quality.as_svg(record).count("<circle") == 3
 
 
+def test_rows_are_added_to_a_record():
+    """Other rows stay, a row of the same format is replaced, and the record says how the new ones were run."""
+
+    def record(command, **perplexity):
+        rows = [{"format": name, "perplexity": value} for name, value in perplexity.items()]
+        return {**dict.fromkeys(quality.SAME, "same"), "command": command, "rows": rows}
+
+    old = record("first", bf16=10.0, mxfp4=13.0, int8_row=11.0)
+    both = quality.merged(old, record("second", bf16=10.0, mxfp4=12.0, fp16=10.5))
+    assert {row["format"]: row["perplexity"] for row in both["rows"]} == {
+        "bf16": 10.0,
+        "fp16": 10.5,
+        "int8_row": 11.0,
+        "mxfp4": 12.0,
+    }
+    assert [row["format"] for row in both["rows"]] == ["bf16", "fp16", "int8_row", "mxfp4"]
+    assert (both["command"], both["added"]) == ("first", [{"formats": ["mxfp4", "fp16"], "command": "second"}])
+    with pytest.raises(ValueError, match="greedy"):
+        quality.merged({**old, "greedy": "fewer"}, both)
+    with pytest.raises(ValueError, match="perplexity of bf16"):
+        quality.merged(old, record("third", bf16=10.1))
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
@@ -37,5 +60,5 @@ def test_decode_step_beside_transformers(tmp_path):
     beside_transformers.main(["--contexts", "96", "--steps", "1", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "beside_transformers.json").read_text())
     caches = {row["cache"] for row in record["rows"]}
-    assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, lend", "kvcore, attend"} <= caches
+    assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, paged", "kvcore, attend"} <= caches
     assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float32"}

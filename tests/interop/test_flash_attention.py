@@ -150,6 +150,11 @@ def test_the_older_kernels_of_a_fork_are_asked_for(module):
     assert asked == [True]
 
 
+def test_plain_operations_can_be_forced(monkeypatch):
+    monkeypatch.setenv("KVCORE_ATTENTION", "torch")
+    assert flash.chosen("cpu") == "torch"
+
+
 def test_triton_is_the_choice_where_flash_mla_is_missing(monkeypatch):
     monkeypatch.delenv("KVCORE_ATTENTION", raising=False)
     assert flash.chosen("cpu") == "triton"

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models as models
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 
 from kvcore.errors import SpecError
 from kvcore.interop.transformers import KVCache
@@ -26,6 +26,8 @@ COMPILED = [
     pytest.param(models.llama, 1, id="full"),
     pytest.param(models.sliding, 1, id="sliding"),
     pytest.param(models.gemma3, 1, id="mixed"),
+    pytest.param(models.qwen2, 1, id="full, then sliding"),
+    pytest.param(models.gpt_oss, 1, id="sinks"),
     pytest.param(models.llama4, 0, id="chunked: transformers runs it as it is"),
 ]
 WAYS = {
@@ -100,6 +102,40 @@ def test_static_shapes_are_compiled_once(make, compiled_graphs):
     own = generated(model, ids, mask)
     assert torch.equal(own, generated(model, ids, mask, cache, compile_config=compiled))
     assert len(graphs) == compiled_graphs
+
+
+@pytest.mark.parametrize("make", [models.llama, models.sliding, models.gemma3], ids=["full", "sliding", "mixed"])
+def test_drafts_of_another_model(make):
+    """A smaller model drafts, some of its tokens are refused, and those leave no trace."""
+    model, assistant = make(), models.multi_query()
+    ids, mask = prompts("assisted")
+    cache = KVCache(model, batch=1, max_length=ids.shape[1] + NEW + 8, max_draft_tokens=24)
+    own = generated(model, ids, mask)
+    assert torch.equal(own, generated(model, ids, mask, cache, assistant_model=assistant))
+
+
+@pytest.mark.parametrize("storage", ["slot", "paged"])
+@pytest.mark.parametrize(
+    "make",
+    [models.llama, models.gemma3, models.gpt_oss, models.llama4],
+    ids=["full", "mixed", "sinks", "chunked and full"],
+)
+def test_padding_on_the_right_and_in_between(make, storage):
+    """Rows of a prompt that the mask leaves out, and more of it after them: logits as with the model's own cache."""
+    model, ids = make(), models.token_ids(3, 33)
+    mask = torch.ones_like(ids)
+    mask[0, 11:17] = 0  # the first prompt is shorter, padded on the right
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    for cache in (DynamicCache(config=model.config), KVCache(model, batch=3, max_length=33, storage=storage)):
+        pieces = []
+        with torch.no_grad():
+            for start, end in ((0, 17), (17, 30), (30, 31), (31, 33)):
+                seen = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+                pieces.append(model(ids[:, start:end], cache=cache, **seen).logits)
+        found.append(torch.cat(pieces, dim=1)[mask.bool()])
+    assert torch.equal(*found)
 
 
 def test_static_shapes_are_for_classic_layers():

@@ -183,7 +183,7 @@ def test_too_many_tokens_are_refused_and_change_nothing():
     model, ids = models.llama(), models.token_ids(2, 30)
     ours = KVCache(model, batch=2, max_length=10)
     logits(model, ids, [10], ours)
-    room = ours.kv.plan.blocks // 2 * ours.kv.spec.block_tokens
+    room = ours.kv.plan.max_tokens
     before = ours.kv.digest()
     with pytest.raises(OutOfBlocks):
         logits(model, models.token_ids(2, room), [room], ours)
@@ -254,14 +254,38 @@ def test_repr_shows_rows_and_tokens():
     assert repr(ours).startswith("KVCache(2 of 2 rows, 9 tokens each, ")
 
 
-def test_handed_out_tensors_are_copies():
-    """Changing them does not change the cache."""
-    model, ids = models.llama(), models.token_ids(1, 9)
-    ours = KVCache(model, batch=1, max_length=40)
+@pytest.mark.parametrize(
+    ("options", "lent"),
+    [
+        pytest.param({}, True, id="as it is"),
+        pytest.param({"lend": False}, False, id="copies"),
+        pytest.param({"storage": "paged", "block_tokens": 4}, False, id="blocks"),
+        pytest.param({"formats": "int8_row"}, False, id="a format that is decoded"),
+    ],
+)
+def test_what_is_handed_out_is_lent_or_a_copy(options, lent):
+    """Changing a copy does not change the cache; what is lent is the cache, and two rows lie a slot apart."""
+    model, ids = models.llama(), models.token_ids(2, 9)
+    ours = KVCache(model, batch=2, max_length=40, **options)
     logits(model, ids, [9], ours)
     before = ours.kv.digest()
-    keys, values = ours.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
+    keys, values = ours.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    assert keys.shape == (2, 2, 10, 8)
     keys.zero_()
     values.zero_()
     ours.abort()
-    assert ours.kv.digest() == before
+    assert (ours.kv.digest() == before) == (not lent)
+    pools = {pool.untyped_storage().data_ptr() for pool in ours.kv.pools.values()}
+    assert (keys.untyped_storage().data_ptr() in pools) == lent
+
+
+def test_what_was_lent_stays_as_it_was():
+    """Later steps write behind what earlier ones were lent."""
+    model, ids = models.llama(), models.token_ids(2, 9)
+    ours = KVCache(model, batch=2, max_length=40)
+    logits(model, ids, [9], ours)
+    keys, _ = ours.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    kept = keys.clone()
+    ours.abort()
+    logits(model, ids, [9], ours)
+    assert torch.equal(keys[:, :, :9], kept[:, :, :9])

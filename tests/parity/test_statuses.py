@@ -6,6 +6,8 @@ from parity import broken
 
 from kvcore import parity
 from kvcore.backends.records import EVERYTHING
+from kvcore.parity.run import PLANS_REMEMBERED, Subject
+from kvcore.plan import plan_cache
 from kvcore.plugins import KnownGap
 from kvcore.spec import CacheSpec, LayerSpec, Window
 
@@ -136,3 +138,12 @@ def test_progress_is_told_about_every_check() -> None:
     assert [done for done, _, _ in seen] == list(range(7))
     assert {total for _, total, _ in seen} == {7}
     assert seen[0][2] == "append_window/fp32/packed/no_tokens"
+
+
+def test_a_backend_forgets_its_programs_every_few_plans():
+    forgotten = []
+    subject = Subject(msgspec.structs.replace(broken.info(), forget=lambda: forgotten.append(True)))
+    for number in range(2 * PLANS_REMEMBERED):
+        plan = plan_cache(SPEC, max_requests=1 + number, max_tokens=8)
+        assert subject.ops(plan) is subject.ops(plan)
+    assert len(forgotten) == 2

@@ -25,10 +25,11 @@ def test_every_verb_of_the_protocol_has_a_check() -> None:
 def test_suite_crosses_roles_layouts_and_shapes() -> None:
     ids = [check.id.split("/") for check in checks_of(conformance_spec())]
     appended = [(formats, layout, shape) for verb, formats, layout, shape in ids if verb == "append_window"]
-    assert {layout for _, layout, _ in appended} == set(LAYOUTS)
+    layouts = set(LAYOUTS) - {"by_head"}  # packed, where rows have one head
+    assert {layout for _, layout, _ in appended} == layouts
     assert {shape for _, _, shape in appended} == SHAPES
     windows = {formats for formats, _, _ in appended}
-    assert len(appended) == len(windows) * len(LAYOUTS) * len(SHAPES)
+    assert len(appended) == len(windows) * len(layouts) * len(SHAPES)
     assert {"v4_584", "v41_528", "v32_656", "row_580", "mxfp4_368", "bf16", "fp32", "nf4_b64"} <= windows
     assert {verb.role for verb in VERBS if verb.name == "gather_rows"} == set(ROLES)
 

@@ -24,15 +24,16 @@ def processes():
         group.close()
 
 
-LENGTHS = [130, 0, 3]
-"""More than a page on each of four shards, nothing, less than a page."""
+LENGTHS = {"more than a page on each of four shards, nothing, less than a page": [130, 0, 3], "one token": [1]}
+"""The last step brings the second half of each, so one token is a decode step that only the first shard sees."""
 
 
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("name", sharded.SPECS)
-def test_every_reader_answers_what_one_device_does(processes, name, context):
-    one = sharded.read_everything(name, 1, LENGTHS)
-    for rank, found in enumerate(processes(context).run(sharded.read_everything, name, context, LENGTHS)):
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_every_reader_answers_what_one_device_does(processes, name, context, lengths):
+    one = sharded.read_everything(name, 1, lengths)
+    for rank, found in enumerate(processes(context).run(sharded.read_everything, name, context, lengths)):
         assert found.keys() == one.keys()
         for key, expected in one.items():
             if "attention" in key:
@@ -89,7 +90,7 @@ def test_what_cannot_be_is_refused(processes, which, message):
 
 @pytest.mark.parametrize(
     ("plan", "seed"),
-    [pytest.param(name, 5 + number, id=name) for number, name in enumerate(("DP2", "CP2", "CP4"))],
+    [pytest.param(name, 5 + number, id=name) for number, name in enumerate(shards.PLANS)],
 )
 def test_one_log_gives_the_digests_and_attention_of_one_device(processes, plan, seed):
     replicas, context = shards.PLANS[plan]

@@ -12,11 +12,14 @@ pytest.importorskip("torch")
 
 GROUPS = [
     "attention",
+    "classic attention",
     "indexer",
     "flush of fp32",
     "flush of bf16",
     "rotated append",
     "whole units",
+    "pages of exports",
+    "merge of shards",
     "torch.compile",
     *(f"formats {n}" for n in range(4)),
 ]

@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, merge, scores, topk
+from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_cuts, merge, scores, topk
 from kvcore.backends.torch_triton.kernels.attention import (
     FEW,
     FULL,
@@ -19,15 +19,19 @@ from kvcore.backends.torch_triton.kernels.attention import (
 )
 from kvcore.backends.torch_triton.kernels.indexer import CUTS, ROUND, nibbles, score_parts
 from kvcore.backends.torch_triton.kernels.picks import room_for, tile_for
-from kvcore.backends.torch_triton.kernels.record import row_record
+from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
 from kvcore.plan import plan_cache
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
 
 SPILLS = 2560
 """Bytes of spills in attention: addresses that wait while sums of 512 channels fill the registers."""
+
+
+CLASSIC_SPILLS = 512
+"""Of classic attention: a single warp holds a whole program of four-bit codes."""
 
 
 def record_of(role, **component):
@@ -81,6 +85,53 @@ def test_attention_compiles(name, arch, options):
     found = resources(compiled(attend.attend_kernel, arch, constants, given=given, exact=bf16, warps=warps))
     assert found.spilled_bytes <= SPILLS, found
     assert found.shared_bytes <= SHARED[arch] * 1024, found
+
+
+def classic_constants(
+    keys, values, arch, *, bf16=True, dims=(128, 128), heads=8, group=4, each=1, block=256, **options
+):
+    kv = KV(key_heads=heads, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
+    spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
+    k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
+    sides = kv_cuts.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
+    cut = kv_cuts.cut_of(arch, sides)
+    span, some = kv_cuts.span_of(each), power_of_two(group)
+    constants = {
+        "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False, "LEFT": False,
+        "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
+        "KEYS": cut.keys, "WHOLE": kv_cuts.whole_tiles(k, cut), "STAGES": cut.stages,
+        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
+    }  # fmt: skip
+    return constants, cut
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "arch", "options"),
+    [
+        *(
+            pytest.param(name, name, arch, {}, id=f"{name} {gpu}")
+            for gpu, arch in (("A100", 80), ("H100", 90), ("B200", 100))
+            for name in ("bf16", "fp16", "fp32", "fp8_row", "int8_row", "nf4_b64", "mxfp4")
+            # Formats that are read like another one need not be compiled for every GPU.
+            if arch == 90 or name in ("bf16", "nf4_b64", "int8_row")
+        ),
+        pytest.param("bf16", "fp8_row", 90, {"each": 4}, id="four tokens, H100"),
+        pytest.param("mxfp4", "int8_row", 90, {"OWN": True, "each": 4}, id="the step's own rows, H100"),
+        pytest.param("bf16", "bf16", 90, {"each": 3, "block": 16}, id="blocks of 16, three tokens, H100"),
+        pytest.param("bf16", "bf16", 90, {"bf16": False}, id="fp32 queries, H100"),
+        pytest.param("bf16", "bf16", 90, {"heads": 1, "group": 64}, id="MQA, 64 heads, H100"),
+        pytest.param("bf16", "bf16", 90, {"dims": (192, 128), "group": 1}, id="dims 192 and 128, H100"),
+    ],
+)
+def test_classic_attention_compiles(keys, values, arch, options):
+    constants, cut = classic_constants(keys, values, arch, **options)
+    given = "bf16" if options.get("bf16", True) else "fp32"
+    found = resources(compiled(attend_kv.attend_kv_kernel, arch, constants, given=given, exact=True, warps=cut.warps))
+    assert found.spilled_bytes <= CLASSIC_SPILLS, found
+    # As many programs of plain decode fit as the work is shared out for; wider ones may be fewer.
+    resident = 1 if options else cut.resident
+    assert resident * found.shared_bytes <= SHARED[arch] * 1024, found
+    assert resident * 32 * cut.warps * found.registers <= 1 << 16, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])

@@ -11,6 +11,9 @@ from kvcore.ops import Attention
 CHUNK_VALUES = 1 << 24
 """Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
 
+ENTRIES_A_ROUND = 512
+"""Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
+
 
 def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
@@ -39,19 +42,26 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
             keys, valid = read(layer, pools, index, "entries", request, _picked(selected, count))
             return softmax_sum(state, logits_of, keys, keys, valid)
 
-        def block(column, state):
-            numbers = column * block_rows + jnp.arange(block_rows, dtype=jnp.int32)[None]
+        def some(round, state):
+            numbers = round * size + jnp.arange(size, dtype=jnp.int32)[None]
             numbers = jnp.where(numbers < count[:, None], numbers, -1)
             keys, valid = read(layer, pools, index, "entries", request, numbers)
             return softmax_sum(state, logits_of, keys, keys, valid)
 
-        block_rows = layer.regions["entries"][0].rows
-        return lax.fori_loop(0, -(-jnp.max(count, initial=0) // block_rows), block, state)
+        return lax.fori_loop(0, -(-jnp.max(count, initial=0) // size), some, state)
 
-    columns = (window.window if window is not None else 0) + (selected.shape[1] if selected is not None else 0)
+    size = 0 if entries is None else _round_of(layer.regions["entries"][0], index, pools)
+    columns = (window.window if window is not None else 0) + (size if selected is None else selected.shape[1])
     tokens = (index.request_index, index.positions, q) + (() if selected is None else (selected,))
     state = by_tokens(chunk, tokens, max(columns, 64) * dim)
     return finish(state, sink, q.dtype)
+
+
+def _round_of(region, index, pools):
+    """Entries that are read together: of one block where each is a DMA of its own, else many blocks' at once."""
+    if pools.kernels != "portable":
+        return region.rows
+    return max(1, min(ENTRIES_A_ROUND, index.block_table.shape[1] * region.rows))
 
 
 def _sources(layer, index, selected):

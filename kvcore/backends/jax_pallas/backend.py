@@ -1,31 +1,39 @@
 """The JAX backend: the verbs bound to a plan, functional, each compiled once for every kind of layer and shape.
 
+One method for each verb, with its shapes as jaxtyping writes them; nothing here computes. jaxtyping need not be
+installed: annotations are never evaluated.
+
 A verb takes pools and returns new ones. Called eagerly it donates the arrays that it writes, so that XLA updates them
 in place: the arrays passed in are dead afterwards. Inside the caller's own ``jit`` it is traced in, and the caller
 donates at the outermost ``jit``, the only place where donation counts.
 """
 
-from functools import cache
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from kvcore import bounds
-from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, programs, tail, window
 from kvcore.backends.jax_pallas.layer import Layer
-from kvcore.backends.jax_pallas.rows import Held
-from kvcore.backends.jax_pallas.runs import as_elements, pool_shape
+from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
-from kvcore.ops import AllEntries, Closed, RawRows, StepIndex
-from kvcore.plan import CachePlan
+from kvcore.ops import AllEntries, Closed, RawRows, StepIndex, VisibleRows
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
 
-SMALLEST_BUCKET = 64
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, Float, Int, UInt8, UInt32
+
+    from kvcore.ops import Attention, SelectedEntries, WindowRows
+    from kvcore.plan import CachePlan
+    from kvcore.spec import Format, Rope
+
 DEVICES = ("tpu", "cuda", "cpu")
 INTERPRETED = "cpu:interpret"
 """The device that runs the TPU's kernels in an interpreter, slowly, and looks for their faults."""
@@ -63,14 +71,14 @@ class JaxOps(ComposedVerbs):
         self._layers = [Layer(plan, number, kernels) for number in range(len(plan.spec.all_layers))]
 
     @property
-    def how(self):
+    def how(self) -> str:
         """How the verbs run, as reports say it."""
         if self.kernels == "interpret":
             return f"{self.device}, Pallas TPU interpreter"
         kind = (self._target or jax.devices()[0]).device_kind
         return self.device if self.device == "cpu" else f"{self.device} ({kind})"
 
-    def allocate(self):
+    def allocate(self) -> Pools:
         """Fresh pools for the plan."""
 
         def make(units, size, fresh, region, buffer):
@@ -82,7 +90,7 @@ class JaxOps(ComposedVerbs):
 
         return allocate(self.plan, make)
 
-    def asarray(self, array):
+    def asarray(self, array: Any) -> Array:
         """A NumPy array as JAX's, copied, int64 as int32; arrays of JAX pass through."""
         if isinstance(array, jax.Array):
             return array
@@ -92,75 +100,123 @@ class JaxOps(ComposedVerbs):
             array = np.clip(array, -1, np.iinfo(np.int32).max).astype(np.int32)
         return jax.device_put(array, self._target, may_alias=False)
 
-    def join(self, kv, score):
+    def join(self, kv: Float[Array, "tokens width"], score: Float[Array, "tokens width"]) -> Float[Array, "tokens row"]:
         """Kv and score [T, width] side by side."""
         return jnp.concatenate([kv, score], axis=1)
 
-    def index(self, host):
+    def index(self, host: StepIndex) -> StepIndex:
         """The step index on the device."""
         return StepIndex(*jax.device_put(tuple(host), self._target))
 
-    def encode(self, format, values, global_scale=1.0):
+    def encode(
+        self, format: str | Format, values: Float[Array, "rows dim"], global_scale: float = 1.0
+    ) -> UInt8[Array, "rows row_bytes"]:
         """Values [rows, dim] -> canonical rows [rows, row_bytes] uint8."""
-        return _encode(encoding.sized(format, values.shape[1]), values, float(global_scale))
+        return programs.encode(encoding.sized(format, values.shape[1]), values, float(global_scale))
 
-    def decode(self, format, rows, dim=None, global_scale=1.0):
+    def decode(
+        self,
+        format: str | Format,
+        rows: UInt8[Array, "rows row_bytes"],
+        dim: int | None = None,
+        global_scale: float = 1.0,
+    ) -> Float[Array, "rows values"]:
         """Canonical rows [rows, row_bytes] -> values [rows, dim]."""
-        return _decode(encoding.sized(format, dim), rows, float(global_scale))
+        return programs.decode(encoding.sized(format, dim), rows, float(global_scale))
 
-    def pack_page(self, format, rows):
+    def pack_page(self, format: str | Format, rows: UInt8[Array, "rows row_bytes"]) -> UInt8[Array, " page_bytes"]:
         """Canonical rows [P, row_bytes] -> their packed page."""
         return encoding.pack_page(format, rows)
 
-    def unpack_page(self, format, page, rows):
+    def unpack_page(
+        self, format: str | Format, page: UInt8[Array, " page_bytes"], rows: int
+    ) -> UInt8[Array, "rows row_bytes"]:
         """A packed page -> canonical rows [rows, row_bytes]."""
         return encoding.unpack_page(format, page, rows)
 
-    def append_window(self, pools, layer, index, rows):
+    def append_window(self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"]) -> Pools:
         """Encode rows [T, d] and store them at slot·C + p mod C."""
         return self._write(window.append_window, pools, layer, ("window",), (index, rows))
 
-    def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+    def append_rotated_window(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        rows: Float[Array, "tokens dim"],
+        *,
+        rope: Rope | Float[Array, " pairs"],
+        norm_weight: Float[Array, " dim"] | None = None,
+        eps: float = 1e-6,
+    ) -> Pools:
         """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
         arrays = (index, rows, tail.frequencies_of(rope), norm_weight)
         return self._write(window.append_rotated_window, pools, layer, ("window",), arrays, eps=eps)
 
-    def append_tail(self, pools, layer, index, kv, score):
+    def append_tail(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+    ) -> Pools:
         """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
         return self._write(tail.append_tail, pools, layer, ("tail",), (index, kv, score), role="tail")
 
-    def append_index_tail(self, pools, layer, index, kv, score):
+    def append_index_tail(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+    ) -> Pools:
         """The same for the indexer's compressor."""
         return self._write(tail.append_tail, pools, layer, ("index_tail",), (index, kv, score), role="index_tail")
 
-    def gather_window(self, pools, layer, index, rows=None):
+    def gather_window(
+        self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"] | None = None
+    ) -> WindowRows:
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         return self._read(window.gather_window, pools, layer, ("window",), (index, rows))
 
-    def compress(self, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
+    def compress(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+        *,
+        closed: int | None = None,
+        role: str = "entries",
+        norm_weight: Float[Array, " dim"] | None = None,
+        eps: float = 1e-6,
+    ) -> Float[Array, "closed dim"]:
         """Pool and norm each of the first ``closed`` entries that the step completes; -> [closed, d]."""
         closed = bounds.closed(self.plan, layer, role, index) if closed is None else closed
         roles = role, TAIL_OF[role]
         arrays = (index, kv, score, norm_weight)
-        options = {"closed": _bucket(closed, index), "role": role, "eps": eps}
+        options = {"closed": self._bucket(closed, index), "role": role, "eps": eps}
         return self._read(tail.compress, pools, layer, roles, arrays, **options)[:closed]
 
     def flush(
         self,
-        pools,
-        layer,
-        index,
-        kv,
-        score,
-        index_kv=None,
-        index_score=None,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+        index_kv: Float[Array, "tokens index_width"] | None = None,
+        index_score: Float[Array, "tokens index_width"] | None = None,
         *,
-        closed=None,
-        norm_weight=None,
-        eps=1e-6,
-        rope=None,
-        index_norm_weight=None,
-    ):
+        closed: int | None = None,
+        norm_weight: Float[Array, " dim"] | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Float[Array, " pairs"] | None = None,
+        index_norm_weight: Float[Array, " index_dim"] | None = None,
+    ) -> Pools:
         """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
         closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
         if not closed:
@@ -170,133 +226,226 @@ class JaxOps(ComposedVerbs):
         reads = tuple(role for _, role, given in streams if given is not None)
         rope = tail.frequencies_of(rope)
         arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, rope)
-        options = {"closed": _bucket(closed, index), "eps": eps}
+        options = {"closed": self._bucket(closed, index), "eps": eps}
         return self._write(tail.flush, pools, layer, writes, arrays, reads, **options)
 
-    def store_entries(self, pools, layer, index, entries_, index_keys=None):
+    def store_entries(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        entries_: Float[Array, "closed dim"] | None,
+        index_keys: Float[Array, "closed index_dim"] | None = None,
+    ) -> Pools:
         """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
         given = (("entries", entries_), ("index_keys", index_keys))
         writes = tuple(role for role, values in given if values is not None)
         return self._write(entries.store_entries, pools, layer, writes, (index, entries_, index_keys))
 
-    def closed(self, layer, index, count=None, role="entries"):
+    def closed(self, layer: int, index: StepIndex, count: int | None = None, role: str = "entries") -> Closed:
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         count = bounds.closed(self.plan, layer, role, index) if count is None else count
         kind = self._layers[layer].only(role)
-        found = _indexed(entries.closed)(kind, index, (("count", _bucket(count, index)), ("role", role)))
+        found = programs.indexed(entries.closed)(kind, index, (("count", self._bucket(count, index)), ("role", role)))
         return Closed(*(array[:count] for array in found))
 
-    def gather_entries(self, pools, layer, index, indices):
+    def gather_entries(
+        self, pools: Pools, layer: int, index: StepIndex, indices: Int[Array, "tokens k"]
+    ) -> SelectedEntries:
         """Entries by logical index, indices [T, k]."""
         return self._read(entries.gather_entries, pools, layer, ("entries",), (index, indices))
 
-    def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
+    def gather_all_entries(
+        self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None, role: str = "entries"
+    ) -> AllEntries:
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
-        options = {"columns": _bucket(columns, index), "role": role}
+        options = {"columns": self._bucket(columns, index), "role": role}
         found = self._read(entries.gather_all_entries, pools, layer, (role,), (index,), **options)
         return AllEntries(found.values[:, :columns], found.counts, found.positions[:, :columns])
 
-    def index_scores(self, pools, layer, index, q, weights, *, columns=None):
+    def index_scores(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Float[Array, "tokens heads dim"],
+        weights: Float[Array, "tokens heads"],
+        *,
+        columns: int | None = None,
+    ) -> Float[Array, "tokens columns"]:
         """Lightning-indexer scores [T, columns] fp32."""
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        options = {"columns": _bucket(columns, index)}
+        options = {"columns": self._bucket(columns, index)}
         arrays = (index, q, weights)
         return self._read(indexer.index_scores, pools, layer, ("index_keys",), arrays, **options)[:, :columns]
 
-    def select(self, scores, k):
+    def select(self, scores: Float[Array, "tokens columns"], k: int) -> Int[Array, "tokens k"]:
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        return _select(scores, k, self.kernels)
+        return programs.select(scores, k, self.kernels)
 
-    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+    def attend(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Float[Array, "tokens heads dim"],
+        selected: Int[Array, "tokens k"] | None = None,
+        *,
+        rows: Float[Array, "tokens dim"] | None = None,
+        sink: Float[Array, " heads"] | None = None,
+        scale: float | None = None,
+    ) -> Attention:
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
         arrays = (index, q, selected, rows, sink, scale)
         return self._read(attention.attend, pools, layer, ("window", "entries"), arrays)
 
-    def append_kv(self, pools, layer, index, k, v):
+    def append_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        k: Float[Array, "tokens key_heads key_dim"],
+        v: Float[Array, "tokens value_heads value_dim"],
+    ) -> Pools:
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
         return self._write(classic.append_kv, pools, layer, ("kv",), (index, k, v))
 
-    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
+    def gather_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        k: Float[Array, "tokens key_heads key_dim"] | None = None,
+        v: Float[Array, "tokens value_heads value_dim"] | None = None,
+        *,
+        columns: int | None = None,
+    ) -> tuple[
+        Float[Array, "requests columns key_heads key_dim"],
+        Float[Array, "requests columns value_heads value_dim"],
+        Int[Array, "requests columns"],
+    ]:
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
-        options = {"columns": _bucket(columns, index)}
+        options = {"columns": self._bucket(columns, index)}
         found = self._read(classic.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
         return tuple(array[:, :columns] for array in found)
 
-    def mask(self, layer, index, *, columns=None):
+    def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Bool[Array, "tokens columns"]:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
-        return _indexed(classic.mask)(kind, index, (("columns", _bucket(columns, index)),))[:, :columns]
+        return programs.indexed(classic.mask)(kind, index, (("columns", self._bucket(columns, index)),))[:, :columns]
 
-    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+    def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
+        """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
+        kind = self._layers[layer].only("kv")
+        options = (("columns", self._bucket(columns, index)),)
+        found = programs.indexed(classic.visible_rows)(kind, index, options)
+        return VisibleRows(*(array[:, :columns] for array in found))
+
+    def from_batch(self, index: StepIndex, batch: Array) -> Array:
+        """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order."""
+        return programs.from_batch(index, batch)
+
+    def to_batch(self, index: StepIndex, rows: Array, width: int) -> Array:
+        """Rows [T, ...] -> a batch [Q, width, ...]."""
+        return programs.to_batch(index, rows, width)
+
+    def attend_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Float[Array, "tokens heads key_dim"],
+        k: Float[Array, "tokens key_heads key_dim"] | None = None,
+        v: Float[Array, "tokens value_heads value_dim"] | None = None,
+        *,
+        columns: int | None = None,
+        sink: Float[Array, " heads"] | None = None,
+        scale: float | None = None,
+    ) -> Attention:
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         arrays = (index, q, k, v, sink, scale)
-        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=_bucket(columns, index))
+        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=self._bucket(columns, index))
 
-    def reset_slots(self, pools, slots):
+    def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
-        return _exchanged(pools, {name: _reset(pools[name], slots, fresh) for name, fresh in self._fresh.items()})
+        return programs.exchanged(
+            pools, {name: programs.reset(pools[name], slots, fresh) for name, fresh in self._fresh.items()}
+        )
 
-    def poison(self, pools, slots, blocks):
+    def poison(self, pools: Pools, slots: Int[Array, " slots"], blocks: Int[Array, " blocks"]) -> Pools:
         """Fill freed slots [n] and blocks [m] with 0xFF, so that a stale read is seen."""
         units = {"slot": slots, "block": blocks}
         changed = {
-            name: _poison(pools[name], units[region.growth])
+            name: programs.poison(pools[name], units[region.growth])
             for region in self.plan.regions
             for name, _ in region.buffers.values()
         }
-        return _exchanged(pools, changed)
+        return programs.exchanged(pools, changed)
 
-    def copy_slots(self, pools, sources, targets):
+    def copy_slots(self, pools: Pools, sources: Int[Array, " slots"], targets: Int[Array, " slots"]) -> Pools:
         """Copy whole slots; all sources are read before any target is written."""
         return self._copy(pools, sources, targets, "slot")
 
-    def copy_blocks(self, pools, sources, targets):
+    def copy_blocks(self, pools: Pools, sources: Int[Array, " blocks"], targets: Int[Array, " blocks"]) -> Pools:
         """Copy whole blocks; all sources are read before any target is written."""
         return self._copy(pools, sources, targets, "block")
 
     def _copy(self, pools, sources, targets, growth):
         regions = [region for region in self.plan.regions if region.growth == growth]
         names = [name for region in regions for name, _ in region.buffers.values()]
-        return _exchanged(pools, {name: _copy_units(pools[name], sources, targets) for name in names})
+        return programs.exchanged(pools, {name: programs.copy_units(pools[name], sources, targets) for name in names})
 
-    def gather_rows(self, pools, layer, role, index, rows=None, *, columns=None):
+    def gather_rows(
+        self,
+        pools: Pools,
+        layer: int,
+        role: str,
+        index: StepIndex,
+        rows: tuple[Float[Array, "tokens ..."], ...] | None = None,
+        *,
+        columns: int | None = None,
+    ) -> RawRows:
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
-        options = {"role": role, "columns": _bucket(columns, index)}
+        options = {"role": role, "columns": self._bucket(columns, index)}
         found = self._read(life.gather_rows, pools, layer, (role,), (index, rows), **options)
         return RawRows(found.rows[:, :columns], found.positions[:, :columns])
 
-    def store_rows(self, pools, layer, role, index, raw):
+    def store_rows(self, pools: Pools, layer: int, role: str, index: StepIndex, raw: RawRows) -> Pools:
         """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
         return self._write(life.store_rows, pools, layer, (role,), (index, RawRows(*raw)), role=role)
 
-    def read_ring(self, pools, layer, role, index):
+    def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Any:
         """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
         return self._read(life.read_ring, pools, layer, (role,), (index,), role=role)
 
-    def restore_ring(self, pools, layer, role, index, saved):
+    def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Any) -> Pools:
         """Put back what ``read_ring`` saved."""
         return self._write(life.restore_ring, pools, layer, (role,), (index, saved), role=role)
 
-    def digest_rows(self, raw, salt):
+    def digest_rows(self, raw: RawRows, salt: int) -> UInt32[Array, "requests 2"]:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""
-        return _digest(raw, np.uint32(salt))
+        return programs.digest(raw, np.uint32(salt))
+
+    def _bucket(self, count: int, index: StepIndex) -> int:
+        return programs.bucket(count, index, programs.SMALLEST_BUCKET[self.kernels == "interpret"])
 
     def _read(self, verb, pools, number, roles, arrays, **options):
         layer = self._layers[number].only(*roles)
         read = {name: pools[layer.names[name]] for name in layer.names}
-        return _program(verb)(layer, tuple(options.items()), {}, read, arrays)
+        return programs.program(verb)(layer, tuple(options.items()), {}, read, arrays)
 
     def _write(self, verb, pools, number, roles, arrays, reads=(), **options):
         layer = self._layers[number].only(*roles, *reads)
         written = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
         read = {name: pools[layer.names[name]] for name in layer.pools_of(*reads)}
-        changed = _program(verb, writes=True)(layer, tuple(options.items()), written, read, arrays)
-        return _exchanged(pools, {layer.names[name]: array for name, array in changed.items()})
+        changed = programs.program(verb, writes=True)(layer, tuple(options.items()), written, read, arrays)
+        return programs.exchanged(pools, {layer.names[name]: array for name, array in changed.items()})
 
 
 class JaxBackend:
@@ -304,7 +453,7 @@ class JaxBackend:
 
     name = "jax_pallas"
 
-    def create(self, plan, *, device=None, check=False):
+    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> JaxOps:
         """Bind the verbs to a plan and a device.
 
         Raises:
@@ -330,7 +479,7 @@ class JaxBackend:
             raise BackendError(got=device, where="device", allowed=f"a device that JAX sees: {error}") from error
         return JaxOps(plan, device.split(":")[0], target, _kernels(plan, device))
 
-    def default_layout(self, device):
+    def default_layout(self, device: str | None) -> str:
         """Whole tiles on a TPU, else one array a field."""
         on_tpu = device in ("tpu", INTERPRETED) or (device is None and jax.default_backend() == "tpu")
         return "tpu_tile" if on_tpu else "planar"
@@ -345,59 +494,3 @@ def _kernels(plan: CachePlan, device: str) -> str:
 def _word(device: Any) -> str:
     """JAX's platform in kvcore's words."""
     return "cuda" if device.platform == "gpu" else device.platform
-
-
-def _exchanged(pools, changed):
-    """Pools, or any mapping, with some arrays exchanged."""
-    return pools.replace(changed) if isinstance(pools, Pools) else {**pools, **changed}
-
-
-def _bucket(count: int, index: StepIndex) -> int:
-    """A size that changes rarely while ``count`` grows, so that eager verbs are not traced anew for every length.
-
-    Inside the caller's trace ``count`` is the caller's own static choice and stays.
-    """
-    if isinstance(index.lengths, Tracer) or count == 0:
-        return count
-    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
-
-
-@cache
-def _program(verb, writes=False):
-    """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
-
-    def run(layer, options, written, read, arrays):
-        given = {**written, **read}
-        with jax.named_scope(f"kvcore.{verb.__name__}"):
-            held = {name: as_elements(pool, *layer.elements[name]) for name, pool in given.items()}
-            found = verb(layer, Held(held, layer.kernels), *arrays, **dict(options))
-        if not writes:
-            return found
-        return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}
-
-    return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
-
-
-@cache
-def _indexed(verb):
-    """The same for verbs that need the index only."""
-    return jax.jit(lambda layer, index, options: verb(layer, index, **dict(options)), static_argnums=(0, 2))
-
-
-@jax.jit
-def _digest(raw, salt):
-    return life.digest_rows(raw, salt)
-
-
-def _fresh(pool, fresh):
-    return None if fresh is None else jnp.asarray(np.frombuffer(fresh, pool.dtype).reshape(pool.shape[1:]))
-
-
-_reset = jax.jit(
-    lambda pool, slots, fresh: life.reset_slots(pool, slots, _fresh(pool, fresh)), static_argnums=2, donate_argnums=0
-)
-_poison = jax.jit(life.poison, donate_argnums=0)
-_copy_units = jax.jit(life.copy_units, donate_argnums=0)
-_select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
-_encode = jax.jit(encoding.encode, static_argnums=(0, 2))
-_decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

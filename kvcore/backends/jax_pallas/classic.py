@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 
+from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
+from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(layer, pools, index, k, v):
@@ -15,7 +17,7 @@ def append_kv(layer, pools, index, k, v):
 
 def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
-    positions = place.numbered(*place.visible(layer.component("kv"), index.starts, index.lengths), columns)
+    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         own = None if values is None else place.encode_rows(region, values)
@@ -28,17 +30,52 @@ def gather_kv(layer, pools, index, k=None, v=None, *, columns):
 def mask(layer, index, *, columns):
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = layer.component("kv")
-    first, _ = place.visible(component, index.starts, index.lengths)
+    first, _ = place.visible(component, index)
     rows = place.of(first, index.request_index)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     query = index.positions[:, None]
-    seen = (rows >= place.first_visible(component, query)) & (rows <= query)
+    left = None if index.left_padding is None else place.of(index.left_padding, index.request_index)[:, None]
+    seen = (rows >= place.first_visible(component, query, left)) & (rows <= query)
     return seen & (index.request_index >= 0)[:, None]
+
+
+def visible_rows(layer, index, *, columns):
+    """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
+    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
+    return VisibleRows(positions, mask(layer, index, columns=columns))
+
+
+def from_batch(index, batch):
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    request = index.request_index
+    if not batch.shape[0] * batch.shape[1]:
+        return jnp.zeros((len(request), *batch.shape[2:]), batch.dtype)
+    column = jnp.clip(index.positions - place.of(index.starts, request), 0, batch.shape[1] - 1)
+    rows = batch[jnp.maximum(request, 0), column]
+    return jnp.where(jnp.expand_dims(request >= 0, tuple(range(1, rows.ndim))), rows, jnp.zeros_like(rows))
+
+
+def to_batch(index, rows, width):
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    new = index.lengths - index.starts
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    valid = column < new[:, None]
+    if not len(rows):
+        return jnp.zeros((*valid.shape, *rows.shape[1:]), rows.dtype)
+    token = jnp.where(valid, (jnp.cumsum(new) - new)[:, None] + column, 0)
+    batch = rows[token]
+    return jnp.where(jnp.expand_dims(valid, tuple(range(2, batch.ndim))), batch, jnp.zeros_like(batch))
 
 
 def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, columns):
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     dim = q.shape[2]
     scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    if k is None and v is None and index.block_table.size:
+        blocks, first, last = seen_blocks(layer, index, columns)
+        if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
+            given = blocks, first, last, q.astype(jnp.float32) * scale
+            out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
+            return Attention(out.astype(q.dtype), lse)
     keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
     seen = mask(layer, index, columns=columns)
     value_dim = values.shape[3]
@@ -53,3 +90,18 @@ def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, 
 
     each = columns * max(keys.shape[2] * dim, values.shape[2] * value_dim)
     return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, q.dtype)
+
+
+def seen_blocks(layer, index, columns):
+    """(blocks [T, n] that each token sees of the first that hold ``columns`` rows, first and last position [T]).
+
+    Blocks are -1 where nothing is seen, and so is the last position of padding.
+    """
+    (region, _), request = layer.regions["kv"], index.request_index
+    left = jnp.zeros_like(request) if index.left_padding is None else place.of(index.left_padding, request)
+    last = jnp.where((request >= 0) & (index.positions >= left), index.positions, -1)
+    first = place.first_visible(layer.component("kv"), last, left)
+    blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // region.rows)]
+    number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])
+    return jnp.where(seen, blocks, -1), first, last

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
+from kvcore.backends.jax_pallas.pallas import attend_kv as classic
 from kvcore.backends.jax_pallas.pallas import index_scores as scoring
 from kvcore.backends.jax_pallas.pallas import rows_codec
 from kvcore.backends.jax_pallas.pallas.attend_rows import Source, attend_rows
@@ -149,6 +150,28 @@ def attend(pools, q, sources, sink):
             Source(region, _of(pools, region), unit[some], row[some], scale) for region, unit, row, scale in sources
         ]
         out, lse = attend_rows(q[some], given, sink, interpret=interpreted(pools))
+        outs.append(out)
+        lses.append(lse)
+    return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+def attends_kv(pools, regions, q, columns: int) -> bool:
+    """True where classic attention over ``columns`` blocks a token is one kernel."""
+    keys, values = regions
+    fits = pools.kernels != "portable" and 0 < columns <= ROWS_A_CALL and len(q) > 0
+    return fits and classic.supports(keys, values)
+
+
+def attend_kv(pools, regions, blocks, first, last, q, sink):
+    """Out [T, H, e] and lse [T, H] fp32 from q, scaled; see the kernel."""
+    keys, values = regions
+    (key_pool,), (value_pool,) = _of(pools, keys), _of(pools, values)
+    step = max(1, ROWS_A_CALL // blocks.shape[1])
+    outs, lses = [], []
+    for start in range(0, len(q), step):
+        some = slice(start, start + step)
+        given = blocks[some], first[some], last[some], q[some]
+        out, lse = classic.attend_kv(keys, values, key_pool, value_pool, *given, sink, interpret=interpreted(pools))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)

@@ -211,21 +211,24 @@ def live(component, length):
     return jnp.zeros_like(length), length
 
 
-def visible(component, start, length):
-    """``component.visible``, as (first, end) arrays."""
-    first, _ = live(component, length)
+def visible(component, index):
+    """``component.visible`` of every request of a step, as (first, end) arrays."""
     if component.storage != "ring":
-        return first, length
-    return jnp.where(start == length, first, first_visible(component, start)), length
+        return jnp.zeros_like(index.lengths), index.lengths
+    left = jnp.zeros_like(index.starts) if index.left_padding is None else index.left_padding
+    query = jnp.maximum(jnp.minimum(index.starts, index.lengths - 1), left)
+    return jnp.maximum(first_visible(component, query, left), 0), index.lengths
 
 
-def first_visible(component, position):
+def first_visible(component, position, left_padding=None):
     """``component.first_visible``, of an array of positions."""
-    if component.window is not None:
-        return jnp.maximum(position + 1 - component.window, 0)
-    if component.chunk is not None:
-        return position // component.chunk * component.chunk
-    return jnp.zeros_like(position)
+    left = jnp.zeros_like(position) if left_padding is None else left_padding
+    window, chunk = getattr(component, "window", None), getattr(component, "chunk", None)
+    if window is not None:
+        return jnp.maximum(position + 1 - window, left)
+    if chunk is not None:
+        return jnp.maximum(left + (position - left) // chunk * chunk, left)
+    return jnp.broadcast_to(left, position.shape)
 
 
 def numbered(first, end, columns):
@@ -244,11 +247,13 @@ def _places(region: Region, run: Run, unit, row, size: int):
 
     Heads that lie side by side are one piece, others one each: [..., heads, 2].
     """
-    row = row * region.heads
+    row_step, head_step = region.steps
+    row = row * row_step
     width = run.nbytes
-    if run.stride == run.nbytes and not run.split:
+    if run.stride == run.nbytes and not run.split and head_step == 1:
         width *= region.heads
     else:
-        row = row[..., None] + jnp.arange(region.heads, dtype=jnp.int32).reshape((1,) * row.ndim + (-1,))
+        heads = head_step * jnp.arange(region.heads, dtype=jnp.int32)
+        row = row[..., None] + heads.reshape((1,) * row.ndim + (-1,))
         unit = jnp.broadcast_to(unit[..., None], row.shape)
     return jnp.stack([unit, (run.base + row * run.stride) // size], axis=-1), width // size

@@ -46,6 +46,9 @@ def load_fp32(pools, region: Region, unit, row):
     interpret = interpreted(pools)
     flat = unit.reshape(-1), row.reshape(-1)
     fields = []
+    # A kernel over no rows has no block that it could be given.
+    if not len(flat[0]):
+        return jnp.zeros((*unit.shape, region.format.row // 4), jnp.float32)
     for run in runs(region):
         found = read_rows(pools[region.buffers[run.buffer][0]], *flat, interpret=interpret)
         found = found.reshape(len(found), found.shape[1] * found.shape[2])

@@ -46,6 +46,9 @@ class ReferenceOps(ComposedVerbs):
     append_kv = classic.append_kv
     gather_kv = classic.gather_kv
     mask = classic.mask
+    visible_rows = classic.visible_rows
+    from_batch = classic.from_batch
+    to_batch = classic.to_batch
     attend_kv = classic.attend_kv
     reset_slots = life.reset_slots
     poison = life.poison

@@ -6,7 +6,7 @@ from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.attention import softmax_sum
 from kvcore.backends.reference.encoding import DTYPES
-from kvcore.ops import Attention
+from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(ops, pools, layer, index, k, v):
@@ -27,7 +27,7 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
         own = None if values is None else ops.encode_rows(region, values)
         dense = np.zeros((requests, columns, region.heads, region.format.dim), DTYPES[region.format.value_code])
         for request in range(requests):
-            seen = component.visible(int(index.starts[request]), int(index.lengths[request]))
+            seen = visible(component, index, request)
             for column, position in enumerate(seen):
                 stored = place.read(pools, region, index, request, position, own)
                 dense[request, column] = ops.decode(region.format, stored)
@@ -44,10 +44,48 @@ def mask(ops, layer, index, *, columns=None):
     for token, (request, query) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:
             continue
-        rows = component.visible(int(index.starts[request]), int(index.lengths[request]))
-        for column, position in enumerate(rows):
-            seen[token, column] = component.first_visible(int(query)) <= position <= query
+        first = component.first_visible(int(query), left_padding(index, request))
+        for column, position in enumerate(visible(component, index, request)):
+            seen[token, column] = first <= position <= query
     return seen
+
+
+def visible_rows(ops, layer, index, *, columns=None):
+    """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    positions = np.full((len(index.slots), columns), -1, np.int32)
+    for request in range(len(index.slots)):
+        rows = visible(ops.component(layer, "kv"), index, request)
+        positions[request, : len(rows)] = rows
+    return VisibleRows(positions, ops.mask(layer, index, columns=columns))
+
+
+def visible(component, index, request) -> range:
+    """Positions that a request's queries may see."""
+    return component.visible(int(index.starts[request]), int(index.lengths[request]), left_padding(index, request))
+
+
+def left_padding(index, request) -> int:
+    """First positions of a request that are no tokens."""
+    return 0 if index.left_padding is None else int(index.left_padding[request])
+
+
+def from_batch(ops, index, batch):
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    rows = np.zeros((len(index.positions), *batch.shape[2:]), batch.dtype)
+    for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
+        if request >= 0:
+            rows[token] = batch[request, position - index.starts[request]]
+    return rows
+
+
+def to_batch(ops, index, rows, width):
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    batch = np.zeros((len(index.slots), width, *rows.shape[1:]), rows.dtype)
+    for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
+        if request >= 0:
+            batch[request, position - index.starts[request]] = rows[token]
+    return batch
 
 
 def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):

@@ -28,11 +28,12 @@ def load(pools, region: Region, unit: int, row: int):
     rows = np.zeros((region.heads, region.format.row), np.uint8)
     if unit < 0:
         return rows
+    row_step, head_step = region.steps
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         buffer = pools[region.buffers[place.buffer][0]][unit]
         for head in range(region.heads):
-            start = place.base + (row * region.heads + head) * place.stride
+            start = place.base + (row * row_step + head * head_step) * place.stride
             stored = buffer[start : start + place.nbytes]
             rows[head, first:last] = join_bytes(stored) if place.split else stored
     return rows
@@ -42,11 +43,12 @@ def store(pools, region: Region, unit: int, row: int, rows) -> None:
     """Write canonical rows [heads, row_bytes] at one position or entry; nothing happens where the unit is -1."""
     if unit < 0:
         return
+    row_step, head_step = region.steps
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         buffer = pools[region.buffers[place.buffer][0]][unit]
         for head in range(region.heads):
-            start = place.base + (row * region.heads + head) * place.stride
+            start = place.base + (row * row_step + head * head_step) * place.stride
             stored = rows[head, first:last]
             buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
 

@@ -1,6 +1,7 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
 import os
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.torch_triton.host import Memory
+from kvcore.backends.torch_triton.spare import Spare
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
@@ -15,8 +18,18 @@ from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
 
-verb = torch.no_grad()
-"""A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
+
+def verb(function):
+    """A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
+
+    @wraps(function)
+    def run(*arguments, **options):
+        if not torch.is_grad_enabled():  # a decode step, in which the context would be a tenth of a verb's time
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return run
 
 
 class TorchOps(ComposedVerbs):
@@ -27,6 +40,10 @@ class TorchOps(ComposedVerbs):
     def __init__(self, plan: CachePlan, device: str = "cpu") -> None:
         self.plan = plan
         self.device = device
+        self.host = Memory().of
+        self.spare = Spare()
+        # Region (its address) -> its pool, and the pool's rows as one array: kept, since every layer asks every step.
+        self.lines: dict[int, tuple[torch.Tensor, Any]] = {}
 
     @property
     def how(self):
@@ -56,6 +73,9 @@ class TorchOps(ComposedVerbs):
     append_kv = verb(classic.append_kv)
     gather_kv = verb(classic.gather_kv)
     mask = verb(classic.mask)
+    visible_rows = verb(classic.visible_rows)
+    from_batch = verb(classic.from_batch)
+    to_batch = verb(classic.to_batch)
     borrow_kv: Any = verb(classic.borrow_kv)
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
@@ -111,13 +131,15 @@ class TorchOps(ComposedVerbs):
 
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
-        arrays = [np.asarray(array, np.int32) for array in host]
+        arrays = [np.asarray(array, np.int32) for array in host if array is not None]
         # Each starts on a 16-byte boundary: kernels are compiled for that, once.
         starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
         flat = np.zeros(starts[-1], np.int32)
         for start, array in zip(starts, arrays, strict=False):
             flat[start : start + array.size] = array.reshape(-1)
-        moved = torch.from_numpy(flat).to(self.device)
+        # Tensors of inference mode don't say whether they were written to.
+        with torch.inference_mode(False):
+            moved = torch.from_numpy(flat).to(self.device)
         pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
         return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
 
@@ -137,7 +159,8 @@ class TorchOps(ComposedVerbs):
         """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
         code = encoding.plain_code(region.format)
         if code is not None and len(values):
-            rows = encoding.to_bytes(values.to(torch.float32), code)
+            same = values.dtype == encoding.DTYPES[code]
+            rows = encoding.to_bytes(values if same else values.to(torch.float32), code)
             return rows.reshape(len(values), region.heads, region.format.row)
         flat = values.reshape(len(values) * region.heads, region.format.dim)
         return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)

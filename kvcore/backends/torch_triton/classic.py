@@ -9,15 +9,14 @@ from kvcore.backends.torch_triton import plain, streamed
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
-from kvcore.ops import Attention
+from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
     for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        rows = ops.encode_rows(region, values)
-        if not plain.append(pools, region, index, rows):
-            place.append(pools, region, index, rows)
+        if not plain.append(ops, pools, region, index, values):
+            place.append(pools, region, index, ops.encode_rows(region, values))
     return pools
 
 
@@ -26,22 +25,27 @@ def borrow_kv(ops, pools, layer, index, *, columns=None):
     if ops.component(layer, "kv").span is not None:
         return None
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    return plain.borrow(pools, ops.plan.region(layer, "kv"), index, columns)
+    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), index, columns)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    positions = positions_of(ops.component(layer, "kv"), index, columns)
+    component, regions = ops.component(layer, "kv"), ops.plan.region(layer, "kv")
+    if k is None and v is None and not index.slots.is_cuda:
+        found = plain.gather(ops, pools, regions, component, index, columns)
+        if found is not None:
+            return found
+    positions = positions_of(component, index, columns)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     valid = positions >= 0
     # Where the answer is at hand, ask whether anything is to be blanked; on a GPU blank without asking.
     complete = not positions.is_cuda and bool(valid.all())
     gathered = []
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
+    for region, values in zip(regions, (k, v), strict=True):
         dense = None
-        if values is None:
-            dense = (bulk if positions.is_cuda else by_runs)(ops, pools, region, layer, index, positions)
+        if values is None and positions.is_cuda:
+            dense = bulk(ops, pools, region, layer, index, positions)
         if dense is None:
             own = None if values is None else ops.encode_rows(region, values)
             dense = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
@@ -56,13 +60,10 @@ def positions_of(component, index, columns):
     else:
         # Without new tokens the last query counts: what it saw is what is live.
         query = torch.where(index.starts == index.lengths, index.lengths - 1, index.starts)
-        first = place.first_visible(component, query).clamp(min=0)
+        if index.left_padding is not None:
+            query = torch.maximum(query, index.left_padding)
+        first = place.first_visible(component, query, index.left_padding).clamp(min=0)
     return place.numbers_from(first, index.lengths - first, columns)
-
-
-def by_runs(ops, pools, region, layer, index, positions):
-    """Rows of a plain format on the CPU, neighbours at once; or None if not possible."""
-    return plain.dense(pools, region, index, positions)
 
 
 def bulk(ops, pools, region, layer, index, positions):
@@ -80,10 +81,10 @@ def bulk(ops, pools, region, layer, index, positions):
     size = stored.itemsize
     if (pool.storage_offset() + first.base) % size or first.stride % size or pool.stride(0) % size:
         return None
-    rows = region.heads * first.stride
+    row, head = (each * first.stride // size for each in region.steps)
     units = pool.view(stored).as_strided(
         (len(pool), region.rows, region.heads, region.format.dim),
-        (pool.stride(0) // size, rows // size, first.stride // size, 1),
+        (pool.stride(0) // size, row, head, 1),
         (pool.storage_offset() + first.base) // size,
     )
     if region.growth == "slot":
@@ -101,8 +102,36 @@ def mask(ops, layer, index, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     request, query = index.request_index, index.positions[:, None]
     position = place.of_request(positions_of(component, index, columns), request)
-    seen = (position >= place.first_visible(component, query)) & (position <= query) & (position >= 0)
+    left = None if index.left_padding is None else place.of_request(index.left_padding, request)[:, None]
+    seen = (position >= place.first_visible(component, query, left)) & (position <= query) & (position >= 0)
     return seen & (request >= 0)[:, None]
+
+
+def visible_rows(ops, layer, index, *, columns=None):
+    """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    positions = positions_of(ops.component(layer, "kv"), index, columns).int()
+    return VisibleRows(positions, ops.mask(layer, index, columns=columns))
+
+
+def from_batch(ops, index, batch):
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    request = index.request_index
+    if not batch.shape[0] * batch.shape[1]:
+        return batch.new_zeros((len(request), *batch.shape[2:]))
+    column = (index.positions - place.of_request(index.starts, request)).clamp(min=0, max=batch.shape[1] - 1)
+    return place.blank(batch[request.clamp(min=0).long(), column.long()], request >= 0)
+
+
+def to_batch(ops, index, rows, width):
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    new = (index.lengths - index.starts).long()
+    column = torch.arange(width, device=rows.device)
+    valid = column < new[:, None]
+    if not len(rows):
+        return rows.new_zeros((*valid.shape, *rows.shape[1:]))
+    token = torch.where(valid, (new.cumsum(0) - new)[:, None] + column, 0)
+    return place.blank(rows[token], valid)
 
 
 def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):

@@ -5,6 +5,8 @@ replayed after ``put`` sees the new positions, lengths and block tables. An inde
 its shape.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -20,12 +22,14 @@ class DeviceIndex:
 
     def put(self, host: StepIndex) -> StepIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
-        shape = tuple(array.shape for array in host)
+        # Left padding, the last, may be missing.
+        arrays = [array for array in host if array is not None]
+        shape = tuple(array.shape for array in arrays)
         if shape not in self._buffers:
             # Buffers outlive the mode they are first used in; inference tensors could not be written outside it.
             with torch.inference_mode(False):
                 self._buffers[shape] = _Buffer(shape, self._device)
-        return self._buffers[shape].put(host)
+        return self._buffers[shape].put(arrays)
 
 
 class _Buffer:
@@ -46,7 +50,7 @@ class _Buffer:
         self.index = StepIndex(*pieces)
         self._turn = 0
 
-    def put(self, host: StepIndex) -> StepIndex:
+    def put(self, host: Sequence[np.ndarray]) -> StepIndex:
         self._turn ^= 1
         buffer, copied = self._host[self._turn], self._copied[self._turn]
         if copied is not None:

@@ -1,7 +1,8 @@
 """FlashMLA's sparse decode in place of the Triton attention, where it is installed and the shape fits.
 
 The choice is made when the verbs are created and can be forced with the environment variable KVCORE_ATTENTION:
-``auto``, ``triton`` or ``flash_mla``. Nothing is copied: ``kvcore.interop.flash_mla`` says how pools are handed over.
+``auto``, ``triton``, ``flash_mla`` or ``torch``, plain operations. Nothing is copied: ``kvcore.interop.flash_mla`` says
+how pools are handed over.
 """
 
 import inspect
@@ -16,14 +17,14 @@ from kvcore.errors import BackendError
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
-CHOICES = ("auto", "triton", "flash_mla")
+CHOICES = ("auto", "triton", "flash_mla", "torch")
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
 
 
 def chosen(device: str) -> str:
-    """``triton`` or ``flash_mla``.
+    """``triton``, ``flash_mla`` or ``torch``.
 
     Raises:
         BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
@@ -34,7 +35,7 @@ def chosen(device: str) -> str:
     if wanted == "flash_mla":
         missing = unusable()
         if missing:
-            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto or triton: {missing}")
+            raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto, triton or torch: {missing}")
     if wanted != "auto":
         return wanted
     kind = torch.device(device)

@@ -89,7 +89,7 @@ def read_ring(ops, pools, layer, role, index):
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
     saved = []
     for region in ops.plan.region(layer, role):
-        rows = plain.overwritten(pools, region, index)
+        rows = plain.overwritten(ops, pools, region, index)
         saved.append(place.load(pools, region, *tokens(region, index)) if rows is None else rows)
     return saved
 

@@ -30,35 +30,45 @@ class Run(NamedTuple):
     count: int
 
 
-def lines(pools, region) -> Lines | None:
+def lines(ops, pools, region) -> Lines | None:
     """The rows of a region of a plain format, or None where rows must be decoded or don't lie evenly."""
-    first, code = region.unit.places[0], plain_code(region.format)
-    if code is None or first.split:
+    code = plain_code(region.format)
+    if code is None:
         return None
-    pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[code]
-    size, row = stored.itemsize, region.heads * first.stride
+    pool = pools[region.buffers[region.unit.places[0].buffer][0]]
+    kept = ops.lines.get(id(region))
+    if kept is not None and kept[0] is pool:
+        return kept[1]
+    # A view made in inference mode could not be written to outside it.
+    with torch.inference_mode(False):
+        found = lines_of(pool, region, DTYPES[code])
+    ops.lines[id(region)] = pool, found
+    return found
+
+
+def lines_of(pool, region, stored: torch.dtype) -> Lines | None:
+    """The rows of a pool of ``stored`` elements."""
+    (first,) = region.unit.places
+    if first.split or pool.is_cuda:
+        return None
+    size, (row, head) = stored.itemsize, (each * first.stride for each in region.steps)
     begin, step = pool.storage_offset() + first.base, pool.stride(0)
-    if pool.is_cuda or begin % size or first.stride % size or step % row:
+    if begin % size or first.stride % size or step % row:
         return None
     count = (len(pool) - 1) * (step // row) + region.rows if len(pool) else 0
-    shape, strides = (count, region.heads, region.format.dim), (row // size, first.stride // size, 1)
+    shape, strides = (count, region.heads, region.format.dim), (row // size, head // size, 1)
     return Lines(pool.view(stored).as_strided(shape, strides, begin // size), step // row)
 
 
-def complete(region, index) -> bool:
+def complete(region, host) -> bool:
     """False where a page of some request's history is not in this pool: another context shard has it."""
-    if region.growth == "slot":
-        return True
-    column = torch.arange(index.block_table.shape[1])
-    return not bool(((index.block_table < 0) & (column * region.rows < index.lengths[:, None])).any())
+    return region.growth == "slot" or host.whole(region.rows)
 
 
-def runs(region, index, request: int, first: int, last: int, unit: int) -> Iterator[Run]:
+def runs(region, host, request: int, first: int, last: int, unit: int) -> Iterator[Run]:
     """Where positions first .. last - 1 of a request lie, in order; ``unit`` lines are from a unit to the next."""
-    if region.growth == "slot":
-        blocks, base = None, int(index.slots[request]) * unit
-    else:
-        blocks, base = index.block_table[request].tolist(), 0
+    blocks = None if region.growth == "slot" else host.table(request)
+    base = host.slots[request] * unit
     line = count = 0
     while first < last:
         row = first % region.rows
@@ -75,95 +85,105 @@ def runs(region, index, request: int, first: int, last: int, unit: int) -> Itera
         yield Run(line, count)
 
 
-def dense(pools, region, index, positions) -> torch.Tensor | None:
-    """Rows of ascending positions [Q, n], -1 at the end, as [Q, n, heads, dim]; None where that is not possible.
+def gather(ops, pools, regions, component, index, columns):
+    """Keys, values [Q, columns, heads, dim] and positions [Q, columns] as ``gather_kv``; None if not possible.
 
     In memory a head's rows are neighbours, as attention reads them.
     """
-    stored = lines(pools, region)
-    if stored is None or not complete(region, index):
+    stored = [lines(ops, pools, region) for region in regions]
+    if any(found is None for found in stored):
         return None
-    requests, columns = positions.shape
+    host = ops.host(index)
+    if not all(complete(region, host) for region in regions):
+        return None
+    requests = zip(host.starts, host.lengths, host.padding, strict=True)
+    seen = [component.visible(*request)[:columns] for request in requests]
+    dense = [filled(ops, region, rows, host, seen, columns) for region, rows in zip(regions, stored, strict=True)]
+    positions = torch.full((len(seen), columns), -1, dtype=torch.int32)
+    for request, rows in enumerate(seen):
+        torch.arange(rows.start, rows.stop, out=positions[request, : len(rows)])
+    return *dense, positions
+
+
+def filled(ops, region, stored, host, seen, columns):
+    """The rows ``seen`` of every request, then zeros: [Q, columns, heads, dim]."""
     dtype = DTYPES[region.format.value_code]
-    out = torch.empty((requests, region.heads, columns, region.format.dim), dtype=dtype)
-    firsts, counts = positions[:, 0].tolist() if columns else [], (positions >= 0).sum(dim=1).tolist()
-    for request, first in enumerate(firsts):
+    out = ops.spare.empty(region.part, (len(seen), region.heads, columns, region.format.dim), dtype)
+    by_head = stored.rows.transpose(0, 1)
+    for request, rows in enumerate(seen):
         column = 0
-        for run in runs(region, index, request, first, first + counts[request], stored.unit):
-            rows = stored.rows[run.line : run.line + run.count]
-            out[request, :, column : column + run.count].copy_(rows.transpose(0, 1))
+        for run in runs(region, host, request, rows.start, rows.stop, stored.unit):
+            out[request].narrow(1, column, run.count).copy_(by_head.narrow(1, run.line, run.count))
             column += run.count
-        out[request, :, column:].zero_()
+        if column < columns:
+            out[request, :, column:].zero_()
     return out.transpose(1, 2)
 
 
-MOST_REQUESTS = 16
-"""Requests up to which a loop over them is quicker than addresses for every row."""
-
-
-def counts(index) -> list[tuple[int, int, int]] | None:
-    """(length before, after, tokens taken over) of every request; None for padded steps, and for many requests.
-
-    None too where positions are not those from start to length: a context shard counts its own rows only.
-    """
-    if len(index.slots) > MOST_REQUESTS or index.slots.is_cuda:
-        return None
-    found = list(zip(index.starts.tolist(), index.lengths.tolist(), index.stored.tolist(), strict=True))
-    new = sum(length - start for start, length, _ in found)
-    if new != len(index.positions) or min(index.slots.tolist(), default=0) < 0:
-        return None
-    expected = [position for start, length, _ in found for position in range(start, length)]
-    return found if index.positions.tolist() == expected else None
-
-
-def append(pools, region, index, rows) -> bool:
-    """Store canonical rows [T, heads, row_bytes] of the step's tokens, as ``rows.append`` does; False: not possible."""
-    stored, requests = lines(pools, region), counts(index)
-    if stored is None or requests is None or not complete(region, index):
+def append(ops, pools, region, index, values) -> bool:
+    """Store values [T, heads, dim] of the step's tokens, as ``rows.append`` their rows; False: not possible."""
+    stored = lines(ops, pools, region)
+    if stored is None:
         return False
-    values, token = rows.view(stored.rows.dtype), 0
-    for request, (start, length, taken_over) in enumerate(requests):
+    host = ops.host(index)
+    if not host.few or not complete(region, host):
+        return False
+    values, token = canonical(values, stored.rows.dtype), 0
+    for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         # In a ring, what a later token overwrites is left out; in blocks, what was taken over.
-        first = max(start, length - region.rows if region.growth == "slot" else taken_over)
+        least = length - region.rows if region.growth == "slot" else host.stored[request]
+        first = max(start, least)
         source = token + first - start
-        for run in runs(region, index, request, first, length, stored.unit):
-            stored.rows[run.line : run.line + run.count] = values[source : source + run.count]
+        for run in runs(region, host, request, first, length, stored.unit):
+            stored.rows.narrow(0, run.line, run.count).copy_(values.narrow(0, source, run.count))
             source += run.count
         token += length - start
     return True
 
 
-def overwritten(pools, region, index) -> torch.Tensor | None:
+def canonical(values, stored: torch.dtype):
+    """Values as they are stored: rounded to nearest even, NaN as the code's one NaN."""
+    found = values if values.dtype == stored else values.to(torch.float32).to(stored)
+    return found.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+
+
+def overwritten(ops, pools, region, index) -> torch.Tensor | None:
     """Canonical rows [T, heads, row_bytes] that lie where the step's tokens belong; None: not possible."""
-    stored, requests = lines(pools, region), counts(index)
-    if stored is None or requests is None:
+    stored = lines(ops, pools, region)
+    if stored is None:
+        return None
+    host = ops.host(index)
+    if not host.few:
         return None
     found = [
         stored.rows[run.line : run.line + run.count]
-        for request, (start, length, _) in enumerate(requests)
-        for run in runs(region, index, request, start, length, stored.unit)
+        for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True))
+        for run in runs(region, host, request, start, length, stored.unit)
     ]
     if not found:
         return None
-    return torch.cat(found).view(torch.uint8)
+    return (torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)).view(
+        torch.uint8
+    )
 
 
-def borrow(pools, regions, index, columns):
+def borrow(ops, pools, regions, index, columns):
     """Keys and values [Q, columns, heads, dim] as they lie in the pools, nothing copied; None if not possible.
 
     Possible where every request has ``columns`` rows in one run, and the runs are evenly spaced.
     """
-    requests = counts(index)
-    if not requests or any(length != columns for _, length, _ in requests) or not columns:
+    if index.slots.is_cuda or not columns:
         return None
-    found = []
+    host, found = ops.host(index), []
+    if not host.lengths or any(length != columns for length in host.lengths) or not host.few:
+        return None
     for region in regions:
-        stored = lines(pools, region)
-        if stored is None or not complete(region, index) or stored.rows.dtype != DTYPES[region.format.value_code]:
+        stored = lines(ops, pools, region)
+        if stored is None or stored.rows.dtype != DTYPES[region.format.value_code] or not complete(region, host):
             return None
         begins = []
-        for request in range(len(requests)):
-            run, *more = runs(region, index, request, 0, columns, stored.unit)
+        for request in range(len(host.lengths)):
+            run, *more = runs(region, host, request, 0, columns, stored.unit)
             if more:
                 return None
             begins.append(run.line)

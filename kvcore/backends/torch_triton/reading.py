@@ -7,7 +7,7 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 import torch
 
 from kvcore import bounds
-from kvcore.backends.torch_triton import flash
+from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import (
@@ -58,7 +58,8 @@ class ReadingVerbs(TorchOps):
 
     Attributes:
         workspaces: what its calls write beside their outputs.
-        attention_kernels: whose attention it is where the shape fits, ``triton`` or ``flash_mla``.
+        attention_kernels: whose attention it is where the shape fits, ``triton``, ``flash_mla`` (of latent layers;
+            classic ones are then Triton's) or ``torch``.
         fewest_visits: entries that a step's queries read as often as this are decoded once for all of them.
     """
 
@@ -78,7 +79,7 @@ class ReadingVerbs(TorchOps):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
         if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
             return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
-        found = self._attention(layer, q)
+        found = None if self.attention_kernels == "torch" else self._attention(layer, q)
         if found is None or not len(index.slots):
             return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
         window, entries, parts = found
@@ -122,6 +123,16 @@ class ReadingVerbs(TorchOps):
             q.dtype == torch.bfloat16,
         )
         return Attention(out, lse)
+
+    @torch.no_grad()
+    def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+        """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
+        options = {"columns": columns, "sink": sink, "scale": scale}
+        found = None
+        # The kernel knows no left padding.
+        if self.attention_kernels != "torch" and len(index.slots):
+            found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
+        return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
     @torch.no_grad()
     def index_scores(self, pools, layer, index, q, weights, *, columns=None):

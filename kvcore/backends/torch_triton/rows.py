@@ -44,13 +44,14 @@ def field(pools, region: Region, place: Place):
     multiples of. Windows overlap: read and write them by window number only.
     """
     pool = pools[region.buffers[place.buffer][0]]
-    row_bytes, unit_bytes, first = region.heads * place.stride, pool.stride(0), pool.storage_offset() + place.base
+    row_bytes, head_bytes = (step * place.stride for step in region.steps)
+    unit_bytes, first = pool.stride(0), pool.storage_offset() + place.base
     width = math.gcd(first, place.stride, unit_bytes, place.nbytes, 8)
     grain = math.gcd(unit_bytes, row_bytes)
     span = (region.rows - 1) * row_bytes
     windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
     view = pool.view(ELEMENTS[width]).as_strided(
-        (windows, region.heads, place.nbytes // width), (grain // width, place.stride // width, 1), first // width
+        (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, 1), first // width
     )
     return view, unit_bytes // grain, row_bytes // grain
 
@@ -164,12 +165,13 @@ def numbers_from(first, count, columns):
     return torch.where(column < count[:, None], first[:, None].long() + column, -1)
 
 
-def first_visible(component, position):
+def first_visible(component, position, left_padding=None):
     """First position that the query at ``position`` may see: the component's own rule, on arrays."""
+    left = torch.zeros_like(position) if left_padding is None else left_padding
     if component.window is not None:
-        return (position + 1 - component.window).clamp(min=0)
+        return torch.maximum(position + 1 - component.window, left)
     chunk = getattr(component, "chunk", None)
-    return torch.zeros_like(position) if chunk is None else position // chunk * chunk
+    return left if chunk is None else torch.maximum(left + (position - left) // chunk * chunk, left)
 
 
 def blank(values, valid):

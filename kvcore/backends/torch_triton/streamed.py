@@ -25,20 +25,21 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     unseen rows would spread.
     """
     keys, values = ops.plan.region(layer, "kv")
-    heads, requests = q.shape[1], plain.counts(index)
-    if requests is None or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
+    heads, host = q.shape[1], ops.host(index)
+    if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
         return None
     component = ops.component(layer, "kv")
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
     token = 0
-    for request, (start, length, _) in enumerate(requests):
+    for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         new = length - start
-        if new:
+        if length > max(start, host.padding[request]):
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
-            found = one_request(ops, pools, component, (keys, values), index, request, start, mine, scale)
+            where = index, request, start, host.padding[request]
+            found = one_request(ops, pools, component, (keys, values), where, mine, scale)
             if found is None:
                 return None
             total, logs = found
@@ -49,22 +50,27 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     return Attention(out, lse)
 
 
-def one_request(ops, pools, component, regions, index, request, start, q, scale):
-    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above."""
+def one_request(ops, pools, component, regions, where, q, scale):
+    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above.
+
+    ``where`` is (the step's index, which request, its length before the step, its left padding).
+    """
+    index, request, start, left = where
     new, key_heads, group, dim = q.shape
     grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
-    query = torch.arange(start, start + new)
     total = logs = None
-    stored = [plain.lines(pools, region) for region in regions]
-    for low, high, places in pieces(regions, stored, index, request, component.first_visible(start), start + new):
+    stored = [plain.lines(ops, pools, region) for region in regions]
+    first = component.first_visible(max(start, left), left)
+    for low, high, places in pieces(regions, stored, ops.host(index), request, first, start + new):
         k, v = (
             read(ops, pools, region, index, request, low, high, lines, line)
             for region, lines, line in zip(regions, stored, places, strict=True)
         )
         seen = None
-        if high > start + 1 or component.first_visible(start + new - 1) > low:
-            position = torch.arange(low, high)
-            seen = (position <= query[:, None]) & (position >= place.first_visible(component, query)[:, None])
+        if high > start + 1 or component.first_visible(start + new - 1, left) > low:
+            position, query = torch.arange(low, high), torch.arange(start, start + new)
+            first_of = place.first_visible(component, query, torch.full_like(query, left))
+            seen = (position <= query[:, None]) & (position >= first_of[:, None])
             # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
             if not bool(v.isfinite().all()):
                 return None
@@ -72,7 +78,7 @@ def one_request(ops, pools, component, regions, index, request, start, q, scale)
         part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
         if seen is not None:
             part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
-        if not bool((part_logs.isfinite() | part_logs.isneginf()).all()):
+        if not bool((part_logs < torch.inf).all()):  # nor NaN
             return None
         total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
     assert total is not None
@@ -81,7 +87,7 @@ def one_request(ops, pools, component, regions, index, request, start, q, scale)
     return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
 
 
-def pieces(regions, stored, index, request, first, last):
+def pieces(regions, stored, host, request, first, last):
     """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
 
     The order of keys does not matter to a sum, so a ring that has wrapped is two pieces and never put in order.
@@ -91,7 +97,7 @@ def pieces(regions, stored, index, request, first, last):
         both
         and len({(region.growth, region.rows, lines.unit) for region, lines in zip(regions, stored, strict=True)}) == 1
     ):
-        for run in plain.runs(regions[0], index, request, first, last, stored[0].unit):
+        for run in plain.runs(regions[0], host, request, first, last, stored[0].unit):
             for done in range(0, run.count, PIECE):
                 some = min(PIECE, run.count - done)
                 yield first + done, first + done + some, (run.line + done,) * 2
@@ -112,9 +118,6 @@ def read(ops, pools, region, index, request, low, high, lines, line):
 
 def joined(out, logs, more, more_logs):
     """Attention over two sets of keys from the attention over each."""
-    largest = torch.maximum(logs, more_logs)
-    largest = torch.where(largest.isneginf(), 0, largest)
-    a, b = torch.exp(logs - largest), torch.exp(more_logs - largest)
-    total = a + b
-    share = torch.where(total == 0, 0, b / total)[..., None]
-    return out * (1 - share) + more * share, largest + torch.log(total)
+    total = torch.logaddexp(logs, more_logs)
+    share = torch.exp(more_logs - total).nan_to_num(0)  # no key in either: -inf less -inf
+    return torch.lerp(out, more, share[..., None]), total

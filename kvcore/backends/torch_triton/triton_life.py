@@ -45,6 +45,17 @@ class LifeOps(TorchOps):
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
         return calls().digest_lanes(raw.rows.contiguous(), raw.positions.int().contiguous(), salt)
 
+    @torch.no_grad()
+    def digest_strips(self, pages, table, first_page):
+        """Two lanes for every page -> [pages, 2] int64, all strips at once: what ``kvcore.handoff`` asks for.
+
+        Args:
+            pages: [pages, bytes] uint8 on the device, without gaps.
+            table: [strips, 7] int32; see ``kernels.checksum.ENTRY``.
+            first_page: number of the first of these pages among all, from which positions are counted.
+        """
+        return calls().digest_strips(pages, table, first_page)
+
     def _copy(self, pools, sources, targets, growth):
         sources, targets = self._units(sources), self._units(targets)
         for _, _, name in self._buffers(growth):

@@ -16,7 +16,7 @@ from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
-from kvcore.spec import Rope
+from kvcore.spec import TAIL_OF, Rope
 
 
 class TritonOps(ReadingVerbs, LifeOps):
@@ -29,6 +29,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
+        self._bind_all()
 
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
@@ -312,11 +313,12 @@ class TritonOps(ReadingVerbs, LifeOps):
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
-        if bound is None:
-            return super().gather_kv(pools, layer, index, k, v, columns=columns)
-        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         component = self.component(layer, "kv")
         seen = component.span is not None, component.window or 0, component.chunk or 0
+        # The kernel's rings begin where the first query's window does, left padding or not.
+        if bound is None or (seen[0] and index.left_padding is not None):
+            return super().gather_kv(pools, layer, index, k, v, columns=columns)
+        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         place = index.slots, index.starts, index.lengths, index.block_table
         gathered, positions = [], None
         for (record, names, _), own in zip(bound, (k, v), strict=True):
@@ -329,10 +331,19 @@ class TritonOps(ReadingVerbs, LifeOps):
 
     def bound(self, layer, role):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
-        key = layer, role
-        if key not in self._bound:
-            self._bound[key] = self._bind(layer, role)
-        return self._bound[key]
+        return self._bound.get((layer, role))
+
+    def tail_bound(self, layer, role):
+        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
+        return self._tails.get((layer, role), (None, ""))
+
+    def _bind_all(self):
+        """Look up what launches need to know of every pool, so that none has to while it is traced or captured."""
+        for layer, role, _ in self.plan.spec.components():
+            if role in TAIL_OF.values():
+                self._tails[layer, role] = self._bind_tail(layer, role)
+            else:
+                self._bound[layer, role] = self._bind(layer, role)
 
     def _bind(self, layer, role):
         found = []
@@ -345,13 +356,6 @@ class TritonOps(ReadingVerbs, LifeOps):
             number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
             found.append((number, names, record.paged))
         return found
-
-    def tail_bound(self, layer, role):
-        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
-        key = layer, role
-        if key not in self._tails:
-            self._tails[key] = self._bind_tail(layer, role)
-        return self._tails[key]
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)

@@ -99,7 +99,8 @@ VERBS: tuple[Verb, ...] = (
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
     _role("borrow_kv", classic.borrow_kv, "kv"),
-    _role("mask", classic.mask, "kv", layouts=False),
+    _role("mask", classic.mask, "kv", layouts=False, also=("visible_rows",)),
+    _role("from_batch", classic.from_batch, "kv", layouts=False, also=("to_batch",)),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(

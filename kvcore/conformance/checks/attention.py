@@ -15,7 +15,10 @@ PICKS = 5
 
 
 def attend(role: str) -> Callable[[Bench], list[Output]]:
-    """Every visible row; picks in any order, some of them not visible; no entries at all; with a sink and a scale."""
+    """Every visible row; picks in any order, some of them not visible; no entries at all; with a sink and a scale.
+
+    With the step's own rows beside the pools, and from pools alone where the ring still holds all that is seen.
+    """
 
     def drive(bench: Bench) -> list[Output]:
         case = bench.case
@@ -34,13 +37,15 @@ def attend(role: str) -> Callable[[Bench], list[Output]]:
             calls["none"] = {"selected": bench.put(np.zeros((case.tokens, 0), np.int32))}
         else:
             calls["sink"] = sink
-        pools = bench.pools(**filled)
+        states = [("", bench.pools(**filled), rows)]
+        if rows is not None and case.holds("window"):
+            states.append((", stored", bench.pools(end=("window", *filled.get("end", ()))), None))
         found: list[Output] = []
-        for name, options in calls.items():
-            selected = options.pop("selected", None)
-            out, lse = bench.ops.attend(pools, bench.layer, bench.index, q, selected, rows=rows, **options)
-            found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
-            found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
+        for when, pools, own in states:
+            for name, options in calls.items():
+                out, lse = bench.ops.attend(pools, bench.layer, bench.index, q, rows=own, **options)
+                found.append(close(f"out {name}{when}", to_numpy(out), "attention", "token", "head", "channel"))
+                found.append(close(f"lse {name}{when}", to_numpy(lse), "attention", "token", "head"))
         return found
 
     return drive

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.rings import kv_inputs
@@ -49,25 +51,49 @@ def borrow_kv(bench: Bench) -> list[Output]:
 
 
 def mask(bench: Bench) -> list[Output]:
-    """What each query may see, with a column to spare."""
-    seen = bench.ops.mask(bench.layer, bench.index, columns=columns(bench) + 1)
-    return [exact("mask", to_numpy(seen), "token", "row")]
+    """What each query may see, with a column to spare: as it is and with left padding, and the rows' positions."""
+    wide = columns(bench) + 1
+    found = [exact("mask", to_numpy(bench.ops.mask(bench.layer, bench.index, columns=wide)), "token", "row")]
+    for name, index in {"": bench.index, " with left padding": bench.ops.index(bench.case.left_padded)}.items():
+        positions, valid = bench.ops.visible_rows(bench.layer, index, columns=wide)
+        found.append(exact(f"positions{name}", to_numpy(positions), "request", "row"))
+        found.append(exact(f"valid{name}", to_numpy(valid), "token", "row"))
+    return found
+
+
+def from_batch(bench: Bench) -> list[Output]:
+    """A batch padded on the right into step order and back, with a column to spare; what is padding is NaN."""
+    case = bench.case
+    new = case.index.lengths - case.index.starts
+    width = int(new.max(initial=0)) + 1
+    batch = case.floats("batch", len(new), width, 2, 3)
+    batch[np.arange(width) >= new[:, None]] = np.nan
+    rows = bench.ops.from_batch(bench.index, bench.put(batch))
+    again = bench.ops.to_batch(bench.index, bench.put(case.token_floats("rows", 5)), width)
+    return [
+        exact("rows", to_numpy(rows), "token", "head", "channel"),
+        exact("batch", to_numpy(again), "request", "column", "channel"),
+    ]
 
 
 def attend_kv(bench: Bench) -> list[Output]:
-    """Grouped heads, alone and with a sink and a scale."""
+    """Grouped heads: alone, with sink and scale, with left padding; before the append and, if all is there, after."""
     case = bench.case
     kv = case.component("kv")
     heads = 2 * math.lcm(*[part.heads for part in kv.parts])
     q = bench.put(case.token_floats("q", heads, kv.key_dim))
-    k, v = kv_inputs(bench)
-    pools = bench.pools(start=("kv",))
+    states = [("", bench.pools(start=("kv",)), kv_inputs(bench))]
+    if case.holds("kv"):
+        states.append((", stored", bench.pools(end=("kv",)), (None, None)))
     sink = bench.put(case.floats("sink", heads, dtype=FP32))
     found: list[Output] = []
-    for name, options in {"plain": {}, "sink": {"sink": sink, "scale": 0.11}}.items():
-        out, lse = bench.ops.attend_kv(pools, bench.layer, bench.index, q, k, v, columns=columns(bench), **options)
-        found.append(close(f"out {name}", to_numpy(out), "attention", "token", "head", "channel"))
-        found.append(close(f"lse {name}", to_numpy(lse), "attention", "token", "head"))
+    padded = bench.ops.index(case.left_padded)
+    ways = {"plain": (bench.index, {}), "sink": (bench.index, {"sink": sink, "scale": 0.11}), "padded": (padded, {})}
+    for when, pools, own in states:
+        for name, (index, options) in ways.items():
+            out, lse = bench.ops.attend_kv(pools, bench.layer, index, q, *own, columns=columns(bench), **options)
+            found.append(close(f"out {name}{when}", to_numpy(out), "attention", "token", "head", "channel"))
+            found.append(close(f"lse {name}{when}", to_numpy(lse), "attention", "token", "head"))
     return found
 
 

@@ -113,8 +113,9 @@ def asarray(bench: Bench) -> list[Output]:
 
 
 def index(bench: Bench) -> list[Output]:
-    """The step index on the device, field by field."""
-    return _index_fields("", bench.index)
+    """The step index on the device, field by field; for classic layers with left padding too."""
+    padded = [] if bench.case.role != "kv" else _index_fields("padded ", bench.ops.index(bench.case.left_padded))
+    return [*_index_fields("", bench.index), *padded]
 
 
 def padded_index(bench: Bench) -> list[Output]:
@@ -135,6 +136,7 @@ def _index_fields(step: str, index: StepIndex) -> list[Output]:
     return [
         exact(f"{step}{name}", to_numpy(array), *axes.get(name, ("request",)))
         for name, array in index._asdict().items()
+        if array is not None
     ]
 
 

@@ -1,10 +1,12 @@
 """Pulls over torch.distributed point to point: the importer asks, the exporter's ``serve`` answers.
 
-A question is five integers (verb, place, generation, first page, count), an answer two (status, bytes) and then the
-bytes. Tensors are bytes and integers only, on the host for gloo and on the device for NCCL.
+A question is seven integers (verb, place, generation, first page, count, the exporter's name as two), an answer two
+(status, bytes) and then the bytes. Tensors are bytes and integers only, on the host for gloo, on the device for NCCL.
 """
 
+import contextlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch.distributed as dist
 
 from kvcore.errors import TransferError
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.staging import Array
+from kvcore.handoff.pages import Array
 
 VERBS = ("manifest", "fetch", "finish", "goodbye")
 REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
 FINE = 0
+SPIN_SECONDS, SOON_SECONDS, NAP_SECONDS = 0.005, 0.05, 0.0001
+"""How long a device is asked without letting others run, how long without a pause, and the pauses afterwards."""
 
 
 class PeerCarrier:
@@ -28,27 +32,55 @@ class PeerCarrier:
         self._peer = peer
         self._group = group
         self._device = device
+        self._stream: Any = None
+        self._memory: int | None = None
 
     def manifest(self, handle: Handle, *, timeout: float) -> bytes:
         """Asked for and received."""
+        self._memory = None
         size = self._ask("manifest", handle, 0, 0, timeout)
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(data, timeout)
         return data.cpu().numpy().tobytes()
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
-        """Straight into a tensor on the carrier's device, through a copy otherwise."""
-        size = self._ask("fetch", handle, first, len(into), timeout)
-        if size != into.nbytes:
-            raise TransferError(
-                reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
-            )
-        if isinstance(into, np.ndarray):
-            data = torch.empty(into.shape, dtype=torch.uint8, device=self._device)
-            self._receive(data, timeout)
-            into[:] = data.cpu().numpy()
-        else:
-            self._receive(into, timeout)
+        """Straight into a tensor on the carrier's kind of device, through a copy otherwise."""
+        self.begin(handle, first, into, timeout=timeout)()
+
+    def begin(self, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
+        """Ask, and let the pages come; what is returned waits for them."""
+        straight = not isinstance(into, np.ndarray) and into.device.type == torch.device(self._device).type
+        with self._aside(into):
+            size = self._ask("fetch", handle, first, len(into), timeout)
+            if size != into.nbytes:
+                raise TransferError(
+                    reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
+                )
+            data: Any = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
+
+        def here() -> None:
+            with self._aside(into):
+                wait()
+            if isinstance(into, np.ndarray):
+                into[:] = data.cpu().numpy()
+            elif not straight:
+                into.copy_(data)
+
+        return here
+
+    def _aside(self, into: Array) -> Any:
+        """A stream of its own on a GPU, so that these pages come while those before them are verified."""
+        if isinstance(into, np.ndarray) or not into.is_cuda or torch.device(self._device).type != "cuda":
+            return contextlib.nullcontext()
+        memory = into.untyped_storage().data_ptr()
+        if memory != self._memory:
+            # Whoever made the memory may still be filling it.
+            torch.cuda.current_stream(into.device).synchronize()
+            self._memory = memory
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(into.device)
+        return torch.cuda.stream(self._stream)
 
     def finish(self, handle: Handle, *, timeout: float) -> None:
         """Told, and answered."""
@@ -56,16 +88,21 @@ class PeerCarrier:
 
     def goodbye(self) -> None:
         """End the exporter's ``serve``."""
-        question = torch.tensor([VERBS.index("goodbye"), 0, 0, 0, 0], dtype=torch.int64, device=self._device)
+        question = torch.tensor([VERBS.index("goodbye"), *[0] * 6], dtype=torch.int64, device=self._device)
         _send(question, self._peer, self._group, 10.0)
 
     def _ask(self, verb: str, handle: Handle, first: int, count: int, timeout: float) -> int:
-        question = [VERBS.index(verb), handle.number, handle.generation, first, count]
-        _send(torch.tensor(question, dtype=torch.int64, device=self._device), self._peer, self._group, timeout)
-        name = np.frombuffer(bytes.fromhex(handle.exporter), np.uint8).copy()
-        _send(torch.from_numpy(name).to(self._device), self._peer, self._group, timeout)
+        name = np.frombuffer(bytes.fromhex(handle.exporter), np.int64).tolist()
+        question = [VERBS.index(verb), handle.number, handle.generation, first, count, *name]
+        asked = torch.tensor(question, dtype=torch.int64, device=self._device)
         answer = torch.empty(2, dtype=torch.int64, device=self._device)
-        self._receive(answer, timeout)
+        # The answer is waited for already when it is sent.
+        waits = [
+            _begin(start, data, self._peer, self._group, timeout)
+            for start, data in ((dist.isend, asked), (dist.irecv, answer))
+        ]
+        for wait in waits:
+            wait()
         status, size = answer.tolist()
         if status != FINE:
             raise TransferError(
@@ -104,15 +141,13 @@ def serve(
         TransferError: ``peer_lost`` or ``timeout``: the peer went away. Its exports stay until their leases end.
     """
     end, served = time.monotonic() + seconds, 0
-    question = torch.empty(5, dtype=torch.int64, device=device)
-    name = torch.empty(16, dtype=torch.uint8, device=device)
+    question = torch.empty(7, dtype=torch.int64, device=device)
     while time.monotonic() < end:
         _receive(question, peer, group, idle_seconds)
-        verb, number, generation, first, count = question.tolist()
+        verb, number, generation, first, count, *name = question.tolist()
         if VERBS[verb] == "goodbye":
             return served
-        _receive(name, peer, group, idle_seconds)
-        reference = name.cpu().numpy().tobytes().hex(), number, generation
+        reference = np.array(name, np.int64).tobytes().hex(), number, generation
         answer, data = FINE, None
         try:
             if VERBS[verb] == "manifest":
@@ -124,10 +159,10 @@ def serve(
                 desk.finish(*reference)
         except TransferError as error:
             answer = 1 + REASONS.index(error.reason)
-        size = 0 if data is None else data.numel()
-        _send(torch.tensor([answer, size], dtype=torch.int64, device=device), peer, group, idle_seconds)
-        if data is not None:
-            _send(data, peer, group, idle_seconds)
+        told = torch.tensor([answer, 0 if data is None else data.numel()], dtype=torch.int64, device=device)
+        waits = [_begin(dist.isend, part, peer, group, idle_seconds) for part in (told, data) if part is not None]
+        for wait in waits:
+            wait()
         served += 1
     return served
 
@@ -142,20 +177,56 @@ def _receive(data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
 
 def _wait(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
     """Run one transfer to its end, or say who failed."""
+    _begin(start, data, peer, group, timeout)()
+
+
+def _begin(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float) -> Callable[[], None]:
+    """Begin one transfer; what is returned waits for its end, or says who failed."""
     if not data.numel():
-        return
+        return lambda: None
     began = time.monotonic()
-    try:
-        work = start(data.contiguous() if start is dist.isend else data, peer, group=group)
-        work.wait(timedelta(seconds=max(timeout, 0.001)))
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
-    except RuntimeError as error:
+
+    def told(error: RuntimeError) -> TransferError:
         # What torch.distributed raises for a lost peer and for a timeout differs by backend and release.
         late = time.monotonic() - began >= timeout * 0.9
-        raise TransferError(
+        return TransferError(
             reason="timeout" if late else "peer_lost",
             got=str(error).splitlines()[0] if str(error) else type(error).__name__,
             where=f"rank {peer}",
             allowed="a peer that answers in time",
-        ) from error
+        )
+
+    # Held until the end: the transfer may have begun from a copy.
+    moved = data.contiguous() if start is dist.isend else data
+    try:
+        work = start(moved, peer, group=group)
+    except RuntimeError as error:
+        raise told(error) from error
+
+    def wait() -> None:
+        try:
+            if moved.is_cuda:
+                _wait_for_device(work, moved.device, began + timeout)
+            else:
+                work.wait(timedelta(seconds=max(began + timeout - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise told(error) from error
+
+    return wait
+
+
+def _wait_for_device(work: Any, device: torch.device, end: float) -> None:
+    """Until the bytes are there.
+
+    ``work.wait`` with a timeout looks every millisecond at best: longer than a question takes, or a hundred pages.
+    """
+    start = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        if now > end:
+            raise RuntimeError("the transfer did not end in time")
+        # On a busy host whoever yields is asked again milliseconds later.
+        if now > start + SPIN_SECONDS:
+            time.sleep(0 if now < start + SOON_SECONDS else NAP_SECONDS)
+    work.wait()
+    torch.cuda.current_stream(device).synchronize()

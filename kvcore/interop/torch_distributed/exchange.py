@@ -8,6 +8,14 @@ import torch.distributed as dist
 from kvcore.ops import Attention
 from kvcore.shards.pages import Pages
 
+# all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
+GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+LARGEST = 2**31 - 1
+
+TOGETHER = 1 << 23
+"""Values up to which outputs are gathered with their log-sums, in one exchange; beyond, they are summed on the way."""
+
 
 class TorchExchange:
     """``kvcore.shards.Exchange`` over one process group.
@@ -19,10 +27,12 @@ class TorchExchange:
     """
 
     def __init__(self, group: Any, device: str | torch.device = "cpu") -> None:
-        self.shards = dist.get_world_size(group)
-        self.shard = dist.get_rank(group)
-        self.mine = (torch.arange(self.shards, dtype=torch.int32) == self.shard).int().to(device)
         self._group = group
+        self._take_place(dist.get_world_size(group), dist.get_rank(group), device)
+
+    def _take_place(self, shards: int, shard: int, device: str | torch.device) -> None:
+        self.shards, self.shard = shards, shard
+        self.mine = (torch.arange(shards, dtype=torch.int32) == shard).int().to(device)
 
     def where(self, condition, values):
         """The values where the condition holds, zeros elsewhere."""
@@ -33,7 +43,7 @@ class TorchExchange:
         # Bytes, since gloo knows no fp8 and NCCL no 16-bit integers; and no float sum, which would lose signs of zeros.
         data = values.contiguous().clone()
         if data.numel():
-            dist.all_reduce(data.view(torch.uint8) if data.ndim else data, group=self._group)
+            self._sum(data.view(torch.uint8) if data.ndim else data)
         return data
 
     def spread(self, scores, rows, columns):
@@ -51,24 +61,35 @@ class TorchExchange:
         if not picks.numel() or not scores.shape[1]:
             return entries
         best = scores.float().gather(1, picks.clamp(min=0).long()) + 0.0
-        best = torch.where(picks >= 0, best, -torch.inf)
-        best, entries = self._side_by_side(best), self._side_by_side(entries)
-        # By entry, then stably by score.
-        order = torch.where(entries >= 0, entries, torch.iinfo(torch.int32).max).sort(dim=1, stable=True).indices
-        best, entries = best.gather(1, order), entries.gather(1, order)
-        order = best.sort(dim=1, descending=True, stable=True).indices
-        return entries.gather(1, order)[:, : picks.shape[1]].contiguous()
+        best = torch.where(picks >= 0, best, -torch.inf).view(torch.int32)
+        # Integers in the order of the scores, above integers in the order of ties: one exchange, one sort.
+        order = torch.where(best < 0, best ^ LARGEST, best)
+        ties = torch.where(entries >= 0, LARGEST - entries, 0)
+        both = self._stack(torch.stack((order, ties))).long()
+        keys = (both[:, 0] << 32 | both[:, 1]).transpose(0, 1).flatten(1)
+        ties = keys.sort(dim=1, descending=True).values[:, : picks.shape[1]] & LARGEST
+        return torch.where(ties > 0, LARGEST - ties, -1).int()
 
     def merge(self, parts, once, sink, like):
         """Attention over all shards' parts and what every shard holds, counted once; then the sink, once."""
         if not like.numel():
             return Attention(parts.out.to(like.dtype), parts.lse)
-        found = self._stack(parts.lse)
+        out = parts.out.float()
+        if out.numel() * self.shards <= TOGETHER:
+            found = self._stack(torch.cat((out, parts.lse[..., None]), dim=-1))
+            if found.is_cuda:
+                return merged(found, once, sink, like)
+            outs, found = found[..., :-1], found[..., -1]
+        else:
+            outs, found = None, self._stack(parts.lse)
         lse = found.logsumexp(dim=0) if once is None else torch.logaddexp(found.logsumexp(dim=0), once.lse)
         # A query without any key: weights exp(-inf - 0) are 0.
         safe = torch.where(lse.isneginf(), 0, lse)
-        out = parts.out.float() * torch.exp(parts.lse - safe)[..., None]
-        dist.all_reduce(out, group=self._group)
+        if outs is None:
+            out = out * torch.exp(parts.lse - safe)[..., None]
+            self._sum(out)
+        else:
+            out = (outs * torch.exp(found - safe)[..., None]).sum(dim=0)
         if once is not None:
             out = out + once.out * torch.exp(once.lse - safe)[..., None]
         if sink is not None:
@@ -81,13 +102,20 @@ class TorchExchange:
         """The query in fp32; on a GPU as it is, since bf16 is what the kernels' matrix units take."""
         return q if q.is_cuda else q.float()
 
+    def _sum(self, values):
+        """In place, the sum over all shards; with ``_stack`` all that is said between shards."""
+        dist.all_reduce(values, group=self._group)
+
     def _stack(self, values):
         """[shards, ...] in order of shards."""
         found = values.new_empty((self.shards, *values.shape))
-        # all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
-        dist.all_gather(list(found.unbind(0)), values.contiguous(), group=self._group)
+        GATHER(found.flatten(0, 1), values.contiguous(), group=self._group)
         return found
 
-    def _side_by_side(self, values):
-        """[T, k] of every shard -> [T, shards · k]."""
-        return self._stack(values).transpose(0, 1).flatten(1)
+
+def merged(parts, once, sink, like):
+    """``TorchExchange.merge`` in one launch, of parts [shards, T, H, dim + 1] with their log-sums as the last value."""
+    from kvcore.backends.torch_triton.kernels.launch import calls
+
+    out, lse = (None, None) if once is None else (once.out, once.lse)
+    return Attention(*calls().join_shards(parts, out, lse, sink, like))

@@ -9,7 +9,7 @@ the cache itself refused, else when the next forward (or crop, reset, reorder) b
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import Cache
@@ -19,7 +19,7 @@ from kvcore.errors import RequestError, SpecError, StepError
 from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
 from kvcore.interop.transformers.spec import cache_spec
 from kvcore.interop.transformers.static import CACHES, NUMBERS
-from kvcore.interop.transformers.tensors import to_cache, to_torch
+from kvcore.interop.transformers.tensors import to_cache, to_torch, uses_torch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -47,7 +47,8 @@ class KVCache(Cache):
         block_tokens: int | None = None,
         max_draft_tokens: int = 0,
         static: bool = False,
-        lend: bool = False,
+        storage: Literal["paged", "slot"] | None = None,
+        lend: bool = True,
         check: bool = False,
     ) -> None:
         """Plan and allocate.
@@ -65,9 +66,12 @@ class KVCache(Cache):
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
             static: shapes that do not depend on the number of tokens, so that ``torch.compile`` compiles a decode step
                 once; classic layers only. ``generate`` then makes masks outside of compiled code.
-            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, full attention,
-                the model's own format. Whoever writes to it changes the cache, as with the model's own cache. Faster in
-                fp32; torch's bf16 attention prefers the copies.
+            storage: ``paged``: rows of full attention lie in blocks, which beams and forks share; ``slot``: every row
+                of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
+                Unless given, classic models without beams have slots for full attention, and rings, whose rows are
+                copied in order, for sliding layers: those then take no more than their window.
+            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, in ``slot``
+                storage, in the model's own format. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -75,16 +79,25 @@ class KVCache(Cache):
         """
         if model.dtype not in DTYPES:
             raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
-        spec = cache_spec(model.config, formats, default=DTYPES[model.dtype], block_tokens=block_tokens)
+        options: dict[str, Any] = {"default": DTYPES[model.dtype], "block_tokens": block_tokens}
+        spec = cache_spec(model.config, formats, **options)
+        classic = all(layer.kv is not None for layer in spec.layers)
+        if storage == "slot" or (storage is None and classic and beams == 1):
+            spec = cache_spec(model.config, formats, **options, storage="slot", rings=storage is None or static)
         rows = batch * beams
         blocks = -(-max_length // spec.block_tokens) + (beams > 1)
+        paged = any(component.growth == "block" for _, _, component in spec.components())
+        place = device or str(model.device)
         self.kv = create_cache(
             spec,
             backend=backend,
-            device=device or str(model.device),
+            device=place,
             max_requests=rows,
-            max_tokens=rows * blocks * spec.block_tokens,
+            # Blocks are planned for all rows together, contiguous rows for each slot.
+            max_tokens=blocks * spec.block_tokens * (rows if paged else 1),
             max_draft_tokens=max_draft_tokens,
+            # A head's rows side by side are what attention on a CPU reads.
+            layout="by_head" if backend == "torch_triton" and place == "cpu" and classic else "auto",
             check=check,
         )
         self.requests: list[Request] = []
@@ -97,6 +110,7 @@ class KVCache(Cache):
         CACHES[self.number] = self
         self.can_undo = max_draft_tokens > 0 or not rings
         self._device = model.device
+        self._torch_pools = uses_torch(self.kv)
         self._step: Any = None
         self._shape = (0, 0)
         self._begun: set[int] = set()
@@ -188,7 +202,7 @@ class KVCache(Cache):
 
     def give(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model as an array of the backend."""
-        return to_cache(self.kv, tensor)
+        return to_cache(self.kv, tensor, torch_pools=self._torch_pools)
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""

@@ -11,14 +11,12 @@ from kvcore import Cache, to_numpy
 ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
 
 
-def to_cache(cache: Cache, tensor: torch.Tensor) -> Any:
+def to_cache(cache: Cache, tensor: torch.Tensor, *, torch_pools: bool) -> Any:
     """A float tensor as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
     tensor = tensor.detach()
     if tensor.dtype not in ACCEPTED:
         tensor = tensor.float()
-    if uses_torch(cache):
-        return tensor
-    return cache.asarray(to_numpy(tensor))
+    return tensor if torch_pools else cache.asarray(to_numpy(tensor))
 
 
 def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

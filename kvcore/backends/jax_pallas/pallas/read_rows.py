@@ -1,9 +1,11 @@
 """Read rows of a pool of tiles by (unit, row), for a block table or a selection: one DMA a row, several in flight."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -20,7 +22,7 @@ def read_rows(pool, unit, row, *, interpret: Any = False):
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     tiles = pl.pallas_call(
-        _read,
+        functools.partial(_read, unroll=not interpret),
         out_shape=jax.ShapeDtypeStruct((len(unit), *tile), pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -34,21 +36,26 @@ def read_rows(pool, unit, row, *, interpret: Any = False):
     return tiles[:count]
 
 
-def _read(units, rows, pool, tiles, arrived):
+def _read(units, rows, pool, tiles, arrived, *, unroll: bool):
     first = pl.program_id(0) * ROWS_IN_FLIGHT
 
     def copy(i):
         at = pool.at[units[first + i], rows[first + i]]
         return pltpu.make_async_copy(at, tiles.at[i], arrived.at[i])
 
-    for i in range(ROWS_IN_FLIGHT):
-        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).start())
-    for i in range(ROWS_IN_FLIGHT):
+    def start(i, _):
+        pl.when(units[first + i] >= 0)(lambda: copy(i).start())
+        return _
 
-        @pl.when(units[first + i] >= 0)
-        def _(i=i):
-            copy(i).wait()
+    def finish(i, _):
+        pl.when(units[first + i] >= 0)(lambda: copy(i).wait())
 
         @pl.when(units[first + i] < 0)
-        def _(i=i):
+        def _skipped():
             tiles[i] = jnp.zeros(tiles.shape[1:], tiles.dtype)
+
+        return _
+
+    # The interpreter's programs grow with every copy that is written out, and compiling them is most of its time.
+    lax.fori_loop(0, ROWS_IN_FLIGHT, start, None, unroll=unroll)
+    lax.fori_loop(0, ROWS_IN_FLIGHT, finish, None, unroll=unroll)

@@ -19,11 +19,17 @@ SUPPORTED = ("e4m3", "e2m1", "bf16", "fp32")
 
 def supports(region: Region) -> bool:
     """True where the kernels know every field of the region's format, in tiles, one head a row."""
-    if region.layout != "tpu_tile" or region.heads != 1 or region.format.dim is None:
+    values = [field for field in region.format.fields if field.is_value]
+    return region.heads == 1 and decodes(region) and all(field.code in SUPPORTED for field in values)
+
+
+def decodes(region: Region) -> bool:
+    """True where ``decode`` knows every field of the region's format, in tiles, of any number of heads."""
+    if region.layout != "tpu_tile" or region.format.dim is None:
         return False
     values = [field for field in region.format.fields if field.is_value]
     fp32 = all(buffer.fp32 for buffer in buffers_of(region))
-    known = all(field.code in SUPPORTED and (field.code != "fp32" or fp32) for field in values)
+    known = all(field.code in (*SUPPORTED, "int8") and (field.code != "fp32" or fp32) for field in values)
     # Lanes of nibbles are paired within lines, and fp32 lines are taken whole.
     rotated = not region.format.hadamard or region.format.dim == LANES
     whole = all(field.size % LANES == 0 for field in values if field.code == "fp32")
@@ -84,6 +90,8 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         return codes.of_bits(high << 24 | low << 16)
     if field.code == "e4m3":
         values = codes.from_e4m3(at(place, first))
+    elif field.code == "int8":
+        values = ((at(place, first) ^ 0x80) - 0x80).astype(jnp.float32)
     else:
         values = codes.from_e2m1(codes.spread(at(place, first // 2)))
     if field.group is None:

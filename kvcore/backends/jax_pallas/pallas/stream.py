@@ -40,10 +40,22 @@ class Stream:
 
     def words(self, chunk):
         """Wait for a chunk; buffer name -> words [rows, tiles, 128]. Skipped rows are arbitrary."""
-        self._each(chunk, lambda copy: copy.wait())
+        self.wait(chunk)
         half = lax.rem(chunk, HALVES)
         return {
             buffer.name: words_of(tiles[half].reshape(-1, *buffer.tile), buffer)
+            for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
+        }
+
+    def wait(self, chunk) -> None:
+        """Wait for a chunk."""
+        self._each(chunk, lambda copy: copy.wait())
+
+    def piece(self, chunk, first, count: int):
+        """Words of ``count`` tiles from tile ``first`` on of every unit of a chunk that has arrived, as ``words``."""
+        half = lax.rem(chunk, HALVES)
+        return {
+            buffer.name: words_of(tiles[half, :, pl.ds(first, count)].reshape(-1, *buffer.tile), buffer)
             for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
         }
 

@@ -18,9 +18,9 @@ def write_rows(pool, unit, row, tiles, *, interpret: Any = False):
     Rows must be distinct: DMAs in flight together have no order.
     """
     tiles, unit, row = _padded(tiles, unit, row)
-    return _call(
-        _write, pool, unit, row, tiles, ROWS_IN_FLIGHT, [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))], interpret
-    )
+    kernel = functools.partial(_write, unroll=not interpret)
+    scratch = [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))]
+    return _call(kernel, pool, unit, row, tiles, ROWS_IN_FLIGHT, scratch, interpret)
 
 
 def write_parts(pool, unit, part, tiles, *, interpret: Any = False):
@@ -37,17 +37,24 @@ def write_parts(pool, unit, part, tiles, *, interpret: Any = False):
     return _call(kernel, pool, unit, part, tiles.reshape(-1, 4, 128), 1, scratch, interpret)
 
 
-def _write(units, rows, tiles, _, pool, arrived):
+def _write(units, rows, tiles, _, pool, arrived, *, unroll: bool):
     first = pl.program_id(0) * ROWS_IN_FLIGHT
 
     def copy(i):
         at = pool.at[units[first + i], rows[first + i]]
         return pltpu.make_async_copy(tiles.at[i], at, arrived.at[i])
 
-    for i in range(ROWS_IN_FLIGHT):
-        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).start())
-    for i in range(ROWS_IN_FLIGHT):
-        pl.when(units[first + i] >= 0)(lambda i=i: copy(i).wait())
+    def start(i, _):
+        pl.when(units[first + i] >= 0)(lambda: copy(i).start())
+        return _
+
+    def finish(i, _):
+        pl.when(units[first + i] >= 0)(lambda: copy(i).wait())
+        return _
+
+    # The interpreter's programs grow with every copy that is written out, and compiling them is most of its time.
+    lax.fori_loop(0, ROWS_IN_FLIGHT, start, None, unroll=unroll)
+    lax.fori_loop(0, ROWS_IN_FLIGHT, finish, None, unroll=unroll)
 
 
 def _merge(units, numbers, tiles, _, pool, old, arrived, *, parts):

@@ -78,3 +78,54 @@ def digest_lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
             lanes, words, positions, columns, words.shape[2], salt, chunks, ROWS, WORDS, **options(rows.device)
         )
     return lanes.long() & digest.MASK
+
+
+BLOCK = 1024
+"""Words at a time of ``strips_kernel``."""
+
+ENTRY = 7
+"""Integers of a strip: first word, rows a page, words a row, first position, tokens a row, rows in all, salt."""
+
+
+@triton.jit(do_not_specialize=["page_words", "first_page"])
+def strips_kernel(lanes_ptr, words_ptr, table_ptr, page_words, first_page, ENTRY: tl.constexpr, BLOCK: tl.constexpr):
+    """Add one strip of one page, rows without gaps between them, to the page's two lanes; see ``kvcore.digest``."""
+    page = tl.program_id(0)
+    entry = table_ptr + tl.program_id(1) * ENTRY
+    rows, words = tl.load(entry + 1), tl.load(entry + 2)
+    origin, step, count = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    salt = tl.load(entry + 6).to(tl.uint32, bitcast=True)
+    before = (first_page + page) * rows
+    total = tl.minimum(rows, tl.maximum(count - before, 0)) * words
+    strip = words_ptr + page.to(tl.int64) * page_words + tl.load(entry)
+    first = tl.zeros([BLOCK], tl.uint32)
+    second = tl.zeros([BLOCK], tl.uint32)
+    for some in range(0, total, BLOCK):
+        at = some + tl.arange(0, BLOCK)
+        mask = at < total
+        row = at // words
+        word = (at - row * words).to(tl.uint32, bitcast=True)
+        position = (origin + (before + row) * step).to(tl.uint32, bitcast=True)
+        stored = tl.load(strip + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        place = position * FACTORS[1] + salt + word * FACTORS[0]
+        first += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[0])), 0)
+        second += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[1])), 0)
+    if total > 0:
+        tl.atomic_add(lanes_ptr + page * 2, tl.sum(first.to(tl.int32, bitcast=True), axis=0))
+        tl.atomic_add(lanes_ptr + page * 2 + 1, tl.sum(second.to(tl.int32, bitcast=True), axis=0))
+
+
+def _page_lanes(pages: Tensor, table: Tensor, first_page: int) -> Tensor:
+    return pages.new_empty((pages.shape[0], 2), dtype=torch.int64)
+
+
+@registered((), _page_lanes)
+def digest_strips(pages: Tensor, table: Tensor, first_page: int) -> Tensor:
+    """Lanes [pages, 2] int64 of pages [pages, bytes] whose strips are described by table [strips, ENTRY] int32."""
+    lanes = torch.zeros((pages.shape[0], 2), dtype=torch.int32, device=pages.device)
+    if lanes.numel() and table.numel():
+        words = pages.view(torch.int32)
+        strips_kernel[(len(words), len(table))](
+            lanes, words, table, words.shape[1], first_page, ENTRY, BLOCK, **options(pages.device)
+        )
+    return lanes.long() & digest.MASK

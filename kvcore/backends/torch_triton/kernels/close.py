@@ -76,10 +76,12 @@ def close_window(
         x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
     if R.rounded:
         x = round_bf16(x, NATIVE)
+    if WHOLE and PARTS == 1:
+        valid = valid & (one + position + 1 - window >= one + start)
     # Entries of one request close ``ratio`` tokens apart, so this number is an entry's own.
     number = token // T.ratio + request
     scratch = scratch_ptr + number.to(tl.int64) * size
-    if WHOLE:
+    if WHOLE and PARTS > 1:
         # Asked so late since the loads don't wait for it; of a window that is not whole they were the step's own rows.
         if position + 1 - window >= start:
             finish_window(

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
-from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail
-from kvcore.backends.torch_triton.kernels.checksum import digest_lanes
+from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
+from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.flash_index import flash_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
+from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
 from kvcore.backends.torch_triton.kernels.picks import select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
@@ -25,6 +26,7 @@ from kvcore.backends.torch_triton.kernels.read import (
     gather_window_rows,
     put_own_rows,
 )
+from kvcore.backends.torch_triton.kernels.shards import join_shards
 from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
@@ -35,12 +37,14 @@ __all__ = [
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",
+    "attend_kv_rows",
     "attend_rows",
     "bind",
     "bind_tail",
     "calls",
     "copy_units",
     "digest_lanes",
+    "digest_strips",
     "fill_units",
     "flash_rows",
     "flush_rows",
@@ -48,6 +52,8 @@ __all__ = [
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
+    "is_native",
+    "join_shards",
     "put_own_rows",
     "score_rows",
     "score_select_rows",

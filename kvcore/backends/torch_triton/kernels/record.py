@@ -90,7 +90,7 @@ class RegionBuffers(NamedTuple):
 def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
     """The record of a region and its pools' names, or None where the kernels do not cover its format or layout."""
     places = {place.field: place for place in region.unit.places}
-    if any(place.split for place in places.values()):
+    if any(place.split for place in places.values()) or (region.steps[1] > 1 and region.heads > 1):
         return None
     values = [field for field in region.format.fields if field.is_value]
     scaled = [field for field in values if field.group is not None]
@@ -138,7 +138,7 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         **_places(region, "scales", places.get("scales")),
         **_places(region, "plain", places.get(plain[0].name) if plain else None),
     )
-    if not _aligned(record):
+    if not aligned(record):
         return None
     some = next(iter(places.values()))
     names = [
@@ -189,7 +189,7 @@ def _in_words(region: Region, place: Place | None) -> bool:
     return not any(n % 4 for n in (dict(region.unit.buffers)[place.buffer], place.base, place.stride))
 
 
-def _aligned(record: RowRecord) -> bool:
+def aligned(record: RowRecord) -> bool:
     """Elements of more than one byte must lie on their own alignment."""
     plain = PLAIN_BYTES.get(record.plain, 1)
     scale = SCALE_BYTES.get(record.scale, 1)

@@ -1,0 +1,77 @@
+"""Compiled functions of the verbs: one for each, which JAX keeps a trace of for every kind of layer and every shape."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from kvcore.backends.jax_pallas import classic, encoding, indexer, life
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.backends.jax_pallas.runs import as_elements
+from kvcore.ops import StepIndex
+from kvcore.pools import Pools
+
+SMALLEST_BUCKET = (64, 8)
+"""Rows that an eager verb is compiled for at least; few in the interpreter, where each row costs more than a trace."""
+
+
+def exchanged(pools: Any, changed: Any) -> Any:
+    """Pools, or any mapping, with some arrays exchanged."""
+    return pools.replace(changed) if isinstance(pools, Pools) else {**pools, **changed}
+
+
+def bucket(count: int, index: StepIndex, smallest: int) -> int:
+    """A size that changes rarely while ``count`` grows, so that eager verbs are not traced anew for every length.
+
+    Inside the caller's trace ``count`` is the caller's own static choice and stays.
+    """
+    if isinstance(index.lengths, Tracer) or count == 0:
+        return count
+    return max(smallest, 1 << (count - 1).bit_length())
+
+
+@cache
+def program(verb, writes=False):
+    """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
+
+    def run(layer, options, written, read, arrays):
+        given = {**written, **read}
+        with jax.named_scope(f"kvcore.{verb.__name__}"):
+            held = {name: as_elements(pool, *layer.elements[name]) for name, pool in given.items()}
+            found = verb(layer, Held(held, layer.kernels), *arrays, **dict(options))
+        if not writes:
+            return found
+        return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}
+
+    return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
+
+
+@cache
+def indexed(verb):
+    """The same for verbs that need the index only."""
+    return jax.jit(lambda layer, index, options: verb(layer, index, **dict(options)), static_argnums=(0, 2))
+
+
+@jax.jit
+def digest(raw, salt):
+    """Lanes [Q, 2] uint32 of rows."""
+    return life.digest_rows(raw, salt)
+
+
+def _fresh(pool, fresh):
+    return None if fresh is None else jnp.asarray(np.frombuffer(fresh, pool.dtype).reshape(pool.shape[1:]))
+
+
+reset = jax.jit(
+    lambda pool, slots, fresh: life.reset_slots(pool, slots, _fresh(pool, fresh)), static_argnums=2, donate_argnums=0
+)
+poison = jax.jit(life.poison, donate_argnums=0)
+copy_units = jax.jit(life.copy_units, donate_argnums=0)
+select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
+from_batch = jax.jit(classic.from_batch)
+to_batch = jax.jit(classic.to_batch, static_argnums=2)
+encode = jax.jit(encoding.encode, static_argnums=(0, 2))
+decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

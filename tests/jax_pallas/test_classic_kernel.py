@@ -1,0 +1,127 @@
+"""Classic decode attention on TPU tiles, interpreted with races, bounds and unwritten memory watched."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvcore.backends.jax_pallas import JaxOps
+from kvcore.backends.jax_pallas.pallas import attend_kv
+from kvcore.backends.reference import ReferenceBackend
+from kvcore.plan import plan_cache
+from kvcore.spec import KV, CacheSpec, LayerSpec
+from kvcore.step import Row, build_index
+
+LENGTHS, NEWS = (19, 5, 30), (1, 2, 1)
+BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
+
+
+def steps(left_padding=(None, None, None)):
+    rows = [
+        Row(slot=slot, start=length - new, new=new, blocks=blocks, left_padding=left)
+        for slot, (length, new, blocks, left) in enumerate(zip(LENGTHS, NEWS, BLOCKS, left_padding, strict=True))
+    ]
+    read = build_index(rows, max_blocks=4, pad_tokens=6, pad_requests=4)
+    return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=4), read
+
+
+def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_padding=(None, None, None)):
+    """((out, lse) of the reference, the same of the interpreted kernel)."""
+    spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), []
+    written, read = steps(left_padding)
+    tokens = len(written.positions)
+    k, v = (rng.standard_normal((tokens, part.heads, part.format.dim)).astype(np.float32) for part in kv.parts)
+    if spoiled:
+        # One head's row of one request, which its later tokens see, and the other heads do not.
+        k[12, 0], v[12, 1, 3], v[13, 0] = np.nan, np.inf, np.nan
+    q = rng.standard_normal((len(read.positions), heads, kv.key_dim)).astype(np.float32)
+    for layout in ("packed", "tpu_tile"):
+        plan = plan_cache(spec, max_requests=4, max_tokens=80, layout=layout)
+        if layout == "packed":
+            write = read_with = ReferenceBackend().create(plan)
+        else:
+            assert attend_kv.supports(*plan.region(0, "kv"))
+            write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
+        every = (write.asarray(np.arange(count, dtype=np.int32)) for count in (4, 10))
+        pools = write.poison(write.allocate(), *every)
+        pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
+        options = {"columns": 30, "sink": None if sink is None else write.asarray(sink), "scale": 0.2}
+        got = read_with.attend_kv(pools, 0, write.index(read), write.asarray(q), **options)
+        found.append([np.asarray(array, np.float64) for array in got])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kv", "heads"),
+    [
+        pytest.param(KV(key_heads=2, key_dim=128), 8, id="bf16"),
+        pytest.param(KV(key_heads=3, key_dim=128, key_format="fp32"), 3, id="fp32, a head each"),
+        pytest.param(KV(key_heads=2, key_dim=128, key_format="fp8_row", window=11), 4, id="fp8_row, a window"),
+        pytest.param(KV(key_heads=1, key_dim=64, key_format="int8_row", chunk=12), 5, id="int8_row, chunks, one head"),
+        pytest.param(KV(key_heads=4, key_dim=64, key_format="mxfp4"), 8, id="mxfp4"),
+        pytest.param(
+            KV(key_heads=2, key_dim=192, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
+        ),
+    ],
+)
+def test_decode_attention_is_the_references(kv, heads, rng):
+    sink = rng.standard_normal(heads).astype(np.float32)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=heads, sink=sink)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(got_lse[-1]).all()
+    assert not got[-1].any()
+
+
+@pytest.mark.parametrize("chunk", [None, 12], ids=["full", "chunks of tokens"])
+def test_left_padding_is_not_seen(chunk, rng):
+    """Some of a block, all but the last token, and all there is up to the first of two queries."""
+    kv = KV(key_heads=2, key_dim=128, chunk=chunk)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left_padding=(10, 4, 29))
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
+
+
+def test_a_large_block_is_taken_in_pieces(rng, monkeypatch):
+    monkeypatch.setattr(attend_kv, "TILES_AT_ONCE", 3)
+    (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128, window=11), rng, heads=4)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_finite_stays_with_its_head(rng):
+    (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128), rng, heads=4, spoiled=True)
+    assert not np.isfinite(out).all()
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param(KV(key_heads=2, key_dim=128, storage="slot"), id="contiguous"),
+        pytest.param(KV(key_heads=2, key_dim=128, key_format="nf4_b64"), id="nf4_b64"),
+        pytest.param(KV(key_heads=2, key_dim=128, key_format="fp32", value_format="bf16"), id="tiles differ"),
+        pytest.param(KV(key_heads=2, key_dim=64, value_heads=1), id="heads differ"),
+    ],
+)
+def test_what_the_kernel_does_not_take(kv):
+    plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)]), max_requests=1, max_tokens=256, layout="tpu_tile")
+    assert not attend_kv.supports(*plan.region(0, "kv"))
+
+
+def test_the_verb_is_one_kernel():
+    plan = plan_cache(
+        CacheSpec(layers=[LayerSpec(kv=KV(key_heads=2, key_dim=128))], block_tokens=8),
+        max_requests=4, max_tokens=80, layout="tpu_tile",
+    )  # fmt: skip
+    ops = JaxOps(plan, "cpu", None, "interpret")
+    index = ops.index(steps()[1])
+    call = functools.partial(ops.attend_kv, layer=0, columns=30)
+    traced = str(jax.make_jaxpr(lambda pools, index, q: call(pools, index=index, q=q))(
+        ops.allocate(), index, jnp.zeros((len(index.positions), 4, 128))
+    ))  # fmt: skip
+    assert traced.count("pallas_call") == 1
