@@ -112,7 +112,7 @@ def flush_rows(
     shape = flush_shape(bound.record, t, count, slots.shape[0], kv.itemsize)
     requests = slots.shape[0]
     chunks = triton.cdiv(count, shape.tokens)
-    bordered = shape.tokens > 1 or (append and not beside)
+    bordered = append and (shape.tokens > 1 or not beside)
     border, index_border = (shape.border, 1) if bordered else (0, 0)
     size, index_size = (record.tiles * record.width for record in (bound.record, index_bound.record))
     tail_values = tail_buffer.view(torch.float32)
