@@ -107,10 +107,14 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
         found.append(of_transformers("StaticCache", StaticCache(config=model.config, max_cache_len=context + 64), rows))
         if find_spec("optimum"):
             found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), rows, exact=False))
-    copying, lending = kv(), kv(lend=True)
-    found.append(of_transformers("kvcore", copying, rows)._replace(nbytes=lambda: copying.nbytes))
+    own = kv()
+    found.append(of_transformers("kvcore", own, rows)._replace(nbytes=lambda: own.nbytes))
     if window is None:
-        found.append(of_transformers("kvcore, lend", lending, rows)._replace(nbytes=lambda: lending.nbytes))
+        blocks = kv(storage="paged")
+        found.append(of_transformers("kvcore, paged", blocks, rows)._replace(nbytes=lambda: blocks.nbytes))
+    else:
+        whole = kv(storage="slot")
+        found.append(of_transformers("kvcore, slot", whole, rows)._replace(nbytes=lambda: whole.nbytes))
     found.append(by_kvcore("kvcore, attend", kv()))
     found.append(by_kvcore("kvcore int8_row, attend", kv(formats="int8_row"), exact=False))
     return found

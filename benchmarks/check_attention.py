@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from reading_scene import attention, off, scene
 
+from kvcore.backends.torch_triton import flash
 from kvcore.spec import Entries, LayerSpec, Window
 
 Problem = tuple[str, str]
@@ -32,10 +33,12 @@ def picks_for(tokens: int, count: int, entries: int, device: str) -> torch.Tenso
 
 
 def check(
-    what: str, layer, lengths, news, device, *, heads=64, count=None, dtype=torch.bfloat16, sink=True, **options
-) -> Iterator[Problem]:
+    what: str, layer, lengths, news, device, *, heads=64, count=None, dtype=torch.bfloat16, sink=True, flash_mla=False,
+    **options,
+) -> Iterator[Problem]:  # fmt: skip
     """One case: ``count`` picks a query, None for every visible entry."""
     found = scene(layer, lengths, news, device, **options)
+    found.ops.attention_kernels = "flash_mla" if flash_mla else "triton"
     tokens = len(found.host.positions)
     dim = (layer.window or layer.entries).dim
     q = torch.randn(tokens, heads, dim, device=device).to(dtype)
@@ -52,11 +55,27 @@ def check(
     yield f"attend {what}", problem
 
 
+def flash_rows(device: str) -> Iterator[Problem]:
+    """Rows that FlashMLA is given, from the kernel and from torch's operations."""
+    for what, layer, count in (
+        ("picks", layer_of("v4_584", "v4_584", span=20, rows=24), 70),
+        ("window alone", layer_of("v4_584", None, span=70, rows=72), None),
+    ):
+        found = scene(layer, [90, 11, 1], [2, 1, 1], device)
+        tokens = len(found.host.positions)
+        picks = None if count is None else picks_for(tokens, count, 22, device)
+        given = found.pools, 0, found.index, picks
+        (window, entries, *_), (want, wanted, *_) = (flash.rows_of(ops, *given) for ops in (found.ops, found.plain))
+        same = torch.equal(window, want) and (wanted is None or torch.equal(entries, wanted))
+        yield f"rows for FlashMLA, {what}", "" if same else "rows differ"
+
+
 SMALL = {"dim": 64, "span": 9, "rows": 12}
 
 
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
+    yield from flash_rows(device)
     v4, plain = layer_of("v4_584", "v4_584", span=20, rows=24), layer_of("bf16", "bf16", **SMALL)
     yield from check("v4_584, picks", v4, [30, 3], [1, 1], device, heads=5, count=9)
     yield from check("v4_584, all entries, drafts", v4, [45, 20], [2, 1], device, heads=3)

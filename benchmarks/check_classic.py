@@ -28,7 +28,8 @@ def answer(found: Scene, q: torch.Tensor, sink: torch.Tensor | None, scale: floa
     for token, (request, position) in enumerate(zip(found.host.request_index, found.host.positions, strict=True)):
         if request < 0:
             continue
-        numbers = torch.arange(kv.first_visible(int(position)), int(position) + 1, device=q.device)
+        left = 0 if found.host.left_padding is None else int(found.host.left_padding[request])
+        numbers = torch.arange(kv.first_visible(int(position), left), int(position) + 1, device=q.device)
         asked = torch.full_like(numbers, int(request))
         k, v = (
             found.plain.decode_rows(region, place.read(found.pools, region, found.index, asked, numbers)).double()[
@@ -149,6 +150,11 @@ def small(device: str) -> Iterator[Problem]:
             yield from check(what, layer, [63, 41, 2], [3, 2, 1], device, block_tokens=8)
             if storage != "slot":
                 yield from own_rows(what, layer, [43, 31, 2], [3, 12, 2], device)
+    for span in ({"window": 11}, {"chunk": 6}, {}):
+        layer = layer_of("fp8_row", "bf16", **span)
+        yield from check(
+            f"left padding, {span or 'full'}", layer, [45, 20], [1, 2], device, block_tokens=8, padding=[17, 4]
+        )
     yield from unseen("8 tokens", layer_of("int8_row", "bf16"), [70, 33], [8, 8], device)
     yield from unseen("unlike steps", layer_of("bf16", "fp8_row"), [70, 33, 9], [1, 5, 2], device)
 
@@ -161,6 +167,8 @@ def large(device: str) -> Iterator[Iterator[Problem]]:
         yield check(f"{name}, fp32 queries", llama, [1777, 130], [1, 2], device, heads=32, dtype=torch.float32)
         yield check(f"{name}, 4 tokens each", llama, [3001, 77, 900], [4] * 3, device, heads=32)
         yield own_rows(f"{name}, prompt", llama, [300, 77], [300, 40], device, heads=32)
+    for name in ("nf4_b64", "mxfp4", "int8_row"):
+        yield check(f"{name}, dim 64", layer_of(name), [1003, 129], [1, 1], device, heads=8)
     for drafts in (2, 3, 8):
         yield check(f"{drafts} tokens each", layer_of("fp8_row", heads=2, dim=128), [2001, 99], [drafts] * 2, device)
     many = [300 + 17 * n for n in range(150)]
@@ -179,4 +187,7 @@ def large(device: str) -> Iterator[Iterator[Problem]]:
             yield own_rows(f"{storage}, {span}", layer, [2963, 1500, 2], [300, 120, 1], device, heads=8)
     for name in FORMATS:
         yield unseen(name, layer_of(name, dim=128), [700, 333], [8, 5], device)
+    for span in ({"window": 100}, {"chunk": 60}, {}):
+        layer = layer_of("int8_row", dim=128, **span)
+        yield check(f"left padding, {span}", layer, [945, 320], [1, 4], device, padding=[117, 319])
     yield captured("fp8_row", layer_of("fp8_row", heads=8, dim=128), [3000, 17, 1200], device, heads=32)

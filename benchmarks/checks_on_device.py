@@ -13,7 +13,8 @@ from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.handoff.layout import page_layout
 from kvcore.handoff.pages import PageDigests
-from kvcore.ops import RawRows
+from kvcore.interop.torch_distributed.exchange import TorchExchange, merged
+from kvcore.ops import Attention, RawRows
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import Row, build_index
@@ -114,6 +115,7 @@ def check_rest(seed, device):
     yield from check_flush(rng, device)
     yield from check_life(rng, device)
     yield from check_pages(rng, device)
+    yield from check_merge(rng, device)
     if torch.device(device).type == "cuda":
         yield from check_large(rng, device)
         for check in (check_captured, check_compiled):
@@ -321,6 +323,42 @@ def check_pages(rng, device):
             wrong = sum(a != b for a, b in zip(digests.result(ours), want, strict=True))
             yield f"pages of {length} tokens by {chunk}", f"{wrong} of {len(want)}" if wrong else ""
             yield f"pages of {length} tokens at once", "" if digests._tables else "component by component"
+
+
+def check_merge(rng, device):
+    """Parts of context shards joined in one launch, against the same in torch on the CPU; some have no keys."""
+
+    class Alike(TorchExchange):
+        def __init__(self, parts):
+            self.parts = parts
+            self._take_place(len(parts), 0, "cpu")
+
+        def _stack(self, values):
+            assert values.shape == self.parts.shape[1:]
+            return self.parts
+
+    for shards, tokens, heads, dim, dtype in ((2, 5, 3, 512, torch.bfloat16), (4, 3, 2, 24, torch.float32)):
+        for once, sink in ((True, True), (True, False), (False, True), (False, False)):
+            parts = torch.from_numpy(rng.standard_normal((shards, tokens, heads, dim + 1)).astype(np.float32))
+            parts[..., -1] *= 8
+            # A shard without keys, a query without any on all shards, and one whose only keys are everybody's.
+            parts[1, 0], parts[:, 1], parts[:, 2, 0] = (torch.tensor([*[0.0] * dim, -torch.inf]) for _ in range(3))
+            whole = [
+                torch.from_numpy(rng.standard_normal((tokens, heads, *s)).astype(np.float32)) for s in ((dim,), ())
+            ]
+            whole[0][1], whole[1][1] = 0, -torch.inf
+            whole = Attention(whole[0].to(dtype), whole[1]) if once else None
+            low = torch.from_numpy(rng.standard_normal(heads).astype(np.float32) * 9) if sink else None
+            like = torch.zeros(1, dtype=dtype)
+            want = Alike(parts).merge(Attention(parts[0, ..., :-1], parts[0, ..., -1]), whole, low, like)
+            there = [None if t is None else t.to(device) for t in (parts, low, like)]
+            held = None if whole is None else Attention(*(t.to(device) for t in whole))
+            got = merged(there[0], held, there[1], there[2])
+            bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            pairs = zip(got, want, strict=True)
+            same = all(torch.allclose(a.cpu().float(), b.float(), rtol=bound, atol=bound) for a, b in pairs)
+            fine = same and got.out.dtype == dtype and got.out.shape == want.out.shape
+            yield f"merge of {shards} shards, window {once}, sink {sink}", "" if fine else "differs"
 
 
 def check_large(rng, device):

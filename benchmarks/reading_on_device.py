@@ -23,6 +23,7 @@ from check_attention import layer_of
 from check_indexer import keys_layer
 from reading_scene import scene
 
+from kvcore.backends.torch_triton import flash
 from kvcore.parity import environment
 
 Case = Iterator[tuple[str, str]]
@@ -54,6 +55,12 @@ def attention_cases(device: str) -> Iterator[Case]:
     yield check_attention.check("HCA, all entries", hca, [131072, 127, 5001], [1, 1, 4], device)
     yield check_attention.check("HCA, a token beside a million", hca, [MILLION + 77, 1], [1, 1], device)
     yield check_attention.check("CSA, a token beside a million", v4, [MILLION + 3, 1], [1, 1], device, count=1024)
+    yield check_attention.flash_rows(device)
+    if not flash.unusable():
+        given = {"count": 512, "flash_mla": True}
+        yield check_attention.check("through FlashMLA", v4, [5003, 129, 1], [1, 1, 1], device, **given)
+        yield check_attention.check("through FlashMLA, 128 heads", v4, [4001, 77], [2, 2], device, heads=128, **given)
+        yield check_attention.check("through FlashMLA, few picks", v4, [4001] * 70, [1] * 70, device, **given)
     for dtype in (torch.bfloat16, torch.float32):
         yield check_attention.own_rows(
             f"v4_584, {dtype}", v4, [900, 301], [700, 301], device, heads=64, count=128, dtype=dtype
@@ -85,6 +92,7 @@ def indexer_cases(device: str) -> Iterator[Case]:
     yield check_indexer.check(
         "a token beside a million", keys_layer("index_fp4_68_h"), [MILLION + 77, 1], [1, 1], device
     )
+    yield check_indexer.long_runs(device)
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
     yield check_indexer.check_select(device, sizes, found.ops)

@@ -42,6 +42,7 @@ def scene(
     layout: str = "packed",
     spread: float = 1.0,
     drafts: int = 0,
+    padding: list[int] | None = None,
 ) -> Scene:
     """Requests of ``lengths`` tokens, the last ``news`` of which are the step's, in shuffled blocks and slots."""
     spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
@@ -58,7 +59,8 @@ def scene(
     rows = []
     for number, (length, new) in enumerate(zip(lengths, news, strict=True)):
         taken = tuple(order.pop() for _ in range(blocks[number]))
-        rows.append(Row(slot=len(lengths) - number, start=length - new, new=new, blocks=taken))
+        left = None if padding is None else padding[number]
+        rows.append(Row(len(lengths) - number, length - new, new, taken, left_padding=left))
         write(ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
     columns = max(blocks, default=1) or 1
     host = build_index(rows, max_blocks=columns, pad_tokens=sum(news) + pad, pad_requests=len(rows) + (pad > 0))

@@ -12,12 +12,14 @@ or takes too long is recorded as its error, and the others go on in fresh proces
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,17 +33,35 @@ if __package__ in (None, ""):
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import two_gpus_parts
+from benchmarks.two_gpus_decode import FORMS, Rank, capacity, compare_decode
+from benchmarks.two_gpus_move import move
 from kvcore.parity import environment
 
 PART_SECONDS = 100
 """A part that takes longer is ended; the first one of new processes includes their start."""
 
 
+def parts(form: str) -> dict[str, Callable[[Rank, Any], dict[str, Any]]]:
+    """Name -> (rank, mesh) -> piece of the record, in the order in which they are worth most."""
+    sizes = FORMS[form]
+    found: dict[str, Callable[[Rank, Any], dict[str, Any]]] = {
+        "capacity": lambda _me, _mesh: capacity(),
+        "move": lambda me, _mesh: move(me),
+    }
+    for how, graph in (("captured", True), ("eager", False)):
+        for count, length in itertools.product(sizes["batches"], sizes["lengths"]):
+
+            def compare(me: Rank, mesh: Any, length: int = length, count: int = count, graph: bool = graph) -> Any:
+                return compare_decode(me, mesh, length, count, graph=graph)
+
+            found[f"decode, {how}, {count} requests of {length} tokens"] = compare
+    return found
+
+
 def work(rank: int, form: str, names: list[str], store: str, pipe: Any) -> None:
     """Some parts, in one of the two processes; answers go to the parent as they come."""
     torch.set_num_threads(1)
-    me = two_gpus_parts.Rank(rank, form)
+    me = Rank(rank, form)
     options: dict[str, Any] = {}
     if me.on_gpu:
         torch.cuda.set_device(me.device)
@@ -58,11 +78,11 @@ def work(rank: int, form: str, names: list[str], store: str, pipe: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cuda" if form == "full" else "cpu", (2,), mesh_dim_names=("context",))
-    parts = two_gpus_parts.parts(form)
+    found = parts(form)
     for name in names:
         me.say(name)
         try:
-            pipe.send((name, parts[name](me, mesh)))
+            pipe.send((name, found[name](me, mesh)))
         except Exception as error:  # noqa: BLE001 - recorded; the other process would wait, so both are ended
             told = {"error": f"rank {rank}: {type(error).__name__}: {error}", "trace": traceback.format_exc()[-2500:]}
             pipe.send((name, told))
@@ -149,7 +169,7 @@ def write(record: dict[str, Any], out: Path | None) -> None:
 def main() -> None:
     """Start the two processes, print and write what they answer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--form", choices=list(two_gpus_parts.FORMS), default="full")
+    parser.add_argument("--form", choices=list(FORMS), default="full")
     parser.add_argument("--parts", help="some parts only: words that their names contain, with commas between")
     parser.add_argument("--out", type=Path, help="write the record there, as JSON")
     parser.add_argument("--seconds", type=float, default=270, help="stop after this long")
@@ -167,7 +187,7 @@ def main() -> None:
         },
     )
     wanted = (options.parts or "").split(",")
-    names = [name for name in two_gpus_parts.parts(options.form) if any(word in name for word in wanted)]
+    names = [name for name in parts(options.form) if any(word in name for word in wanted)]
     complete = run(options.form, names, options.seconds, record, options.out)
     record |= {"seconds": round(time.monotonic() - start, 1), "complete": complete}
     write(record, options.out)

@@ -13,11 +13,14 @@ from kvcore.errors import KvcoreError
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import exchange
 from kvcore.shards import ops
-from kvcore.spec import presets
+from kvcore.spec import CacheSpec, presets
 
 SPECS = {spec.name: spec for spec in (stories.LATENT, stories.STORED)} | {
     "mixed": shards.MIXED,
     "v4 flash tiny": presets.deepseek_v4_flash_tiny(block_tokens=16, draft=False),
+    "classic, padded on the left": CacheSpec(
+        layers=[scene.classic(), scene.classic("ring", window=5), scene.classic(value_dim=4)], block_tokens=8
+    ),
 }
 
 
@@ -41,6 +44,7 @@ def read_everything(name: str, context: int, lengths: list[int]) -> dict[str, np
     """Every gather of every layer, inside a step, between its appends and at rest; bytes where they are to be equal."""
     cache = create(name, context)
     requests = [cache.admit() for _ in lengths]
+    padding = {"left_padding": {requests[0]: 37}} if "padded" in name else {}
     # Two steps, so that some rows are older than the step.
     for step_number in (0, 1):
         new = {
@@ -49,7 +53,7 @@ def read_everything(name: str, context: int, lengths: list[int]) -> dict[str, np
         }
         tokens = [token for ids in new.values() for token in ids]
         found: dict[str, Any] = {}
-        with cache.step(new) as step:
+        with cache.step(new, **padding) as step:
             stories.feed(step, tokens)
             positions = kvcore.to_numpy(step.positions)
             for number, layer in enumerate(cache.spec.layers):

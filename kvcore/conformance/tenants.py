@@ -1,7 +1,7 @@
 """Requests that come and go in one cache, and what every reader must find in it: their own rows and nobody else's."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,7 +81,9 @@ class Tenants:
         for name, count in tokens.items():
             self._last += 1
             after[name] += [self._last] * count
-        padded = {"pad_tokens": sum(tokens.values()) + pads, "pad_requests": len(tokens) + pads} if pads else {}
+        padded: dict[str, Any] = {}
+        if pads:
+            padded = {"pad_tokens": sum(tokens.values()) + pads, "pad_requests": len(tokens) + pads}
         with self.cache.step({self.requests[name]: count for name, count in tokens.items()}, **padded) as step:
             self._fill(step, list(tokens), after, pads)
             self._look_at_readers(step, list(tokens), after)

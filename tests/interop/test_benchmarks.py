@@ -60,5 +60,5 @@ def test_decode_step_beside_transformers(tmp_path):
     beside_transformers.main(["--contexts", "96", "--steps", "1", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "beside_transformers.json").read_text())
     caches = {row["cache"] for row in record["rows"]}
-    assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, lend", "kvcore, attend"} <= caches
+    assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, paged", "kvcore, attend"} <= caches
     assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float32"}

@@ -115,7 +115,11 @@ def test_drafts_of_another_model(make):
 
 
 @pytest.mark.parametrize("storage", ["slot", "paged"])
-@pytest.mark.parametrize("make", [models.llama, models.gemma3, models.gpt_oss], ids=["full", "mixed", "sinks"])
+@pytest.mark.parametrize(
+    "make",
+    [models.llama, models.gemma3, models.gpt_oss, models.llama4],
+    ids=["full", "mixed", "sinks", "chunked and full"],
+)
 def test_padding_on_the_right_and_in_between(make, storage):
     """Rows of a prompt that the mask leaves out, and more of it after them: logits as with the model's own cache."""
     model, ids = make(), models.token_ids(3, 33)

@@ -18,19 +18,19 @@ LENGTHS, NEWS = (19, 5, 30), (1, 2, 1)
 BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
 
 
-def steps():
+def steps(left_padding=(None, None, None)):
     rows = [
-        Row(slot=slot, start=length - new, new=new, blocks=blocks)
-        for slot, (length, new, blocks) in enumerate(zip(LENGTHS, NEWS, BLOCKS, strict=True))
+        Row(slot=slot, start=length - new, new=new, blocks=blocks, left_padding=left)
+        for slot, (length, new, blocks, left) in enumerate(zip(LENGTHS, NEWS, BLOCKS, left_padding, strict=True))
     ]
     read = build_index(rows, max_blocks=4, pad_tokens=6, pad_requests=4)
     return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=4), read
 
 
-def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False):
+def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_padding=(None, None, None)):
     """((out, lse) of the reference, the same of the interpreted kernel)."""
     spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), []
-    written, read = steps()
+    written, read = steps(left_padding)
     tokens = len(written.positions)
     k, v = (rng.standard_normal((tokens, part.heads, part.format.dim)).astype(np.float32) for part in kv.parts)
     if spoiled:
@@ -75,9 +75,28 @@ def test_decode_attention_is_the_references(kv, heads, rng):
     assert not got[-1].any()
 
 
+@pytest.mark.parametrize("chunk", [None, 12], ids=["full", "chunks of tokens"])
+def test_left_padding_is_not_seen(chunk, rng):
+    """Some of a block, all but the last token, and all there is up to the first of two queries."""
+    kv = KV(key_heads=2, key_dim=128, chunk=chunk)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left_padding=(10, 4, 29))
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
+
+
 def test_a_large_block_is_taken_in_pieces(rng, monkeypatch):
     monkeypatch.setattr(attend_kv, "TILES_AT_ONCE", 3)
     (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128, window=11), rng, heads=4)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("span", [{}, {"chunk": 6}], ids=["full", "chunks"])
+def test_left_padding_is_not_seen(span, rng):
+    kv = KV(key_heads=2, key_dim=128, **span)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left=(5, 4, 11))
+    assert np.isneginf(lse[1]).all()  # a token of the padding itself
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
 

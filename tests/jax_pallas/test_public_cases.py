@@ -4,7 +4,7 @@ Sweeps over every size are left out, each size compiles anew: RING-02's is in ``
 """
 
 import pytest
-from cases import test_batch, test_classic, test_ring
+from cases import test_batch, test_classic, test_compress, test_ring
 
 SWEEPS = (
     "test_ring_02_every_pair_of_call_sizes",
@@ -16,7 +16,7 @@ CASES = {
     for module in (test_batch, test_classic, test_ring)
     for name, test in vars(module).items()
     if name.startswith("test_") and name not in SWEEPS
-}
+} | {name: test for name, test in vars(test_compress).items() if name.startswith("test_cmp_07_")}
 globals().update(CASES)
 
 

@@ -4,19 +4,19 @@ import json
 
 import pytest
 
-from benchmarks import two_gpus
+from benchmarks import two_gpus, two_gpus_move
 
 pytest.importorskip("torch")
 
 
 def test_every_part_runs_and_one_device_agrees_with_two(tmp_path):
     record, out = {}, tmp_path / "two.json"
-    names = list(two_gpus.two_gpus_parts.parts("tiny"))
+    names = list(two_gpus.parts("tiny"))
     assert two_gpus.run("tiny", names, 120, record, out)
     assert json.loads(out.read_text()) == record
     assert record["capacity"]["ratio"] == 2
     pulls = record["move"]["pulls"]
-    assert [pull["chunk_pages"] for pull in pulls] == list(two_gpus.two_gpus_parts.CHUNKS[1:])
+    assert [pull["chunk_pages"] for pull in pulls] == list(two_gpus_move.CHUNKS[1:])
     assert all(pull["digests_equal"] for pull in pulls)
     for pull in pulls:
         assert (

@@ -10,7 +10,7 @@ import check_classic
 import check_indexer
 import numpy as np
 from check_cuda import reference_rows
-from checks_on_device import check_format, check_life, check_pages, check_rotated, flush_problems
+from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated, flush_problems
 
 from kvcore.spec import FORMATS
 
@@ -56,6 +56,7 @@ GROUPS = {
     "flush of bf16": lambda: flushes("bf16"),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
+    "merge of shards": lambda: check_merge(np.random.default_rng(7), "cpu"),
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,
     **{f"formats {n}": lambda n=n: formats(sorted(FORMATS)[n::4]) for n in range(4)},

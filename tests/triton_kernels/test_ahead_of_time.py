@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources  # noqa: E402
 
-from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, tail, units  # noqa: E402
+from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
 from kvcore.backends.torch_triton.kernels.compress import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
@@ -180,3 +180,7 @@ def test_kernels_on_whole_units_compile(element, arch, record):
     check(record, element, checksum.digest_kernel, arch, constants)
     constants = {"ENTRY": checksum.ENTRY, "BLOCK": checksum.BLOCK}
     check(record, element, checksum.strips_kernel, arch, constants)
+    types = {"out": "bf16", "once": "bf16", **dict.fromkeys(("parts", "once_lse", "sink", "lse"), "fp32")}
+    for once in (True, False):
+        constants = {"SHARDS": 2, "ONCE": once, "SINK": once, "DIM": 512, "BLOCK": 512}
+        check(record, f"{element}, {once}", shards.shards_kernel, arch, constants, types=types)

@@ -7,8 +7,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvcore.backends.torch_triton.kernels import kv_attention
-from kvcore.backends.torch_triton.kernels.kv_attention import Work, work_for
+from kvcore.backends.torch_triton.kernels import kv_cuts
+from kvcore.backends.torch_triton.kernels.kv_cuts import Work, work_for
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_a_step_is_cut(step, expected):
     ids=["one request", "one tile", "many requests", "a full GPU", "a GPU and a little", "few keys"],
 )
 def test_keys_are_shared_out_so_that_the_work_ends_soonest(monkeypatch, programs, keys, least, most):
-    monkeypatch.setattr(kv_attention, "multiprocessors", lambda _: 132)
-    splits = kv_attention.splits_for.__wrapped__(torch.device("cpu"), programs, keys, 64)
+    monkeypatch.setattr(kv_cuts, "multiprocessors", lambda _: 132)
+    splits = kv_cuts.splits_for.__wrapped__(torch.device("cpu"), programs, keys, kv_cuts.Cut(64, 4, 3, 2))
     assert least <= splits <= most

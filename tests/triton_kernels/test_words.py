@@ -14,6 +14,11 @@ NF4 = np.array(NF4_LEVELS, np.float32)
 E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 
 
+def halves(word):
+    """The two bf16 numbers of a register."""
+    return (np.array([word & 0xFFFF, word >> 16], np.uint32) << 16).view(np.float32)
+
+
 def permuted(low, high, selector):
     """PTX ``prmt.b32``: four bytes chosen from eight; the plain mode, without replicated signs."""
     source = low.to_bytes(4, "little") + high.to_bytes(4, "little")
@@ -22,34 +27,66 @@ def permuted(low, high, selector):
     return int.from_bytes(bytes(source[pick] for pick in picks), "little")
 
 
-def eight(assembly, word):
-    """Registers x, y, u, v after the instructions before any multiplication: bits of eight bf16 numbers."""
-    state = {"$8": word}
-
-    def value(name):
-        return state[name] if name in state else int(name, 0)
-
-    for operation, target, *sources in re.findall(
-        r"(prmt|and|or|shr)\.\w+ (\S+), (\S+), ([^\s,;]+)(?:, (\S+))?;", assembly
-    ):
-        given = [value(source) for source in sources if source]
-        state[target] = {
-            "and": lambda a, b: a & b, "or": lambda a, b: a | b, "shr": lambda a, b: a >> b, "prmt": permuted,
-        }[operation](*given)  # fmt: skip
-    return [state[name] >> shift & 0xFFFF for name in "xyuv" for shift in (0, 16)]
+def multiplied(a, b, c):
+    """PTX ``fma.rn.bf16x2`` where the result is a bf16 number, as it must be here."""
+    bits = (halves(a) * halves(b) + halves(c)).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return int(bits[0] >> 16 | bits[1])
 
 
-def numbers(assembly, codes):
-    word = sum(code << 4 * place for place, code in enumerate(codes))
-    return (np.array(eight(assembly, word), np.uint32) << 16).view(np.float32)
+OPERATIONS = {
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "mov.b32": lambda a: a,
+    "prmt.b32": permuted,
+    "fma.rn.bf16x2": multiplied,
+}
 
 
-@pytest.mark.parametrize("codes", [range(8), range(8, 16), (15, 0, 8, 7, 1, 14, 9, 6)], ids=["low", "high", "mixed"])
-def test_nibbles_are_looked_up(codes):
-    codes = list(codes)
-    e2m1 = numbers(words.E2M1.value, codes)
-    assert e2m1.tolist() == E2M1[codes].tolist()
-    assert np.signbit(e2m1).tolist() == [code >= 8 for code in codes]
-    near, rest = numbers(words.NF4.value, codes), numbers(words.NF4_REST.value, codes)
+def registers(assembly, *inputs, first):
+    """All registers after the assembly, inputs in $first and on; unpacking moves are left out."""
+    state = {f"${first + n}": value for n, value in enumerate(inputs)}
+    for line in re.split(r"[;\n{]", assembly):
+        operation, _, operands = line.strip().partition(" ")
+        names = [name.strip() for name in operands.split(",")]
+        if operation in OPERATIONS and names[0]:
+            given = [state[name] if name in state else int(name, 0) for name in names[1:]]
+            state[names[0]] = OPERATIONS[operation](*given)
+    return state
+
+
+def packed(codes, bits):
+    return sum((code & (1 << bits) - 1) << bits * place for place, code in enumerate(codes))
+
+
+@pytest.mark.parametrize(
+    "codes", [range(16), (15, 0, 8, 7, 1, 14, 9, 6, 2, 3, 4, 5, 10, 11, 12, 13)], ids=["in order", "mixed"]
+)
+def test_nf4_codes_of_two_words_are_taken_apart(codes):
+    codes = np.array(codes).reshape(2, 8)
+    near, rest = (
+        np.stack([halves(found[f"${n}"]) for n in range(8)], axis=1)
+        for table in (words.NF4, words.NF4_REST)
+        for found in [registers(table.value, *(packed(row.tolist(), 4) for row in codes), first=8)]
+    )
     assert np.abs(near - NF4[codes]).max() <= 2.0**-9
     assert np.abs(near + rest - NF4[codes]).max() <= 2.0**-17
+
+
+def test_e2m1_codes_of_two_words_are_taken_apart():
+    first, second = (1, 0, 8, 7, 15, 14, 9, 6), (2, 3, 4, 5, 10, 11, 12, 13)
+    scales = [int(np.float32(scale).view(np.uint32)) for scale in (0.25, 2.0**-120)]
+    found = registers(words.E2M1.value, packed(first, 4), packed(second, 4), *scales, first=8)
+    for n, codes in enumerate(zip(first, second, strict=True)):
+        got, want = halves(found[f"${n}"]), E2M1[list(codes)] * np.float32([0.25, 2.0**-120])
+        assert got.tolist() == want.tolist()
+        assert np.signbit(got).tolist() == np.signbit(want).tolist()
+
+
+@pytest.mark.parametrize("start", range(-127, 128, 8))
+def test_int8_codes_of_two_words_are_taken_apart(start):
+    codes = np.clip(np.arange(start, start + 8), -127, 127).reshape(2, 4)
+    found = registers(words.INT8.value, *(packed(row.tolist(), 8) for row in codes), first=4)
+    assert [halves(found[f"${n}"]).tolist() for n in range(4)] == codes.T.tolist()

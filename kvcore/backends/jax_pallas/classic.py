@@ -98,8 +98,9 @@ def seen_blocks(layer, index, columns):
     Blocks are -1 where nothing is seen, and so is the last position of padding.
     """
     (region, _), request = layer.regions["kv"], index.request_index
-    last = jnp.where(request >= 0, index.positions, -1)
-    first = place.first_visible(layer.component("kv"), last)
+    left = jnp.zeros_like(request) if index.left_padding is None else place.of(index.left_padding, request)
+    last = jnp.where((request >= 0) & (index.positions >= left), index.positions, -1)
+    first = place.first_visible(layer.component("kv"), last, left)
     blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // region.rows)]
     number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])

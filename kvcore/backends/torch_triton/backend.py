@@ -1,6 +1,7 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
 import os
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +18,18 @@ from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
 
-verb = torch.no_grad()
-"""A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
+
+def verb(function):
+    """A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
+
+    @wraps(function)
+    def run(*arguments, **options):
+        if not torch.is_grad_enabled():  # a decode step, in which the context would be a tenth of a verb's time
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return run
 
 
 class TorchOps(ComposedVerbs):

@@ -32,16 +32,15 @@ def chosen(device: str) -> str:
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
-    if wanted in ("triton", "torch"):
-        return wanted
-    missing = unusable()
     if wanted == "flash_mla":
+        missing = unusable()
         if missing:
             raise BackendError(got=wanted, where=VARIABLE, allowed=f"auto, triton or torch: {missing}")
+    if wanted != "auto":
         return wanted
     kind = torch.device(device)
     runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)
-    return "flash_mla" if runs and not missing else "triton"
+    return "flash_mla" if runs and not unusable() else "triton"
 
 
 def unusable() -> str:
@@ -83,29 +82,17 @@ def attend(
     """Attention of q [T, H, 512] to the window and the selected entries, each query a batch entry of its own."""
     from flash_mla import flash_mla_with_kvcache  # type: ignore[import-not-found]
 
-    positions, request = index.positions, index.request_index
-    (region,) = ops.plan.region(layer, "window")
-    buffers = {name: pools[name] for name, _ in region.buffers.values()}
-    ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
-    window = aligned(flash_pages.window_indices(ring, positions, request, ops.component(layer, "window").window))
+    window, entries, window_cache, entries_cache = rows_of(ops, pools, layer, index, selected)
     extra: dict[str, Any] = {}
-    if selected is not None and selected.shape[1]:
-        (region,) = ops.plan.region(layer, "entries")
-        ratio = ops.component(layer, "entries").ratio
-        buffers = {name: pools[name] for name, _ in region.buffers.values()}
-        counts = index.lengths // ratio
-        paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
-        seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
-        extra["extra_k_cache"] = flash_pages.k_cache(paged)
-        extra["extra_indices_in_kvcache"] = aligned(flash_pages.entry_indices(paged, seen, positions, request))[:, None]
+    if entries_cache is not None:
+        extra = {"extra_k_cache": entries_cache, "extra_indices_in_kvcache": entries[:, None]}
     if "use_legacy" in inspect.signature(flash_mla_with_kvcache).parameters:
         extra["use_legacy"] = True
-    cache_of_keys = flash_pages.k_cache(ring)
     arrays = (array for array in extra.values() if isinstance(array, torch.Tensor))
-    shapes = (*q.shape, *cache_of_keys.shape[:2], *(tuple(array.shape) for array in arrays))
+    shapes = (*q.shape, *window_cache.shape[:2], *(tuple(array.shape) for array in arrays))
     out, lse = flash_mla_with_kvcache(
         q[:, None].contiguous(),
-        cache_of_keys,
+        window_cache,
         None,
         None,
         q.shape[2],
@@ -119,6 +106,36 @@ def attend(
     lse = lse[:, :, 0]
     # FlashMLA says +inf where a query has no key.
     return Attention(out[:, 0], torch.where(lse.isposinf(), -torch.inf, lse).contiguous())
+
+
+def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor | None) -> tuple[Any, Any, Any, Any]:
+    """(window's rows [T, n], entries' rows [T, k], the ring as a cache, the blocks as one); None without entries."""
+    positions, request = index.positions, index.request_index
+    (region,) = ops.plan.region(layer, "window")
+    buffers = {name: pools[name] for name, _ in region.buffers.values()}
+    ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
+    span = ops.component(layer, "window").window
+    paged, ratio = None, 0
+    if selected is not None and selected.shape[1]:
+        (region,) = ops.plan.region(layer, "entries")
+        ratio = ops.component(layer, "entries").ratio
+        buffers = {name: pools[name] for name, _ in region.buffers.values()}
+        counts = index.lengths // ratio
+        paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
+    caches = flash_pages.k_cache(ring), None if paged is None else flash_pages.k_cache(paged)
+    if hasattr(ops, "workspaces"):
+        # One launch where torch would take a dozen.
+        from kvcore.backends.torch_triton.kernels import launch
+
+        picks = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
+        sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, ALIGNED]
+        found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, picks, sizes)
+        return *found, *caches
+    window = aligned(flash_pages.window_indices(ring, positions, request, span))
+    if paged is None or selected is None:
+        return window, None, *caches
+    seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
+    return window, aligned(flash_pages.entry_indices(paged, seen, positions, request)), *caches
 
 
 @cache

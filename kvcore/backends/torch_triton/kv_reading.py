@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore import bounds
-from kvcore.backends.torch_triton.kernels import kv_attention, launch
+from kvcore.backends.torch_triton.kernels import kv_cuts, launch
 from kvcore.ops import Attention
 
 
@@ -39,9 +39,9 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     seen = min(columns, component.window or component.chunk or columns)
     device, (tokens, heads, dim) = torch.device(ops.device), q.shape
     key_record, value_record = (launch.BOUND[number].record for number, _, _ in found.bound)
-    work = kv_attention.work_for(tokens, len(index.slots), heads, key_record.heads, value_record.heads)
-    tile = kv_attention.cut_for(device, found.sides).keys
-    splits = kv_attention.splits_for(device, work.programs, seen + work.each - 1, tile)
+    work = kv_cuts.work_for(tokens, len(index.slots), heads, key_record.heads, value_record.heads)
+    cut = kv_cuts.cut_for(device, found.sides)
+    splits = kv_cuts.splits_for(device, work.programs, seen + work.each - 1, cut)
     room = splits * tokens * heads * (value_record.dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),
@@ -52,6 +52,7 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
         index.slots,
         index.starts,
         index.block_table,
+        index.left_padding,
         [pools[name] for name in keys[1]],
         [pools[name] for name in values[1]],
         ops.workspaces.take("attention", room),
@@ -72,12 +73,12 @@ def covered(ops, layer, q, k, v) -> Covered | None:
     regions = ops.plan.region(layer, "kv")
     records = None
     if k is not None:
-        records = kv_attention.own_records(keys, values, [region.format for region in regions])
+        records = kv_cuts.own_records(keys, values, [region.format for region in regions])
         if records is None:
             return None
     device = torch.device(ops.device)
     how = {"bf16": q.dtype == torch.bfloat16, "native": launch.is_native(device)}
-    sides = kv_attention.sides_of(keys.record, values.record, records, **how)
+    sides = kv_cuts.sides_of(keys.record, values.record, records, **how)
     if sides is None or records is None:
         return None if sides is None else Covered(bound, (None, None), (-1, -1), sides)
     own = [ops.encode_rows(region, rows).contiguous() for region, rows in zip(regions, (k, v), strict=True)]

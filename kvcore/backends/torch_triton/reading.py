@@ -98,9 +98,9 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        bound = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
+        w, e = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
         device, keys = torch.device(self.device), span + picks
-        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(*bound, parts))
+        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
         splits = splits_for(device, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
@@ -129,7 +129,7 @@ class ReadingVerbs(TorchOps):
         options = {"columns": columns, "sink": sink, "scale": scale}
         found = None
         # The kernel knows no left padding.
-        if self.attention_kernels != "torch" and len(index.slots) and index.left_padding is None:
+        if self.attention_kernels != "torch" and len(index.slots):
             found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
         return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
@@ -239,8 +239,10 @@ class ReadingVerbs(TorchOps):
 
     def _visits(self, index, entries, tokens, selected):
         """How often a step's queries read an entry on average; -1 where decoding them all is not worth it."""
-        record = None if entries is None else launch.BOUND[entries[0]].record
-        count = 0 if record is None else index.block_table.numel() * record.rows
+        if entries is None:
+            return -1
+        record = launch.BOUND[entries[0]].record
+        count = index.block_table.numel() * record.rows
         if not count or not record.quant or 2 * count * record.dim > MOST_DECODED:
             return -1
         return tokens / len(index.slots) if selected is None else selected.numel() / count

@@ -21,8 +21,8 @@ from kvcore.handoff.pages import Array
 VERBS = ("manifest", "fetch", "finish", "goodbye")
 REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
 FINE = 0
-SOON_SECONDS, NAP_SECONDS = 0.05, 0.0001
-"""How long a device is asked without a pause, and the pauses afterwards."""
+SPIN_SECONDS, SOON_SECONDS, NAP_SECONDS = 0.005, 0.05, 0.0001
+"""How long a device is asked without letting others run, how long without a pause, and the pauses afterwards."""
 
 
 class PeerCarrier:
@@ -56,7 +56,7 @@ class PeerCarrier:
                 raise TransferError(
                     reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
                 )
-            data = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            data: Any = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
             wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
 
         def here() -> None:
@@ -94,9 +94,15 @@ class PeerCarrier:
     def _ask(self, verb: str, handle: Handle, first: int, count: int, timeout: float) -> int:
         name = np.frombuffer(bytes.fromhex(handle.exporter), np.int64).tolist()
         question = [VERBS.index(verb), handle.number, handle.generation, first, count, *name]
-        _send(torch.tensor(question, dtype=torch.int64, device=self._device), self._peer, self._group, timeout)
+        asked = torch.tensor(question, dtype=torch.int64, device=self._device)
         answer = torch.empty(2, dtype=torch.int64, device=self._device)
-        self._receive(answer, timeout)
+        # The answer is waited for already when it is sent.
+        waits = [
+            _begin(start, data, self._peer, self._group, timeout)
+            for start, data in ((dist.isend, asked), (dist.irecv, answer))
+        ]
+        for wait in waits:
+            wait()
         status, size = answer.tolist()
         if status != FINE:
             raise TransferError(
@@ -153,10 +159,10 @@ def serve(
                 desk.finish(*reference)
         except TransferError as error:
             answer = 1 + REASONS.index(error.reason)
-        size = 0 if data is None else data.numel()
-        _send(torch.tensor([answer, size], dtype=torch.int64, device=device), peer, group, idle_seconds)
-        if data is not None:
-            _send(data, peer, group, idle_seconds)
+        told = torch.tensor([answer, 0 if data is None else data.numel()], dtype=torch.int64, device=device)
+        waits = [_begin(dist.isend, part, peer, group, idle_seconds) for part in (told, data) if part is not None]
+        for wait in waits:
+            wait()
         served += 1
     return served
 
@@ -214,11 +220,13 @@ def _wait_for_device(work: Any, device: torch.device, end: float) -> None:
 
     ``work.wait`` with a timeout looks every millisecond at best: longer than a question takes, or a hundred pages.
     """
-    soon = time.monotonic() + SOON_SECONDS
+    start = time.monotonic()
     while not work.is_completed():
         now = time.monotonic()
         if now > end:
             raise RuntimeError("the transfer did not end in time")
-        time.sleep(0 if now < soon else NAP_SECONDS)
+        # On a busy host whoever yields is asked again milliseconds later.
+        if now > start + SPIN_SECONDS:
+            time.sleep(0 if now < start + SOON_SECONDS else NAP_SECONDS)
     work.wait()
     torch.cuda.current_stream(device).synchronize()

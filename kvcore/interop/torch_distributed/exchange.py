@@ -77,6 +77,8 @@ class TorchExchange:
         out = parts.out.float()
         if out.numel() * self.shards <= TOGETHER:
             found = self._stack(torch.cat((out, parts.lse[..., None]), dim=-1))
+            if found.is_cuda:
+                return merged(found, once, sink, like)
             outs, found = found[..., :-1], found[..., -1]
         else:
             outs, found = None, self._stack(parts.lse)
@@ -109,3 +111,11 @@ class TorchExchange:
         found = values.new_empty((self.shards, *values.shape))
         GATHER(found.flatten(0, 1), values.contiguous(), group=self._group)
         return found
+
+
+def merged(parts, once, sink, like):
+    """``TorchExchange.merge`` in one launch, of parts [shards, T, H, dim + 1] with their log-sums as the last value."""
+    from kvcore.backends.torch_triton.kernels.launch import calls
+
+    out, lse = (None, None) if once is None else (once.out, once.lse)
+    return Attention(*calls().join_shards(parts, out, lse, sink, like))

@@ -66,12 +66,12 @@ class KVCache(Cache):
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
             static: shapes that do not depend on the number of tokens, so that ``torch.compile`` compiles a decode step
                 once; classic layers only. ``generate`` then makes masks outside of compiled code.
-            storage: ``slot``: the rows of full attention lie together, room for ``max_length`` in every slot, and the
-                model attends to them where they are; ``paged``: in blocks, which beams and forks share. ``slot`` for
-                classic models without beams unless given.
-            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, full attention
-                in ``slot`` storage, the model's own format. Whoever writes to it changes the cache, as with the model's
-                own cache.
+            storage: ``paged``: rows of full attention lie in blocks, which beams and forks share; ``slot``: every row
+                of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
+                Unless given, classic models without beams have slots for full attention, and rings, whose rows are
+                copied in order, for sliding layers: those then take no more than their window.
+            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, in ``slot``
+                storage, in the model's own format. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -83,7 +83,7 @@ class KVCache(Cache):
         spec = cache_spec(model.config, formats, **options)
         classic = all(layer.kv is not None for layer in spec.layers)
         if storage == "slot" or (storage is None and classic and beams == 1):
-            spec = cache_spec(model.config, formats, **options, storage="slot")
+            spec = cache_spec(model.config, formats, **options, storage="slot", rings=storage is None or static)
         rows = batch * beams
         blocks = -(-max_length // spec.block_tokens) + (beams > 1)
         paged = any(component.growth == "block" for _, _, component in spec.components())

@@ -33,7 +33,7 @@ class Layer(CacheLayerMixin):
         self.number = number
         self.component = component
         self.is_initialized = True
-        self.is_sliding = component.span is not None
+        self.is_sliding = component.span is not None or getattr(component, "window", None) is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -57,7 +57,10 @@ class Layer(CacheLayerMixin):
         return self.owner.max_length
 
     def _visible(self, new: int) -> range:
-        return self.component.visible(self.owner.length, self.owner.length + new)
+        start, end = self.owner.length, self.owner.length + new
+        # Where every position is kept, what the queries see is less than what there is.
+        first = max(self.component.visible(start, end).start, self.component.first_visible(start))
+        return range(first, end)
 
 
 class ClassicLayer(Layer):
@@ -71,12 +74,18 @@ class ClassicLayer(Layer):
         owner = self.owner
         with owner.forward(self.number, key_states) as handle:
             handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
-            lent = handle.borrow_kv() if owner.lend and not self.is_sliding else None
+            whole = self.component.span is None
+            lent = handle.borrow_kv() if owner.lend and whole else None
             k, v = lent or handle.gather_kv()[:2]
-            keys = owner.take(k, key_states.dtype).transpose(1, 2)
-            values = owner.take(v, value_states.dtype).transpose(1, 2)
+            first = self._first(key_states.shape[2]) if whole else 0
+            keys = owner.take(k[:, first:], key_states.dtype).transpose(1, 2)
+            values = owner.take(v[:, first:], value_states.dtype).transpose(1, 2)
             owner.finish(self.number)
         return keys, values
+
+    def _first(self, new: int) -> int:
+        """First position that ``update`` hands out."""
+        return self._visible(new).start
 
 
 class StaticLayer(ClassicLayer):
@@ -103,6 +112,10 @@ class StaticLayer(ClassicLayer):
         """(rows that ``update`` will return, position of the first)."""
         window = self.component.span
         return self._columns(query_length), 0 if window is None else max(self.owner.length - window + 1, 0)
+
+    def _first(self, new: int) -> int:
+        """Whoever keeps every position hands out every one."""
+        return 0
 
     def _columns(self, new: int) -> int:
         """Rows that ``update`` returns; compiled code depends on it, so it must not depend on the length."""

@@ -23,6 +23,7 @@ def cache_spec(
     default: str = "bf16",
     block_tokens: int | None = None,
     storage: Literal["paged", "slot"] = "paged",
+    rings: bool = True,
 ) -> CacheSpec:
     """The spec for a configuration, its formats replaced.
 
@@ -32,6 +33,7 @@ def cache_spec(
         default: format of whatever ``formats`` leaves out.
         block_tokens: as for ``from_hf_config``.
         storage: of classic layers that keep every position.
+        rings: keep of sliding layers only what later tokens see; False: every position, in ``storage``.
 
     Raises:
         SpecError: the model type or a format is not supported, or ``formats`` names what the model does not have.
@@ -44,16 +46,16 @@ def cache_spec(
         if key not in named:
             raise SpecError(got=key, where="formats", allowed=", ".join(sorted(named)))
     choose = {**dict.fromkeys(named, default), **chosen}
-    layers = tuple(_adapted(layer, choose, storage) for layer in spec.layers)
+    layers = tuple(_adapted(layer, choose, storage, rings) for layer in spec.layers)
     # The models of transformers do not run draft layers.
     return msgspec.structs.replace(spec, layers=layers, draft_layers=())
 
 
-def _adapted(layer: LayerSpec, choose: Mapping[str, str], storage: str) -> LayerSpec:
+def _adapted(layer: LayerSpec, choose: Mapping[str, str], storage: str, rings: bool) -> LayerSpec:
     changed: dict[str, Any] = {}
     for role, component in layer.components():
         if isinstance(component, KV):
-            changed[role] = _adapted_kv(component, choose, storage)
+            changed[role] = _adapted_kv(component, choose, storage, rings)
         elif role in KEYS:
             changed[role] = msgspec.structs.replace(component, format=choose[role])
     keys = changed.get("index_keys")
@@ -67,12 +69,11 @@ def _adapted(layer: LayerSpec, choose: Mapping[str, str], storage: str) -> Layer
     return msgspec.structs.replace(layer, **changed)
 
 
-def _adapted_kv(kv: KV, choose: Mapping[str, str], storage: str) -> KV:
+def _adapted_kv(kv: KV, choose: Mapping[str, str], storage: str, rings: bool) -> KV:
     kv = msgspec.structs.replace(kv, key_format=choose["key"], value_format=choose["value"])
-    if kv.storage == "paged":
-        kv = msgspec.structs.replace(kv, storage=storage)
+    kept = kv.storage if kv.storage == "ring" and rings else storage
     if kv.chunk is None:
-        return kv
+        return msgspec.structs.replace(kv, storage=kept)
     # Left padding shifts where a row's chunks begin, and the cache is not told of padding. A window as long as a chunk
     # holds every position that a shifted chunk can need; the model's mask picks from it.
-    return msgspec.structs.replace(kv, chunk=None, window=kv.chunk, storage="ring")
+    return msgspec.structs.replace(kv, chunk=None, window=kv.chunk, storage="ring" if rings else storage)

@@ -15,6 +15,7 @@ from kvcore.backends.torch_triton.kernels.attention import attend_rows
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
+from kvcore.backends.torch_triton.kernels.flash_index import flash_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
 from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
 from kvcore.backends.torch_triton.kernels.picks import select_rows
@@ -25,6 +26,7 @@ from kvcore.backends.torch_triton.kernels.read import (
     gather_window_rows,
     put_own_rows,
 )
+from kvcore.backends.torch_triton.kernels.shards import join_shards
 from kvcore.backends.torch_triton.kernels.units import copy_units, fill_units
 from kvcore.backends.torch_triton.kernels.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
@@ -44,12 +46,14 @@ __all__ = [
     "digest_lanes",
     "digest_strips",
     "fill_units",
+    "flash_rows",
     "flush_rows",
     "gather_all_rows",
     "gather_kv_rows",
     "gather_picked_rows",
     "gather_window_rows",
     "is_native",
+    "join_shards",
     "put_own_rows",
     "score_rows",
     "score_select_rows",

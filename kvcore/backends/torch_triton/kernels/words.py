@@ -1,4 +1,4 @@
-"""Codes of four bits and of eight, taken from words to bf16 numbers a pair at a time (sm_90's bf16 arithmetic).
+"""Codes of four bits and of eight, taken from words to bf16 numbers a pair at a time (sm_80's bf16 arithmetic).
 
 Nibbles are looked up: a permutation of bytes picks four entries of a table of eight at once, a second one those of the
 other eight, and a third one chooses between them by the fourth bit. All results are exact; NF4's levels, which are not
@@ -48,86 +48,126 @@ _LOOK_UP = """
 """
 
 
-def _look_up(table: str, scaled: bool) -> str:
-    """Assembly from a word of eight nibbles to eight bf16 numbers, times a pair of equal ones if scaled."""
-    body = _LOOK_UP.format(*TABLES[table], word="$8", first="x", second="y")
-    body += "shr.u32 w, $8, 16;" + _LOOK_UP.format(*TABLES[table], word="w", first="u", second="v")
+def _nibbles(table: str, scaled: bool) -> str:
+    """Assembly from two words of eight nibbles to eight pairs, nibble n of both, times both words' scales if scaled."""
+    body = """
+    and.b32 e, $8, 0x0f0f0f0f;
+    and.b32 w, $9, 0x0f0f0f0f;
+    shl.b32 w, w, 4;
+    or.b32 e, e, w;
+    shr.u32 w, $8, 4;
+    and.b32 w, w, 0x0f0f0f0f;
+    and.b32 o, $9, 0xf0f0f0f0;
+    or.b32 o, o, w;
+"""
+    for word, first in (("e", 0), ("o", 1)):
+        names = [f"p{first + n}" if scaled else f"${first + n}" for n in (0, 2, 4, 6)]
+        body += _LOOK_UP.format(*TABLES[table], word=word, first=names[0], second=names[1])
+        body += f"shr.u32 {word}, {word}, 16;"
+        body += _LOOK_UP.format(*TABLES[table], word=word, first=names[2], second=names[3])
     if scaled:
-        body += "mov.b32 z, 0x80008000;"
-        body += "".join(f"fma.rn.bf16x2 {name}, {name}, $9, z;" for name in "xyuv")
-    body += "".join(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, {name};" for n, name in enumerate("xyuv"))
-    return "{ .reg .b32 s, t, a, b, h, l, w, x, y, u, v, z;\n" + body + "}"
+        body += "prmt.b32 m, $10, $11, 0x7632; mov.b32 z, 0x80008000;"
+        body += "".join(f"fma.rn.bf16x2 ${n}, p{n}, m, z;\n" for n in range(8))
+    return "{ .reg .b32 s, t, a, b, h, l, w, e, o, m, z, p<8>;\n" + body + "}"
 
 
-NF4, NF4_REST = tl.constexpr(_look_up("nf4", False)), tl.constexpr(_look_up("nf4_rest", False))
-E2M1 = tl.constexpr(_look_up("e2m1", True))
-EIGHT, ONE, TWO = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,"), tl.constexpr("r"), tl.constexpr("r,r")
+NF4, NF4_REST = tl.constexpr(_nibbles("nf4", False)), tl.constexpr(_nibbles("nf4_rest", False))
+E2M1 = tl.constexpr(_nibbles("e2m1", True))
 
-
-@triton.jit
-def eight(parts):
-    """Eight tensors [n, w], those of a word's nibbles in order -> [n, 8 w]."""
-    a, b, c, d, e, f, g, h = parts
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.reshape(tl.join(even, odd), (a.shape[0], 8 * a.shape[1]))
-
-
-@triton.jit
-def int8_words(word):
-    """Words of four int8 codes [n, w] -> bf16 [n, 4 w]: seven bits beside 128, less 128 or 256 by the sign."""
-    a, b, c, d = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 x, y, s, m;
-        mov.b32 m, 0xbf80bf80;
-        prmt.b32 x, $4, 0x43434343, 0x4140;
-        prmt.b32 y, $4, 0x43434343, 0x4342;
-        and.b32 s, x, 0xff80ff80;
-        and.b32 x, x, 0xff7fff7f;
-        fma.rn.bf16x2 x, s, m, x;
-        and.b32 s, y, 0xff80ff80;
-        and.b32 y, y, 0xff7fff7f;
-        fma.rn.bf16x2 y, s, m, y;
-        mov.b32 {$0, $1}, x;
-        mov.b32 {$2, $3}, y;
-        }
-        """,
-        "=h,=h,=h,=h,r",
-        [word],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=1,
+INT8 = tl.constexpr(
+    """{
+    .reg .b32 t, u, x, s, m;
+    mov.b32 m, 0xbf80bf80;
+    prmt.b32 t, $4, $5, 0x5140;
+    prmt.b32 u, $4, $5, 0x7362;
+"""
+    + "".join(
+        f"""
+    prmt.b32 x, {source}, 0x43434343, {selector};
+    and.b32 s, x, 0xff80ff80;
+    and.b32 x, x, 0xff7fff7f;
+    fma.rn.bf16x2 ${number}, s, m, x;
+"""
+        for number, (source, selector) in enumerate((("t", 0x4140), ("t", 0x4342), ("u", 0x4140), ("u", 0x4342)))
     )
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
+    + "}"
+)
+"""Two words of four int8 codes to four pairs, code n of both: seven bits beside 128, less 128 or 256 by the sign."""
+
+E4M3 = tl.constexpr(
+    """{
+    .reg .b32 t, u, x;
+    .reg .b16 c0, c1, c2, c3, h0, h1;
+    .reg .f32 f0, f1;
+    prmt.b32 t, $4, $5, 0x5140;
+    prmt.b32 u, $4, $5, 0x7362;
+    mov.b32 {c0, c1}, t;
+    mov.b32 {c2, c3}, u;
+"""
+    + "".join(
+        f"""
+    cvt.rn.f16x2.e4m3x2 x, c{number};
+    mov.b32 {{h0, h1}}, x;
+    cvt.f32.f16 f0, h0;
+    cvt.f32.f16 f1, h1;
+    cvt.rn.bf16x2.f32 ${number}, f1, f0;
+"""
+        for number in range(4)
+    )
+    + "}"
+)
+"""Two words of four e4m3 codes to four pairs, code n of both."""
 
 
 @triton.jit
-def nibble_words(word, scale, ASM: tl.constexpr, SCALED: tl.constexpr):
-    """Words of eight codes [n, w] -> bf16 [n, 8 w], times fp32 powers of two [n, w] if SCALED."""
-    if SCALED:
-        pair = scale.to(tl.int32, bitcast=True)
-        pair = ((pair >> 16) & 0xFFFF) | (pair & -65536)
-        parts = tl.inline_asm_elementwise(
-            ASM, EIGHT + TWO, [word, pair],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        parts = tl.inline_asm_elementwise(
-            ASM, EIGHT + ONE, [word],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    return eight(parts)
+def byte_parts(word, R: tl.constexpr):
+    """Words of four codes -> four tensors of bf16 numbers like it: of the first code of each word, of the second ..."""
+    return tl.inline_asm_elementwise(
+        INT8 if R.code == "int8" else E4M3, "=r,=r,=r,=r,r,r", [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def e2m1_parts(word, scale):
+    """Words of eight e2m1 codes and their fp32 scales, powers of two -> eight tensors of bf16 numbers likewise."""
+    return tl.inline_asm_elementwise(
+        E2M1, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+               tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def nf4_parts(word, ASM: tl.constexpr):
+    """Words of eight NF4 codes -> eight tensors of bf16 numbers likewise: the nearest ones, or what these lack."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+               tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def nf4_sums(word):
+    """Words [w, n] -> eight tensors [2 w, n] whose two halves add up to the levels."""
+    w: tl.constexpr = word.shape[0]
+    n: tl.constexpr = word.shape[1]
+    word = tl.reshape(tl.broadcast_to(word[None, :, :], (2, w, n)), (2 * w, n))
+    near, rest = nf4_parts(word, NF4), nf4_parts(word, NF4_REST)
+    lacking = (tl.arange(0, 2 * w) >= w)[:, None]
+    parts = ()
+    for p in tl.static_range(8):
+        parts = parts + (tl.where(lacking, rest[p], near[p]),)
+    return parts
 
 
 @triton.jit
 def load_packed(at, valid, R: tl.constexpr, S: tl.constexpr):
     """``chunks.load_row``, four-bit codes in words where S says that they are taken so."""
-    if S.words and (R.code == "nf4" or R.code == "e2m1"):
+    if S.parts == 8:
         codes_at, _, _ = at
         raw = ()
         chunks: tl.constexpr = S.chunks
@@ -142,18 +182,29 @@ def load_packed(at, valid, R: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def unpack_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr):
-    """``chunks.decode_chunk``, from words where S says so."""
-    if S.words and R.code == "int8":
-        x = int8_words(raw)
-    elif S.words and R.code == "nf4":
-        x = nibble_words(raw, raw, NF4, False)
-    elif S.words and R.code == "e2m1":
-        n: tl.constexpr = raw.shape[0]
-        some = chunk_scales(scales, FIRST, R, S, NATIVE)
-        groups: tl.constexpr = some.shape[1]
-        some = tl.broadcast_to(some[:, :, None], (n, groups, S.chunk // 8 // groups))
-        x = nibble_words(raw, tl.reshape(some, (n, S.chunk // 8)), E2M1, True)
-    else:
+def unpack_chunk(
+    raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, TURNED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A chunk of rows [n] as S.parts tensors [n, chunk / parts], or [chunk / parts, n] for TURNED ones, keys.
+
+    Channel k is in tensor k mod parts: codes stay where their words are, and nothing moves between threads. With
+    S.twice tensors have two halves that add up to the channels.
+    """
+    n: tl.constexpr = raw.shape[0]
+    if S.parts == 1:
         x = decode_chunk(raw, scales, valid, FIRST, R, S, NATIVE)
-    return x
+        parts = (tl.trans(x) if TURNED else x,)
+    else:
+        word = tl.trans(raw) if TURNED else raw
+        if S.parts == 4:
+            parts = byte_parts(word, R)
+        elif R.code == "nf4":
+            parts = nf4_sums(word) if S.twice else nf4_parts(word, NF4)
+        else:
+            some = chunk_scales(scales, FIRST, R, S, NATIVE)
+            groups: tl.constexpr = some.shape[1]
+            some = tl.broadcast_to(some[:, :, None], (n, groups, S.chunk // 8 // groups))
+            some = tl.reshape(some, (n, S.chunk // 8))
+            parts = e2m1_parts(word, tl.trans(some) if TURNED else some)
+    return parts

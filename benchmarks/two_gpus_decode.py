@@ -1,9 +1,8 @@
-"""What two processes with a GPU each do together: the parts of ``benchmarks/two_gpus.py``.
+"""Context-parallel decode in two processes with a GPU each, beside one: parts of ``benchmarks/two_gpus.py``.
 
 Every part takes its ``Rank`` and answers a piece of the record; both ranks run the same part at the same time.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,18 +12,20 @@ import torch
 import torch.distributed as dist
 
 import kvcore
-from kvcore.handoff import Desk, decode_handle, encode_handle
-from kvcore.handoff.pages import PageDigests
-from kvcore.handoff.pull import commit, receive
 from kvcore.interop import torch_distributed
-from kvcore.interop.torch_distributed import PeerCarrier, serve
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, presets
 from kvcore.spec.presets import V4_FORMATS, v4_layer
 
 FORMS: dict[str, dict[str, Any]] = {
     # NCCL, a GPU each.
-    "full": {"lengths": (262_144, 1_048_576), "batches": (4, 32), "move": 1_048_576, "repeats": 15, "link": 1 << 30},
+    "full": {
+        "lengths": (262_144, 1_048_576),
+        "batches": (4, 32, 64),
+        "move": 1_048_576,
+        "repeats": 15,
+        "link": 1 << 30,
+    },
     # gloo, both on one GPU: that everything but NCCL runs there.
     "one": {"lengths": (65_536,), "batches": (4,), "move": 65_536, "repeats": 5, "link": 1 << 26},
     # gloo on the CPU.
@@ -32,9 +33,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 STEP_TOKENS = 131_072
 """New tokens of one step of a prefill, over all requests: 256 MiB of rows a layer in fp32."""
-
-CHUNKS = (1024, 64, 256, 512, 1024, 2048, 4096, 1024)
-"""Pages asked for at a time, one hand-off after the other; the first is not recorded."""
 
 BUDGET = 60 << 30
 
@@ -138,10 +136,10 @@ def decode(
 
         for _ in range(3):
             both_layers()
-        timed: dict[str, Callable[[], None]] = {} if graph else {name: part(name) for name in calls}
+        timed: dict[str, Callable[[], None]] = {**{name: part(name) for name in calls}, "both layers": both_layers}
         # gloo can't be captured.
-        capture = graph and (me.form == "full" or (me.on_gpu and not together))
-        timed["both layers"] = captured(both_layers).replay if capture else both_layers
+        if graph and (me.form == "full" or (me.on_gpu and not together)):
+            timed = {name: captured(call).replay for name, call in timed.items()}
         times: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(me.sizes["repeats"]):
             for name, call in timed.items():
@@ -210,131 +208,3 @@ def capacity() -> dict[str, Any]:
     plans = [plan_cache(spec, max_requests=8, budget_bytes=BUDGET, context=context) for context in (1, 2)]
     tokens = [plan.max_tokens for plan in plans]
     return {"budget_bytes_a_gpu": BUDGET, "tokens": tokens, "ratio": round(tokens[1] / tokens[0], 3)}
-
-
-def link(me: Rank) -> dict[str, float]:
-    """GB/s of plain sends from rank 0 to rank 1, as the receiver sees them, and of a copy between the devices."""
-    nbytes = me.sizes["link"]
-    data = torch.zeros(nbytes, dtype=torch.uint8, device=me.wire)
-    move = (lambda: dist.send(data, 1)) if me.rank == 0 else (lambda: dist.recv(data, 0))
-    times = [me.seconds(move) for _ in range(13)]
-    rate = round(nbytes / statistics.median(times[2:]) / 1e9, 2)
-    found = {"sender_gb_s" if me.rank == 0 else "link_gb_s": rate}
-    if me.form == "full" and me.rank == 0:
-        there = torch.empty_like(data, device="cuda:1")
-
-        def copy() -> None:
-            there.copy_(data, non_blocking=True)
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(1)
-
-        times = [me.seconds(copy, together=False) for _ in range(9)]
-        found["peer_copy_gb_s"] = round(nbytes / statistics.median(times[2:]) / 1e9, 2)
-    dist.barrier()
-    return found
-
-
-class Timed(PeerCarrier):
-    """Knows how long pages were on the way."""
-
-    def __init__(self, me: Rank) -> None:
-        super().__init__(0, device=me.wire)
-        self.on_the_way = 0.0
-
-    def begin(self, handle: Any, first: int, into: Any, *, timeout: float) -> Callable[[], None]:
-        """As it is, with a clock beside it: it ends when the bytes are there, whatever else the device does."""
-        start = time.perf_counter()
-        wait = super().begin(handle, first, into, timeout=timeout)
-
-        def timed() -> None:
-            wait()
-            self.on_the_way += time.perf_counter() - start
-
-        return timed
-
-
-def move(me: Rank) -> dict[str, Any]:
-    """A whole request from rank 0 to rank 1, verified, with pages asked for in chunks of several sizes."""
-    length = me.sizes["move"]
-    spec = (presets.deepseek_v4_flash_tiny if me.form == "tiny" else presets.deepseek_v4_flash)(draft=False)
-    record: dict[str, Any] = {"tokens": length, **link(me)}
-    me.say(f"link: {record}")
-    cache = kvcore.create_cache(spec, backend="torch_triton", max_requests=2, max_tokens=2 * length, device=me.device)
-    desk, digest, stages = None, 0, []
-    if me.rank == 0:
-        request = cache.admit()
-        fill(me, cache, [request], length)
-        me.say("the request is filled")
-        desk, digest = Desk(cache, places=1, on_device=me.on_gpu), cache.digest([request])
-    rounds = []
-    for chunk_pages in CHUNKS:
-        box: list[Any] = [None, None]
-        if desk is not None:
-            me.synchronize()
-            start = time.perf_counter()
-            handle = desk.export(request, lease_seconds=120)
-            me.synchronize()
-            stages.append(round(time.perf_counter() - start, 4))
-            box = [encode_handle(handle), digest]
-        dist.broadcast_object_list(box, 0, device=torch.device(me.wire))
-        if desk is not None:
-            serve(desk, 1, device=me.wire, idle_seconds=60)
-            record["stage_seconds"] = stages
-        else:
-            rounds.append(one_pull(me, cache, decode_handle(box[0]), box[1], chunk_pages, record["link_gb_s"]))
-            record["pulls"] = rounds[1:]
-            me.say(f"{rounds[-1]}")
-    return record
-
-
-def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_pages: int, link: float) -> dict[str, Any]:
-    """One hand-off: bytes, seconds of its parts, and its rates as shares of the link's."""
-    carrier, nbytes = Timed(me), handle.pages * handle.page_bytes
-    me.synchronize()
-    start = time.perf_counter()
-    received = receive(cache, handle, carrier, timeout=60, chunk_pages=chunk_pages, on_device=me.on_gpu)
-    me.synchronize()
-    verified, on_the_way = time.perf_counter() - start, carrier.on_the_way
-    moved = commit(cache, received)
-    me.synchronize()
-    whole = time.perf_counter() - start
-    manifest, layout, pages = received
-    one_page = torch.empty_like(pages[:1]) if me.on_gpu else pages[:1].copy()
-    single = [me.seconds(lambda: carrier.fetch(handle, 0, one_page, timeout=10), together=False) for _ in range(9)]
-    verify = [
-        me.seconds(lambda: PageDigests(cache, layout, manifest.floor, manifest.length).result(pages), together=False)
-        for _ in range(3)
-    ]
-    carrier.finish(handle, timeout=10)
-    carrier.goodbye()
-    equal = cache.digest([moved]) == digest
-    cache.release(moved)
-    seconds = {"on the way": on_the_way, "until verified": verified, "until committed": whole}
-    return {
-        "chunk_pages": chunk_pages,
-        "bytes": nbytes,
-        "pages": handle.pages,
-        "seconds": {name: round(value, 5) for name, value in seconds.items()},
-        "gb_s": {name: round(nbytes / value / 1e9, 2) for name, value in seconds.items()},
-        "share_of_link": {name: round(nbytes / value / 1e9 / link, 3) for name, value in seconds.items()},
-        "one_page_us": round(statistics.median(single) * 1e6, 1),
-        "verify_alone_gb_s": round(nbytes / min(verify) / 1e9, 2),
-        "digests_equal": equal,
-    }
-
-
-def parts(form: str) -> dict[str, Callable[[Rank, Any], dict[str, Any]]]:
-    """Name -> (rank, mesh) -> piece of the record, in the order in which they are worth most."""
-    sizes = FORMS[form]
-    found: dict[str, Callable[[Rank, Any], dict[str, Any]]] = {
-        "capacity": lambda _me, _mesh: capacity(),
-        "move": lambda me, _mesh: move(me),
-    }
-    for how, graph in (("eager", False), ("captured", True)):
-        for count, length in itertools.product(sizes["batches"], sizes["lengths"]):
-
-            def compare(me: Rank, mesh: Any, length: int = length, count: int = count, graph: bool = graph) -> Any:
-                return compare_decode(me, mesh, length, count, graph=graph)
-
-            found[f"decode, {how}, {count} requests of {length} tokens"] = compare
-    return found

@@ -1,0 +1,86 @@
+"""What the torch backend keeps on the CPU from verb to verb: a step's numbers, and memory that nobody holds."""
+
+import numpy as np
+import pytest
+import scene
+
+torch = pytest.importorskip("torch")
+
+from kvcore.backends.torch_triton.host import Memory  # noqa: E402
+from kvcore.backends.torch_triton.spare import Spare  # noqa: E402
+from kvcore.ops import StepIndex  # noqa: E402
+from kvcore.step import Row, build_index  # noqa: E402
+
+
+def index_of(*rows):
+    host = build_index([Row(slot=slot, start=start, new=new, blocks=[3, 1]) for slot, start, new in rows], max_blocks=4)
+    return StepIndex(*(None if array is None else torch.from_numpy(array) for array in host))
+
+
+def test_numbers_are_asked_once_and_anew_after_a_write():
+    memory, index = Memory(), index_of((2, 4, 1), (0, 1, 2))
+    found = memory.of(index)
+    assert memory.of(index) is found
+    assert (found.starts, found.lengths, found.slots) == ([4, 1], [5, 3], [2, 0])
+    assert found.few
+    index.lengths[1] = 9
+    again = memory.of(index)
+    assert again.lengths == [5, 9]
+    assert not again.few  # its tokens are not those up to the new length
+    assert memory.of(index_of((1, 0, 1))).slots == [1]
+
+
+def test_numbers_of_inference_mode_are_not_kept():
+    memory = Memory()
+    with torch.inference_mode():
+        index = StepIndex(*(None if array is None else array.clone() for array in index_of((2, 4, 1))))
+        assert memory.of(index).lengths == [5]
+        index.lengths[0] = 6
+        assert memory.of(index).lengths == [6]
+
+
+def test_blocks_of_another_shard_are_missed():
+    index = index_of((2, 6, 1))
+    index.block_table[0, 1] = -1
+    found = Memory().of(index)
+    assert [found.whole(rows) for rows in (8, 7, 4)] == [True, True, False]
+
+
+@pytest.mark.parametrize("hold", [lambda a: a, lambda a: a[:1], lambda a: a.transpose(0, 1), lambda a: a.numpy()])
+def test_memory_in_use_is_not_handed_out_again(hold):
+    spare = Spare()
+    first = spare.empty("key", (2, 3), torch.float32).fill_(1)
+    place, held = first.data_ptr(), hold(first)
+    del first
+    second = spare.empty("key", (2, 3), torch.float32).fill_(2)
+    assert second.data_ptr() != place
+    assert np.asarray(held).max() == 1
+    del second, held
+    again = spare.empty("key", (2, 3), torch.float32)
+    other = spare.empty("value", (2, 3), torch.float32)
+    assert other.data_ptr() != again.data_ptr()
+
+
+def test_memory_is_handed_out_again_while_it_fits():
+    spare = Spare()
+    place = spare.empty("key", (16, 8), torch.float32).data_ptr()
+    assert spare.empty("key", (17, 8), torch.float32).data_ptr() == place  # an eighth of room
+    assert spare.empty("key", (30, 8), torch.bfloat16).data_ptr() == place
+    large = spare.empty("key", (64, 8), torch.float32)
+    assert large.shape == (64, 8)
+    assert large.is_contiguous()
+
+
+def test_gathered_rows_stay_as_they_were():
+    """A later gather does not write into what an earlier one returned."""
+    cache = scene.create([scene.classic(), scene.classic("ring", window=4)], "torch_triton")
+    a = cache.admit()
+    scene.write(cache, {a: range(6)})
+    with scene.at_rest(cache, a) as step:
+        first = [step.layer(layer).gather_kv()[0] for layer in (0, 1)]
+    kept = [values.clone() for values in first]
+    scene.write(cache, {a: [100, 101]})
+    with scene.at_rest(cache, a) as step:
+        for layer in (0, 1):
+            step.layer(layer).gather_kv()
+    assert all(torch.equal(*pair) for pair in zip(first, kept, strict=True))
