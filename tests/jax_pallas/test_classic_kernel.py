@@ -92,15 +92,6 @@ def test_a_large_block_is_taken_in_pieces(rng, monkeypatch):
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("span", [{}, {"chunk": 6}], ids=["full", "chunks"])
-def test_left_padding_is_not_seen(span, rng):
-    kv = KV(key_heads=2, key_dim=128, **span)
-    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, left=(5, 4, 11))
-    assert np.isneginf(lse[1]).all()  # a token of the padding itself
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
-
-
 def test_what_is_not_finite_stays_with_its_head(rng):
     (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128), rng, heads=4, spoiled=True)
     assert not np.isfinite(out).all()
