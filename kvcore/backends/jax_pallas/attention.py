@@ -11,7 +11,7 @@ from kvcore.ops import Attention
 CHUNK_VALUES = 1 << 24
 """Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
 
-ENTRIES_A_ROUND = 512
+ENTRIES_A_ROUND = 128
 """Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
 
 
