@@ -7,6 +7,7 @@ from reading_scene import off, scene, scores
 
 from kvcore.backends.torch_triton import indexer
 from kvcore.backends.torch_triton.kernels import indexer as launches
+from kvcore.backends.torch_triton.kernels import picks as picks_launches
 from kvcore.spec import Entries, IndexKeys, LayerSpec
 
 Problem = tuple[str, str]
@@ -107,6 +108,17 @@ def long_runs(device: str) -> Iterator[Problem]:
         launches.ROUND = held
 
 
+def many_rows(device: str, n: int, k: int, ops, *, rows: int = 70) -> Iterator[Problem]:
+    """As many rows as are sorted by a program each, or fewer treated as such."""
+    given, held = (torch.randn(rows, n, device=device) * 20).round(), picks_launches.MANY_ROWS
+    given[::3, 2:] = -torch.inf
+    picks_launches.MANY_ROWS = min(held, rows)
+    try:
+        yield f"top {k} of {n:,}: many rows", different(ops.select(given, k), indexer.select(None, given, k))
+    finally:
+        picks_launches.MANY_ROWS = held
+
+
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     for format in ("index_fp8_132", "index_fp4_68_h", "index_fp8_132_fp32scale", "index_nvfp4", "bf16"):
@@ -119,6 +131,7 @@ def small(device: str) -> Iterator[Problem]:
     yield from check("of many runs", keys_layer("bf16", ratio=1, topk=520), [640], [1], device, heads=1, runs=40)
     found = scene(keys_layer("bf16"), [8], [1], device)
     yield from check_select(device, [(300, 7), (5, 9), (1, 1), (2100, 64)], found.ops)
+    yield from many_rows(device, 300, 37, found.ops, rows=2)
     given = few_hands(device, 61_440, 1)
     yield (
         "top 64 of 61,440: no room for all pairs",

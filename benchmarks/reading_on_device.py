@@ -96,6 +96,8 @@ def indexer_cases(device: str) -> Iterator[Case]:
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
     yield check_indexer.check_select(device, sizes, found.ops)
+    for n, k in ((16384, 512), (262144, 512), (70001, 1000)):
+        yield check_indexer.many_rows(device, n, k, found.ops)
 
 
 def small(device: str) -> Iterator[Case]:

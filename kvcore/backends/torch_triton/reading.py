@@ -23,8 +23,8 @@ from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_worksp
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.ops import Attention
 
-MOST_SCORES = 1 << 22
-"""Scores that ``index_select`` keeps whole: 16 MiB, which stay in a large GPU's L2 and cost less than lists do."""
+MOST_SCORES = 1 << 26
+"""Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
 
 MOST_DECODED = 1 << 28
 """Bytes that decoded entries may take."""
@@ -85,11 +85,13 @@ class ReadingVerbs(TorchOps):
         window, entries, parts = found
         tokens, heads, dim = q.shape
         table, entry_buffers = index.block_table, [] if entries is None else [pools[name] for name in entries[1]]
-        own, own_number = None, -1
-        if rows is not None and window is not None:
-            own, own_number = self._own_rows(layer, window[0], rows, whole=parts.whole)
         if parts.whole and self._visits(index, entries, tokens, selected) >= self.fewest_visits:
             entries, entry_buffers, table = self._decoded_entries(pools, layer, index, entries)
+        w, e = (None if one is None else launch.BOUND[one[0]].record for one in (window, entries))
+        whole = whole_rows(w, e, parts)
+        own, own_number = None, -1
+        if rows is not None and window is not None:
+            own, own_number = self._own_rows(layer, window[0], rows, whole=whole)
         span = 0 if window is None else self.component(layer, "window").window
         ratio = 0 if entries is None else self.component(layer, "entries").ratio
         if entries is None:
@@ -98,9 +100,8 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        w, e = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
         device, keys = torch.device(self.device), span + picks
-        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
+        cut = cut_for(device, tokens, heads, keys, parts.full, whole)
         splits = splits_for(device, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(

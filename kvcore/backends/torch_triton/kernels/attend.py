@@ -163,11 +163,20 @@ def attend_tiles(
     KIND: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take tiles first .. last - 1 into the running softmax; with more than one stage, rows are loaded ahead."""
-    for tile in tl.range(first, last, num_stages=STAGES):
+    ahead: tl.constexpr = ALL and STAGES == 2 and W.quant > 0
+    if ahead:
         place = place_of(
-            tile, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
+            first, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
             table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
         )  # fmt: skip
+    for tile in tl.range(first, last, num_stages=STAGES):
+        # The next tile's places are found while this one's keys are multiplied; with picks they would not be in time.
+        following = place_of(
+            tile + (1 if ahead else 0), windows, token, request, position, count, start, slot, visible, picks,
+            selected_ptr, table_ptr, table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
+        )  # fmt: skip
+        if not ahead:
+            place = following
         valid = place >= 0
         at = pointers_of(
             tile, windows, place, codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr,
@@ -176,6 +185,8 @@ def attend_tiles(
         raw, scales = load_row(at, valid, W, S)
         k = decode_row(raw, scales, valid, W, S, NATIVE)
         largest, total, out = absorb(q, k, valid, scale, largest, total, out, S, NATIVE)
+        if ahead:
+            place = following
     return largest, total, out
 
 

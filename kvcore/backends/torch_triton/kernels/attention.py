@@ -85,9 +85,9 @@ def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
 
 @cache
 def parts_of_each(window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool):
-    """How keys of each kind are cut: all alike, but for rows that can be taken whole; of absent ones as of all."""
+    """How keys of each kind are cut: alike, but where most are taken whole; absent ones as all."""
     every = parts_of(window, entries, bf16=bf16)
-    if every is None or not every.whole:
+    if every is None or not whole_rows(window, entries, every):
         return every, every, every
     whole = (record is not None and not record.quant for record in (window, entries, own))
     alone = every._replace(chunk=every.dim, chunks=1, panels=(1,))
@@ -137,10 +137,10 @@ def own_record(record: RowRecord, format: Format) -> RowRecord:
     )  # fmt: skip
 
 
-def whole_rows(window: Bound | None, entries: Bound | None, parts: Parts) -> bool:
-    """Most keys are taken whole."""
+def whole_rows(window: RowRecord | None, entries: RowRecord | None, parts: Parts) -> bool:
+    """Most keys are taken whole: entries, or rows of a window without."""
     some = entries or window
-    return parts.whole and some is not None and not some.record.quant
+    return parts.whole and some is not None and not some.quant
 
 
 @cache
@@ -223,7 +223,11 @@ def attend_rows(
     span, ratio, splits, keys = sizes
     some = w or e
     assert some is not None
-    cut = cut_for(q.device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
+    whole = whole_rows(w.record if w else None, e.record if e else None, parts)
+    cut = cut_for(q.device, tokens, heads, keys, parts.full, whole)
+    if selected is None and not whole:
+        # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages.
+        cut = cut._replace(stages=min(cut.stages, 2))
     rows = [(bound or some).record for bound in (w, e, o)]
     partial = workspace if splits > 1 else out
     sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse

@@ -27,13 +27,13 @@ def flash_index_kernel(
     if RATIO:
         visible = (position + 1) // RATIO
         for first in range(0, line, BLOCK):
-            n = first + tl.arange(0, BLOCK)
-            entry = tl.load(selected_ptr + token * picks + n, mask=n < picks, other=-1).to(tl.int32)
+            pick = first + tl.arange(0, BLOCK)
+            entry = tl.load(selected_ptr + token * picks + pick, mask=pick < picks, other=-1)
             column = entry // ROWS
             known = (entry >= 0) & (entry < visible) & (column < table_columns)
             block = tl.load(table_ptr + request.to(tl.int64) * table_columns + column, mask=known, other=-1)
             row = tl.where(block >= 0, block * ROWS + entry % ROWS, -1)
-            tl.store(entries_ptr + token * line + n, row, mask=n < line)
+            tl.store(entries_ptr + token * line + pick, row, mask=pick < line)
 
 
 def _flash_out(

@@ -14,12 +14,14 @@ from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two,
 
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
-RUNS_AT_ONCE = 1024
-"""Runs whose lists are kept at a time: 20 MiB for 512 picks, and programs for a few waves."""
+RUNS_AT_ONCE = 2048
+"""Runs whose lists are kept at a time: 40 MiB for 512 picks, and programs for some waves."""
 ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
+NO_FLOOR = -(1 << 31)
+"""Below every score's order."""
 MOST_BEST = 2048
 """Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
 
@@ -42,7 +44,7 @@ class ScoreCut(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 1)}
+CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 2)}
 """By whether keys are nibbles."""
 
 
@@ -225,8 +227,9 @@ def score_select_rows(
     for start in range(0, len(q), runs.tokens):
         some = slice(start, start + runs.tokens)
         chosen = out[some]
+        floors = chosen.new_full((len(chosen),), NO_FLOOR)
         scores.best_scores_kernel[(len(chosen) * runs.runs,)](
-            pairs, counts, held, q[some], weights[some], *_three(record, buffers), positions[some],
+            pairs, counts, held, floors, q[some], weights[some], *_three(record, buffers), positions[some],
             request_index[some], block_table, len(chosen), heads, runs.runs, columns, block_table.shape[1], runs.keys,
             k, min(k + k // 4, runs.room - ROUND), **constants, RATIO=ratio, ROUND=ROUND, ROOM=runs.room,
             num_warps=cut.warps, **REGISTERS,

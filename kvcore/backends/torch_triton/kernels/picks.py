@@ -20,8 +20,10 @@ LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
 
 
-RANKED, OTHERS = 32, 128
+RANKED, OTHERS = 16, 128
 """Pairs that a program ranks at a time, and pairs that it compares them with."""
+MANY_ROWS, MOST_SORTED = 16, 2048
+"""So many rows with no more pairs than this are sorted, by a program each."""
 
 
 class Tile(NamedTuple):
@@ -128,5 +130,8 @@ def rank_lists(picks: Tensor, lists: Lists, k: int) -> None:
             tile.picks, tile.hands, tile.deep, kept, most, num_warps=tile.warps,
         )  # fmt: skip
         pairs, counts, parts, room, most = merged, numbers, fewer, kept, kept
+    if rows >= MANY_ROWS and most <= MOST_SORTED:
+        topk.sort_kernel[(rows,)](picks, pairs, counts, room, k, most, num_warps=max(4, most // 256))
+        return
     shares = max(1, min(triton.cdiv(most, RANKED), 16 * multiprocessors(picks.device) // rows))
     topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, RANKED, OTHERS, num_warps=4)

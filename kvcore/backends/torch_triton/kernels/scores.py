@@ -198,8 +198,8 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
 def best_scores_kernel(
-    pairs_ptr, counts_ptr, scores_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr,
-    table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
+    pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
+    request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +207,9 @@ def best_scores_kernel(
 
     A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
     Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
-    best, which raises the bound.
+    best, which raises the bound. What no other program of the query could use any more is not kept either: floors
+    [tokens] are the highest bounds yet, less one, since equal scores of another run may come first. They decide how
+    long lists become, never what is picked in the end.
     """
     token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
     request, visible, weight, q = query_of(
@@ -230,13 +232,15 @@ def best_scores_kernel(
             tl.store(scores_ptr + tile * KEYS + n, score)
         tl.debug_barrier()
         order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))
-        kept = (order > bound).to(tl.int32)
+        floor = tl.maximum(bound, tl.load(floors_ptr + token, volatile=True))
+        kept = (order > floor).to(tl.int32)
         at = count + tl.cumsum(kept, axis=0) - kept
         tl.store(list_ptr + at, pair_of(order, first + every), mask=kept == 1)
         count += tl.sum(kept, axis=0)
         tl.debug_barrier()
         if count > ROOM - ROUND:
             bound, count = cut_list(list_ptr, count, bound, k, most, ROOM)
+            tl.atomic_max(floors_ptr + token, bound - 1, sem="relaxed")
             tl.debug_barrier()
     if count > k:
         bound, count = cut_list(list_ptr, count, bound, k, k, ROOM)
