@@ -17,8 +17,8 @@ from ahead_of_time import compiled, resources  # noqa: E402
 
 from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
-from kvcore.backends.torch_triton.kernels.compress import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
+from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402

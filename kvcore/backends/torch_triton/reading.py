@@ -10,17 +10,12 @@ from kvcore import bounds
 from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import (
-    cut_for,
-    own_record,
-    parts_of,
-    plain_record,
-    splits_for,
-    whole_rows,
-)
-from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of, score_parts
-from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
+from kvcore.backends.torch_triton.kernels.attention import chip_of, whole_rows
+from kvcore.backends.torch_triton.kernels.cut import cut_for, own_record, parts_of, plain_record, splits_for
+from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
+from kvcore.backends.torch_triton.kernels.score_cut import score_parts
 from kvcore.ops import Attention
 
 MOST_SCORES = 1 << 22
@@ -99,9 +94,9 @@ class ReadingVerbs(TorchOps):
         else:
             picks = selected.shape[1]
         w, e = (None if one is None else launch.BOUND[one[0]] for one in (window, entries))
-        device, keys = torch.device(self.device), span + picks
-        cut = cut_for(device, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
-        splits = splits_for(device, tokens, heads, keys, cut)
+        chip, keys = chip_of(torch.device(self.device)), span + picks
+        cut = cut_for(chip, tokens, heads, keys, parts.full, whole_rows(w, e, parts))
+        splits = splits_for(chip, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),
