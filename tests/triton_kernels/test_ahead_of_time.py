@@ -17,8 +17,8 @@ from ahead_of_time import compiled, resources  # noqa: E402
 
 from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
-from kvcore.backends.torch_triton.kernels.compress import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
+from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402
@@ -158,7 +158,8 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
         "BORDER": 0, "BORDER_CHUNK": border_chunk(t, 512, shape.border), "IT": it,
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
         "INDEX_BORDER": 0, "INDEX_BORDER_CHUNK": border_chunk(it, 128, 1),
-        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1, "NATIVE": arch >= 89,
+        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
+        "NATIVE": arch >= 89,
     }  # fmt: skip
     case = f"ratio {ratio}, {entries}, {given}, {count} tokens"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
