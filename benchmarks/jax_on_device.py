@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvcore import parity
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
@@ -69,6 +71,13 @@ def verbs(requests: int, tokens: int, rng: np.random.Generator) -> Iterator[Verb
         return o.flush(p, n, i, kv, score, closed=requests, norm_weight=norm, rope=rope)
 
     yield Verb("flush", flush, (*tail, weight), True)
+
+    def append_flush(o: Any, p: Any, n: int, i: Any, *streams: Any) -> Any:
+        *four, norm = streams
+        return o.append_flush(p, n, i, *four, newest=1, closed=requests, norm_weight=norm, rope=rope)
+
+    streams = *tail, floats(2 * INDEX_DIM), floats(2 * INDEX_DIM), weight
+    yield Verb("append_flush", append_flush, streams, True)
     picks = rng.integers(0, tokens // 4, (requests, TOPK)).astype(np.int32)
     yield Verb("gather_entries", lambda o, p, n, i, x: o.gather_entries(p, n, i, x), (picks,), False)
     scored = floats(HEADS, INDEX_DIM), floats(HEADS)
@@ -92,53 +101,95 @@ def plan_of(requests: int, tokens: int) -> Any:
     return plan_cache(spec, max_requests=requests, max_tokens=requests * tokens)
 
 
-def time_jax(plan: Any, host: Any, verb: Verb, device: str) -> float:
-    """Median µs a layer of the verb over all layers in one jit, pools donated; checks that they stay where they are."""
+def time_jax(plan: Any, host: Any, verb: Verb, device: str, *, kernels: str | None = None, loops: int = 1) -> float:
+    """Median µs a layer of the verb over all layers in one jit, pools donated; checks that they stay where they are.
+
+    Args:
+        kernels: ``portable`` where others would run.
+        loops: times that the layers are gone through in the jit, as a decode loop on the device does.
+    """
     ops = JaxBackend().create(plan, device=device)
+    ops = ops if kernels is None else JaxOps(plan, ops.device, jax.devices(device)[0], kernels)
     pools, index = ops.allocate(), ops.index(host)
     inputs = jax.device_put(verb.inputs)
 
-    def step(pools: Any, index: Any, inputs: Any) -> Any:
+    def once(pools: Any, index: Any, inputs: Any) -> Any:
         outs = []
         for number in range(LAYERS):
             found = verb.call(ops, pools, number, index, *inputs)
             pools, outs = (found, outs) if verb.writes else (pools, [*outs, found])
         return pools, outs
 
+    def step(pools: Any, index: Any, inputs: Any) -> Any:
+        if loops == 1:
+            return once(pools, index, inputs)
+        shapes = jax.eval_shape(once, pools, index, inputs)[1]
+
+        def again(_: Any, state: Any) -> Any:
+            # Tied to what the last round found, so that nothing is taken out of the loop.
+            tied_index, tied_inputs, _ = lax.optimization_barrier((index, inputs, state[1]))
+            return once(state[0], tied_index, tied_inputs)
+
+        first = pools, jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        return lax.fori_loop(0, loops, again, first)
+
     compiled = jax.jit(step, donate_argnums=0).lower(pools, index, inputs).compile()
     pools, outs = compiled(pools, index, inputs)
     places = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(pools)]
     times = []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS if loops == 1 else 3):
         started = time.perf_counter()
         pools, outs = compiled(pools, index, inputs)
         jax.block_until_ready((pools, outs))
-        times.append(1e6 * (time.perf_counter() - started) / LAYERS)
+        times.append(1e6 * (time.perf_counter() - started) / LAYERS / loops)
     assert places == [array.unsafe_buffer_pointer() for array in jax.tree.leaves(pools)], "the pools have moved"
     return float(np.median(times))
 
 
-def time_torch(plan: Any, host: Any, verb: Verb, device: str) -> float | None:
-    """The same through the torch backend, eagerly; None where torch has no such device."""
+def time_torch(plan: Any, host: Any, verb: Verb, device: str, *, graph: bool = False) -> float | None:
+    """The same through the torch backend, eagerly or as a CUDA graph; None where torch has no such device."""
     try:
         import torch
     except ImportError:
         return None
     if device == "cuda" and not torch.cuda.is_available():
         return None
+    if graph and device != "cuda":
+        return None
     ops = registry().load("torch_triton").create(plan, device=device)
     pools, index = ops.allocate(), ops.index(host)
     inputs = [ops.asarray(array) for array in verb.inputs]
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+
+    def once() -> None:
+        for number in range(LAYERS):
+            verb.call(ops, pools, number, index, *inputs)
+
+    once()
+    wait()
+    run = once
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            once()
+        run = captured.replay
     times = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
-        for number in range(LAYERS):
-            found = verb.call(ops, pools, number, index, *inputs)
-            pools = found if verb.writes else pools
+        run()
         wait()
         times.append(1e6 * (time.perf_counter() - started) / LAYERS)
     return float(np.median(times[1:]))
+
+
+MEASURES: dict[str, tuple[Callable[..., float | None], dict[str, Any]]] = {
+    "jax_us": (time_jax, {}),
+    "jax_loop_us": (time_jax, {"loops": REPEATS}),
+    "portable_loop_us": (time_jax, {"loops": REPEATS, "kernels": "portable"}),
+    "torch_us": (time_torch, {}),
+    "torch_graph_us": (time_torch, {"graph": True}),
+}
+"""One call of a jit; a loop of steps inside one jit, also by jax.numpy alone; torch eager, and as a CUDA graph."""
 
 
 def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: float) -> None:
@@ -146,7 +197,7 @@ def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: flo
     started = time.perf_counter()
     record: dict[str, Any] = {
         "kind": "bench_jax",
-        "how": f"{ops.how}; inside one jit with donated pools; torch eager; µs a layer, medians",
+        "how": f"{ops.how}; inside one jit with donated pools; loop: {REPEATS} steps in one jit; µs a layer, medians",
         "kernels": ops.kernels,
         "layers": LAYERS,
         **environment.of_script(jax.devices()[0].device_kind),
@@ -159,9 +210,9 @@ def bench(ops: JaxOps, sizes: Sequence[tuple[int, int]], out: Path, seconds: flo
                 print("the time for the bench is up", flush=True)
                 return
             row: dict[str, Any] = {"verb": verb.name, "requests": requests, "tokens": tokens}
-            for name, measure in (("jax_us", time_jax), ("torch_us", time_torch)):
+            for name, (measure, how) in MEASURES.items():
                 try:
-                    found = measure(plan, host, verb, ops.device)
+                    found = measure(plan, host, verb, ops.device, **how)
                     row[name] = None if found is None else round(found, 2)
                 except Exception as error:  # noqa: BLE001 - what fails is reported beside what does not
                     row[name], row[f"{name}_error"] = None, str(error).splitlines()[0]
@@ -174,7 +225,8 @@ def check(seconds: float, out: Path) -> bool:
     """Run checks of the kit until they are through or the time is up; True if all agree."""
     spec = conformance_spec()
     ids = {one.id: one.id.split("/") for one in checks_of(spec)}
-    chosen = [one for one in checks_of(spec) if ids[one.id][2] in ("planar", "any")]
+    layout = JaxBackend().default_layout(None)
+    chosen = [one for one in checks_of(spec) if ids[one.id][2] in (layout, "any")]
     # Shape by shape, and in no order within one, so that a run that is cut off has met every verb and format.
     chosen.sort(key=lambda one: (ids[one.id][3] != "ragged", ids[one.id][3], sha256(one.id.encode()).digest()))
     subjects = [Subject(registry().backends["jax_pallas"])]

@@ -1,27 +1,34 @@
-"""The conformance kit in parts, several at once, each in a process of its own; their reports merged into one.
+"""The conformance kit's checks in many processes, with one report: for backends that compile for every shape.
 
-    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu --out records/kit_jax.json.gz
-    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu:interpret --out kit.json.gz -k tpu_tile
+    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu --out kit_jax_cpu.json.gz
+    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu:interpret --only '*/tpu_tile/*' --out k.json.gz
 
-For backends that compile for every shape: 16 cores end in minutes what takes one process hours. Parts are many more
-than processes, so that none waits long for the last; those that did not end when the time is up are named, and the exit
-status is then 2 (1: some check fails).
+16 cores end in minutes what takes one process hours. Processes take checks of one plan at a time, which share compiled
+code. What has ended when the time is up is reported, and the exit status is then 2 (1: some check fails). A race that
+the interpreter of TPU kernels sees fails its check.
 """
 
 import argparse
+import contextlib
+import io
+import multiprocessing
 import os
+import random
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
 from kvcore import parity
+from kvcore.conformance.specs import conformance_spec
+from kvcore.conformance.suite import Check, checks_of
+from kvcore.parity.records import Record
+from kvcore.parity.run import Subject, check_backends, report_of
+from kvcore.plugins import registry
 
 QUICK_COMPILES = {
     "cpu": (
@@ -33,125 +40,110 @@ QUICK_COMPILES = {
 }
 """Compiling is most of the work, and what is checked does not depend on the optimiser's effort."""
 
-PLUGIN = "kvcore.conformance.plugin"
+RACE = "RACE DETECTED"
+"""What Pallas' interpreter prints before it goes on."""
 
-GRACE = 20
-"""Seconds that a part has to write its report once the time is up."""
-
-
-class Part(NamedTuple):
-    """A running part: its number, process and report."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    report: Path
+_checks: dict[str, Check] = {}
+_subjects: list[Subject] = []
 
 
-def environment(backend: str, device: str) -> dict[str, str]:
-    """Variables of the parts: one thread each, and for JAX compiling with little effort where its XLA knows how."""
-    found = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-    # What else is installed has no part in it, and kvcore need not be installed.
-    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+def prepare(backend: str, device: str) -> None:
+    """Set what the processes inherit: one thread each and, for JAX, little effort in compiling where XLA knows how."""
+    for name, value in (("OMP_NUM_THREADS", "1"), ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")):
+        os.environ.setdefault(name, value)
     if "jax" not in backend or "XLA_FLAGS" in os.environ:
-        return found
+        return
     kind = device.split(":")[0]
     if kind == "cpu":
-        found.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = ""
     for flag in QUICK_COMPILES.get(kind, ()):
         # XLA ends the process over a flag that it does not know, or no longer.
         line = [sys.executable, "-c", "import jax.numpy as jnp; jnp.zeros(1)"]
-        tried = {**found, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {flag}".strip()}
+        tried = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {flag}".strip()}
         if not subprocess.run(line, env=tried, capture_output=True, check=False).returncode:
             flags = tried["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = flags
     print(f"XLA_FLAGS={flags}", flush=True)
-    return {**found, "XLA_FLAGS": flags}
 
 
-def begin(number: int, options: argparse.Namespace, folder: Path, variables: dict[str, str]) -> Part:
-    """Start one part in a folder that has no pytest settings."""
-    report = folder / f"part-{number}.json"
-    line = [sys.executable, "-m", "pytest", "--pyargs", "kvcore.conformance", "-q"]
-    line += ["-p", PLUGIN, "-p", "no:cacheprovider"]
-    line += [f"--kv-backend={options.backend}", f"--kv-shard={number}/{options.parts}", f"--kv-report={report.name}"]
-    line += [f"--kv-device={options.device}"] * bool(options.device) + ["-k", options.k] * bool(options.k)
-    with report.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(line, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
-    return Part(number, process, report)
+def begin(backend: str, device: str) -> None:
+    """What every process holds."""
+    _checks.update((one.id, one) for one in checks_of(conformance_spec()))
+    _subjects.append(Subject(registry().backends[backend], device or None))
 
 
-def run(options: argparse.Namespace, folder: Path) -> tuple[list[Path], list[int]]:
-    """(reports of the parts, numbers of parts that did not end)."""
-    variables, started = environment(options.backend, options.device or ""), time.monotonic()
-    waiting, running, reports = list(range(options.parts)), list[Part](), list[Path]()
-    unfinished: list[int] = []
-    while waiting or running:
-        late = time.monotonic() - started > options.seconds
-        if late:
-            unfinished += waiting + [part.number for part in running]
-            waiting = []
-            for part in running:
-                part.process.send_signal(signal.SIGINT)
-            for part in running:
-                try:
-                    part.process.wait(GRACE)
-                except subprocess.TimeoutExpired:
-                    part.process.kill()
-                    part.process.wait()
-        while waiting and len(running) < options.jobs:
-            running.append(begin(waiting.pop(0), options, folder, variables))
-        for part in [part for part in running if part.process.poll() is not None]:
-            running.remove(part)
-            lines = part.report.with_suffix(".log").read_text(errors="replace").splitlines()
-            # 5: nothing was selected in this part.
-            failed = part.process.returncode not in (0, 5)
-            if part.report.exists():
-                reports.append(part.report)
-            elif failed and part.number not in unfinished:
-                unfinished.append(part.number)
-            shown = lines[-40:] if failed else lines[-1:]
-            print(f"[{time.monotonic() - started:5.0f} s] part {part.number}:", *shown, sep="\n  ", flush=True)
-        time.sleep(0.2)
-    return reports, sorted(unfinished)
-
-
-def merged(paths: list[Path], command: str) -> Any:
-    """One report, in which the parts are one run each way that verbs ran."""
-    report = parity.merge({path.name: parity.read(path) for path in paths})
-    runs: list[Any] = []
-    for one in (msgspec.structs.replace(run, command=command) for run in report.runs):
-        runs += [one] * (one not in runs)
-    return msgspec.structs.replace(report, runs=tuple(runs))
+def run(ids: list[str]) -> list[bytes]:
+    """The records of some checks of one plan."""
+    found: list[bytes] = []
+    for one in ids:
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told):
+            records = check_backends(_checks[one], _subjects)
+        if RACE in told.getvalue():
+            seen = next(line for line in told.getvalue().splitlines() if RACE in line)
+            records = [msgspec.structs.replace(record, status="error", detail=seen) for record in records]
+        found += map(msgspec.json.encode, records)
+    return found
 
 
 def main() -> int:
-    """Run all parts and write the report."""
+    """Run the checks and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", required=True)
-    parser.add_argument("--device", help="of the backend; its own choice if not given")
-    parser.add_argument("--parts", type=int, default=0, help="default: four for every process, and one")
+    parser.add_argument("--device", default="", help="of the backend; its own choice if not given")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at once")
     parser.add_argument("--seconds", type=float, default=3600, help="end then, with what there is")
-    parser.add_argument("-k", help="pytest's expression of which checks")
+    parser.add_argument("--only", default="*", help="a shell pattern of check ids: VERB/FORMATS/LAYOUT/SHAPE")
+    parser.add_argument("--resume", action="store_true", help="keep what OUT has of this backend, and run the rest")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    options.parts = options.parts or 4 * options.jobs + 1
+    started = time.monotonic()
+    prepare(options.backend, options.device)
+    spec = conformance_spec()
+    before = parity.read(options.out) if options.resume and options.out.exists() else None
+    known = {record.check for record in before.checks} if before else set[str]()
+    chosen = [one for one in checks_of(spec) if fnmatchcase(one.id, options.only)]
+    left = [one for one in chosen if one.id not in known]
+    plans: dict[str, list[str]] = {}
+    for one in left:
+        plans.setdefault(one.id.rsplit("/", 1)[0], []).append(one.id)
+    groups = list(plans.values())
+    # In no order, so that a run that is cut off has met every verb and format; the same one every time.
+    random.Random(0).shuffle(groups)
+    records: list[Record] = []
+    arguments = options.backend, options.device
+    with multiprocessing.get_context("spawn").Pool(options.jobs, begin, arguments) as pool:
+        coming = pool.imap_unordered(run, groups)
+        told = 0
+        for _ in groups:
+            with contextlib.suppress(multiprocessing.TimeoutError):
+                found = coming.next(max(0.0, options.seconds - (time.monotonic() - started)))
+                records += [msgspec.json.decode(text, type=Record) for text in found]
+            late = time.monotonic() - started
+            if len(records) >= told + 500:
+                told = len(records)
+                print(f"[{late:5.0f} s] {told} of {len(left)}", flush=True)
+            if late > options.seconds:
+                break
+    order = {one.id: number for number, one in enumerate(chosen)}
+    records.sort(key=lambda record: order[record.check])
+    subject = Subject(registry().backends[options.backend], options.device or None)
+    subject.introduce(chosen[0].plan)
     typed = [Path(word).name if word.startswith(os.sep) else word for word in sys.argv[1:]]
     command = f"python -m benchmarks.kit_in_parts {shlex.join(typed)}"
-    with tempfile.TemporaryDirectory() as folder:
-        paths, unfinished = run(options, Path(folder))
-        if not paths:
-            print("no part has a report")
-            return 2
-        report = merged(paths, command)
+    report = report_of(spec, [subject], records, command=command)
+    if before:
+        report = parity.merge({"before": before, "now": report})
     options.out.write_bytes(parity.write(report, packed=options.out.suffix == ".gz"))
     counts: dict[tuple[str, str], int] = {}
     for record in report.checks:
         counts[record.how, record.status] = counts.get((record.how, record.status), 0) + 1
     print(*(f"{how}: {count} {status}" for (how, status), count in sorted(counts.items())), sep="\n")
-    if unfinished:
-        print(f"parts that did not end: {', '.join(map(str, unfinished))} of {options.parts}")
-    return 2 if unfinished else 1 if report.failures else 0
+    for failure in report.failures[:20]:
+        print(f"  {failure.check}: {failure.detail or failure.first_mismatch}")
+    print(f"{len(records)} of {len(left)} checks ended, in {time.monotonic() - started:.0f} s", flush=True)
+    return 2 if len(records) < len(left) else 1 if report.failures else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
-CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4")
+CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
 Case = tuple[Any, ...]

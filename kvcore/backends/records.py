@@ -66,7 +66,7 @@ def kvcore_backends() -> Iterator[BackendInfo]:
     )
     yield BackendInfo(
         name="jax_pallas",
-        summary="JAX, functional, for use inside jit: jax.numpy on every device, Pallas kernels on TPU",
+        summary="JAX, functional, for use inside jit: jax.numpy on every device, Pallas kernels on TPU, Triton on CUDA",
         requires=("jax",),
         devices=("tpu", "cuda", "cpu"),
         capabilities=EVERYTHING,

@@ -74,11 +74,13 @@ def all_workloads(device: str) -> Iterator[Callable[[], Workload]]:
     for given in (torch.bfloat16, torch.float32):
         for count, goal, peer in ((8192, 10.0, 23.0), (65536, 75.0, 151.7)):
             yield lambda a=(count, given, goal, peer): prefill(device, 4, True, *a)
+            yield lambda a=(count, given, None, None): prefill(device, 4, True, *a, append=True)
     for count, goal, peer in ((64, 11.0, 13.2), (256, 37.0, 37.7)):
         yield lambda a=(count, goal, peer): hca_decode(device, *a)
     for given in (torch.bfloat16, torch.float32):
         for count, goal, peer in ((8192, 6.0, 10.1), (65536, 36.0, 51.0)):
             yield lambda a=(count, given, goal, peer): prefill(device, 128, False, *a)
+            yield lambda a=(count, given, None, None): prefill(device, 128, False, *a, append=True)
     for count, goal, peer in ((64, 14.5, 18.6), (256, 57.0, 66.8)):
         yield lambda a=(count, goal, peer): gather_picked(device, *a)
     yield lambda: gather_all(device, 32768, 14.5, 17.7)
@@ -139,7 +141,7 @@ def csa_decode(device: str, count: int, share: int, indexed: bool, goal: float, 
     return Workload(
         f"CSA{' + index keys' if indexed else ''} decode, n = {count}{'' if share == 1 else ', a quarter closes'}",
         nbytes,
-        flush_calls(setting, count, True, indexed, torch.float32, append=True),
+        flush_calls(setting, count, True, indexed, torch.float32, newest=1),
         None if indexed else goal,
         None if indexed else peer,
     )
@@ -150,23 +152,30 @@ def hca_decode(device: str, count: int, goal: float, peer: float) -> Workload:
     nbytes = count * (2 * DIM * 4 * 2 + 127 * 2 * DIM * 4 + ENTRY_BYTES)
     rows = [Row(slot=n, start=127 + 128 * (n % 2), new=1, blocks=[n], stored=0) for n in range(count)]
     setting = Setting(compressor(128, False, False), rows, count, rotating(nbytes), device)
-    calls = flush_calls(setting, count, False, False, torch.float32, append=True)
+    calls = flush_calls(setting, count, False, False, torch.float32, newest=1)
     return Workload(f"HCA close, n = {count}", nbytes, calls, goal, peer)
 
 
 def prefill(
-    device: str, ratio: int, overlap: bool, count: int, given: torch.dtype, goal: float, peer: float
+    device: str,
+    ratio: int,
+    overlap: bool,
+    count: int,
+    given: torch.dtype,
+    goal: float | None,
+    peer: float | None,
+    *,
+    append: bool = False,
 ) -> Workload:
-    """One request from its first token; the tail's few rows are not part of it."""
+    """One request from its first token; the tail's few rows only where ``append``."""
     width = DIM * (2 if overlap else 1)
     nbytes = count * 2 * width * given.itemsize + count // ratio * ENTRY_BYTES
     rows = [Row(slot=0, start=0, new=count, blocks=list(range(count // BLOCK)), stored=0)]
     setting = Setting(compressor(ratio, overlap, False), rows, count // BLOCK, min(8, rotating(nbytes)), device)
-    calls = flush_calls(setting, count, overlap, False, given, append=False)
-    name = f"{'CSA' if overlap else 'HCA'} prefill, {'bf16' if given == torch.bfloat16 else 'fp32'}, {count:,} tokens"
-    return Workload(
-        name, nbytes, calls, goal if given == torch.bfloat16 else None, peer if given == torch.bfloat16 else None
-    )
+    calls = flush_calls(setting, count, overlap, False, given, newest=count if append else None)
+    kind, narrow = "CSA" if overlap else "HCA", given == torch.bfloat16
+    name = f"{kind} prefill{' and tail' * append}, {'bf16' if narrow else 'fp32'}, {count:,} tokens"
+    return Workload(name, nbytes, calls, goal if narrow else None, peer if narrow else None)
 
 
 def compressor(ratio: int, overlap: bool, indexed: bool) -> LayerSpec:
@@ -185,9 +194,9 @@ def compressor(ratio: int, overlap: bool, indexed: bool) -> LayerSpec:
 
 
 def flush_calls(
-    setting: Setting, count: int, overlap: bool, indexed: bool, given: torch.dtype, *, append: bool
+    setting: Setting, count: int, overlap: bool, indexed: bool, given: torch.dtype, *, newest: int | None
 ) -> list[Callable[[], object]]:
-    """Flushes with norm and rotation, on random tails."""
+    """Flushes with norm and rotation, on random tails; of ``newest`` tokens a request with their appends."""
     ops, pools = setting.ops, setting.pools
     for name, pool in pools.items():
         if "tail" in name:
@@ -199,9 +208,9 @@ def flush_calls(
     options = {"closed": count, "norm_weight": weight, "rope": Rope(dim=64, theta=160000.0)}
     if indexed:
         options["index_norm_weight"] = index_weight
-    if append:
-        options["newest"] = 1
-    verb = ops.append_flush if append else ops.flush
+    verb = ops.flush
+    if newest is not None:
+        verb, options["newest"] = ops.append_flush, newest
     return [
         lambda n=n: verb(pools, n, setting.index, *(array[n] for array in inputs), **options)
         for n in range(setting.layers)

@@ -28,7 +28,7 @@ from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.pools import Pools
 from kvcore.shards import ShardedOps, ShardPlan
-from kvcore.spec import KV, CacheSpec
+from kvcore.spec import KV, CacheSpec, Component
 
 Rule = str | tuple[str, ...] | None
 
@@ -92,6 +92,10 @@ class Sharded:
         local = _Local(kernels)
         exchange = JaxExchange(context, self._axes["blocks"])
         self.ops: Any = local.create(self.plan) if context == 1 else ShardedOps(local, self.plan, exchange)
+
+    def __repr__(self) -> str:
+        cut = ", ".join(f"{name} over {count}" for name, count in self.shards.items())
+        return f"Sharded({cut}; on each {self.plan})"
 
     @cached_property
     def specs(self) -> Pools:
@@ -184,7 +188,7 @@ class Sharded:
         specs = (self.specs, self.spec("requests"))
         return jax.jit(jax.shard_map(whole, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
 
-    def _all_heads(self, component: KV, rows: Any) -> Any:
+    def _all_heads(self, component: Component, rows: Any) -> Any:
         """Canonical rows [Q, n, row bytes] from every shard's own heads: all keys, then all values."""
         shares = lax.all_gather(rows, self._axes["heads"])
         pieces, first = [], 0
@@ -199,15 +203,14 @@ class Sharded:
         return lax.all_gather(array, self._axes["requests"], tiled=True) if self._axes["requests"] else array
 
 
-class _Local:
+class _Local(JaxBackend):
     """Makes the verbs of one shard, on whatever device runs them."""
 
     def __init__(self, kernels: str | None) -> None:
         self._kernels = kernels
 
-    def create(self, plan: CachePlan, **options: Any) -> Any:
-        del options
-        ops = JaxBackend().create(plan)
+    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> JaxOps:
+        ops = super().create(plan, device=device, check=check)
         return ops if self._kernels is None else JaxOps(plan, ops.device, None, self._kernels)
 
 

@@ -39,7 +39,7 @@ READERS = (
 class JaxExchange:
     """``kvcore.shards.Exchange`` inside a ``shard_map`` over one mesh axis."""
 
-    def __init__(self, shards: int, axis: str = AXIS) -> None:
+    def __init__(self, shards: int, axis: str | tuple[str, ...] = AXIS) -> None:
         self.shards = shards
         self._axis = axis
 

@@ -7,10 +7,11 @@ too: rows are stored by position, rings included, in any K-V format, and old row
 ``docs/jax_views.md`` maps the names of EasyDeL's ``TransformerCache`` to these. Donate at the outermost ``jit``.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,12 @@ from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.spec import KV, CacheSpec, LayerSpec, from_json, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from jax import Array
+    from jaxtyping import Bool, Float, Int
 
 
 class Appended(NamedTuple):
@@ -34,11 +41,11 @@ class Appended(NamedTuple):
         view: the layer with the new rows.
     """
 
-    keys: jax.Array
-    values: jax.Array
-    mask: jax.Array
-    positions: jax.Array
-    view: "LayerView"
+    keys: Float[Array, "batch columns key_heads key_dim"]
+    values: Float[Array, "batch columns value_heads value_dim"]
+    mask: Bool[Array, "batch new columns"]
+    positions: Int[Array, "batch columns"]
+    view: LayerView
 
 
 class Kind:
@@ -86,7 +93,9 @@ class LayerView:
         kind: what the layer is; static.
     """
 
-    def __init__(self, pools: dict[str, jax.Array], lengths: jax.Array, starts: jax.Array, kind: Kind) -> None:
+    def __init__(
+        self, pools: dict[str, Array], lengths: Int[Array, " batch"], starts: Int[Array, " batch"], kind: Kind
+    ) -> None:
         self.pools, self.lengths, self.starts, self.kind = pools, lengths, starts, kind
 
     @property
@@ -102,11 +111,16 @@ class LayerView:
         return not bool(self.lengths.any())
 
     @property
-    def overflowed(self) -> jax.Array:
+    def overflowed(self) -> Bool[Array, " batch"]:
         """[B] bool: more columns were appended than there is room for; those beyond were dropped."""
         return self.lengths > self.kind.length
 
-    def append(self, keys: jax.Array, values: jax.Array, new: jax.Array | Sequence[int] | None = None) -> Appended:
+    def append(
+        self,
+        keys: Float[Array, "batch new key_heads key_dim"],
+        values: Float[Array, "batch new value_heads value_dim"],
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+    ) -> Appended:
         """Store keys [B, S, key heads, dim] and values, and return all that the S queries may see.
 
         Args:
@@ -131,7 +145,7 @@ class LayerView:
                 raise OutOfBlocks(got=f"{longest} columns", where="append", allowed=f"{self.kind.length} or fewer")
         return _append(self, keys, values, count)
 
-    def replace(self, **changed: Any) -> "LayerView":
+    def replace(self, **changed: Any) -> LayerView:
         """The view with some of ``pools``, ``lengths``, ``starts`` exchanged."""
         return LayerView(
             **{"pools": self.pools, "lengths": self.lengths, "starts": self.starts, "kind": self.kind, **changed}
@@ -160,13 +174,13 @@ class CacheViews:
     def __getitem__(self, layer: int) -> LayerView:
         return self.views[layer]
 
-    def with_layer(self, layer: int, view: LayerView) -> "CacheViews":
+    def with_layer(self, layer: int, view: LayerView) -> CacheViews:
         """The same with one layer's view exchanged."""
         views = list(self.views)
         views[layer] = view
         return CacheViews(views, self.spec)
 
-    def insert(self, other: "CacheViews", slot: int) -> "CacheViews":
+    def insert(self, other: CacheViews, slot: int) -> CacheViews:
         """The sequences of ``other`` in the place of those from ``slot`` on, with their lengths and starts.
 
         Raises:
@@ -180,11 +194,11 @@ class CacheViews:
         self._check_slot("insert", slot, theirs.batch)
         return self._each(lambda view, layer: _inserted(view, other.views[layer], slot))
 
-    def insert_starts(self, starts: Any, slot: int) -> "CacheViews":
+    def insert_starts(self, starts: Any, slot: int) -> CacheViews:
         """Other first columns for the sequences from ``slot`` on."""
         return self._exchanged("insert_starts", "starts", starts, slot)
 
-    def insert_index(self, lengths: Any, slot: int) -> "CacheViews":
+    def insert_index(self, lengths: Any, slot: int) -> CacheViews:
         """Other lengths for the sequences from ``slot`` on; rows beyond a shorter length are no longer seen.
 
         A ring that has wrapped does not hold the rows that a shorter length would need; nothing here can know.
@@ -199,7 +213,7 @@ class CacheViews:
         return arrays, {"spec": json.loads(to_json(self.spec)), **sizes}
 
     @classmethod
-    def from_pure(cls, arrays: Sequence[dict[str, Any]], metadata: dict[str, Any]) -> "CacheViews":
+    def from_pure(cls, arrays: Sequence[dict[str, Any]], metadata: dict[str, Any]) -> CacheViews:
         """The cache that ``to_pure`` took apart; arrays may have become NumPy's.
 
         Raises:
@@ -227,14 +241,14 @@ class CacheViews:
     def __repr__(self) -> str:
         return "CacheViews(\n  " + "\n  ".join(map(repr, self.views)) + "\n)"
 
-    def _exchanged(self, verb: str, name: str, values: Any, slot: int) -> "CacheViews":
+    def _exchanged(self, verb: str, name: str, values: Any, slot: int) -> CacheViews:
         values = jnp.atleast_1d(jnp.asarray(values, jnp.int32))
         self._check_slot(verb, slot, len(values))
         return self._each(
             lambda view, _: view.replace(**{name: getattr(view, name).at[slot : slot + len(values)].set(values)})
         )
 
-    def _each(self, change: Any) -> "CacheViews":
+    def _each(self, change: Any) -> CacheViews:
         return CacheViews([change(view, number) for number, view in enumerate(self.views)], self.spec)
 
     def _check_slot(self, verb: str, slot: int, count: int) -> None:

@@ -54,26 +54,26 @@ LENGTHS = (61, 9, 30, 0)
 
 LONGEST = 128
 INPUTS = {
-    # name -> (shape of a token's row, whether its first axis is heads that may be cut)
-    "window": ((64,), False),
-    "tail": ((128,), False),
-    "score": ((128,), False),
-    "index": ((256,), False),
-    "index_score": ((256,), False),
-    "q0": ((4, 64), False),
-    "iq": ((2, 128), False),
-    "weights": ((2,), False),
-    "k1": ((4, 16), True),
-    "v1": ((2, 32), True),
-    "q1": ((4, 16), True),
-    "k2": ((3, 16), False),
-    "v2": ((3, 16), False),
-    "q2": ((3, 16), False),
-    "k3": ((2, 16), True),
-    "v3": ((2, 16), True),
-    "q3": ((4, 16), True),
+    # name and layer -> shape of a token's row
+    "window": (64,),
+    "tail": (128,),
+    "score": (128,),
+    "index": (256,),
+    "index_score": (256,),
+    "q0": (4, 64),
+    "iq": (2, 128),
+    "weights": (2,),
+    "k1": (4, 16),
+    "v1": (2, 32),
+    "q1": (4, 16),
+    "k2": (3, 16),
+    "v2": (3, 16),
+    "q2": (3, 16),
+    "k3": (2, 16),
+    "v3": (2, 16),
+    "q3": (4, 16),
 }
-OUTS = {"picks": False, "out0": False, "out1": True, "out2": False, "out3": True}
+OUTS = ("picks", "out0", "out1", "out2", "out3")
 
 
 def counts_of(number: int) -> list[int]:
@@ -85,7 +85,7 @@ def tokens_of(number: int, request: int) -> dict[str, np.ndarray]:
     """A request's inputs of a step, the same on every mesh."""
     rng = np.random.default_rng((number, request))
     count = counts_of(number)[request]
-    return {name: rng.standard_normal((count, *shape), np.float32) for name, (shape, _) in INPUTS.items()}
+    return {name: rng.standard_normal((count, *shape), np.float32) for name, shape in INPUTS.items()}
 
 
 def step(ops, pools, index, given):
@@ -118,13 +118,18 @@ class OnMesh:
         sizes = {"max_tokens": REQUESTS * LONGEST, "max_requests": REQUESTS, "max_draft_tokens": DRAFTS}
         self.sharded = Sharded(SPEC, mesh, layout="planar", **sizes)
         assert self.sharded.shards == {"requests": self.replicas, "blocks": context, "heads": self.shape[2]}
-        cut = {name: ("requests", *["heads"] * heads) for name, (_, heads) in INPUTS.items()}
-        outs = {name: self.sharded.spec("requests", *["heads"] * heads) for name, heads in OUTS.items()}
+        cut = {name: ("requests", *["heads"] * self.cuts(name)) for name in INPUTS}
+        outs = {name: self.sharded.spec("requests", *["heads"] * self.cuts(name)) for name in OUTS}
         self.cut = cut
         self.run = self.sharded.step(step, ({name: self.sharded.spec(*axes) for name, axes in cut.items()},), outs)
         self.pools = self.sharded.allocate()
         self.lengths = [0] * REQUESTS
         self.index = None
+
+    def cuts(self, name: str) -> bool:
+        """Whether an input's or out's heads are cut: those of layers all of whose heads divide."""
+        kv = SPEC.layers[int(name[-1])].kv if name[-1].isdecimal() else None
+        return kv is not None and not any(part.heads % self.shape[2] for part in kv.parts)
 
     def tell(self, number: int) -> list[dict[str, np.ndarray]]:
         """One step; every request's outs."""
@@ -139,7 +144,7 @@ class OnMesh:
                 for place, request in enumerate(some)
             ]
             indices.append(build_index(rows, max_blocks=size, pad_tokens=tokens, pad_requests=len(some)))
-            for name, (shape, _) in INPUTS.items():
+            for name, shape in INPUTS.items():
                 mine = np.concatenate([tokens_of(number, request)[name] for request in some])
                 padding = np.full((tokens - len(mine), *shape), np.nan, np.float32)
                 inputs[name].append(np.concatenate([mine, padding]))

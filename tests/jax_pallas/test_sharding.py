@@ -50,6 +50,7 @@ def test_what_does_not_divide_is_refused_or_replicated() -> None:
     mesh = jax.make_mesh((1,), ("data",))
     spec = presets.deepseek_v4_flash_tiny(block_tokens=16)
     one = Sharded(spec, mesh, max_requests=3, max_tokens=48)
+    assert repr(one).startswith("Sharded(requests over 1, blocks over 1, heads over 1; on each CachePlan(")
     assert one.shards == {"requests": 1, "blocks": 1, "heads": 1}
     assert {tuple(partition) for partition in one.specs.values()} == {("data", None)}
     with pytest.raises(SpecError, match="requests, blocks, heads"):

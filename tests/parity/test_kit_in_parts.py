@@ -1,32 +1,42 @@
-"""The kit in parts: every check once, one run in the report, and word of parts that did not end."""
+"""The kit in many processes: every check once, one run in the report, what is left of a run that was cut off."""
 
 import pytest
 
 from benchmarks import kit_in_parts
 from kvcore import parity
 
-CHOSEN = "bf16.m4 and packed and ragged"
+CHOSEN = "*/bf16.m4/packed/*"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: str, *options: str) -> int:
-    line = ["kit_in_parts", "--backend", "reference", "--jobs", "2", "--parts", "3", "-k", CHOSEN, "--out", out]
+    line = ["kit_in_parts", "--backend", "reference", "--jobs", "2", "--only", CHOSEN, "--out", out]
     monkeypatch.setattr("sys.argv", [*line, *options])
     return kit_in_parts.main()
 
 
-def test_parts_together_are_the_whole(monkeypatch, tmp_path):
-    assert run(monkeypatch, str(tmp_path / "kit.json.gz")) == 0
-    report = parity.read(tmp_path / "kit.json.gz")
+def test_a_run_that_was_cut_off_is_resumed(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "kit.json.gz"
+    assert run(monkeypatch, str(out), "--seconds", "0") == 2
+    assert "0 of 51 checks ended" in capsys.readouterr().out
+    assert run(monkeypatch, str(out), "--resume") == 0
+    report = parity.read(out)
     ids = [record.check for record in report.checks]
-    assert len(ids) == len(set(ids)) >= 5
-    assert {one.split("/", 1)[1] for one in ids} >= {"bf16.m4/packed/ragged"}
-    (ran,) = report.runs
-    assert (
-        ran.command
-        == f"python -m benchmarks.kit_in_parts --backend reference --jobs 2 --parts 3 -k '{CHOSEN}' --out kit.json.gz"
-    )
+    assert len(ids) == len(set(ids)) == 51
+    assert {record.status for record in report.checks} == {"agree"}
+    typed = f"python -m benchmarks.kit_in_parts --backend reference --jobs 2 --only '{CHOSEN}' --out kit.json.gz"
+    assert all(one.command.startswith(typed) for one in report.runs)
+    assert run(monkeypatch, str(out), "--resume") == 0
+    assert "0 of 0 checks ended" in capsys.readouterr().out
 
 
-def test_parts_that_do_not_end_are_named(monkeypatch, tmp_path, capsys):
-    assert run(monkeypatch, str(tmp_path / "kit.json"), "--seconds", "0") == 2
-    assert "no part has a report" in capsys.readouterr().out
+def test_a_race_that_is_only_printed_fails_its_check(monkeypatch):
+    def loud(check, subjects):
+        print(f"{kit_in_parts.RACE} on device 0")
+        return real(check, subjects)
+
+    real = kit_in_parts.check_backends
+    monkeypatch.setattr(kit_in_parts, "check_backends", loud)
+    kit_in_parts.begin("reference", "")
+    (text,) = kit_in_parts.run(["append_window/bf16/packed/ragged"])
+    assert b'"status":"error"' in text
+    assert b"RACE DETECTED on device 0" in text

@@ -17,8 +17,8 @@ from ahead_of_time import compiled, resources  # noqa: E402
 
 from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
-from kvcore.backends.torch_triton.kernels.compress import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
+from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
 from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402
@@ -155,13 +155,17 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
         "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts,
-        "BORDER": shape.border if shape.tokens > 1 else 0, "BORDER_CHUNK": border_chunk(t, 512, shape.border), "IT": it,
+        "BORDER": 0, "BORDER_CHUNK": border_chunk(t, 512, shape.border), "IT": it,
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
-        "INDEX_BORDER": int(shape.tokens > 1), "INDEX_BORDER_CHUNK": border_chunk(it, 128, 1),
-        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": True, "NATIVE": arch >= 89,
+        "INDEX_BORDER": 0, "INDEX_BORDER_CHUNK": border_chunk(it, 128, 1),
+        "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
+        "NATIVE": arch >= 89,
     }  # fmt: skip
     case = f"ratio {ratio}, {entries}, {given}, {count} tokens"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
+    if shape.tokens > 1:
+        bordered = {**constants, "APPEND": True, "BORDER": shape.border, "INDEX_BORDER": 1}
+        check(record, f"{case} and tail", flush.flush_kernel, arch, bordered, warps=shape.warps, given=given)
     if count == 64:
         constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}
         check(record, case, tail.append_tail_kernel, arch, constants, given=given)

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 from ahead_of_time import compiled, resources
 
 from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_cuts, merge, scores, topk
-from kvcore.backends.torch_triton.kernels.attention import (
+from kvcore.backends.torch_triton.kernels.cut import (
     FEW,
     FULL,
     TENSOR,
@@ -17,9 +17,10 @@ from kvcore.backends.torch_triton.kernels.attention import (
     parts_of_each,
     plain_record,
 )
-from kvcore.backends.torch_triton.kernels.indexer import CUTS, ROUND, nibbles, score_parts
-from kvcore.backends.torch_triton.kernels.picks import room_for, tile_for
+from kvcore.backends.torch_triton.kernels.indexer import ROUND
+from kvcore.backends.torch_triton.kernels.lists import room_for, tile_for
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
+from kvcore.backends.torch_triton.kernels.score_cut import CUTS, nibbles, score_parts
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 

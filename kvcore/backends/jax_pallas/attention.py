@@ -6,20 +6,27 @@ from jax import lax
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.ops import Attention
 
 CHUNK_VALUES = 1 << 24
 """Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
 
-ENTRIES_A_ROUND = 512
+ENTRIES_A_ROUND = 128
 """Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
 
 
 def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     dim = q.shape[2]
-    scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    scale = dim**-0.5 if scale is None else scale
     window, entries = layer.component("window"), layer.component("entries")
+    triton = verbs(pools.kernels)
+    # A number that the caller computes on the device is no constant of a launch.
+    if triton and isinstance(scale, float) and triton.attends(layer, index, q):
+        own = None if rows is None or window is None else place.encode_rows(layer.regions["window"][0], rows)[:, 0]
+        return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale))
+    scale = jnp.float32(scale)
     if rows is None:
         sources = _sources(layer, index, selected)
         if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):

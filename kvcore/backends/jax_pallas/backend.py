@@ -18,6 +18,7 @@ import numpy as np
 
 from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, programs, tail, window
+from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.composed import ComposedVerbs
@@ -51,7 +52,7 @@ class JaxOps(ComposedVerbs):
     Attributes:
         plan: what the pools are.
         device: ``tpu``, ``cuda`` or ``cpu``.
-        kernels: ``portable``, ``tpu`` or ``interpret``; see ``Layer``.
+        kernels: ``portable``, ``triton``, ``tpu`` or ``interpret``; see ``Layer``.
     """
 
     in_place = False
@@ -76,7 +77,8 @@ class JaxOps(ComposedVerbs):
         if self.kernels == "interpret":
             return f"{self.device}, Pallas TPU interpreter"
         kind = (self._target or jax.devices()[0]).device_kind
-        return self.device if self.device == "cpu" else f"{self.device} ({kind})"
+        name = self.device if self.device == "cpu" else f"{self.device} ({kind})"
+        return f"{name}; kernels: {self.kernels}" if self.device == "cuda" else name
 
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
@@ -226,8 +228,40 @@ class JaxOps(ComposedVerbs):
         reads = tuple(role for _, role, given in streams if given is not None)
         rope = tail.frequencies_of(rope)
         arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, rope)
-        options = {"closed": self._bucket(closed, index), "eps": eps}
+        # Launches find on the device what closes: their traces need no bound.
+        options = {"closed": 1 if self.kernels == "triton" else self._bucket(closed, index), "eps": eps}
         return self._write(tail.flush, pools, layer, writes, arrays, reads, **options)
+
+    def append_flush(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+        index_kv: Float[Array, "tokens index_width"] | None = None,
+        index_score: Float[Array, "tokens index_width"] | None = None,
+        *,
+        newest: int | None = None,
+        closed: int | None = None,
+        norm_weight: Float[Array, " dim"] | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Float[Array, " frequencies"] | None = None,
+        index_norm_weight: Float[Array, " index_dim"] | None = None,
+    ) -> Pools:
+        """``flush``, then ``append_tail`` and ``append_index_tail``; one launch where kernels are Triton's."""
+        triton = choice.verbs(self.kernels)
+        roles = ("entries",) if index_kv is None else ("entries", "index_keys")
+        tails = tuple(TAIL_OF[role] for role in roles)
+        if triton and triton.flushes(self._layers[layer].only(*roles, *tails), roles):
+            frequencies = tail.frequencies_of(rope)
+            arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, frequencies)
+            newest = len(index.positions) if newest is None else newest
+            options = {"closed": 1, "eps": eps, "append": True, "newest": newest}
+            return self._write(tail.flush, pools, layer, (*roles, *tails), arrays, **options)
+        weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
+        streams = kv, score, index_kv, index_score
+        return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
     def store_entries(
         self,
@@ -297,8 +331,12 @@ class JaxOps(ComposedVerbs):
         scale: float | None = None,
     ) -> Attention:
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
-        arrays = (index, q, selected, rows, sink, scale)
-        return self._read(attention.attend, pools, layer, ("window", "entries"), arrays)
+        arrays = (index, q, selected, rows, sink)
+        if self.kernels == "triton" and isinstance(scale, int | float):
+            options = {"scale": float(scale)}
+        else:
+            arrays, options = (*arrays, scale), {}
+        return self._read(attention.attend, pools, layer, ("window", "entries"), arrays, **options)
 
     def append_kv(
         self,
@@ -480,15 +518,18 @@ class JaxBackend:
         return JaxOps(plan, device.split(":")[0], target, _kernels(plan, device))
 
     def default_layout(self, device: str | None) -> str:
-        """Whole tiles on a TPU, else one array a field."""
-        on_tpu = device in ("tpu", INTERPRETED) or (device is None and jax.default_backend() == "tpu")
-        return "tpu_tile" if on_tpu else "planar"
+        """Whole tiles on a TPU; packed, like the engines, where Triton kernels run; else one array a field."""
+        device = _word(jax.devices()[0]) if device is None else device
+        if device in ("tpu", INTERPRETED):
+            return "tpu_tile"
+        return "packed" if choice.chosen(device) == "triton" else "planar"
 
 
 def _kernels(plan: CachePlan, device: str) -> str:
-    """Pallas where it runs and rows are whole tiles, else jax.numpy."""
-    kernels = {"tpu": "tpu", INTERPRETED: "interpret"}.get(device, "portable")
-    return kernels if plan.layout == "tpu_tile" else "portable"
+    """Pallas where it runs and rows are whole tiles, Triton on CUDA where it is installed, else jax.numpy."""
+    if plan.layout != "tpu_tile":
+        return choice.chosen(device)
+    return {"tpu": "tpu", INTERPRETED: "interpret"}.get(device, "portable")
 
 
 def _word(device: Any) -> str:

@@ -5,18 +5,28 @@ import jax.numpy as jnp
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.ops import Attention, VisibleRows
 
 
 def append_kv(layer, pools, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    triton = verbs(pools.kernels)
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
+        if triton and triton.covers(region):
+            pools = triton.append(pools, region, index, values)
+            continue
         pools = place.append(pools, region, index, place.encode_rows(region, values))
     return pools
 
 
 def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    triton = verbs(pools.kernels)
+    # The kernel's rings begin where the first query's window does, left padding or not.
+    padded = layer.component("kv").span is not None and index.left_padding is not None
+    if triton and not padded and all(map(triton.covers, layer.regions["kv"])):
+        return triton.gather_kv(pools, layer.regions["kv"], index, (k, v), layer.component("kv"), columns)
     positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):

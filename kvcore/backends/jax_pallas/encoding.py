@@ -22,6 +22,8 @@ DTYPES = {
 }
 BITS = {32: jnp.uint32, 16: jnp.uint16, 8: jnp.uint8}
 
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(DTYPES["e4m3"]).astype(np.float32)
+"""The number that each byte of e4m3 stands for."""
 NF4 = np.array(NF4_LEVELS, np.float32)
 NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
@@ -131,7 +133,9 @@ def scale_of(amax, field: Field, global_scale):
     if field.rule == "e4m3":
         relative = product if global_scale == 1 else divide(product, jnp.full_like(product, global_scale))
         stored = jnp.clip(relative, np.float32(E4M3_SCALE_SMALLEST), np.float32(448)).astype(DTYPES["e4m3"])
-        return stored.astype(jnp.float32) * np.float32(global_scale), lax.bitcast_convert_type(stored, jnp.uint8)
+        bits = lax.bitcast_convert_type(stored, jnp.uint8)
+        # Looked up: converted back at once, XLA may leave out both conversions on a GPU, and with them the rounding.
+        return jnp.asarray(E4M3_VALUES)[bits] * np.float32(global_scale), bits
     scales = amax if field.rule == "absmax" else product
     return scales, bits_of(scales)
 

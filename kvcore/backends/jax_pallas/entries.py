@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.ops import AllEntries, Closed, SelectedEntries
 
 
@@ -18,6 +19,10 @@ def store_entries(layer, pools, index, entries, index_keys=None):
 def store_role(layer, pools, index, values, *, role):
     """Store the entries that the step completes in the pool of one role."""
     (region,) = layer.regions[role]
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        ratio = layer.component(role).ratio
+        return triton.store_entries(pools, region, index, values, ratio, layer.global_scale(role))
     request, entry = closed(layer, index, count=len(values), role=role)
     entry = untaken(index, request, entry, layer.component(role).ratio)
     targets = place.locate(region, index, request, entry)
@@ -45,6 +50,9 @@ def closed(layer, index, *, count, role="entries"):
 def gather_entries(layer, pools, index, indices):
     """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
     (region,) = layer.regions["entries"]
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        return SelectedEntries(*triton.gather_entries(pools, region, index, indices, layer.component("entries").ratio))
     count = place.of(index.lengths, index.request_index) // layer.component("entries").ratio
     valid = (indices >= 0) & (indices < count[:, None])
     request = jnp.broadcast_to(index.request_index[:, None], indices.shape)
@@ -56,6 +64,10 @@ def gather_all_entries(layer, pools, index, *, columns, role="entries"):
     """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
     (region,) = layer.regions[role]
     component = layer.component(role)
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        scale = layer.global_scale(role)
+        return AllEntries(*triton.gather_all(pools, region, index, component.ratio, columns, scale))
     counts = index.lengths // component.ratio
     entry = place.numbered(jnp.zeros_like(counts), counts, columns)
     requests, scale = place.requests_like(entry), layer.global_scale(role)

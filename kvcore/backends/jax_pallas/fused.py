@@ -5,7 +5,7 @@ What they don't know (classic heads, int8 and NF4 rows) is moved by ``tiles`` an
 
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, interpreted
+from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.backends.jax_pallas.pallas import attend_kv as classic
 from kvcore.backends.jax_pallas.pallas import index_scores as scoring
@@ -22,7 +22,7 @@ from kvcore.spec.layout import LANES
 
 def moves(pools, region: Region) -> bool:
     """True where rows of a region are encoded and decoded in the kernel that moves them."""
-    return pools.kernels != "portable" and rows_codec.supports(region)
+    return pools.kernels in TILED and rows_codec.supports(region)
 
 
 def load(pools, region: Region, unit, row, global_scale=1.0):
@@ -126,7 +126,7 @@ def index_scores(pools, region: Region, blocks, q, weights, global_scale=1.0):
 
 def selects(kernels: str, scores_, k: int) -> bool:
     """True where a top-k is one kernel; longer rows are XLA's to sort."""
-    return kernels != "portable" and 0 < scores_.shape[1] <= LARGEST and len(scores_) > 0 and k > 0
+    return kernels in TILED and 0 < scores_.shape[1] <= LARGEST and len(scores_) > 0 and k > 0
 
 
 def select(kernels: str, scores_, k: int):

@@ -6,6 +6,7 @@ from jax import lax
 from kvcore.backends.jax_pallas import entries, fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import hadamard
 
 
@@ -13,6 +14,9 @@ def index_scores(layer, pools, index, q, weights, *, columns):
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
     component = layer.component("index_keys")
     (region,) = layer.regions["index_keys"]
+    triton, scale = verbs(pools.kernels), layer.global_scale("index_keys")
+    if triton and triton.scores(region, index, q, scale):
+        return triton.index_scores(pools, region, index, q, weights, component.ratio, columns, scale)
     if len(q) and columns and index.block_table.size and fused.scores(pools, region):
         return _fused_scores(layer, pools, index, q, weights, columns=columns)
     keys = entries.gather_all_entries(layer, pools, index, columns=columns, role="index_keys").values
@@ -62,6 +66,9 @@ def _visible(scores, request, position, component):
 
 def select(scores, *, k, kernels="portable"):
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+    triton = verbs(kernels)
+    if triton and triton.selects(scores, k):
+        return triton.select(scores, k)
     if fused.selects(kernels, scores, k):
         return fused.select(kernels, scores, k)
     columns = scores.shape[1]

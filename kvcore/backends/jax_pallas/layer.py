@@ -20,7 +20,8 @@ class Layer:
         regions: role -> the regions of its parts, numbered as layer 0, so that equal layers compare equal.
         names: local name of every pool the layer reads or writes -> its name in the plan's pools.
         elements: local name of every pool -> (shape of a unit, dtype) that the verbs expect.
-        kernels: ``portable`` (jax.numpy), ``tpu`` (Pallas) or ``interpret`` (Pallas, interpreted).
+        kernels: ``portable`` (jax.numpy), ``triton`` (on CUDA), ``tpu`` (Pallas) or ``interpret`` (Pallas,
+            interpreted).
     """
 
     def __init__(self, plan: CachePlan, number: int, kernels: str, roles: tuple[str, ...] = ROLES) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from kvcore.backends.jax_pallas import fused, tiles
+from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.encoding import decode, encode
 from kvcore.backends.jax_pallas.runs import Run, from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
@@ -37,7 +38,7 @@ def locate(region: Region, index, request, number):
 
 
 class Held(dict):
-    """A layer's pools by local name, and how their rows are moved: ``portable``, ``tpu`` or ``interpret``."""
+    """A layer's pools by local name, and how their rows are moved; see ``Layer``."""
 
     def __init__(self, pools, kernels: str) -> None:
         super().__init__(pools)
@@ -50,7 +51,7 @@ class Held(dict):
 
 def load(pools: Held, region: Region, unit, row):
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
-    if pools.kernels != "portable":
+    if pools.kernels in TILED:
         return tiles.load(pools, region, unit, row)
     pieces = []
     end = 0
@@ -73,7 +74,7 @@ def load(pools: Held, region: Region, unit, row):
 
 def store(pools: Held, region: Region, unit, row, rows):
     """Pools with canonical rows [..., heads, row_bytes] written; nothing happens where the unit is -1."""
-    if pools.kernels != "portable":
+    if pools.kernels in TILED:
         return tiles.store(pools, region, unit, row, rows)
     for run in runs(region):
         name = region.buffers[run.buffer][0]
@@ -131,7 +132,7 @@ def origin(region: Region, index, request, number, own: int):
 
 def read_fp32(pools, region: Region, index, request, number, own):
     """Rows of a region of fp32 fields as numbers, [..., dim]: ``own`` [T, dim] if new, else stored; zeros if -1."""
-    if pools.kernels == "portable" or any(pools[name].dtype != jnp.float32 for name, _ in region.buffers.values()):
+    if pools.kernels not in TILED or any(pools[name].dtype != jnp.float32 for name, _ in region.buffers.values()):
         rows = read(pools, region, index, request, number, encode_rows(region, own))[..., 0, :]
         return from_bytes(rows, np.dtype(np.float32))
     stored = tiles.load_fp32(pools, region, *locate(region, index, request, number))

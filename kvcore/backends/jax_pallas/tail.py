@@ -6,6 +6,7 @@ import numpy as np
 from kvcore.backends.jax_pallas import entries as paged
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.pooling import pool
 from kvcore.spec import Rope
@@ -14,6 +15,9 @@ from kvcore.spec import Rope
 def append_tail(layer, pools, index, kv, score, *, role="tail"):
     """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
     (region,) = layer.regions[role]
+    triton = verbs(pools.kernels)
+    if triton and triton.keeps_tail(layer, role):
+        return triton.append_tail(layer, pools, index, kv, score, role=role)
     return place.append(pools, region, index, place.encode_rows(region, jnp.concatenate([kv, score], axis=1)))
 
 
@@ -57,12 +61,19 @@ def flush(
     *,
     closed,
     eps=1e-6,
+    append=False,
+    newest=0,
 ):
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys.
 
-    ``rope`` is the fp32 inverse frequencies, or None.
+    ``rope`` is the fp32 inverse frequencies, or None. With ``append`` the step's own rows go to the tails, too,
+    where a launch does that.
     """
     streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
+    triton = verbs(pools.kernels)
+    given = {role: stream for role, *stream in streams if stream[0] is not None}
+    if triton and triton.flushes(layer, given):
+        return triton.flush(layer, pools, index, given, rope, eps=eps, append=append, newest=newest)
     for role, stream_kv, stream_score, weight in streams:
         if stream_kv is None:
             continue

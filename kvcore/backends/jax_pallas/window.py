@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.tail import rms_norm, rotate
 from kvcore.ops import WindowRows
@@ -11,6 +12,9 @@ from kvcore.ops import WindowRows
 def append_window(layer, pools, index, rows):
     """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
     (region,) = layer.regions["window"]
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        return triton.append(pools, region, index, rows)
     return place.append_values(pools, region, index, rows)
 
 
@@ -20,6 +24,9 @@ def append_rotated_window(layer, pools, index, rows, rope, norm_weight=None, *, 
     ``rope`` is the fp32 inverse frequencies.
     """
     (region,) = layer.regions["window"]
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        return triton.append_rotated(pools, region, index, rows, rope, norm_weight, eps)
     rows = rows.astype(jnp.float32)
     if norm_weight is not None:
         rows = rms_norm(rows, norm_weight, eps)
@@ -31,6 +38,9 @@ def append_rotated_window(layer, pools, index, rows, rope, norm_weight=None, *, 
 def gather_window(layer, pools, index, rows=None):
     """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
     (region,) = layer.regions["window"]
+    triton = verbs(pools.kernels)
+    if triton and triton.covers(region):
+        return WindowRows(*triton.gather_window(pools, region, index, layer.component("window").window, rows))
     own = None if rows is None else place.encode_rows(region, rows)
     positions = place.numbered(*place.live(layer.component("window"), index.lengths), region.rows)
     values = place.read_values(pools, region, index, place.requests_like(positions), positions, own)[:, :, 0]

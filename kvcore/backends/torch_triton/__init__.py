@@ -1,5 +1,19 @@
-"""torch: the verbs in place on torch tensors, with Triton kernels on CUDA and in plain operations everywhere."""
+"""torch: the verbs in place on torch tensors, with Triton kernels on CUDA and in plain operations everywhere.
 
-from kvcore.backends.torch_triton.backend import TorchBackend, TorchOps
+The backend is imported when it is asked for: the kernels in here know no torch, and run without it under JAX.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcore.backends.torch_triton.backend import TorchBackend, TorchOps
 
 __all__ = ["TorchBackend", "TorchOps"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvcore.backends.torch_triton import backend
+
+    return getattr(backend, name)

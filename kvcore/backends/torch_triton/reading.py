@@ -10,17 +10,19 @@ from kvcore import bounds
 from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import (
-    cut_for,
+from kvcore.backends.torch_triton.kernels.attention import chip_of
+from kvcore.backends.torch_triton.kernels.cut import (
+    attend_cut,
     own_record,
     parts_of,
     plain_record,
     splits_for,
-    whole_rows,
+    takes_whole,
 )
-from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of, score_parts
-from kvcore.backends.torch_triton.kernels.picks import MOST_PICKS, select_workspace
+from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
+from kvcore.backends.torch_triton.kernels.score_cut import score_parts
 from kvcore.ops import Attention
 
 MOST_SCORES = 1 << 26
@@ -88,7 +90,7 @@ class ReadingVerbs(TorchOps):
         if parts.whole and self._visits(index, entries, tokens, selected) >= self.fewest_visits:
             entries, entry_buffers, table = self._decoded_entries(pools, layer, index, entries)
         w, e = (None if one is None else launch.BOUND[one[0]].record for one in (window, entries))
-        whole = whole_rows(w, e, parts)
+        whole = takes_whole(w, e, parts)
         own, own_number = None, -1
         if rows is not None and window is not None:
             own, own_number = self._own_rows(layer, window[0], rows, whole=whole)
@@ -100,9 +102,9 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        device, keys = torch.device(self.device), span + picks
-        cut = cut_for(device, tokens, heads, keys, parts.full, whole)
-        splits = splits_for(device, tokens, heads, keys, cut)
+        chip, keys = chip_of(torch.device(self.device)), span + picks
+        cut = attend_cut(chip, tokens, heads, keys, parts, w, e, picked=selected is not None)
+        splits = splits_for(chip, tokens, heads, keys, cut)
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),

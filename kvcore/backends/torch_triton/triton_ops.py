@@ -11,7 +11,7 @@ from kvcore import bounds
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
-from kvcore.backends.torch_triton.kernels.tail import TailRecord
+from kvcore.backends.torch_triton.kernels.tail import tail_record
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
@@ -359,17 +359,9 @@ class TritonOps(ReadingVerbs, LifeOps):
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)
-        component = self.component(layer, role)
-        if region.layout != "packed":
+        record = tail_record(region, self.component(layer, role))
+        if record is None:
             return None, ""
-        record = TailRecord(
-            width=component.width,
-            dim=component.dim,
-            ratio=component.ratio,
-            rows=region.rows,
-            slot=region.unit.nbytes // 4,
-            overlap=component.overlap,
-        )
         ((name, _),) = region.buffers.values()
         return launch.bind_tail(record), name
 

@@ -95,6 +95,7 @@ def border(
             CHUNK,
             PARTS,
             False,
+            False,
             NATIVE,
         )
         position += T.ratio

@@ -1,4 +1,4 @@
-"""What all launches share: records by number, the shape of a tile, options, registration with ``torch.library``.
+"""What all launches of torch share: records by number, options, registration with ``torch.library``.
 
 A custom operator takes tensors and numbers, so records go into lists and travel as their place in them.
 """
@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from kvcore.backends.torch_triton.kernels.record import RowRecord, native
+from kvcore.backends.torch_triton.kernels.record import RowRecord
+from kvcore.backends.torch_triton.kernels.shape import INTERPRETED as INTERPRETED
+from kvcore.backends.torch_triton.kernels.shape import native
+from kvcore.backends.torch_triton.kernels.shape import tile as tile
 from kvcore.backends.torch_triton.kernels.tail import TailRecord
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 class Bound(NamedTuple):
@@ -51,20 +51,11 @@ def options(device: torch.device) -> dict[str, Any]:
 
 @cache
 def is_native(device: torch.device) -> bool:
-    """``record.native``, looked up once a device."""
-    return not INTERPRETED and native(device)
-
-
-def tile(record: RowRecord, count: int) -> tuple[int, int]:
-    """(rows of a program, warps): 2,048 channels, or 512 while that would leave too few programs to fill a GPU.
-
-    Two shapes only, since each is compiled once for every kernel and record.
-    """
-    size = record.tiles * record.width
-    rows = max(1, 2048 // size)
-    if count < 1024 * rows:
-        rows = max(1, 512 // size)
-    return rows, max(1, min(4, rows * size // 1024))
+    """``shape.native``, looked up once a device."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return native(10 * major + minor)
 
 
 def _nothing(*args: Any) -> None:

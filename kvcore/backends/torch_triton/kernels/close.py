@@ -10,7 +10,7 @@ import triton.language as tl
 from kvcore.backends.torch_triton.kernels.address import locate
 from kvcore.backends.torch_triton.kernels.codes import round_bf16, widened
 from kvcore.backends.torch_triton.kernels.latent import finish, turns
-from kvcore.backends.torch_triton.kernels.pool import load_own, pool, settle
+from kvcore.backends.torch_triton.kernels.pool import load_ahead, load_own, pool, settle
 from kvcore.backends.torch_triton.kernels.rows import store_rows
 
 
@@ -43,12 +43,13 @@ def close_window(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    PREFILL: tl.constexpr,
     WHOLE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry.
 
-    With WHOLE a window that has rows from before the step is left to the border's programs.
+    With PREFILL most windows are the step's own; with WHOLE those that are not are left to the border's programs.
     """
     size: tl.constexpr = R.tiles * R.width
     share: tl.constexpr = size // PARTS
@@ -66,14 +67,29 @@ def close_window(
         weight = tl.load(norm_ptr + everything, mask=everything < R.dim, other=0).to(tl.float32)
     channel = part * share + tl.arange(0, share)
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
-    if WHOLE and ROWS == CHUNK:
-        kv, score = load_own(kv_ptr, score_ptr, tl.arange(0, ROWS), token, channel, T)
+    if PREFILL and ROWS == CHUNK:
+        r = tl.arange(0, ROWS)
+        if WHOLE:
+            kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
+        else:
+            kv, score = load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
         cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
         score = widened(score)
         x = settle(score, tl.full(score.shape, 1.0, tl.float32), widened(kv), NATIVE)
     else:
         cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
-        x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
+        if PREFILL and not WHOLE and T.ratio & (T.ratio - 1) == 0:
+            if position + 1 - window >= start:
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE
+                )
+            else:
+                few: tl.constexpr = CHUNK // 4 if CHUNK > 8 else 2
+                x = pool(
+                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE
+                )
+        else:
+            x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
     if R.rounded:
         x = round_bf16(x, NATIVE)
     if WHOLE and PARTS == 1:

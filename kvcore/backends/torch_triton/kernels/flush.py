@@ -123,6 +123,7 @@ def stream(
                     CHUNK,
                     PARTS,
                     WHOLE,
+                    WHOLE,
                     NATIVE,
                 )
         else:
@@ -161,6 +162,7 @@ def stream(
                     ROWS,
                     CHUNK,
                     PARTS,
+                    True,
                     WHOLE,
                     NATIVE,
                 )

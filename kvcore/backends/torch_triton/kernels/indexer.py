@@ -1,6 +1,5 @@
 """Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,9 @@ from torch import Tensor
 from kvcore.backends.torch_triton.kernels import picks, scores
 from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, is_native, options, registered, tile
-from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
+from kvcore.backends.torch_triton.kernels.lists import workspace
+from kvcore.backends.torch_triton.kernels.record import power_of_two
+from kvcore.backends.torch_triton.kernels.score_cut import ScoreCut, score_cut, score_tiles
 
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
@@ -24,49 +25,6 @@ NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_BEST = 2048
 """Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
-
-
-class ScoreParts(NamedTuple):
-    """How a key is cut for the product; see ``attention.Parts``."""
-
-    dim: int
-    chunk: int
-    chunks: int
-    full: bool
-    apart: bool
-
-
-class ScoreCut(NamedTuple):
-    """Keys of a tile, warps and the depth of the pipeline."""
-
-    keys: int
-    warps: int
-    stages: int
-
-
-CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 2)}
-"""By whether keys are nibbles."""
-
-
-@cache
-def score_parts(record: RowRecord) -> ScoreParts | None:
-    """How keys are cut; None where the kernel does not cover them: codes are bf16 numbers, scales apart or exact."""
-    chunk = min(64, power_of_two(record.dim))
-    whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
-    scaled = record.code in ("e4m3", "e2m1", "int8") and (
-        record.groups == 1 or power_of_two_scaled(record) or (record.code, record.scale) == ("e2m1", "e4m3")
-    )
-    exact = (scaled or not record.quant) and record.plain in ("", "bf16")
-    if chunk < 16 or not whole or not exact or record.heads != 1:
-        return None
-    return ScoreParts(record.dim, chunk, triton.cdiv(record.dim, chunk), INTERPRETED, True)
-
-
-@cache
-def nibbles(record: RowRecord) -> bool:
-    """Four power-of-two scales in a word, sixteen bytes of codes each."""
-    words = all(number % 4 == 0 for number in (record.scales_unit, record.scales_base, record.scales_stride))
-    return (record.code, record.scale, record.groups, record.width) == ("e2m1", "e8m0", 4, 32) and words
 
 
 def _scores_out(
@@ -108,10 +66,8 @@ def score_rows(
         return out
     tokens, heads = q.shape[:2]
     cut, constants = _cut(record, heads, q.device)
-    most = triton.cdiv(columns, cut.keys)
-    # Enough programs to fill the GPU a few times; beyond that longer runs, which load their queries once.
-    tiles = power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors(q.device)))))
-    scores.scores_kernel[(tokens * triton.cdiv(most, tiles),)](
+    tiles = score_tiles(multiprocessors(q.device), tokens, columns, cut.keys)
+    scores.scores_kernel[(tokens * triton.cdiv(columns, cut.keys * tiles),)](
         out, rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table,
         tokens, heads, columns, block_table.shape[1],
         **constants, RATIO=ratio, TILES=tiles, num_warps=cut.warps,
@@ -125,14 +81,7 @@ def _three(number: int, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cut(number: int, heads: int, device: torch.device) -> tuple[ScoreCut, dict[str, Any]]:
-    """The cut of a record's keys, and what both kernels must know of it."""
-    record = BOUND[number].record
-    packed = nibbles(record) and is_native(device)
-    cut = CUTS[packed]
-    return cut, {
-        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": cut.keys,
-        "STAGES": cut.stages, "NIBBLES": packed, "NATIVE": is_native(device),
-    }  # fmt: skip
+    return score_cut(BOUND[number].record, heads, is_native(device))
 
 
 def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
@@ -167,7 +116,7 @@ def runs_of(tokens: int, columns: int, run: int, k: int, device: torch.device) -
 
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
     """Pairs, counts and scores that ``score_select_rows`` needs."""
-    return *picks.workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
+    return *workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
 
 
 def _score_select_out(

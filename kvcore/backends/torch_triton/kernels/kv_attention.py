@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvcore.backends.torch_triton.kernels import attend_kv, merge
-from kvcore.backends.torch_triton.kernels.attention import LOG2_E
 from kvcore.backends.torch_triton.kernels.bound import BOUND, is_native, registered
+from kvcore.backends.torch_triton.kernels.cut import LOG2_E
 from kvcore.backends.torch_triton.kernels.kv_cuts import cut_for, sides_of, span_of, whole_tiles, work_for
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 

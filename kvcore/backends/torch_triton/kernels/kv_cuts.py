@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvcore.backends.torch_triton.kernels.attention import LARGE, multiprocessors, own_record
+from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound
+from kvcore.backends.torch_triton.kernels.cut import LARGE, own_record
 from kvcore.backends.torch_triton.kernels.record import RowRecord, aligned, power_of_two
 from kvcore.spec import Format
 

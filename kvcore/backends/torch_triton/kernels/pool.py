@@ -54,6 +54,22 @@ def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
 
 
 @triton.jit
+def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+    """``load_either`` where most windows are the step's own: inputs are read at once, the ring only if need be."""
+    window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
+    kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
+    kv, score = widened(kv), widened(score)
+    if position + 1 - window < start:
+        p = position + 1 - window + r
+        own = (p >= start)[:, None]
+        old = ((r < window) & (p >= 0) & (p < start))[:, None] & (channel < T.dim)[None, :]
+        there = ring_rows(p, slot, half_of(r, T), T)[:, None] + channel[None, :]
+        kv = tl.where(own, kv, tl.load(tail_ptr + there, mask=old, other=0.0))
+        score = tl.where(own, score, tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf")))
+    return kv, score
+
+
+@triton.jit
 def half_of(r, T: tl.constexpr):
     """First channel of row ``r``: tokens before the entry's own lend their carry half, its own the other."""
     return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)

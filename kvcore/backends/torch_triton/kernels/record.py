@@ -8,7 +8,6 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvcore.plan import Region
 from kvcore.spec import Field
@@ -156,11 +155,6 @@ def power_of_two(value: int) -> int:
 def power_of_two_scaled(record: RowRecord) -> bool:
     """True if the record's scales are powers of two."""
     return bool(record.rule) and RULES[record.rule].power_of_two
-
-
-def native(device: torch.device) -> bool:
-    """True where the hardware rounds to fp8 and bf16 itself; elsewhere kernels round by integer arithmetic."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _places(region: Region, name: str, place: Place | None) -> dict[str, int]:

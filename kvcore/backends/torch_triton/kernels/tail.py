@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.codes import float_bits, load_float
+from kvcore.plan import Region
+from kvcore.spec import Tail
 
 
 class TailRecord(NamedTuple):
@@ -26,6 +28,20 @@ class TailRecord(NamedTuple):
     rows: int
     slot: int
     overlap: bool
+
+
+def tail_record(region: Region, component: Tail) -> TailRecord | None:
+    """The record of a tail, or None in a layout that the kernels don't cover."""
+    if region.layout != "packed":
+        return None
+    return TailRecord(
+        width=component.width,
+        dim=component.dim,
+        ratio=component.ratio,
+        rows=region.rows,
+        slot=region.unit.nbytes // 4,
+        overlap=component.overlap,
+    )
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""The project's Triton kernels as operations of JAX, through jax-triton."""

@@ -1,0 +1,65 @@
+"""What launches share: records of regions, pools under the kernels' names for them, and pools after a launch."""
+
+import jax.numpy as jnp
+
+from kvcore.backends.jax_pallas.cuda.call import launch
+from kvcore.backends.jax_pallas.cuda.choice import capability
+from kvcore.backends.torch_triton.kernels.record import RegionBuffers, RowRecord, row_record
+from kvcore.backends.torch_triton.kernels.shape import native
+from kvcore.backends.torch_triton.kernels.tail import TailRecord, tail_record
+from kvcore.plan import Region
+
+
+def covers(region: Region) -> bool:
+    """True where rows of a region are encoded and decoded by the kernels."""
+    return row_record(region) is not None
+
+
+def keeps_tail(layer, role: str) -> bool:
+    """True where a tail's rows are stored and pooled by the kernels."""
+    return tail_record(layer.regions[role][0], layer.component(role)) is not None
+
+
+def record_of(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers]:
+    """The record of a region that is covered, and its pools' names."""
+    found = row_record(region, float(global_scale))
+    assert found is not None
+    return found
+
+
+def tail_of(layer, role: str) -> tuple[TailRecord, str]:
+    """The record of a tail that is kept, and its pool's name."""
+    (region,) = layer.regions[role]
+    record = tail_record(region, layer.component(role))
+    assert record is not None
+    ((name, _),) = region.buffers.values()
+    return record, name
+
+
+def fields(pools, names):
+    """The pools of a region's codes, scales and plain channels under the kernels' names for them."""
+    return {f"{field}_ptr": pools[name] for field, name in zip(("codes", "scales", "plain"), names, strict=True)}
+
+
+def floats(values):
+    """Values as the kernels read them: fp32 or bf16."""
+    return values if values.dtype in (jnp.float32, jnp.bfloat16) else values.astype(jnp.float32)
+
+
+def is_native() -> bool:
+    """``native`` of the device."""
+    return native(capability())
+
+
+def launched(kernel, grid, arguments, **options):
+    """``launch`` on the device."""
+    return launch(kernel, grid, arguments, capability=capability(), **options)
+
+
+def updated(pools, kernel, grid, arguments, names, **options):
+    """Pools after a launch that updates those of ``names``."""
+    names = sorted(set(names))
+    changed, _ = launched(kernel, grid, arguments, written=[pools[name] for name in names], **options)
+    for name, pool in zip(names, changed, strict=True):
+        pools = pools.replace(name, pool)
+    return pools
