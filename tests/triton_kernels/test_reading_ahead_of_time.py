@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, attend_kv, kv_cuts, merge, scores, topk
+from kvcore.backends.torch_triton.kernels import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk
 from kvcore.backends.torch_triton.kernels.cut import (
     FEW,
     FULL,
