@@ -89,7 +89,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     # Padding is zeros: of the last page of history, and of the record.
     pages[max(0, layout.blocks - 1) :] = 0
     if not move_at_once(cache.ops, cache.pools, row, floor, layout, pages):
-        _one_by_one(cache, row, floor, layout, pages)
+        stage_one_by_one(cache, row, floor, layout, pages)
     manifest = Manifest(
         version=VERSION,
         export=export,
@@ -103,7 +103,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     return Staged(manifest.encode(), pages)
 
 
-def _one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
+def stage_one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
     """Copy rows into pages component by component, on the host or on the device."""
     on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))

@@ -59,14 +59,13 @@ class LifeOps(TorchOps):
         return calls().digest_strips(pages, table, first_page)
 
     @torch.no_grad()
-    def move_strips(self, pools, pages, placed, units, *, first_page=0, store=False):
+    def move_strips(self, pools, pages, placed, units, *, store=False):
         """Copy canonical rows of many components from the pools into pages, or with ``store`` back, in few launches.
 
         Args:
             pages: [pages, bytes] uint8 on the device, without gaps.
             placed: (strip, number of its first row, rows in all) of every component; see ``kvcore.handoff.layout``.
             units: block of every page, or the slot, [pages] int32; rows of a unit -1 are zeros, or not stored.
-            first_page: number of the first of these pages among all.
 
         Returns:
             False, and nothing is done, where a layout stores the bytes of an element apart.
@@ -76,7 +75,7 @@ class LifeOps(TorchOps):
             return False
         units = self._units(units)
         for width, table in tables:
-            move_strips(pages, units, self.asarray(table), width, first_page, store)
+            move_strips(pages, units, self.asarray(table), width, store)
         return True
 
     def _copy(self, pools, sources, targets, growth):

@@ -22,14 +22,13 @@ BLOCK = 1024
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@triton.jit(do_not_specialize=["page_words", "entries", "first_page"])
+@triton.jit(do_not_specialize=["page_words", "entries"])
 def move_strips_kernel(
     pages_ptr,
     units_ptr,
     table_ptr,
     page_words,
     entries,
-    first_page,
     STORE: tl.constexpr,
     ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,7 +44,7 @@ def move_strips_kernel(
     page_row, page_head = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8).to(tl.int32)
     heads, rows = tl.load(entry + 9).to(tl.int32), tl.load(entry + 10).to(tl.int32)
     ring, count = tl.load(entry + 11).to(tl.int32), tl.load(entry + 13).to(tl.int32)
-    before = (first_page + page) * rows
+    before = page * rows
     number = tl.load(entry + 12).to(tl.int32) + before
     total = tl.minimum(rows, tl.maximum(count - before, 0)) * heads * words
     there = tl.where(address != 0, tl.where(unit >= 0, total, 0), 0)
@@ -66,10 +65,10 @@ def move_strips_kernel(
             tl.store(target, tl.load(source, mask=known, other=0), mask=at < total)
 
 
-def move_strips(pages: Tensor, units: Tensor, table: Tensor, width: int, first_page: int, store: bool) -> None:
+def move_strips(pages: Tensor, units: Tensor, table: Tensor, width: int, store: bool) -> None:
     """Copy the runs of ``table`` [runs, ENTRY] int64 between pages [pages, bytes] and units [pages] int32 of pools."""
     words = pages.view(WORDS[width])
     if words.numel() and table.numel():
         move_strips_kernel[(len(words) * len(table),)](
-            words, units, table, words.shape[1], len(table), first_page, store, ENTRY, BLOCK, **options(pages.device)
+            words, units, table, words.shape[1], len(table), store, ENTRY, BLOCK, **options(pages.device)
         )
