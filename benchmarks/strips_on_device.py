@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+import kvcore
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.content import write_rows
+from kvcore.handoff import Desk, Direct, pull
 from kvcore.handoff.layout import page_layout
 from kvcore.handoff.pages import content_of
 from kvcore.handoff.staging import stage_one_by_one
@@ -81,3 +83,30 @@ def check_strips(rng, device):
                 yield f"{case}: into the pools", "component by component"
             for name, pool in ours.items():
                 yield f"{case}: into {name}", different(pool, theirs[name])
+    yield from check_hand_off(rng, device)
+
+
+def check_hand_off(rng, device):
+    """A request exported on the device and pulled there by another cache, of another layout."""
+    layers = [LayerSpec(window=Window(dim=512, window=5, format="v4_584")), LayerSpec(kv=KV(key_heads=2, key_dim=16))]
+    options = {"backend": "torch_triton", "device": device, "max_requests": 2, "max_tokens": 256}
+    source, target = (
+        kvcore.create_cache(
+            CacheSpec(layers=layers, block_tokens=16), layout=layout, max_draft_tokens=drafts, **options
+        )
+        for layout, drafts in (("packed", 2), ("planar", 0))
+    )
+    source.admit()
+    request = source.admit()
+    for new in (40, 3):
+        window, *kv = (
+            torch.from_numpy(rng.standard_normal(shape, np.float32)).to(device)
+            for shape in ((new, 512), (new, 2, 16), (new, 2, 16))
+        )
+        with source.step({request: new}) as step:
+            step.layer(0).append_window(window)
+            step.layer(1).append_kv(*kv)
+    desk = Desk(source, on_device=True)
+    moved = pull(target, desk.export(request), Direct(desk), chunk_pages=2, on_device=True)
+    same = target.digest([moved]) == source.digest([request])
+    yield "hand-off from packed to planar", "" if same else "digests differ"
