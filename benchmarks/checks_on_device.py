@@ -8,6 +8,7 @@ import torch
 from capture_on_device import check_captured, check_compiled
 from check_cuda import CLASSIC, case_of, images_of
 from expected import as_bf16, decoded, encoded, random_values
+from strips_on_device import check_strips
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
@@ -323,6 +324,7 @@ def check_pages(rng, device):
             wrong = sum(a != b for a, b in zip(digests.result(ours), want, strict=True))
             yield f"pages of {length} tokens by {chunk}", f"{wrong} of {len(want)}" if wrong else ""
             yield f"pages of {length} tokens at once", "" if digests._tables else "component by component"
+    yield from check_strips(rng, device)
 
 
 def check_merge(rng, device):

@@ -76,20 +76,21 @@ def move(me: Rank) -> dict[str, Any]:
         desk, digest = Desk(cache, places=1, on_device=me.on_gpu), cache.digest([request])
     rounds = []
     for chunk_pages in CHUNKS:
-        box: list[Any] = [None, None]
+        box: list[Any] = [None, None, None]
         if desk is not None:
             me.synchronize()
             start = time.perf_counter()
             handle = desk.export(request, lease_seconds=120)
             me.synchronize()
-            stages.append(round(time.perf_counter() - start, 4))
-            box = [encode_handle(handle), digest]
+            stages.append(round(time.perf_counter() - start, 5))
+            box = [encode_handle(handle), digest, stages[-1]]
         dist.broadcast_object_list(box, 0, device=torch.device(me.wire))
         if desk is not None:
             serve(desk, 1, device=me.wire, idle_seconds=60)
             record["stage_seconds"] = stages
         else:
-            rounds.append(one_pull(me, cache, decode_handle(box[0]), box[1], chunk_pages, record["link_gb_s"]))
+            pulled = one_pull(me, cache, decode_handle(box[0]), box[1], chunk_pages)
+            rounds.append(rated(pulled, box[2], record["link_gb_s"]))
             record["pulls"] = rounds[1:]
             record["median_share_of_link"] = medians(rounds[1:])
             me.say(f"{rounds[-1]}")
@@ -107,8 +108,20 @@ def medians(pulls: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_pages: int, link: float) -> dict[str, Any]:
-    """One hand-off: bytes, seconds of its parts, and its rates as shares of the link's."""
+def rated(pull: dict[str, Any], export: float, link: float) -> dict[str, Any]:
+    """A hand-off with the exporter's seconds before its own, and the rates of all parts as shares of the link's."""
+    seconds = {"export": export, **pull["seconds"]}
+    rates = {name: pull["bytes"] / value / 1e9 for name, value in seconds.items()}
+    return {
+        **pull,
+        "seconds": {name: round(value, 5) for name, value in seconds.items()},
+        "gb_s": {name: round(rate, 2) for name, rate in rates.items()},
+        "share_of_link": {name: round(rate / link, 3) for name, rate in rates.items()},
+    }
+
+
+def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_pages: int) -> dict[str, Any]:
+    """One hand-off: bytes, and seconds of its parts; those until something begin with the first question."""
     carrier, nbytes = Timed(me), handle.pages * handle.page_bytes
     me.synchronize()
     start = time.perf_counter()
@@ -129,14 +142,17 @@ def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_page
     carrier.goodbye()
     equal = cache.digest([moved]) == digest
     cache.release(moved)
-    seconds = {"on the way": on_the_way, "until verified": verified, "until committed": whole}
+    seconds = {
+        "on the way": on_the_way,
+        "until verified": verified,
+        "commit": whole - verified,
+        "until committed": whole,
+    }
     return {
         "chunk_pages": chunk_pages,
         "bytes": nbytes,
         "pages": handle.pages,
-        "seconds": {name: round(value, 5) for name, value in seconds.items()},
-        "gb_s": {name: round(nbytes / value / 1e9, 2) for name, value in seconds.items()},
-        "share_of_link": {name: round(nbytes / value / 1e9 / link, 3) for name, value in seconds.items()},
+        "seconds": seconds,
         "one_page_us": round(statistics.median(single) * 1e6, 1),
         "verify_alone_gb_s": round(nbytes / min(verify) / 1e9, 2),
         "digests_equal": equal,

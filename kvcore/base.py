@@ -1,7 +1,7 @@
 """What a cache is made of, and the rules that all its verbs keep: one at a time, none inside a step, freed is gone."""
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,14 +125,17 @@ class CacheBase:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self._manager.check_whole(request, where)
 
-    def install(self, request: Request, left: "Left", rows: Content) -> None:
-        """Make a fresh request hold ``rows``, as it was when it left another cache.
+    def install(self, request: Request, left: "Left", rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
+        """Make a fresh request hold ``rows``, or what a function writes, as it was when it left another cache.
 
         Raises:
             OutOfBlocks: no room; the request is still fresh.
         """
         self._manager.take_over(request, length=left.length, floor=left.floor, tokens=left.tokens, salt=left.salt)
-        self._pools = write_rows(self.ops, self._pools, self.row(request), rows)
+        row = self.row(request)
+        self._pools = (
+            rows(self.ops, self._pools, row) if callable(rows) else write_rows(self.ops, self._pools, row, rows)
+        )
         self._prefix.publish(self._manager.place(request))
 
     def fresh(self, salt: str | None = None) -> Request:

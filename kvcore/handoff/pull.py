@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvcore.content import write_rows
 from kvcore.errors import TransferError
 from kvcore.handoff.carrier import Carrier, begin
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.layout import PageLayout
 from kvcore.handoff.pages import Array, PageDigests, content_of
 from kvcore.handoff.staging import Manifest, empty_pages, layout_of, parse
+from kvcore.handoff.strips import move_at_once
 from kvcore.manager import Request
+from kvcore.ops import Ops
+from kvcore.pools import Pools
+from kvcore.step import Row
 from kvcore.transfer import check_spec
 
 if TYPE_CHECKING:
@@ -104,11 +109,16 @@ def commit(cache: "Cache", received: Received) -> Request:
         OutOfSlots, OutOfBlocks: no room; nothing is changed.
     """
     manifest, layout, pages = received
+
+    def write(ops: Ops, pools: Pools, row: Row) -> Pools:
+        if move_at_once(ops, pools, row, manifest.floor, layout, pages, store=True):
+            return pools
+        return write_rows(ops, pools, row, dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length)))
+
     with cache._turn("pull"):
         request = cache.fresh()
         try:
-            content = dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length))
-            cache.install(request, manifest, content)
+            cache.install(request, manifest, write)
         except BaseException:
             cache.give_back(request)
             raise

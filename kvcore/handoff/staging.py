@@ -11,9 +11,10 @@ from kvcore.content import is_coherent, read_rows
 from kvcore.errors import TransferError
 from kvcore.handoff.layout import PageLayout, page_layout
 from kvcore.handoff.pages import Array, PageDigests
+from kvcore.handoff.strips import move_at_once
 from kvcore.manager import Request
 from kvcore.spec import CacheSpec, to_json
-from kvcore.step import build_index
+from kvcore.step import Row, build_index
 
 if TYPE_CHECKING:
     from kvcore.base import CacheBase
@@ -87,6 +88,24 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
     # Padding is zeros: of the last page of history, and of the record.
     pages[max(0, layout.blocks - 1) :] = 0
+    if not move_at_once(cache.ops, cache.pools, row, floor, layout, pages):
+        stage_one_by_one(cache, row, floor, layout, pages)
+    manifest = Manifest(
+        version=VERSION,
+        export=export,
+        spec=to_json(cache.spec),
+        length=row.length,
+        floor=floor,
+        tokens=None if request.tokens is None else list(request.tokens),
+        salt=request.salt,
+        digests=PageDigests(cache, layout, floor, row.length).result(pages),
+    )
+    return Staged(manifest.encode(), pages)
+
+
+def stage_one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
+    """Copy rows into pages component by component, on the host or on the device."""
+    on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
     for strip in layout.paged:
         component = getattr(cache.spec.all_layers[strip.layer], strip.role)
@@ -105,17 +124,6 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     if layout.state_pages:
         state = record.reshape(layout.state_pages, layout.page_bytes)
         pages[layout.blocks :] = cache.ops.asarray(state) if on_device else state
-    manifest = Manifest(
-        version=VERSION,
-        export=export,
-        spec=to_json(cache.spec),
-        length=row.length,
-        floor=floor,
-        tokens=None if request.tokens is None else list(request.tokens),
-        salt=request.salt,
-        digests=PageDigests(cache, layout, floor, row.length).result(pages),
-    )
-    return Staged(manifest.encode(), pages)
 
 
 def parse(manifest: bytes, root: bytes) -> Manifest:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources  # noqa: E402
 
-from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, tail, units  # noqa: E402
+from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, strips, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
 from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
@@ -184,6 +184,11 @@ def test_kernels_on_whole_units_compile(element, arch, record):
     check(record, element, checksum.digest_kernel, arch, constants)
     constants = {"ENTRY": checksum.ENTRY, "BLOCK": checksum.BLOCK}
     check(record, element, checksum.strips_kernel, arch, constants)
+    for store in (True, False):
+        constants = {"STORE": store, "ENTRY": strips.ENTRY, "BLOCK": strips.BLOCK}
+        for words in (element, {"i32": "i64", "u8": "i16"}[element]):
+            types = {"pages": words, "table": "i64"}
+            check(record, f"{words}, {store}", strips.move_strips_kernel, arch, constants, types=types)
     types = {"out": "bf16", "once": "bf16", **dict.fromkeys(("parts", "once_lse", "sink", "lse"), "fp32")}
     for once in (True, False):
         constants = {"SHARDS": 2, "ONCE": once, "SINK": once, "DIM": 512, "BLOCK": 512}

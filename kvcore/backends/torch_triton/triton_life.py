@@ -2,8 +2,10 @@
 
 import torch
 
+from kvcore.backends.torch_triton import strips
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels.launch import calls
+from kvcore.backends.torch_triton.kernels.strips import move_strips
 from kvcore.pools import fresh_unit
 
 
@@ -55,6 +57,26 @@ class LifeOps(TorchOps):
             first_page: number of the first of these pages among all, from which positions are counted.
         """
         return calls().digest_strips(pages, table, first_page)
+
+    @torch.no_grad()
+    def move_strips(self, pools, pages, placed, units, *, store=False):
+        """Copy canonical rows of many components from the pools into pages, or with ``store`` back, in few launches.
+
+        Args:
+            pages: [pages, bytes] uint8 on the device, without gaps.
+            placed: (strip, number of its first row, rows in all) of every component; see ``kvcore.handoff.layout``.
+            units: block of every page, or the slot, [pages] int32; rows of a unit -1 are zeros, or not stored.
+
+        Returns:
+            False, and nothing is done, where a layout stores the bytes of an element apart.
+        """
+        tables = strips.tables(self.plan, pools, placed, pages.shape[1])
+        if tables is None:
+            return False
+        units = self._units(units)
+        for width, table in tables:
+            move_strips(pages, units, self.asarray(table), width, store)
+        return True
 
     def _copy(self, pools, sources, targets, growth):
         sources, targets = self._units(sources), self._units(targets)
