@@ -89,7 +89,7 @@ class Sharded:
             for role, component in layer.components()
             if isinstance(component, KV) and _divides(component, self.shards["heads"])
         }
-        local = _Local(kernels)
+        local: Any = _Local(kernels)
         exchange = JaxExchange(context, self._axes["blocks"])
         self.ops: Any = local.create(self.plan) if context == 1 else ShardedOps(local, self.plan, exchange)
 

@@ -260,8 +260,8 @@ class JaxOps(ComposedVerbs):
             options = {"closed": 1, "eps": eps, "append": True, "newest": newest}
             return self._write(tail.flush, pools, layer, (*roles, *tails), arrays, **options)
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
-        streams = kv, score, index_kv, index_score
-        return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
+        options = {"closed": closed, "eps": eps, "rope": rope, **weights}
+        return super().append_flush(pools, layer, index, kv, score, index_kv, index_score, **options)
 
     def store_entries(
         self,

@@ -42,6 +42,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
     given, q = q, floats(q)
     tokens, heads, dim = q.shape
     parts = _parts(layer, q.dtype == jnp.bfloat16)
+    assert parts is not None, "see attends"
     window, entries = (layer.component(role) for role in ROLES)
     selected = None if selected is None or entries is None else selected.astype(jnp.int32)
     records, arguments = [], {}
@@ -57,7 +58,8 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
     columns = index.block_table.shape[1]
     most = columns * layer.regions["entries"][0].rows if entries is not None and selected is None else picks
     keys = (window.window if window else 0) + most
-    cut = attend_cut(chip(), tokens, heads, keys, parts, *records, picked=selected is not None)
+    window_record, entry_record = records
+    cut = attend_cut(chip(), tokens, heads, keys, parts, window_record, entry_record, picked=selected is not None)
     splits = splits_for(chip(), tokens, heads, keys, cut)
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     partial, sums = out, lse
@@ -84,7 +86,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
         "table_columns": columns,
         "splits": splits,
         "scale": np.float32(scale * LOG2_E),
-        **attend_constants(cut, *records, own_of, bf16=q.dtype == jnp.bfloat16),
+        **attend_constants(cut, window_record, entry_record, own_of, bf16=q.dtype == jnp.bfloat16),
         "WINDOW": window.window if window else 0,
         "RATIO": entries.ratio if entries else 0,
         "ALL": selected is None,

@@ -82,8 +82,8 @@ def select(scores_, k):
             "ROOM": room,
             "LIST": 0,
         }
-        _, lists = launched(best_kernel, (len(rows) * parts,), arguments, warps=cut.warps)
-        found.append(_ranked(*lists, len(rows), parts, room, room, k))
+        _, (pairs, counts) = launched(best_kernel, (len(rows) * parts,), arguments, warps=cut.warps)
+        found.append(_ranked(pairs, counts, len(rows), parts, room, room, k))
     return jnp.concatenate(found)
 
 
