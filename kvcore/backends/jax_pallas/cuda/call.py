@@ -83,7 +83,7 @@ def launch(
             where = place(outputs, value)
             source = f"y{where}"
             cleared += [where] * (parameter.name in zeroed)
-        elif isinstance(value, (bool, int, float, np.float32)):
+        elif isinstance(value, (bool, int, float, np.floating)):
             numbers.append(value)
             source = f"n{len(numbers) - 1}"
         else:
