@@ -29,7 +29,8 @@ def answer(found: Scene, q: torch.Tensor, sink: torch.Tensor | None, scale: floa
         if request < 0:
             continue
         left = 0 if found.host.left_padding is None else int(found.host.left_padding[request])
-        numbers = torch.arange(kv.first_visible(int(position), left), int(position) + 1, device=q.device)
+        first, last = kv.first_visible(int(position), left), int(position)
+        numbers = torch.arange(min(first, last + 1), last + 1, device=q.device)
         asked = torch.full_like(numbers, int(request))
         k, v = (
             found.plain.decode_rows(region, place.read(found.pools, region, found.index, asked, numbers)).double()[
@@ -116,7 +117,8 @@ def captured(what: str, layer, lengths, device, *, heads=4) -> Iterator[Problem]
     problems = []
     for found in (first, then):
         for target, source in zip(first.index, found.index, strict=True):
-            target.copy_(source)
+            if target is not None:
+                target.copy_(source)
         for name, pool in first.pools.items():
             pool.copy_(found.pools[name])
         graph.replay()

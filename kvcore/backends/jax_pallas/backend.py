@@ -228,9 +228,16 @@ class JaxOps(ComposedVerbs):
         reads = tuple(role for _, role, given in streams if given is not None)
         rope = tail.frequencies_of(rope)
         arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, rope)
-        # Launches find on the device what closes: their traces need no bound.
-        options = {"closed": 1 if self.kernels == "triton" else self._bucket(closed, index), "eps": eps}
+        # A launch finds on the device what closes: its trace needs no bound.
+        launched = self._flushes(layer, writes)
+        options = {"closed": 1 if launched else self._bucket(closed, index), "eps": eps}
         return self._write(tail.flush, pools, layer, writes, arrays, reads, **options)
+
+    def _flushes(self, layer: int, roles: tuple[str, ...]) -> bool:
+        """True where a flush of these roles is one launch of a Triton kernel."""
+        triton = choice.verbs(self.kernels)
+        tails = (TAIL_OF[role] for role in roles)
+        return bool(triton and triton.flushes(self._layers[layer].only(*roles, *tails), roles))
 
     def append_flush(
         self,
@@ -250,10 +257,9 @@ class JaxOps(ComposedVerbs):
         index_norm_weight: Float[Array, " index_dim"] | None = None,
     ) -> Pools:
         """``flush``, then ``append_tail`` and ``append_index_tail``; one launch where kernels are Triton's."""
-        triton = choice.verbs(self.kernels)
         roles = ("entries",) if index_kv is None else ("entries", "index_keys")
         tails = tuple(TAIL_OF[role] for role in roles)
-        if triton and triton.flushes(self._layers[layer].only(*roles, *tails), roles):
+        if self._flushes(layer, roles):
             frequencies = tail.frequencies_of(rope)
             arrays = (index, kv, score, index_kv, index_score, norm_weight, index_norm_weight, frequencies)
             newest = len(index.positions) if newest is None else newest

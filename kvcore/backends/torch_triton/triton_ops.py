@@ -10,7 +10,9 @@ import torch
 from kvcore import bounds
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
+from kvcore.backends.torch_triton.kernels.bound import TAILS
 from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
+from kvcore.backends.torch_triton.kernels.shape import tails_apart
 from kvcore.backends.torch_triton.kernels.tail import tail_record
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
@@ -187,13 +189,14 @@ class TritonOps(ReadingVerbs, LifeOps):
         rope=None,
         index_norm_weight=None,
     ):
-        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch.
+        """``append_tail``, ``append_index_tail`` and ``flush`` together, in one launch unless that is slower.
 
         ``newest`` tells whether the rings have spare rows for the step's own: each token's program then writes them.
         """
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
         streams = kv, score, index_kv, index_score
-        if self._flush(pools, layer, index, *streams, eps, rope, append=True, newest=newest, **weights):
+        together = not self._tails_apart(layer, index, kv)
+        if together and self._flush(pools, layer, index, *streams, eps, rope, append=True, newest=newest, **weights):
             return pools
         return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
 
@@ -364,6 +367,13 @@ class TritonOps(ReadingVerbs, LifeOps):
             return None, ""
         ((name, _),) = region.buffers.values()
         return launch.bind_tail(record), name
+
+    def _tails_apart(self, layer, index, kv):
+        (number, _), component = self.tail_bound(layer, "tail"), self.component(layer, "tail")
+        if number is None:
+            return False
+        count, requests, size = len(index.positions), len(index.slots), power_of_two(component.dim)
+        return tails_apart(TAILS[number], size, count, requests, kv.itemsize)
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""

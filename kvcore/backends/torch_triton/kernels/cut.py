@@ -35,8 +35,8 @@ class Parts(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Rows decoded to bf16 could be taken whole."""
-        return self.narrow and self.panels == (self.chunks,)
+        """Rows decoded to bf16 could be taken whole: they are of a power of two of channels."""
+        return self.narrow and self.panels == (self.chunks,) and self.dim == self.chunk * self.chunks
 
 
 class Cut(NamedTuple):
