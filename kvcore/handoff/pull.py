@@ -38,7 +38,7 @@ def pull(
     carrier: Carrier,
     *,
     timeout: float = 10.0,
-    chunk_pages: int = 64,
+    chunk_pages: int = 1024,
     on_device: bool = False,
 ) -> Request:
     """Make a request of an export; generation goes on where it was.
@@ -49,7 +49,7 @@ def pull(
         handle: from the exporter's ``Desk.export``.
         carrier: the way to it.
         timeout: seconds until the last page has to be here.
-        chunk_pages: pages to ask for at a time.
+        chunk_pages: pages to ask for at a time; many, since every question costs a round trip.
         on_device: receive into the device memory of a torch cache.
 
     Raises:
@@ -72,7 +72,7 @@ def receive(
     carrier: Carrier,
     *,
     timeout: float = 10.0,
-    chunk_pages: int = 64,
+    chunk_pages: int = 1024,
     on_device: bool = False,
 ) -> Received:
     """Fetch an export and verify every page of it; arguments and errors as for ``pull``."""
