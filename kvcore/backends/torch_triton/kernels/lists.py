@@ -15,8 +15,6 @@ LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
 RANKED, OTHERS = 16, 128
 """Pairs that a program ranks at a time, and pairs that it compares them with."""
-MANY_ROWS, MOST_SORTED = 16, 2048
-"""So many rows with no more pairs than this are sorted, by a program each."""
 
 
 class Tile(NamedTuple):

@@ -10,8 +10,6 @@ from kvcore.backends.torch_triton.kernels import topk
 from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import registered
 from kvcore.backends.torch_triton.kernels.lists import (
-    MANY_ROWS,
-    MOST_SORTED,
     OTHERS,
     RANKED,
     aligned_to_four,
@@ -75,8 +73,5 @@ def rank_lists(picks: Tensor, lists: Lists, k: int) -> None:
             tile.picks, tile.hands, tile.deep, one.room, one.most, num_warps=tile.warps,
         )  # fmt: skip
         pairs, counts, room, most = merged, numbers, one.room, one.room
-    if rows >= MANY_ROWS and most <= MOST_SORTED:
-        topk.sort_kernel[(rows,)](picks, pairs, counts, room, k, most, num_warps=max(4, most // 256))
-        return
     shares = shares_for(multiprocessors(picks.device), rows, most)
     topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, RANKED, OTHERS, num_warps=4)

@@ -207,14 +207,3 @@ def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.cons
         for first in range(count, k, BLOCK):
             at = first + tl.arange(0, BLOCK)
             tl.store(picks_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
-
-
-@triton.jit(do_not_specialize=["line", "k"])
-def sort_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, ROOM: tl.constexpr):
-    """What ``rank_kernel`` does, one program a row: for many rows quicker than to compare every two pairs."""
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, ROOM)
-    count = tl.load(counts_ptr + token)
-    pair = tl.sort(tl.load(pairs_ptr + token * line + at, mask=at < count, other=NO_PAIR), descending=True)
-    column = tl.where(at < count, 0x7FFFFFFF - (pair & 0xFFFFFFFF).to(tl.int32), -1)
-    tl.store(picks_ptr + token * k + at, column, mask=at < k)
