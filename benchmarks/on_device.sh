@@ -1,64 +1,83 @@
 #!/bin/sh
-# Everything that a CUDA device has to say, in one go of about seven minutes on 16 cores:
-#   KVCORE_COMMIT=$(git rev-parse HEAD) sh benchmarks/on_device.sh OUT_FOLDER
+# Everything that a CUDA device has to say, about fifteen minutes on 16 cores; or some of its parts:
+#   KVCORE_COMMIT=$(git rev-parse HEAD) sh benchmarks/on_device.sh OUT_FOLDER [checks|reading|times|sanitizer|compile|figures ...]
 # Leaves check.json, reading.json, kit.json (of the conformance kit, for kvcore parity), bench.json, bench.svg,
 # compile_triton.json (the kernels as this machine's Triton compiles them) and logs.tar.gz there, which also has the records of
 # the reliability figures whose rows lie on the device (r-*.json).
-# Every part has a timeout of its own; the exit status is 1 if a check failed or a part did not finish.
+# Every step has a timeout of its own; the exit status is 1 if a check failed or a step did not finish.
 out=$(cd "$1" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
 logs=$(mktemp -d)
+shift
+parts=${*:-checks reading times sanitizer compile figures}
+status=0
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here/..:$here/../tests${PYTHONPATH:+:$PYTHONPATH}"
 cd "$logs" || exit 1
 
-for shard in 0/6 1/6 2/6 3/6 4/6 5/6 rest; do
-    part=check-${shard%/*}
-    timeout 200 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
-done
-for shard in 0 1 2 3 4 5 6 7 8 9 10 11; do
-    timeout 200 python3 -m pytest --pyargs kvcore.conformance -q -p kvcore.conformance.plugin -p no:cacheprovider \
-        --kv-backend=torch_triton --kv-device=cuda --kv-shard=$shard/12 --kv-report=kit-$shard.json \
-        >kit-$shard.log 2>&1 &
-done
-wait
-tail -q -n 1 check-*.log kit-*.log
+asked() { case " $parts " in *" $1 "*) true ;; *) false ;; esac; }
 
-timeout 120 python3 "$here/reading_on_device.py" --workers 14 --out "$out/reading.json" >reading.log 2>&1
-reading=$?
-tail -n 1 reading.log
+if asked checks; then
+    for shard in 0/6 1/6 2/6 3/6 4/6 5/6 rest; do
+        part=check-${shard%/*}
+        timeout 240 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
+    done
+    (cd "$here/.." && timeout 420 python3 -m benchmarks.kit_in_parts --backend torch_triton --device cuda --jobs 9 --seconds 400 \
+        --out "$logs/kit-0.json") >kit-0.log 2>&1 &
+    wait
+    tail -q -n 1 check-*.log kit-0.log
+fi
 
-timeout 200 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
-timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+if asked reading; then
+    timeout 150 python3 "$here/reading_on_device.py" --workers 14 --out "$out/reading.json" >reading.log 2>&1 || status=1
+    tail -n 1 reading.log
+fi
+
+if asked times; then
+    timeout 300 python3 -m kvcore bench --out "$out/bench.json" --svg "$out/bench.svg" 2>&1 | tee bench.log | grep -v '^  {'
+    timeout 90 python3 -m kvcore.bench.profile "$out/bench.json" 2>&1 | tee profile.log
+fi
 
 # What there is so far, should the rest be cut off.
-python3 "$here/merge_checks.py" "$out" >/dev/null
 tar czf "$out/logs.tar.gz" ./*.log
 
-for tool in memcheck racecheck; do
-    timeout 150 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
-    timeout 150 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
-        >${tool}_reading.log 2>&1 &
-done
-for gpu in A100 H100 B200; do
-    for which in "flush" "not flush"; do
-        part=compile-$gpu-$(echo "$which" | tr -d " ")
-        (cd "$here/.." && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 150 \
-            python3 -m pytest -q --noconftest -p no:cacheprovider tests/triton_kernels/test_ahead_of_time.py \
-            -k "$gpu and $which") >"$part.log" 2>&1 &
+if asked sanitizer; then
+    # Compiled before: under the sanitizer everything else is slow enough.
+    timeout 200 python3 "$here/small_run.py" >small.log 2>&1
+    for tool in memcheck racecheck; do
+        timeout 300 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
+        timeout 300 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
+            >${tool}_reading.log 2>&1 &
     done
-done
-for figure in "corruption --count 15000 --beside no --backend torch_triton --device cuda" \
-    "isolation --full --backend torch_triton --device cuda" \
-    "replay --full --backends reference,torch_triton@cuda,jax_pallas@cpu"; do
-    # shellcheck disable=SC2086 # the options are words
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 timeout 150 python3 -m benchmarks.reliability.$figure \
-        --first-seed 100000000 --jobs 2 --seconds 90 --out "r-${figure%% *}.json" >"r-${figure%% *}.log" 2>&1 &
-done
-wait
+    wait
+    tail -q -n 1 memcheck*.log racecheck*.log
+fi
 
-python3 "$here/merge_checks.py" "$out"
-status=$?
-[ $reading -eq 0 ] || status=1
-tar czf "$out/logs.tar.gz" ./*.log ./r-*.json
+if asked compile; then
+    for gpu in A100 H100 B200; do
+        for which in "flush" "not flush"; do
+            part=compile-$gpu-$(echo "$which" | tr -d " ")
+            (cd "$here/.." && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 200 \
+                python3 -m pytest -q --noconftest -p no:cacheprovider tests/triton_kernels/test_ahead_of_time.py \
+                -k "$gpu and $which") >"$part.log" 2>&1 &
+        done
+    done
+    wait
+fi
+
+if asked figures; then
+    for figure in "corruption --count 15000 --beside no --backend torch_triton --device cuda" \
+        "isolation --full --backend torch_triton --device cuda" \
+        "replay --full --backends reference,torch_triton@cuda,jax_pallas@cpu"; do
+        # shellcheck disable=SC2086 # the options are words
+        JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 timeout 150 python3 -m benchmarks.reliability.$figure \
+            --first-seed 100000000 --jobs 4 --seconds 90 --out "r-${figure%% *}.json" >"r-${figure%% *}.log" 2>&1 &
+    done
+    wait
+fi
+
+if asked checks || asked sanitizer || asked compile; then
+    python3 "$here/merge_checks.py" "$out" || status=1
+fi
+tar czf "$out/logs.tar.gz" $(ls | grep -E '\.log$|^r-.*\.json$')
 exit $status
