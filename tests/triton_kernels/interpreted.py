@@ -12,6 +12,7 @@ import numpy as np
 from check_cuda import reference_rows
 from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated, flush_problems
 
+from kvcore.backends.torch_triton.kernels import shape
 from kvcore.spec import FORMATS
 
 
@@ -39,6 +40,9 @@ def flushes(given):
         f"ratio 3 in chunks {given}",
         flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], given, after=1),
     )
+    held, shape.MOST_BESIDE_BORDER = shape.MOST_BESIDE_BORDER, 64
+    yield f"CSA, long {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=0)
+    shape.MOST_BESIDE_BORDER = held
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
 

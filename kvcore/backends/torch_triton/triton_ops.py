@@ -257,7 +257,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             records,
             float(eps),
             append,
-            (len(index.positions) if newest is None else newest) <= self._spare(layer),
+            append and (len(index.positions) if newest is None else newest) <= self._spare(layer),
         )
         return True
 
@@ -369,11 +369,9 @@ class TritonOps(ReadingVerbs, LifeOps):
         return launch.bind_tail(record), name
 
     def _tails_apart(self, layer, index, kv):
-        (number, _), component = self.tail_bound(layer, "tail"), self.component(layer, "tail")
-        if number is None:
-            return False
-        count, requests, size = len(index.positions), len(index.slots), power_of_two(component.dim)
-        return tails_apart(TAILS[number], size, count, requests, kv.itemsize)
+        number, _ = self.tail_bound(layer, "tail")
+        count, requests = len(index.positions), len(index.slots)
+        return number is not None and tails_apart(TAILS[number], count, requests, kv.itemsize)
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""

@@ -97,31 +97,11 @@ def close_window(
     # Entries of one request close ``ratio`` tokens apart, so this number is an entry's own.
     number = token // T.ratio + request
     scratch = scratch_ptr + number.to(tl.int64) * size
+    wanted = True
     if WHOLE and PARTS > 1:
         # Asked so late since the loads don't wait for it; of a window that is not whole they were the step's own rows.
-        if position + 1 - window >= start:
-            finish_window(
-                x,
-                channel,
-                weight,
-                cos,
-                sin,
-                eps,
-                unit,
-                row,
-                valid,
-                codes_ptr,
-                scales_ptr,
-                plain_ptr,
-                scratch,
-                arrivals_ptr + number,
-                R,
-                NORM,
-                PAIRS,
-                PARTS,
-                NATIVE,
-            )
-    else:
+        wanted = position + 1 - window >= start
+    if wanted:
         finish_window(
             x,
             channel,

@@ -83,13 +83,14 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
     return FlushShape(tokens, parts, min(rows, max(2, each * at_once)), warps, border)
 
 
-def tails_apart(tail_record: TailRecord, size: int, count: int, requests: int, given_bytes: int) -> bool:
+def tails_apart(tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> bool:
     """True where launches of their own write the tails sooner: a long prefill's short windows in bf16.
 
     Beside a border their programs take 0.4 ns a token longer (H200, ``records/``), and a launch costs 2 us.
     """
-    short = window_rows(tail_record) * size <= SHORT
-    return short and given_bytes == 2 and count > MOST_BESIDE_BORDER and not one_token_programs(count, requests)
+    if count <= MOST_BESIDE_BORDER or given_bytes != 2 or one_token_programs(count, requests):
+        return False
+    return window_rows(tail_record) * power_of_two(tail_record.dim) <= SHORT
 
 
 def border_chunk(tail_record: TailRecord, size: int, parts: int) -> int:
