@@ -45,6 +45,7 @@ def main() -> None:
     with ProcessPoolExecutor(max_workers=max(1, 14 // shards)) as workers:
         futures = [workers.submit(reference_rows, *task) for task in tasks]
         import checks_on_device as device
+        import rest_on_device
 
         for task, future in zip(tasks, futures, strict=True):
             name, count, dtype, _ = task
@@ -53,7 +54,7 @@ def main() -> None:
                 if problem:
                     failures.append(f"{name} {count} {dtype} {what}: {problem}")
     print(f"formats: {len(results)} checks, {time.time() - began:.1f} s", flush=True)
-    for what, problem in device.check_rest(seed, arguments.device) if arguments.shard in (None, "rest") else ():
+    for what, problem in rest_on_device.check_rest(seed, arguments.device) if arguments.shard in (None, "rest") else ():
         results.append({"what": what, "ok": not problem})
         print(what, problem or "ok", flush=True)
         if problem:

@@ -20,6 +20,7 @@ import sys
 import time
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -67,8 +68,11 @@ def prepare(backend: str, device: str) -> None:
     print(f"XLA_FLAGS={flags}", flush=True)
 
 
-def begin(backend: str, device: str) -> None:
-    """What every process holds."""
+def begin(backend: str, device: str, numbers: Any) -> None:
+    """What every process holds, and its GPU where there are several."""
+    if device == "cuda":
+        number, gpus = numbers.get()
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
     _checks.update((one.id, one) for one in checks_of(conformance_spec()))
     _subjects.append(Subject(registry().backends[backend], device or None))
 
@@ -93,6 +97,7 @@ def main() -> int:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--device", default="", help="of the backend; its own choice if not given")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at once")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: processes take turns at so many")
     parser.add_argument("--seconds", type=float, default=3600, help="end then, with what there is")
     parser.add_argument("--only", default="*", help="a shell pattern of check ids: VERB/FORMATS/LAYOUT/SHAPE")
     parser.add_argument("--resume", action="store_true", help="keep what OUT has of this backend, and run the rest")
@@ -112,8 +117,11 @@ def main() -> int:
     # In no order, so that a run that is cut off has met every verb and format; the same one every time.
     random.Random(0).shuffle(groups)
     records: list[Record] = []
-    arguments = options.backend, options.device
-    with multiprocessing.get_context("spawn").Pool(options.jobs, begin, arguments) as pool:
+    spawning = multiprocessing.get_context("spawn")
+    numbers = spawning.Queue()
+    for number in range(options.jobs):
+        numbers.put((number, options.gpus))
+    with spawning.Pool(options.jobs, begin, (options.backend, options.device, numbers)) as pool:
         coming = pool.imap_unordered(run, groups)
         told = 0
         for _ in groups:

@@ -8,11 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from kvcore.parity import environment
 
 SUMMARIES = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
+SOURCES = Path(__file__).parents[1] / "kvcore" / "backends" / "torch_triton" / "kernels"
+KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 
 
 def main() -> None:
@@ -21,18 +26,14 @@ def main() -> None:
     runs = [json.loads(path.read_text()) for path in sorted(Path().glob("check-*.json"))]
     kit = merged_kit(out / "kit.json")
     merge_compiled(out / "compile_triton.json")
-    sanitizer = {
-        f"{tool}{which}": last(Path(f"{tool}{which}.log"), pattern)
-        for tool, pattern in SUMMARIES.items()
-        for which in ("", "_reading")
-    }
+    sanitizer = sanitized()
     results = [result for run in runs for result in run.pop("results")]
     failures = [failure for run in runs for failure in run["failures"]]
     record = {
         "kind": "check",
         "commit": environment.commit(),
-        "device": runs[0]["device"] if runs else None,
-        "versions": runs[0]["versions"] if runs else None,
+        "device": torch.cuda.get_device_name(),
+        "versions": environment.versions(),
         "checks": len(results),
         "failures": failures,
         "missing": missing,
@@ -42,10 +43,30 @@ def main() -> None:
         "runs": runs,
     }
     (out / "check.json").write_text(json.dumps(record, indent=1) + "\n")
-    clean = all(text.startswith(CLEAN[tool.split("_")[0]]) for tool, text in sanitizer.items())
+    dirty = any(found["not_clean"] or found["kernels_that_did_not_run"] for found in sanitizer.values())
     print(f"{len(results)} checks, {len(failures)} failures, missing: {missing or 'nothing'}; kit: {kit}; {sanitizer}")
     print("\n".join(failures[:40]))
-    sys.exit(bool(failures or missing or not runs or set(kit) != {"agree"} or not clean))
+    nothing = not (runs or kit or sanitizer)
+    sys.exit(bool(failures or missing or nothing or set(kit) - {"agree"} or dirty))
+
+
+def sanitized() -> dict[str, dict[str, Any]]:
+    """By tool: parts of ``small_run.py`` that it found clean, what it said of the others, kernels that none ran."""
+    kernels = {name for path in SOURCES.glob("*.py") for name in KERNEL.findall(path.read_text())}
+    found: dict[str, dict[str, Any]] = {}
+    for tool, pattern in SUMMARIES.items():
+        logs = sorted(Path().glob(f"{tool}.*.log"))
+        if not logs:
+            continue
+        said = {log.suffixes[0][1:]: last(log, pattern) for log in logs}
+        ran = {name for log in logs for name in last(log, r"(?m)^kernels: .*$").split()}
+        found[tool] = {
+            "clean": [part for part, text in said.items() if text.startswith(CLEAN[tool])],
+            "not_clean": {part: text for part, text in said.items() if not text.startswith(CLEAN[tool])},
+            "kernels": len(kernels & ran),
+            "kernels_that_did_not_run": sorted(kernels - ran),
+        }
+    return found
 
 
 def merged_kit(path: Path) -> dict[str, int]:

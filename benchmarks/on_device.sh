@@ -22,8 +22,9 @@ if asked checks; then
         part=check-${shard%/*}
         timeout 240 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
     done
-    (cd "$here/.." && timeout 420 python3 -m benchmarks.kit_in_parts --backend torch_triton --device cuda --jobs 9 --seconds 400 \
-        --out "$logs/kit-0.json") >kit-0.log 2>&1 &
+    (cd "$here/.." && timeout 520 python3 -m benchmarks.kit_in_parts --backend torch_triton --device cuda --seconds 500 \
+        --jobs $(($(nproc) > 16 ? $(nproc) - 8 : 9)) --gpus "$(nvidia-smi --list-gpus | wc -l)" --out "$logs/kit-0.json") \
+        >kit-0.log 2>&1 &
     wait
     tail -q -n 1 check-*.log kit-0.log
 fi
@@ -42,15 +43,16 @@ fi
 tar czf "$out/logs.tar.gz" ./*.log
 
 if asked sanitizer; then
-    # Compiled before: under the sanitizer everything else is slow enough.
-    timeout 200 python3 "$here/small_run.py" >small.log 2>&1
-    for tool in memcheck racecheck; do
-        timeout 300 compute-sanitizer --tool $tool python3 "$here/small_run.py" >$tool.log 2>&1 &
-        timeout 300 compute-sanitizer --tool $tool python3 "$here/reading_on_device.py" --small --out reading_small.json \
-            >${tool}_reading.log 2>&1 &
+    for part in $(python3 "$here/small_run.py" --list); do
+        # Compiled before: under the sanitizer everything else is slow enough.
+        (timeout 200 python3 "$here/small_run.py" "$part" >"small.$part.log" 2>&1
+            for tool in memcheck racecheck; do
+                timeout "${KVCORE_SANITIZER_SECONDS:-360}" compute-sanitizer --tool $tool python3 "$here/small_run.py" "$part" \
+                    >"$tool.$part.log" 2>&1 &
+            done
+            wait) &
     done
     wait
-    tail -q -n 1 memcheck*.log racecheck*.log
 fi
 
 if asked compile; then

@@ -1,8 +1,8 @@
 """The verbs that read, on a CUDA device, against fp64: writes what was found as JSON.
 
-    python benchmarks/reading_on_device.py --out reading.json [--workers 14] [--small]
+    python benchmarks/reading_on_device.py --out reading.json [--workers 14]
 
-``--small`` is for ``compute-sanitizer``. The commit is taken from KVCORE_COMMIT.
+The commit is taken from KVCORE_COMMIT.
 """
 
 import argparse
@@ -100,13 +100,6 @@ def indexer_cases(device: str) -> Iterator[Case]:
         yield check_indexer.many_rows(device, n, k, found.ops)
 
 
-def small(device: str) -> Iterator[Case]:
-    """Every kernel once."""
-    yield check_attention.small(device)
-    yield check_classic.small(device)
-    yield check_indexer.small(device)
-
-
 def run(shard: int, shards: int, names: list[str], device: str, seed: int) -> list[dict[str, object]]:
     """Every ``shards``-th case of the groups; what a case raises is a finding."""
     torch.manual_seed(seed + shard)
@@ -124,18 +117,17 @@ def run(shard: int, shards: int, names: list[str], device: str, seed: int) -> li
     return found
 
 
-GROUPS = {"attention": attention_cases, "classic": check_classic.large, "indexer": indexer_cases, "small": small}
+GROUPS = {"attention": attention_cases, "classic": check_classic.large, "indexer": indexer_cases}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--small", action="store_true", help="every kernel once on small data")
-    parser.add_argument("--only", nargs="*", choices=["attention", "classic", "indexer"])
+    parser.add_argument("--only", nargs="*", choices=list(GROUPS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=1, help="processes, since most of the time goes to compilation")
     arguments = parser.parse_args()
-    names = ["small"] if arguments.small else arguments.only or ["attention", "classic", "indexer"]
+    names = arguments.only or list(GROUPS)
     began, seed = time.time(), secrets.randbits(40)
     if arguments.workers == 1:
         results = run(0, 1, names, arguments.device, seed)

@@ -10,7 +10,8 @@ import check_classic
 import check_indexer
 import numpy as np
 from check_cuda import reference_rows
-from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated, flush_problems
+from check_flush import flush_problems
+from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
 from kvcore.backends.torch_triton.kernels import shape
 from kvcore.spec import FORMATS
