@@ -21,6 +21,7 @@ def check_flush(rng, device):
         ("hca", 128, False, "v4_584", None, [130, 256, 5, 127]),
         ("csa in chunks", 4, True, "v4_584", "index_fp8_132_h", [[70, 9], [1, 90], [133, 6]]),
         ("hca in chunks", 128, False, "v4_584", None, [[70, 200], [190, 70], [200, 1]]),
+        ("csa, long", 4, True, "v4_584", "index_fp8_132_h", [[1, 6], [8300, 3], [8193, 5]]),
         ("ratio 2", 2, False, "v41_fp4_288", None, [9, 2, 1]),
         ("ratio 3", 3, True, "bf16", "bf16", [9, 2, 1, 31]),
     ]

@@ -11,6 +11,7 @@ logs=$(mktemp -d)
 shift
 parts=${*:-checks reading times sanitizer compile figures}
 status=0
+cores=$(getconf _NPROCESSORS_ONLN)
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export PYTHONPATH="$here/..:$here/../tests${PYTHONPATH:+:$PYTHONPATH}"
 cd "$logs" || exit 1
@@ -23,7 +24,7 @@ if asked checks; then
         timeout 240 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
     done
     (cd "$here/.." && timeout 520 python3 -m benchmarks.kit_in_parts --backend torch_triton --device cuda --seconds 500 \
-        --jobs $(($(nproc) > 16 ? $(nproc) - 8 : 9)) --gpus "$(nvidia-smi --list-gpus | wc -l)" --out "$logs/kit-0.json") \
+        --jobs $((cores > 16 ? cores - 8 : 9)) --gpus "$(nvidia-smi --list-gpus | wc -l)" --out "$logs/kit-0.json") \
         >kit-0.log 2>&1 &
     wait
     tail -q -n 1 check-*.log kit-0.log

@@ -42,7 +42,11 @@ def flushes(given):
         flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], given, after=1),
     )
     held, shape.MOST_BESIDE_BORDER = shape.MOST_BESIDE_BORDER, 64
-    yield f"CSA, long {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=0)
+    keys = "index_fp8_132"
+    yield (
+        f"CSA, long {given}",
+        flush_problems(rng, "cpu", 4, True, "v4_584", keys, [[7, 0], [66, 3], [3, 64]], given, after=0),
+    )
     shape.MOST_BESIDE_BORDER = held
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources  # noqa: E402
 
-from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, shards, strips, tail, units  # noqa: E402
+from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather, last_rows, shards, strips, tail, units  # noqa: E402
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
 from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
@@ -169,6 +169,7 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
     if count == 64:
         constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}
         check(record, case, tail.append_tail_kernel, arch, constants, given=given)
+        check(record, case, last_rows.append_last_kernel, arch, {**constants, "ROWS": last_rows.ROWS}, given=given)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

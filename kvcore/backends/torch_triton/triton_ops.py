@@ -196,9 +196,19 @@ class TritonOps(ReadingVerbs, LifeOps):
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
         streams = kv, score, index_kv, index_score
         together = not self._tails_apart(layer, index, kv)
-        if together and self._flush(pools, layer, index, *streams, eps, rope, append=True, newest=newest, **weights):
+        if self._flush(pools, layer, index, *streams, eps, rope, append=together, newest=newest, **weights):
+            if not together:
+                self._append_last(pools, layer, index, *streams)
             return pools
         return super().append_flush(pools, layer, index, *streams, closed=closed, eps=eps, rope=rope, **weights)
+
+    def _append_last(self, pools, layer, index, kv, score, index_kv, index_score):
+        """What the tails keep of a long prefill, after its flush has read them."""
+        for role, *rows in (("tail", kv, score), ("index_tail", index_kv, index_score)):
+            if rows[0] is not None:
+                record, name = self.tail_bound(layer, role)
+                numbers = index.slots, index.starts, index.lengths
+                launch.calls().append_last_rows(*(each.contiguous() for each in rows), *numbers, pools[name], record)
 
     def _flush(
         self,

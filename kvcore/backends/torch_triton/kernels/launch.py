@@ -18,6 +18,7 @@ from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.flash_index import flash_rows
 from kvcore.backends.torch_triton.kernels.indexer import score_rows, score_select_rows
 from kvcore.backends.torch_triton.kernels.kv_attention import attend_kv_rows
+from kvcore.backends.torch_triton.kernels.last_rows import append_last_rows
 from kvcore.backends.torch_triton.kernels.picks import select_rows
 from kvcore.backends.torch_triton.kernels.read import (
     gather_all_rows,
@@ -34,6 +35,7 @@ __all__ = [
     "BOUND",
     "INTERPRETED",
     "Bound",
+    "append_last_rows",
     "append_rotated_rows",
     "append_rows",
     "append_tail_rows",

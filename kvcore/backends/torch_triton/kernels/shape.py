@@ -86,7 +86,7 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
 def tails_apart(tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> bool:
     """True where launches of their own write the tails sooner: a long prefill's short windows in bf16.
 
-    Beside a border their programs take 0.4 ns a token longer (H200, ``records/``), and a launch costs 2 us.
+    Beside a border their programs take 0.4 ns a token longer on an H200, and a launch for few rows costs 2 us.
     """
     if count <= MOST_BESIDE_BORDER or given_bytes != 2 or one_token_programs(count, requests):
         return False

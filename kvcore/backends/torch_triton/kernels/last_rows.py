@@ -1,0 +1,67 @@
+"""The tail of a long prefill: programs for the rows that a request's ring keeps, not for tokens, of which few stay."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcore.backends.torch_triton.kernels.border import tokens_before
+from kvcore.backends.torch_triton.kernels.bound import TAILS, options, registered
+from kvcore.backends.torch_triton.kernels.codes import load_float
+from kvcore.backends.torch_triton.kernels.record import power_of_two
+from kvcore.backends.torch_triton.kernels.tail import TailRecord, save_rows
+
+ROWS = 2
+"""Rows of a program: a ring of short windows has few."""
+
+
+@triton.jit
+def append_last_kernel(
+    kv_ptr,
+    score_ptr,
+    tail_ptr,
+    slots_ptr,
+    starts_ptr,
+    lengths_ptr,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store the last rows of kv and score [tokens, width] of every request, as many as its ring has."""
+    programs: tl.constexpr = (T.rows + ROWS - 1) // ROWS
+    request = tl.program_id(0) // programs
+    start = tl.load(starts_ptr + request)
+    length = tl.load(lengths_ptr + request)
+    slot = tl.load(slots_ptr + request) + tl.zeros([ROWS], tl.int32)
+    back = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
+    position = length - 1 - back
+    valid = (slot >= 0) & (back < T.rows) & (position >= tl.maximum(start, 0))
+    token = tokens_before(request, starts_ptr, lengths_ptr) + position - start
+    column = tl.arange(0, COLUMNS)
+    source = tl.where(valid, token, 0).to(tl.int64)[:, None] * T.width + column[None, :]
+    mask = valid[:, None] & (column < T.width)[None, :]
+    position = tl.maximum(position, 0)
+    save_rows(load_float(kv_ptr + source, mask), column, mask, slot, position, tail_ptr, T)
+    save_rows(load_float(score_ptr + source, mask), column + T.width, mask, slot, position, tail_ptr, T)
+
+
+@registered(("buffer",))
+def append_last_rows(
+    kv: Tensor, score: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, buffer: Tensor, record: int
+) -> None:
+    """Store what a ring keeps of kv and score [tokens, width], contiguous, which come request by request."""
+    tail: TailRecord = TAILS[record]
+    columns = power_of_two(tail.width)
+    append_last_kernel[(len(slots) * triton.cdiv(tail.rows, ROWS),)](
+        kv,
+        score,
+        buffer.view(torch.float32),
+        slots,
+        starts,
+        lengths,
+        tail,
+        ROWS,
+        columns,
+        num_warps=max(1, min(8, ROWS * columns // 256)),
+        **options(kv.device),
+    )
