@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from kvcore.bench.reading import decode_rows
 from kvcore.bench.workloads import BLOCK, Setting, Workload, rotating
@@ -14,7 +15,12 @@ SHAPES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 4096), (64, 32768
 """(requests, tokens of each)."""
 FORMATS = ("bf16", "fp8_row", "int8_row", "nf4_b64", "mxfp4")
 EVERY_FORMAT = ((16, 32768), (64, 4096))
-"""Shapes that are timed in all formats; the others in the first two."""
+"""Shapes that are timed in all formats and beside both peers; the others in two formats, beside the first."""
+PEERS: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
+    "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention,
+    "flex_attention": lambda: torch.compile(flex_attention, dynamic=False),
+}
+"""Torch's attentions. The second is made for compiling, and is so slow without it that it would be no peer."""
 
 
 def classic_workloads(device: str) -> Iterator[Callable[[], Workload]]:
@@ -22,7 +28,8 @@ def classic_workloads(device: str) -> Iterator[Callable[[], Workload]]:
     for count, tokens in SHAPES:
         for format in FORMATS if (count, tokens) in EVERY_FORMAT else FORMATS[:2]:
             yield lambda a=(format, count, tokens): attend(device, *a)
-        yield lambda a=(count, tokens): dense_copy(device, *a)
+        for name in PEERS if (count, tokens) in EVERY_FORMAT else ("SDPA",):
+            yield lambda a=(name, count, tokens): dense_copy(device, *a)
     yield lambda: attend(device, "bf16", 16, 32768, drafts=4)
     yield lambda: attend(device, "fp8_row", 16, 32768, drafts=4)
     yield lambda: attend(device, "bf16", 64, 32768, window=4096)
@@ -48,8 +55,8 @@ def attend(
     return Workload(f"classic attend {format}, {count} × {tokens // 1024} K{extra}", nbytes, calls, None, None)
 
 
-def dense_copy(device: str, count: int, tokens: int) -> Workload:
-    """Torch's own attention over keys and values that were gathered before, bf16."""
+def dense_copy(device: str, name: str, count: int, tokens: int) -> Workload:
+    """One of torch's own attentions over keys and values that were gathered before, bf16."""
     nbytes = 4 * count * (tokens * KEY_HEADS * DIM + HEADS * DIM)
     given = [
         [
@@ -58,8 +65,9 @@ def dense_copy(device: str, count: int, tokens: int) -> Workload:
         ]
         for _ in range(rotating(nbytes))
     ]
-    calls = [lambda a=a: torch.nn.functional.scaled_dot_product_attention(*a, enable_gqa=True) for a in given]
-    return Workload(f"torch SDPA on a dense bf16 copy, {count} × {tokens // 1024} K", nbytes, calls, None, None)
+    attention = PEERS[name]()
+    calls = [lambda a=a: attention(*a, enable_gqa=True) for a in given]
+    return Workload(f"torch {name} on a dense bf16 copy, {count} × {tokens // 1024} K", nbytes, calls, None, None)
 
 
 def fill(setting: Setting) -> None:
