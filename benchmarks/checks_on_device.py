@@ -1,7 +1,5 @@
 """The device's side of ``check_cuda``: run the verbs, compare bytes."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 from check_cuda import CLASSIC, case_of, images_of
@@ -186,14 +184,13 @@ def check_pages(rng, device):
     ]
     spec = CacheSpec(layers=layers, block_tokens=16)
     plan = plan_cache(spec, max_requests=2, max_tokens=256, max_draft_tokens=2)
-    here = SimpleNamespace(spec=spec, ops=ReferenceOps(plan))
-    there = SimpleNamespace(spec=spec, ops=TritonOps(plan, device))
+    here, there = ReferenceOps(plan), TritonOps(plan, device)
     for floor, length in ((0, 0), (0, 3), (14, 16), (75, 77), (158, 160)):
         layout = page_layout(spec, floor, length)
         pages = rng.integers(0, 256, (layout.pages, layout.page_bytes), np.uint8)
-        want, ours = PageDigests(here, layout, floor, length).result(pages), torch.from_numpy(pages).to(device)
+        want, ours = PageDigests(here, layout).result(pages), torch.from_numpy(pages).to(device)
         for chunk in (3, 1000):
-            digests = PageDigests(there, layout, floor, length)
+            digests = PageDigests(there, layout)
             # None of them: the record may be there alone.
             for first in range(0, layout.pages if chunk == 3 else 0, chunk):
                 digests.add(ours[first : first + chunk], first)

@@ -73,13 +73,13 @@ def check_strips(rng, device):
             got = torch.full(want.shape, 0xEE, dtype=torch.uint8, device=device)
             got[max(0, pages.blocks - 1) :] = 0
             case = f"rows of {length} tokens, {layout}"
-            if not move_at_once(here[1], ours, row, floor, pages, got):
+            if not move_at_once(here[1], ours, row, pages, got):
                 yield f"{case}: out of the pools", "component by component"
             yield f"{case}: out of the pools", different(got, want)
             theirs = filled(there[0], rng)
             ours = filled(there[1], rng, theirs)
-            write_rows(there[0], theirs, row, dict(content_of(SPEC, pages, want, floor, length)))
-            if not move_at_once(there[1], ours, row, floor, pages, torch.from_numpy(want).to(device), store=True):
+            write_rows(there[0], theirs, row, content_of(pages, want))
+            if not move_at_once(there[1], ours, row, pages, torch.from_numpy(want).to(device), store=True):
                 yield f"{case}: into the pools", "component by component"
             for name, pool in ours.items():
                 yield f"{case}: into {name}", different(pool, theirs[name])

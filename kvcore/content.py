@@ -36,14 +36,17 @@ def owned(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
     return (found for found in spec.components() if found[2].shared_from is None)
 
 
-def kept_rows(component: Component, floor: int, length: int) -> list[int]:
+def kept_rows(component: Component, floor: int, length: int) -> range | tuple[int, ...]:
     """Rows that any length from ``floor`` to ``length`` can need: what makes a restored request as good as the first.
 
-    More than the live rows of ``length`` only in rings, where a rollback brings back rows that had left the window.
+    A range where they are neighbours. More than the live rows of ``length`` only in rings, where a rollback brings back
+    rows that had left the window.
     """
     if component.span is None:
-        return list(component.live(length))
-    return sorted({row for at in range(floor, length + 1) for row in component.live(at)})
+        return component.live(length)
+    rows = sorted({row for at in range(floor, length + 1) for row in component.live(at)})
+    neighbours = range(rows[0], rows[-1] + 1) if rows else range(0)
+    return neighbours if len(neighbours) == len(rows) else tuple(rows)
 
 
 def is_coherent(length: int, floor: int, tokens: Sequence[int] | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.pages import Array
+from kvcore.handoff.layout import Array
 
 
 class Carrier(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfSlots, SpecError, TransferError
-from kvcore.handoff.pages import Array
+from kvcore.handoff.layout import Array
 from kvcore.handoff.staging import Staged, root_of, stage
 from kvcore.manager import Request
 

@@ -17,7 +17,7 @@ from kvcore.disk import Disk, write_whole
 from kvcore.errors import TransferError
 from kvcore.handoff.carrier import reference
 from kvcore.handoff.desk import Desk, Handle, check_range, check_reference
-from kvcore.handoff.pages import Array
+from kvcore.handoff.layout import Array
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

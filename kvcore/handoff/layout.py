@@ -5,21 +5,38 @@ request is as many pieces as it has blocks rather than blocks times layers. What
 tails, slots) follows as one record, cut into pages of the same size; the last page of either is padded with zeros.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvcore.content import kept_positions, owned
+import numpy as np
+
+from kvcore.content import kept_rows, owned
 from kvcore.plan import row_bytes
 from kvcore.spec import CacheSpec, Component
 
+Array = Any
+"""uint8 [pages, page_bytes]: NumPy, or a torch tensor on any device."""
+
 
 class Strip(NamedTuple):
-    """One component's rows: in each page (paged), or in the record. ``start`` and ``rows`` of ``row_bytes`` bytes."""
+    """One component's rows of one request, page after page; the record is one page.
+
+    Attributes:
+        layer: whose pool they are of.
+        role: likewise.
+        start: first byte in every page.
+        rows: rows a page; the last page that has any may have fewer.
+        row_bytes: of a canonical row.
+        numbers: of all its rows in the request's history, ascending; a range where they are neighbours.
+        tokens_per_row: positions from one row to the next.
+    """
 
     layer: int
     role: str
     start: int
     rows: int
     row_bytes: int
+    numbers: range | tuple[int, ...]
+    tokens_per_row: int
 
     @property
     def nbytes(self) -> int:
@@ -30,6 +47,14 @@ class Strip(NamedTuple):
     def stop(self) -> int:
         """First byte after it."""
         return self.start + self.nbytes
+
+    @property
+    def positions(self) -> np.ndarray[Any, Any]:
+        """Positions [n] of all its rows."""
+        numbers = self.numbers
+        # Of a long request there are very many.
+        found = np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.array(numbers)
+        return found * self.tokens_per_row
 
 
 class PageLayout(NamedTuple):
@@ -54,19 +79,29 @@ class PageLayout(NamedTuple):
         """All pages."""
         return self.blocks + self.state_pages
 
+    @property
+    def is_even(self) -> bool:
+        """The rows of every strip are neighbours; tails that were rolled back over a window's end may have gaps."""
+        return all(isinstance(strip.numbers, range) for strip in self.state)
+
+    def parts(self, pages: Array) -> tuple[tuple[Array, tuple[Strip, ...]], tuple[Array, tuple[Strip, ...]]]:
+        """Pages of history, and the record as one page (none if it is empty), each with the strips that lie in it."""
+        record = pages[self.blocks :].reshape(min(1, self.state_pages), self.state_pages * self.page_bytes)
+        return (pages[: self.blocks], self.paged), (record, self.state)
+
 
 def page_layout(spec: CacheSpec, floor: int, length: int) -> PageLayout:
     """The pages of a request of ``length`` tokens that can be rolled back to ``floor``."""
     paged, state = _Strips(), _Strips()
     # Layers are alike, and what they keep is worked out once for each kind.
-    kept: dict[Component, int] = {}
+    kept: dict[Component, range | tuple[int, ...]] = {}
     for layer, role, component in owned(spec):
+        if component not in kept:
+            kept[component] = kept_rows(component, floor, length)
         if component.growth == "block":
-            paged.add(layer, role, spec.block_tokens // component.tokens_per_row, row_bytes(component))
-        else:
-            if component not in kept:
-                kept[component] = len(kept_positions(component, floor, length))
-            state.add(layer, role, kept[component], row_bytes(component))
+            paged.add(layer, role, component, spec.block_tokens // component.tokens_per_row, kept[component])
+        elif kept[component]:
+            state.add(layer, role, component, len(kept[component]), kept[component])
     # A spec without paged components is one page.
     page_bytes = paged.size or max(1, state.size)
     return PageLayout(
@@ -83,6 +118,6 @@ class _Strips:
         self.found: list[Strip] = []
         self.size = 0
 
-    def add(self, layer: int, role: str, rows: int, row: int) -> None:
-        self.found.append(Strip(layer, role, self.size, rows, row))
-        self.size += rows * row
+    def add(self, layer: int, role: str, component: Component, rows: int, numbers: range | tuple[int, ...]) -> None:
+        self.found.append(Strip(layer, role, self.size, rows, row_bytes(component), numbers, component.tokens_per_row))
+        self.size += self.found[-1].nbytes

@@ -88,16 +88,14 @@ def receive(
             allowed=f"{layout.pages} pages of {layout.page_bytes} bytes",
         )
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
-    digests, here = None, 0
+    digests, here = PageDigests(cache.ops, layout), 0
     for first in range(0, layout.pages, chunk_pages):
         coming = pages[first : first + chunk_pages]
         wait = begin(carrier, handle, first, coming, timeout=_left(end))
         # What is here is verified while the next pages are on the way.
-        digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
         digests.add(pages[here:first], here)
         wait()
         here = first
-    digests = digests or PageDigests(cache, layout, manifest.floor, manifest.length)
     _verify(digests.result(pages), manifest, layout)
     return Received(manifest, layout, pages)
 
@@ -111,9 +109,9 @@ def commit(cache: "Cache", received: Received) -> Request:
     manifest, layout, pages = received
 
     def write(ops: Ops, pools: Pools, row: Row) -> Pools:
-        if move_at_once(ops, pools, row, manifest.floor, layout, pages, store=True):
+        if move_at_once(ops, pools, row, layout, pages, store=True):
             return pools
-        return write_rows(ops, pools, row, dict(content_of(cache.spec, layout, pages, manifest.floor, manifest.length)))
+        return write_rows(ops, pools, row, content_of(layout, pages))
 
     with cache._turn("pull"):
         request = cache.fresh()

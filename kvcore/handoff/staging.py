@@ -88,7 +88,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
     # Padding is zeros: of the last page of history, and of the record.
     pages[max(0, layout.blocks - 1) :] = 0
-    if not move_at_once(cache.ops, cache.pools, row, floor, layout, pages):
+    if not move_at_once(cache.ops, cache.pools, row, layout, pages):
         stage_one_by_one(cache, row, floor, layout, pages)
     manifest = Manifest(
         version=VERSION,
@@ -98,7 +98,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
         floor=floor,
         tokens=None if request.tokens is None else list(request.tokens),
         salt=request.salt,
-        digests=PageDigests(cache, layout, floor, row.length).result(pages),
+        digests=PageDigests(cache.ops, layout).result(pages),
     )
     return Staged(manifest.encode(), pages)
 
@@ -108,8 +108,7 @@ def stage_one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayou
     on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
     for strip in layout.paged:
-        component = getattr(cache.spec.all_layers[strip.layer], strip.role)
-        count = len(component.live(row.length))
+        count = len(strip.numbers)
         raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=count)
         rows = raw.rows[0] if on_device else to_numpy(raw.rows)[0]
         full, rest = divmod(count, strip.rows)

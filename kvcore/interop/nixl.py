@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcore.errors import BackendError, TransferError
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.pages import Array
+from kvcore.handoff.layout import Array
 
 if TYPE_CHECKING:
     from kvcore.handoff.staging import Staged

@@ -61,11 +61,11 @@ def _runs(unit):
     return tuple(found)
 
 
-def tables(plan, pools, placed, page_bytes):
+def tables(plan, pools, strips, page_bytes):
     """[(bytes of a word, [runs, ENTRY] int64)] of strips, as ``LifeOps.move_strips`` takes them; or None, as there."""
     entries = []
-    for strip, first, count in placed:
-        offset = strip.start
+    for strip in strips:
+        offset, numbers = strip.start, strip.numbers
         for region in plan.region(strip.layer, strip.role):
             found = runs(region)
             if found is None:
@@ -76,7 +76,7 @@ def tables(plan, pools, placed, page_bytes):
                 place = (0, 0) if pool is None else (pool.data_ptr(), pool.stride(0))
                 inside = *place, run.base, row_step * run.stride, head_step * run.stride, run.nbytes
                 outside = offset + run.first, strip.row_bytes, region.format.row
-                entries.append((*inside, *outside, region.heads, strip.rows, region.rows, first, count))
+                entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
             offset += region.heads * region.format.row
     whole = np.array(entries, np.int64).reshape(len(entries), -1)
     if not len(whole):

@@ -64,7 +64,7 @@ class LifeOps(TorchOps):
 
         Args:
             pages: [pages, bytes] uint8 on the device, without gaps.
-            placed: (strip, number of its first row, rows in all) of every component; see ``kvcore.handoff.layout``.
+            placed: the strips of every component; see ``kvcore.handoff.layout``.
             units: block of every page, or the slot, [pages] int32; rows of a unit -1 are zeros, or not stored.
 
         Returns:

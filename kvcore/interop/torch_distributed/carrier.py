@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from kvcore.errors import TransferError
 from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.pages import Array
+from kvcore.handoff.layout import Array
 
 VERBS = ("manifest", "fetch", "finish", "goodbye")
 REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
