@@ -196,7 +196,10 @@ def check_pages(rng, device):
                 digests.add(ours[first : first + chunk], first)
             wrong = sum(a != b for a, b in zip(digests.result(ours), want, strict=True))
             yield f"pages of {length} tokens by {chunk}", f"{wrong} of {len(want)}" if wrong else ""
-            yield f"pages of {length} tokens at once", "" if digests._tables else "component by component"
+            yield (
+                f"pages of {length} tokens at once",
+                "" if digests._added == layout.blocks else "component by component",
+            )
     yield from check_strips(rng, device)
 
 

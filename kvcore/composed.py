@@ -3,9 +3,10 @@
 A backend's verbs inherit from ``ComposedVerbs`` and override what they fuse; results are the same either way.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvcore.ops import Array, StepIndex
+from kvcore.ops import Array, StepIndex, Strip
 from kvcore.pools import Pools
 from kvcore.spec import Rope
 
@@ -29,6 +30,17 @@ class ComposedVerbs:
     ) -> tuple[Array, Array] | None:
         """None: this backend has no views to lend."""
         del pools, layer, index, columns
+
+    def move_strips(
+        self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
+    ) -> bool:
+        """False: this backend moves rows component by component."""
+        del pools, pages, strips, units, store
+        return False
+
+    def digest_strips(self, pages: Array, strips: Sequence[Strip], first_page: int) -> Array | None:
+        """None: this backend digests rows component by component."""
+        del pages, strips, first_page
 
     def append_flush(
         self,

@@ -14,6 +14,7 @@ positions from the step are read from those instead, since the ring may not hold
 multiplied.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvcore.plan import CachePlan
@@ -119,6 +120,38 @@ class PagedView(NamedTuple):
     block_table: Array
     block_rows: int
     counts: Array
+
+
+class Strip(NamedTuple):
+    """One component's canonical rows of one request, page after page; where pages are one record, it is one page.
+
+    Attributes:
+        layer: whose pool they are of.
+        role: likewise.
+        start: first byte in every page.
+        rows: rows a page; the last page that has any may have fewer.
+        row_bytes: of a canonical row.
+        numbers: of all its rows in the request's history, ascending; a range where they are neighbours.
+        tokens_per_row: positions from one row to the next; row ``i`` is at position ``i · tokens_per_row``.
+    """
+
+    layer: int
+    role: str
+    start: int
+    rows: int
+    row_bytes: int
+    numbers: range | tuple[int, ...]
+    tokens_per_row: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page's rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def stop(self) -> int:
+        """First byte after them."""
+        return self.start + self.nbytes
 
 
 class Ops(Protocol):
@@ -443,6 +476,38 @@ class Ops(Protocol):
 
     def digest_rows(self, raw: RawRows, salt: int) -> Array:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
+        ...
+
+    def move_strips(
+        self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
+    ) -> bool:
+        """Copy a request's canonical rows from the pools into pages, or with ``store`` back, all strips at once.
+
+        Row r of a strip's page b is its row ``numbers[b · rows + r]``, which lies in unit ``units[b]``. Bytes of pages
+        that are no strip's, and rows of the pools that are in no page, are left alone.
+
+        Args:
+            pages: [pages, bytes] uint8 on the device, without gaps, written in place.
+            strips: of blocks, or of slots, whose pages are one and which have room for them; numbers are ranges.
+            units: block of every page, or the slot, [pages] int32; of a unit -1 rows read as zeros and are not stored.
+
+        Returns:
+            True where it was done, all of it in place. False, and nothing was done, where this backend moves a request
+            by ``gather_rows`` and ``store_rows`` only: always, or out of a layout that it cannot copy from.
+        """
+        ...
+
+    def digest_strips(self, pages: Array, strips: Sequence[Strip], first_page: int) -> Array | None:
+        """Two lanes for every page, the sums of ``digest_rows`` over its strips -> [pages, 2] int64, all at once.
+
+        Args:
+            pages: [pages, bytes] uint8 on the device, without gaps: some of a request's.
+            strips: as for ``move_strips``; each is salted with its ``kvcore.digest.region_salt``.
+            first_page: number of the first of these pages in the request: its rows begin at ``first_page · rows``.
+
+        Returns:
+            None where this backend digests pages by ``digest_rows`` only: always, or of such strips.
+        """
         ...
 
 

@@ -10,51 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcore.content import kept_rows, owned
+from kvcore.ops import Strip
 from kvcore.plan import row_bytes
 from kvcore.spec import CacheSpec, Component
 
 Array = Any
 """uint8 [pages, page_bytes]: NumPy, or a torch tensor on any device."""
-
-
-class Strip(NamedTuple):
-    """One component's rows of one request, page after page; the record is one page.
-
-    Attributes:
-        layer: whose pool they are of.
-        role: likewise.
-        start: first byte in every page.
-        rows: rows a page; the last page that has any may have fewer.
-        row_bytes: of a canonical row.
-        numbers: of all its rows in the request's history, ascending; a range where they are neighbours.
-        tokens_per_row: positions from one row to the next.
-    """
-
-    layer: int
-    role: str
-    start: int
-    rows: int
-    row_bytes: int
-    numbers: range | tuple[int, ...]
-    tokens_per_row: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its rows."""
-        return self.rows * self.row_bytes
-
-    @property
-    def stop(self) -> int:
-        """First byte after it."""
-        return self.start + self.nbytes
-
-    @property
-    def positions(self) -> np.ndarray[Any, Any]:
-        """Positions [n] of all its rows."""
-        numbers = self.numbers
-        # Of a long request there are very many.
-        found = np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.array(numbers)
-        return found * self.tokens_per_row
 
 
 class PageLayout(NamedTuple):
@@ -78,11 +39,6 @@ class PageLayout(NamedTuple):
     def pages(self) -> int:
         """All pages."""
         return self.blocks + self.state_pages
-
-    @property
-    def is_even(self) -> bool:
-        """The rows of every strip are neighbours; tails that were rolled back over a window's end may have gaps."""
-        return all(isinstance(strip.numbers, range) for strip in self.state)
 
     def parts(self, pages: Array) -> tuple[tuple[Array, tuple[Strip, ...]], tuple[Array, tuple[Strip, ...]]]:
         """Pages of history, and the record as one page (none if it is empty), each with the strips that lie in it."""
@@ -111,6 +67,14 @@ def page_layout(spec: CacheSpec, floor: int, length: int) -> PageLayout:
         blocks=-(-length // spec.block_tokens) if paged.found else 0,
         state_pages=-(-state.size // page_bytes),
     )
+
+
+def at_once(part: Array, strips: tuple[Strip, ...]) -> bool:
+    """Whether a backend can be asked for all strips at once: pages on its device, rows that are neighbours.
+
+    A tail that could be rolled back over a window's end has rows of two windows.
+    """
+    return not isinstance(part, np.ndarray) and all(isinstance(strip.numbers, range) for strip in strips)
 
 
 class _Strips:

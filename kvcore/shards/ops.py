@@ -5,13 +5,14 @@ and tails are on every shard, so compression comes before ownership: each shard 
 keeps the entries of its pages. Every shard of the group calls the same verbs with the same inputs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvcore import bounds
-from kvcore.ops import AllEntries, Array, Attention, Backend, RawRows, SelectedEntries, StepIndex, VisibleRows
+from kvcore.ops import AllEntries, Array, Attention, Backend, RawRows, SelectedEntries, StepIndex, Strip, VisibleRows
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.shards.exchange import Exchange
@@ -21,7 +22,7 @@ from kvcore.spec import LayerSpec
 
 WHOLE = (
     *("allocate", "asarray", "join", "index", "padded_index"),
-    *("encode", "decode", "pack_page", "unpack_page", "digest_rows"),
+    *("encode", "decode", "pack_page", "unpack_page", "digest_rows", "digest_strips"),
     *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
     *("gather_window", "compress", "closed"),
     *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
@@ -205,6 +206,13 @@ class ShardedOps:
     def borrow_kv(self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None) -> None:
         """None: a request's rows may lie on several shards."""
         del pools, layer, index, columns
+
+    def move_strips(
+        self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
+    ) -> bool:
+        """False: a request's rows may lie on several shards."""
+        del pools, pages, strips, units, store
+        return False
 
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """What each query may see of ``gather_kv``'s rows."""

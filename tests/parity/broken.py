@@ -8,8 +8,9 @@ import numpy as np
 from kvcore.backends.records import EVERYTHING
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.reference.tail import rotate
+from kvcore.digest import MASK, region_salt
 from kvcore.errors import BackendError
-from kvcore.ops import Attention, WindowRows
+from kvcore.ops import Attention, RawRows, WindowRows
 from kvcore.plugins import BackendInfo, KnownGap
 from kvcore.spec import FORMATS
 from kvcore.spec.codes import CODES
@@ -400,6 +401,39 @@ class DigestOfOneLane(ReferenceOps):
     def digest_rows(self, raw, salt):
         lanes = super().digest_rows(raw, salt)
         return np.stack([lanes[:, 0], lanes[:, 0]], axis=1)
+
+
+class MovesNothing(ReferenceOps):
+    """Says that rows were moved."""
+
+    def move_strips(self, pools, pages, strips, units, *, store=False):
+        del pools, pages, strips, units, store
+        return True
+
+
+class DeclinesTooLate(ReferenceOps):
+    """Pages are cleared, then rows are left to the caller."""
+
+    def move_strips(self, pools, pages, strips, units, *, store=False):
+        del pools, strips, units
+        if not store:
+            pages[...] = 0
+        return False
+
+
+class PagesCountedFromZero(ReferenceOps):
+    """Positions as if the first pages given were a request's first."""
+
+    def digest_strips(self, pages, strips, first_page):
+        del first_page
+        lanes = np.zeros((len(pages), 2), np.int64)
+        for strip in strips:
+            rows = pages[:, strip.start : strip.stop].reshape(len(pages), strip.rows, strip.row_bytes)
+            number = np.arange(len(pages) * strip.rows).reshape(len(pages), strip.rows)
+            positions = (strip.numbers.start + number) * strip.tokens_per_row
+            raw = RawRows(rows, np.where(number < len(strip.numbers), positions, -1).astype(np.int32))
+            lanes += self.digest_rows(raw, region_salt(strip.layer, strip.role))
+        return lanes & MASK
 
 
 class Raises(ReferenceOps):

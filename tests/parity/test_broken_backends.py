@@ -97,6 +97,15 @@ MISTAKES = [
     ("TailForgotten", "append_flush/v4_584.m4+index_fp4_68_h.m4/packed/ragged", "1.tail", "kv byte 0", ""),
     ("IndexKept", "padded_index/v4_584/any/padded", "next positions", "token 0", "off by -1"),
     ("DigestOfOneLane", "digest_rows/v4_584/any/ragged", "lanes", "lane 1", ""),
+    ("MovesNothing", "move_strips/v4_584+tail*/packed/ragged", "history of request 0 in pages", "page 0, byte 0", ""),
+    ("DeclinesTooLate", "move_strips/bf16+tail*/packed/longer", "history of request 0 in pages", "page 0, byte 0", ""),
+    (
+        "PagesCountedFromZero",
+        "digest_strips/int8_row*/any/longer",
+        "lanes of history of request 0 from page 1 on",
+        "page 0, lane 0",
+        "",
+    ),
 ]
 
 

@@ -13,7 +13,11 @@ from check_cuda import reference_rows
 from check_flush import flush_problems
 from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
+from kvcore import parity
 from kvcore.backends.torch_triton.kernels import shape
+from kvcore.conformance.specs import conformance_spec
+from kvcore.parity.show import failure_text
+from kvcore.plugins import registry
 from kvcore.spec import FORMATS
 
 
@@ -51,6 +55,15 @@ def flushes(given):
     yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
 
 
+def kit(*patterns):
+    """Checks of the conformance kit, by their ids."""
+    for pattern in patterns:
+        report = parity.run(conformance_spec(), [registry().backends["torch_triton"]], device="cpu", only=pattern)
+        yield from (
+            (record.check, "" if record.status == "agree" else failure_text(record)) for record in report.checks
+        )
+
+
 def compiled():
     from capture_on_device import check_compiled
 
@@ -65,6 +78,9 @@ GROUPS = {
     "flush of bf16": lambda: flushes("bf16"),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
+    "strips in the kit": lambda: kit(
+        "move_strips/v4_584+*/p*/longer", "move_strips/*.ring/by_head/ragged", "digest_strips/*fp8_132.m4/any/longer"
+    ),
     "merge of shards": lambda: check_merge(np.random.default_rng(7), "cpu"),
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,

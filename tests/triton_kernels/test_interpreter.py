@@ -19,6 +19,7 @@ GROUPS = [
     "rotated append",
     "whole units",
     "pages of exports",
+    "strips in the kit",
     "merge of shards",
     "torch.compile",
     *(f"formats {n}" for n in range(4)),

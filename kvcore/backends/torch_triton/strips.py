@@ -1,15 +1,17 @@
-"""Where the bytes of exported strips lie in the pools: the tables of ``kernels.strips``, made on the host.
+"""Where the bytes of exported strips lie: the tables of ``kernels.strips`` and ``kernels.checksum``, made on the host.
 
 Fields that lie side by side both in a unit and in the canonical row are one run. A run is copied in the widest words
 that all its addresses are multiples of.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.backends.torch_triton.kernels.strips import WORDS
+from kvcore.backends.torch_triton.kernels import checksum
+from kvcore.backends.torch_triton.kernels.strips import ENTRY, WORDS
+from kvcore.digest import region_salt
 from kvcore.plan import Region
 
 SIZES = 9
@@ -61,8 +63,11 @@ def _runs(unit):
     return tuple(found)
 
 
-def tables(plan, pools, strips, page_bytes):
-    """[(bytes of a word, [runs, ENTRY] int64)] of strips, as ``LifeOps.move_strips`` takes them; or None, as there."""
+def of_move(plan, pools, strips, grain):
+    """[(bytes of a word, [runs, ENTRY] int64)]; None where a layout stores the bytes of an element apart.
+
+    ``grain``: bytes that all pages begin at multiples of.
+    """
     entries = []
     for strip in strips:
         offset, numbers = strip.start, strip.numbers
@@ -78,13 +83,30 @@ def tables(plan, pools, strips, page_bytes):
                 outside = offset + run.first, strip.row_bytes, region.format.row
                 entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
             offset += region.heads * region.format.row
-    whole = np.array(entries, np.int64).reshape(len(entries), -1)
+    whole = np.array(entries, np.int64).reshape(-1, ENTRY)
     if not len(whole):
         return []
-    widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(page_bytes, max(WORDS)))
+    widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(grain, max(WORDS)))
     found = []
     for width in np.unique(widths).tolist():
         table = whole[widths == width]
         table[:, 1:SIZES] //= width
         found.append((width, table))
     return found
+
+
+@lru_cache(maxsize=16)  # the pages of one request come in several pieces
+def of_digest(strips, grain):
+    """[strips, ENTRY] int32 of ``kernels.checksum``; None where rows are not whole words of the digest."""
+    sizes = [grain, *(size for strip in strips for size in (strip.start, strip.row_bytes))]
+    if any(size % checksum.WORD for size in sizes):
+        return None
+    entries = [
+        (
+            *(strip.start // checksum.WORD, strip.rows, strip.row_bytes // checksum.WORD),
+            *(strip.numbers.start * strip.tokens_per_row, strip.tokens_per_row, len(strip.numbers)),
+            region_salt(strip.layer, strip.role),
+        )
+        for strip in strips
+    ]
+    return np.array(entries, np.int64).reshape(-1, checksum.ENTRY).astype(np.uint32).view(np.int32)

@@ -1,8 +1,10 @@
 """Life cycle with Triton kernels: reset, poison, copies, digests. Nothing asks the device for a value."""
 
+from math import gcd
+
 import torch
 
-from kvcore.backends.torch_triton import strips
+from kvcore.backends.torch_triton import strips as tables
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels.launch import calls
 from kvcore.backends.torch_triton.kernels.strips import move_strips
@@ -48,33 +50,22 @@ class LifeOps(TorchOps):
         return calls().digest_lanes(raw.rows.contiguous(), raw.positions.int().contiguous(), salt)
 
     @torch.no_grad()
-    def digest_strips(self, pages, table, first_page):
-        """Two lanes for every page -> [pages, 2] int64, all strips at once: what ``kvcore.handoff`` asks for.
-
-        Args:
-            pages: [pages, bytes] uint8 on the device, without gaps.
-            table: [strips, 7] int32; see ``kernels.checksum.ENTRY``.
-            first_page: number of the first of these pages among all, from which positions are counted.
-        """
-        return calls().digest_strips(pages, table, first_page)
+    def digest_strips(self, pages, strips, first_page):
+        """Two lanes for every page -> [pages, 2] int64, in one launch; None where rows are not whole words."""
+        table = tables.of_digest(tuple(strips), _grain(pages))
+        return None if table is None else calls().digest_strips(pages, self.asarray(table), first_page)
 
     @torch.no_grad()
-    def move_strips(self, pools, pages, placed, units, *, store=False):
-        """Copy canonical rows of many components from the pools into pages, or with ``store`` back, in few launches.
+    def move_strips(self, pools, pages, strips, units, *, store=False):
+        """Copy a request's rows from the pools into pages, or with ``store`` back, in a launch for each width of words.
 
-        Args:
-            pages: [pages, bytes] uint8 on the device, without gaps.
-            placed: the strips of every component; see ``kvcore.handoff.layout``.
-            units: block of every page, or the slot, [pages] int32; rows of a unit -1 are zeros, or not stored.
-
-        Returns:
-            False, and nothing is done, where a layout stores the bytes of an element apart.
+        False, and nothing is done, where a layout stores the bytes of an element apart.
         """
-        tables = strips.tables(self.plan, pools, placed, pages.shape[1])
-        if tables is None:
+        found = tables.of_move(self.plan, pools, strips, _grain(pages))
+        if found is None:
             return False
         units = self._units(units)
-        for width, table in tables:
+        for width, table in found:
             move_strips(pages, units, self.asarray(table), width, store)
         return True
 
@@ -99,3 +90,8 @@ class LifeOps(TorchOps):
             with torch.inference_mode(False):
                 self._fresh[name] = None if fresh is None else self.bytes_of(fresh)
         return self._fresh[name]
+
+
+def _grain(pages):
+    """Bytes that the pages' beginnings are multiples of: a record may lie behind pages of fewer."""
+    return gcd(pages.shape[1], pages.storage_offset())

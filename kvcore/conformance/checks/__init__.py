@@ -3,7 +3,7 @@
 One table for all who check a backend. To add a verb is to add a row here; a test compares the table with the Protocol.
 """
 
-from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings
+from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
 from kvcore.conformance.verb import Verb
 from kvcore.spec import ROLES, TAIL_OF
@@ -124,6 +124,21 @@ VERBS: tuple[Verb, ...] = (
     *(
         Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES, shapes=("padded",))
         for verb in (life.allocate, life.reset_slots, life.poison, life.copy_slots, life.copy_blocks)
+        for role in _WHOLE
+    ),
+    *(
+        Verb(
+            verb.__name__,
+            verb,
+            "storage",
+            role,
+            ROLES,
+            (role,),
+            ROLES,
+            layouts=layouts,
+            shapes=("no_tokens", "ragged", "longer"),
+        )
+        for verb, layouts in ((strips.move_strips, True), (strips.digest_strips, False))
         for role in _WHOLE
     ),
     *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),

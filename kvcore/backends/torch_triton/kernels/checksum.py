@@ -83,6 +83,9 @@ def digest_lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
 BLOCK = 1024
 """Words at a time of ``strips_kernel``."""
 
+WORD = 4
+"""Bytes of a word of the digest."""
+
 ENTRY = 7
 """Integers of a strip: first word, rows a page, words a row, first position, tokens a row, rows in all, salt."""
 

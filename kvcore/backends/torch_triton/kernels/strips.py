@@ -67,8 +67,9 @@ def move_strips_kernel(
 
 def move_strips(pages: Tensor, units: Tensor, table: Tensor, width: int, store: bool) -> None:
     """Copy the runs of ``table`` [runs, ENTRY] int64 between pages [pages, bytes] and units [pages] int32 of pools."""
-    words = pages.view(WORDS[width])
-    if words.numel() and table.numel():
+    # Tensors without elements may have strides that ``view`` refuses.
+    if pages.numel() and table.numel():
+        words = pages.view(WORDS[width])
         move_strips_kernel[(len(words) * len(table),)](
             words, units, table, words.shape[1], len(table), store, ENTRY, BLOCK, **options(pages.device)
         )
