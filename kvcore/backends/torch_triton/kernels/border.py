@@ -28,23 +28,9 @@ def tokens_before(request, starts_ptr, lengths_ptr):
 def border(
     request,
     part,
-    kv_ptr,
-    score_ptr,
-    tail_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    slots_ptr,
-    starts_ptr,
-    lengths_ptr,
-    stored_ptr,
-    table_ptr,
-    table_columns,
-    norm_ptr,
-    frequencies_ptr,
-    eps,
-    scratch_ptr,
-    arrivals_ptr,
+    rows,
+    step,
+    ending,
     T: tl.constexpr,
     R: tl.constexpr,
     NORM: tl.constexpr,
@@ -58,8 +44,11 @@ def border(
     """What joins a request's step to what came before, for one part of the channels.
 
     Close the windows that need old rows of the ring; then, with APPEND, let the step's last rows overwrite them. No
-    other program reads or writes these channels of the ring, so nothing has to wait.
+    other program reads or writes these channels of the ring, so nothing has to wait. ``rows``, ``step`` and ``ending``
+    are ``close_window``'s.
     """
+    kv_ptr, score_ptr, tail_ptr = rows
+    slots_ptr, starts_ptr, lengths_ptr, _, _, _ = step
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     start = tl.load(starts_ptr + request)
     length = tl.load(lengths_ptr + request)
@@ -71,22 +60,9 @@ def border(
             position,
             request,
             part,
-            kv_ptr,
-            score_ptr,
-            tail_ptr,
-            codes_ptr,
-            scales_ptr,
-            plain_ptr,
-            slots_ptr,
-            starts_ptr,
-            stored_ptr,
-            table_ptr,
-            table_columns,
-            norm_ptr,
-            frequencies_ptr,
-            eps,
-            scratch_ptr,
-            arrivals_ptr,
+            rows,
+            step,
+            ending,
             T,
             R,
             NORM,
@@ -102,11 +78,11 @@ def border(
     if APPEND:
         tl.debug_barrier()
         share: tl.constexpr = R.tiles * R.width // PARTS
-        rows: tl.constexpr = 1024 // share if share < 512 else 2
+        few: tl.constexpr = 1024 // share if share < 512 else 2
         channel = part * share + tl.arange(0, share)
-        slot = tl.load(slots_ptr + request) + tl.zeros([rows], tl.int32)
-        for some in range(tl.maximum(start, length - T.rows), length, rows):
-            p = some + tl.arange(0, rows)
+        slot = tl.load(slots_ptr + request) + tl.zeros([few], tl.int32)
+        for some in range(tl.maximum(start, length - T.rows), length, few):
+            p = some + tl.arange(0, few)
             token = (first + p - start).to(tl.int64)[:, None] * T.width
             inside = ((p < length) & (slot >= 0))[:, None] & (channel < T.dim)[None, :]
             for half in tl.static_range(2 if T.overlap else 1):
@@ -123,15 +99,14 @@ def append_part(
     position,
     request,
     part,
-    kv_ptr,
-    score_ptr,
-    tail_ptr,
+    rows,
     slots_ptr,
     T: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
+    kv_ptr, score_ptr, tail_ptr = rows
     one = tl.zeros([1], tl.int32)
     size: tl.constexpr = (2 if T.overlap else 1) * R.tiles * R.width // PARTS
     column = part * size + tl.arange(0, size)

@@ -20,22 +20,9 @@ def close_window(
     position,
     request,
     part,
-    kv_ptr,
-    score_ptr,
-    tail_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    slots_ptr,
-    starts_ptr,
-    stored_ptr,
-    table_ptr,
-    table_columns,
-    norm_ptr,
-    frequencies_ptr,
-    eps,
-    scratch_ptr,
-    arrivals_ptr,
+    rows,
+    step,
+    ending,
     T: tl.constexpr,
     R: tl.constexpr,
     NORM: tl.constexpr,
@@ -50,7 +37,16 @@ def close_window(
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry.
 
     With PREFILL most windows are the step's own; with WHOLE those that are not are left to the border's programs.
+
+    Args:
+        rows: pointers of the step's kv and score, and of the tail that has the rows before them.
+        step: pointers of slots, starts, lengths and stored, and the block table with its columns.
+        ending: what ``finish_window`` takes: pointers of codes, scales and plain values, of the norm's weight and the
+            frequencies, eps, and pointers of scratch rows and arrivals.
     """
+    kv_ptr, score_ptr, tail_ptr = rows
+    slots_ptr, starts_ptr, _, stored_ptr, table_ptr, table_columns = step
+    codes_ptr, scales_ptr, plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr = ending
     size: tl.constexpr = R.tiles * R.width
     share: tl.constexpr = size // PARTS
     # Everything that has to be fetched is asked for before the long wait for the window itself.
