@@ -178,6 +178,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Let an interpreter of kernels overflow in silence, as hardware does.
+
+    It computes in NumPy, which warns; kernels scale the channels of a whole tile, also those that are not stored so.
+    """
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    if "kv_check" in given:
+        how = given["kv_check"][1].how
+    elif "kv_backend" in given:
+        how = kit_of(item.config).subject(given["kv_backend"]).how
+    else:
+        how = ""
+    if not how.endswith("interpreter"):
+        return (yield)
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Any:
     """Make a record of each test over a backend's requests; ``test_check`` makes its own."""
     given = getattr(getattr(item, "callspec", None), "params", {}).get("kv_backend")

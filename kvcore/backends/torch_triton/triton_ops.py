@@ -33,6 +33,11 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._old_scratch = []
         self._bind_all()
 
+    @property
+    def how(self):
+        """The GPU; or that kernels are interpreted, which is never taken for hardware."""
+        return f"{self.device}, Triton interpreter" if launch.INTERPRETED else super().how
+
     def padded_index(self, host):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
         return self._index.put(host)
