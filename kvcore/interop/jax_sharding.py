@@ -4,25 +4,26 @@ Requests go over data axes: every shard has its own slots and blocks, and its ho
 go over context axes: each shard holds one page of every block, and the verbs exchange what is missing as
 ``kvcore.shards`` says. Heads of classic layers go over a model axis where they divide, else every shard of it holds all
 of them, as it does of latent rows, which are one head. Verbs run under ``shard_map``, so that the mesh's axes may be
-Auto or Explicit, and only context shards speak to one another.
+Auto or Explicit, and only context shards speak to one another. A step's activations may lie elsewhere in a prefill than
+in a decode step; pools never move.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from kvcore import digest
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
 from kvcore.content import owned
 from kvcore.errors import SpecError
+from kvcore.interop.jax_heads import divides, with_heads
+from kvcore.interop.jax_rules import MODES, RULES, Axes, Rules, Table, mode_of
 from kvcore.interop.jax_shards import JaxExchange
 from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan, plan_cache
@@ -30,10 +31,7 @@ from kvcore.pools import Pools
 from kvcore.shards import ShardedOps, ShardPlan
 from kvcore.spec import KV, CacheSpec, Component
 
-Rule = str | tuple[str, ...] | None
-
-RULES: Mapping[str, Rule] = {"requests": "data", "blocks": "context", "heads": "model"}
-"""Logical axis -> axes of the mesh, None for none. An axis that the mesh lacks counts as one shard."""
+__all__ = ["MODES", "RULES", "Axes", "Rules", "Sharded"]
 
 
 class Sharded:
@@ -43,37 +41,34 @@ class Sharded:
         spec: of the whole cache.
         mesh: devices; its axes may be Auto or Explicit.
         rules: logical axis -> axes of the mesh.
+        modes: mode of a step -> rules of its activations that hold in it instead; see ``Rules``.
         kernels: as of ``JaxOps``; None for what the devices are best served with.
         sizes: of the whole cache, as ``plan_cache`` takes them.
 
     Attributes:
-        shards: logical axis -> number of shards.
+        rules: the table on the mesh.
+        shards: logical axis of pools -> number of shards.
         plan: of one shard.
         ops: the verbs of one shard, for use in ``step``.
 
     Raises:
-        SpecError: an unknown logical axis, an axis of the mesh that two of them name, a size that the shards of
-            ``requests`` do not divide, or a layer whose history cannot be cut into blocks' pages.
+        SpecError: what ``Rules`` refuses, a size that the shards of ``requests`` do not divide, or a layer whose
+            history cannot be cut into blocks' pages.
     """
 
     def __init__(
         self,
         spec: CacheSpec,
         mesh: Mesh,
-        rules: Mapping[str, Rule] = RULES,
+        rules: Table = RULES,
         *,
+        modes: Mapping[str, Table] | None = None,
         kernels: str | None = None,
         **sizes: Any,
     ) -> None:
-        for axis in rules:
-            if axis not in RULES:
-                raise SpecError(got=axis, where="rules", allowed=", ".join(RULES))
         self.mesh = mesh
-        self._axes = {name: _present(mesh, rules.get(name)) for name in RULES}
-        used = [axis for axes in self._axes.values() for axis in axes]
-        if len(set(used)) < len(used):
-            raise SpecError(got=str(dict(rules)), where="rules", allowed="every axis of the mesh once")
-        self.shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in self._axes.items()}
+        self.rules = Rules(mesh, rules, modes)
+        self.shards = {name: self.rules.shards(name) for name in RULES}
         for name in ("max_requests", "max_tokens", "blocks"):
             if sizes.get(name) is not None and sizes[name] % self.shards["requests"]:
                 raise SpecError(
@@ -82,15 +77,15 @@ class Sharded:
             if sizes.get(name) is not None:
                 sizes[name] //= self.shards["requests"]
         context = ShardPlan(spec=spec, context=self.shards["blocks"]).context
-        self.plan: CachePlan = plan_cache(_with_heads(spec, self.shards["heads"]), context=context, **sizes)
+        self.plan: CachePlan = plan_cache(with_heads(spec, self.shards["heads"]), context=context, **sizes)
         self._cut = {
             (number, role)
             for number, layer in enumerate(spec.all_layers)
             for role, component in layer.components()
-            if isinstance(component, KV) and _divides(component, self.shards["heads"])
+            if isinstance(component, KV) and divides(component, self.shards["heads"])
         }
         local: Any = _Local(kernels)
-        exchange = JaxExchange(context, self._axes["blocks"])
+        exchange = JaxExchange(context, self.rules.axes("blocks"))
         self.ops: Any = local.create(self.plan) if context == 1 else ShardedOps(local, self.plan, exchange)
 
     def __repr__(self) -> str:
@@ -108,20 +103,22 @@ class Sharded:
                 found[name] = self.spec(units, "heads" if cut else None)
         return Pools(found)
 
-    def spec(self, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
-        """The partition of an array whose axes are these logical ones, several of them together where a tuple."""
-        names = ((axis,) if isinstance(axis, str) else axis or () for axis in axes)
-        return PartitionSpec(*(sum((self._axes[name] for name in some), ()) or None for some in names))
+    def spec(self, *axes: str | tuple[str, ...] | None, mode: str | None = None) -> PartitionSpec:
+        """``Rules.spec``: the partition of an array whose axes are these logical ones."""
+        return self.rules.spec(*axes, mode=mode)
+
+    def cuts(self, layer: int) -> bool:
+        """Whether a classic layer's heads are cut, so that those of its queries must be: ``heads`` in both."""
+        return (layer, "kv") in self._cut
 
     def allocate(self) -> Pools:
         """Fresh pools, each shard made where it belongs."""
         make = jax.shard_map(self.ops.allocate, mesh=self.mesh, in_specs=(), out_specs=self.specs, check_vma=False)
         return jax.jit(make)()
 
-    def put(self, array: np.ndarray, *axes: str | tuple[str, ...] | None) -> jax.Array:
-        """A whole host array on the mesh, cut along logical axes; every process gives the whole of it."""
-        sharding = NamedSharding(self.mesh, self.spec(*axes))
-        return jax.make_array_from_callback(array.shape, sharding, lambda some: array[some])
+    def put(self, array: np.ndarray, *axes: str | tuple[str, ...] | None, mode: str | None = None) -> jax.Array:
+        """``Rules.put``: a whole host array on the mesh, cut along logical axes."""
+        return self.rules.put(array, *axes, mode=mode)
 
     def index(self, shards: Sequence[StepIndex]) -> StepIndex:
         """The request shards' host indices, of one shape each, as one index on the mesh.
@@ -139,22 +136,59 @@ class Sharded:
             found.append(None if missing else self.put(np.concatenate([np.asarray(one) for one in arrays]), "requests"))
         return StepIndex(*found)
 
-    def step(self, fn: Callable[..., Any], inputs: Any, outs: Any) -> Callable[..., Any]:
+    @property
+    def queries(self) -> StepIndex:
+        """Axes of an index given once more, as an input: of the queries that a shard has where they are cut."""
+        cut, whole = Axes(("requests", "query_length")), Axes("requests")
+        return StepIndex(cut, cut, *[whole] * (len(StepIndex._fields) - 2))
+
+    def mode_of(self, index: StepIndex) -> str:
+        """``decode`` or ``prefill``, by the shapes of an index; see ``jax_rules.mode_of``."""
+        return mode_of(index, self.plan.max_draft_tokens)
+
+    def step(self, fn: Callable[..., Any], inputs: Any, outs: Any, mode: str | None = None) -> Callable[..., Any]:
         """``fn(ops, pools, index, *inputs) -> (pools, outs)`` of one shard, compiled for all, the pools donated.
+
+        Inputs may come from anywhere on the mesh and are brought to where the verbs want them.
 
         Args:
             fn: what a shard does; it sees its own pools, tokens and heads.
-            inputs: partitions of the inputs, a tuple of ``spec(...)``.
-            outs: partitions of the outs, a pytree of them.
+            inputs: of each input a partition (``spec(...)``) or ``Axes``, a tuple of such pytrees.
+            outs: likewise, a pytree.
+            mode: what ``Axes`` are resolved for; None: what ``mode_of`` says of each call's index, a program for each.
+
+        Raises:
+            SpecError: an unknown mode or axis.
         """
+        if mode is not None or not any(isinstance(leaf, Axes) for leaf in jax.tree.leaves((inputs, outs))):
+            return self._program(fn, inputs, outs, mode)
+        programs = {mode: self._program(fn, inputs, outs, mode) for mode in ("prefill", "decode")}
+
+        def by_shape(pools: Pools, index: StepIndex, *arrays: Any) -> Any:
+            return programs[self.mode_of(index)](pools, index, *arrays)
+
+        return by_shape
+
+    def _program(self, fn: Callable[..., Any], inputs: Any, outs: Any, mode: str | None) -> Callable[..., Any]:
+        def resolved(axes: Any, how: Callable[..., PartitionSpec]) -> Any:
+            return jax.tree.map(lambda leaf: how(*leaf, mode=mode) if isinstance(leaf, Axes) else leaf, axes)
+
+        wanted = (self.specs, self.spec("requests"), *resolved(inputs, self.rules.seen))
+        left = resolved(outs, self.rules.spec)
         run = jax.shard_map(
             partial(fn, self.ops),
             mesh=self.mesh,
-            in_specs=(self.specs, self.spec("requests"), *inputs),
-            out_specs=(self.specs, outs),
+            in_specs=wanted,
+            out_specs=(self.specs, resolved(outs, self.rules.seen)),
             check_vma=False,
         )
-        return jax.jit(run, donate_argnums=0)
+
+        def whole(pools: Pools, index: StepIndex, *arrays: Any) -> Any:
+            arrays = jax.tree.map(lambda leaf, some: self.rules.bring(some, leaf), wanted[2:], arrays)
+            pools, found = run(pools, index, *arrays)
+            return pools, jax.tree.map(lambda leaf, some: self.rules.bring(some, leaf), left, found)
+
+        return jax.jit(whole, donate_argnums=0)
 
     def digests(self, pools: Pools, index: StepIndex) -> list[int]:
         """What ``Cache.digest`` says of every request of an index, alone: equal on any mesh, and on no mesh.
@@ -190,7 +224,7 @@ class Sharded:
 
     def _all_heads(self, component: Component, rows: Any) -> Any:
         """Canonical rows [Q, n, row bytes] from every shard's own heads: all keys, then all values."""
-        shares = lax.all_gather(rows, self._axes["heads"])
+        shares = lax.all_gather(rows, self.rules.axes("heads"))
         pieces, first = [], 0
         for part in component.parts:
             last = first + part.heads * part.format.row
@@ -200,7 +234,8 @@ class Sharded:
 
     def _all_requests(self, array: Any) -> Any:
         """[Q, ...] of every request shard, one after the other."""
-        return lax.all_gather(array, self._axes["requests"], tiled=True) if self._axes["requests"] else array
+        axes = self.rules.axes("requests")
+        return lax.all_gather(array, axes, tiled=True) if axes else array
 
 
 class _Local(JaxBackend):
@@ -212,25 +247,3 @@ class _Local(JaxBackend):
     def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> JaxOps:
         ops = super().create(plan, device=device, check=check)
         return ops if self._kernels is None else JaxOps(plan, ops.device, None, self._kernels)
-
-
-def _present(mesh: Mesh, rule: Rule) -> tuple[str, ...]:
-    axes = (rule,) if isinstance(rule, str) else rule or ()
-    return tuple(axis for axis in axes if axis in mesh.shape)
-
-
-def _divides(component: KV, shards: int) -> bool:
-    return not any(part.heads % shards for part in component.parts)
-
-
-def _with_heads(spec: CacheSpec, shards: int) -> CacheSpec:
-    """The spec of one shard: its share of the heads, or all where they do not divide."""
-
-    def local(layer: Any) -> Any:
-        if layer.kv is None or not _divides(layer.kv, shards):
-            return layer
-        keys, values = (part.heads // shards for part in layer.kv.parts)
-        return msgspec.structs.replace(layer, kv=msgspec.structs.replace(layer.kv, key_heads=keys, value_heads=values))
-
-    layers, drafts = (tuple(local(layer) for layer in found) for found in (spec.layers, spec.draft_layers))
-    return msgspec.structs.replace(spec, layers=layers, draft_layers=drafts)

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from kvcore.errors import SpecError
+from kvcore.interop.jax_heads import with_heads
 from kvcore.interop.jax_sharding import Sharded
 from kvcore.spec import KV, LayerSpec, presets
 
@@ -60,10 +61,8 @@ def test_what_does_not_divide_is_refused_or_replicated() -> None:
 
 
 def test_heads_are_cut_where_keys_and_values_divide() -> None:
-    from kvcore.interop.jax_sharding import _with_heads
-
     layers = [LayerSpec(kv=KV(key_heads=keys, key_dim=16, value_heads=values)) for keys, values in ((8, 4), (8, 3))]
     spec = presets.deepseek_v4_flash_tiny(block_tokens=16)
-    local = _with_heads(type(spec)(layers=layers, block_tokens=16), 4)
+    local = with_heads(type(spec)(layers=layers, block_tokens=16), 4)
     assert [(layer.kv.key_heads, layer.kv.value_heads) for layer in local.layers] == [(2, 1), (8, 3)]
-    assert _with_heads(spec, 4) == spec
+    assert with_heads(spec, 4) == spec

@@ -22,8 +22,9 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
     scale = dim**-0.5 if scale is None else scale
     window, entries = layer.component("window"), layer.component("entries")
     triton = verbs(pools.kernels)
-    # A number that the caller computes on the device is no constant of a launch.
-    if triton and isinstance(scale, float) and triton.attends(layer, index, q):
+    # A number that the caller computes on the device is no constant of a launch, which takes q's rows for the step's.
+    launches = triton and isinstance(scale, float) and (rows is None or len(rows) == len(q))
+    if launches and triton.attends(layer, index, q):
         own = None if rows is None or window is None else place.encode_rows(layer.regions["window"][0], rows)[:, 0]
         return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale))
     scale = jnp.float32(scale)
