@@ -59,7 +59,8 @@ class Rules:
         if len(set(used)) < len(used):
             raise SpecError(got=str(dict(rules)), where="rules", allowed="every axis of the mesh once")
         given = {"query_heads": rules.get("heads"), **rules}
-        self._tables = {None: {name: _present(mesh, given.get(name)) for name in (*RULES, *ACTIVATIONS)}}
+        self._tables: dict[str | None, dict[str, tuple[str, ...]]] = {}
+        self._tables[None] = {name: _present(mesh, given.get(name)) for name in (*RULES, *ACTIVATIONS)}
         _known("modes", modes or {}, MODES)
         for mode in MODES:
             changed = (modes or {}).get(mode, {})

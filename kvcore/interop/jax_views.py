@@ -2,7 +2,8 @@
 
 For a model that keeps its cache in its own state and jits its whole step, without requests or a host in between. Row b
 of the batch is slot b with blocks of its own, so addresses need no table from outside. What kvcore promises holds here
-too: rows are stored by position, rings included, in any K-V format, and old rows are never rounded again.
+too: rows are stored by position, rings included, in any K-V format, and old rows are never rounded again. Over a mesh
+the batch is cut over data axes and heads over a model axis, by the table of rules that caches with an index have.
 
 ``docs/jax_views.md`` maps the names of EasyDeL's ``TransformerCache`` to these. Donate at the outermost ``jit``.
 """
@@ -18,15 +19,15 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
-from kvcore.ops import StepIndex
-from kvcore.plan import plan_cache
-from kvcore.plugins import choose_backend
+from kvcore.interop.jax_rules import RULES, Rules, Table
+from kvcore.interop.jax_view_kinds import Kind, index_of
 from kvcore.spec import KV, CacheSpec, LayerSpec, from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jax import Array
+    from jax.sharding import Mesh
     from jaxtyping import Bool, Float, Int
 
 
@@ -46,39 +47,6 @@ class Appended(NamedTuple):
     mask: Bool[Array, "batch new columns"]
     positions: Int[Array, "batch columns"]
     view: LayerView
-
-
-class Kind:
-    """The verbs of a one-layer cache, shared by all layers of its spec; equal kinds share traces."""
-
-    def __init__(self, layer: LayerSpec, batch: int, length: int, block_tokens: int) -> None:
-        self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens
-        spec = CacheSpec(layers=(layer,), block_tokens=block_tokens)
-        backend = choose_backend("jax_pallas", None)
-        self.blocks = -(-length // block_tokens)
-        plan = plan_cache(
-            spec,
-            max_requests=batch,
-            # Blocks are planned for all sequences together, contiguous rows for each slot.
-            max_tokens=self.blocks * block_tokens * (batch if layer.kv and layer.kv.growth == "block" else 1),
-            layout=backend.default_layout(None),
-        )
-        self.ops: Any = backend.create(plan)
-        self.units = {
-            name: batch * (self.blocks if region.growth == "block" else 1)
-            for region in plan.regions
-            for name, _ in region.buffers.values()
-        }
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.batch, self.length, self.block_tokens
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kind) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts"], meta_fields=["kind"])
@@ -139,6 +107,7 @@ class LayerView:
             if array.shape != wanted:
                 raise ShapeError(got=list(array.shape), where=f"append: {name}", allowed=f"shape {list(wanted)}")
         count = jnp.full(self.kind.batch, keys.shape[1], jnp.int32) if new is None else jnp.asarray(new, jnp.int32)
+        count = self.kind.put(count, self.kind.partition("requests"))
         if not isinstance(self.lengths, Tracer) and not isinstance(count, Tracer):
             longest = int((self.lengths + count).max())
             if longest > self.kind.length:
@@ -184,15 +153,23 @@ class CacheViews:
         """The sequences of ``other`` in the place of those from ``slot`` on, with their lengths and starts.
 
         Raises:
-            ShapeError: another length or batch that does not fit. SpecError: another spec.
+            ShapeError: another length or batch that does not fit. SpecError: another spec, or another mesh or table.
         """
         mine, theirs = self.views[0].kind, other.views[0].kind
         if other.spec != self.spec:
             raise SpecError(got=other.spec.name or "another spec", where="insert: spec", allowed="an equal spec")
+        if theirs.rules != mine.rules:
+            raise SpecError(got=str(theirs.rules), where="insert: rules", allowed=str(mine.rules))
         if theirs.length != mine.length:
             raise ShapeError(got=theirs.length, where="insert: length", allowed=str(mine.length))
         self._check_slot("insert", slot, theirs.batch)
-        return self._each(lambda view, layer: _inserted(view, other.views[layer], slot))
+        return self._each(
+            lambda view, layer: view.replace(
+                pools=view.kind.placed(view.pools, other.views[layer].pools, slot),
+                lengths=view.kind.exchanged(view.lengths, other.views[layer].lengths, slot),
+                starts=view.kind.exchanged(view.starts, other.views[layer].starts, slot),
+            )
+        )
 
     def insert_starts(self, starts: Any, slot: int) -> CacheViews:
         """Other first columns for the sequences from ``slot`` on."""
@@ -206,27 +183,40 @@ class CacheViews:
         return self._exchanged("insert_index", "lengths", lengths, slot)
 
     def to_pure(self) -> tuple[list[dict[str, jax.Array]], dict[str, Any]]:
-        """(arrays of every layer by name, plain metadata): what ``from_pure`` makes the same cache of."""
+        """(arrays of every layer by name, plain metadata): what ``from_pure`` makes the same cache of, on any mesh."""
         kind = self.views[0].kind
-        arrays = [{**view.pools, "lengths": view.lengths, "starts": view.starts} for view in self.views]
+        arrays = [
+            {**view.kind.joined(view.pools), "lengths": view.lengths, "starts": view.starts} for view in self.views
+        ]
         sizes = {"batch": kind.batch, "max_length": kind.length, "layout": kind.ops.plan.layout}
         return arrays, {"spec": json.loads(to_json(self.spec)), **sizes}
 
     @classmethod
-    def from_pure(cls, arrays: Sequence[dict[str, Any]], metadata: dict[str, Any]) -> CacheViews:
-        """The cache that ``to_pure`` took apart; arrays may have become NumPy's.
+    def from_pure(
+        cls,
+        arrays: Sequence[dict[str, Any]],
+        metadata: dict[str, Any],
+        *,
+        mesh: Mesh | None = None,
+        rules: Table = RULES,
+    ) -> CacheViews:
+        """The cache that ``to_pure`` took apart; arrays may have become NumPy's, and the mesh another one.
 
         Raises:
             SnapshotError: arrays of other names, shapes or dtypes than the metadata's spec has.
+            SpecError: as ``init_views``.
         """
         spec = from_json(json.dumps(metadata["spec"]))
-        fresh = init_views(spec, batch=metadata["batch"], max_length=metadata["max_length"])
+        sizes = {"batch": metadata["batch"], "max_length": metadata["max_length"]}
+        fresh = jax.eval_shape(lambda: init_views(spec, **sizes))
         layout = fresh.views[0].kind.ops.plan.layout
         if metadata["layout"] != layout or len(arrays) != len(fresh):
             got = f"{len(arrays)} layers, layout {metadata['layout']}"
             raise SnapshotError(got=got, where="from_pure", allowed=f"{len(fresh)} layers, layout {layout}")
         views = []
-        for number, (view, given) in enumerate(zip(fresh.views, arrays, strict=True)):
+        for number, (kind, view, given) in enumerate(
+            zip(_kinds(spec, **sizes, mesh=mesh, rules=rules), fresh.views, arrays, strict=True)
+        ):
             wanted = {**view.pools, "lengths": view.lengths, "starts": view.starts}
             described = [
                 {name: (tuple(array.shape), str(array.dtype)) for name, array in some.items()}
@@ -234,8 +224,9 @@ class CacheViews:
             ]
             if described[0] != described[1]:
                 raise SnapshotError(got=described[0], where=f"from_pure: layer {number}", allowed=str(described[1]))
-            put = {name: jnp.asarray(array) for name, array in given.items()}
-            views.append(view.replace(lengths=put.pop("lengths"), starts=put.pop("starts"), pools=put))
+            put = {name: kind.put(array, kind.partition("requests")) for name, array in given.items()}
+            lengths, starts = put.pop("lengths"), put.pop("starts")
+            views.append(LayerView(kind.shared_out(put), lengths, starts, kind))
         return cls(views, spec)
 
     def __repr__(self) -> str:
@@ -245,7 +236,7 @@ class CacheViews:
         values = jnp.atleast_1d(jnp.asarray(values, jnp.int32))
         self._check_slot(verb, slot, len(values))
         return self._each(
-            lambda view, _: view.replace(**{name: getattr(view, name).at[slot : slot + len(values)].set(values)})
+            lambda view, _: view.replace(**{name: view.kind.exchanged(getattr(view, name), values, slot)})
         )
 
     def _each(self, change: Any) -> CacheViews:
@@ -257,7 +248,15 @@ class CacheViews:
             raise ShapeError(got=slot, where=f"{verb}: slot", allowed=f"0 to {batch - count}, for {count} sequences")
 
 
-def init_views(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = None) -> CacheViews:
+def init_views(
+    spec: CacheSpec,
+    *,
+    batch: int,
+    max_length: int,
+    starts: Any = None,
+    mesh: Mesh | None = None,
+    rules: Table = RULES,
+) -> CacheViews:
     """Fresh views of a batch of sequences.
 
     Args:
@@ -265,52 +264,62 @@ def init_views(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
         batch: sequences.
         max_length: columns of each, padding included.
         starts: [B] first column that is a token, where the batch is padded on the left.
+        mesh: devices that the arrays are made on, or None: the default one. Its axes may be Auto or Explicit.
+        rules: logical axis -> axes of the mesh: the batch goes over those of ``requests``, heads over those of
+            ``heads``; what does not divide is on every shard.
 
     Raises:
-        SpecError: a layer is not classic.
+        SpecError: a layer is not classic, a table that cannot hold, or one that cuts ``blocks``.
     """
-    kinds: dict[LayerSpec, Kind] = {}
     views = []
-    first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
+    for kind in _kinds(spec, batch, max_length, mesh, rules):
+        lengths, first = (kind.put(array, kind.partition("requests")) for array in _begin(batch, starts))
+        views.append(LayerView(kind.allocate(), lengths, first, kind))
+    return CacheViews(views, spec)
+
+
+def _begin(batch: int, starts: Any) -> tuple[jax.Array, jax.Array]:
+    none = jnp.zeros(batch, jnp.int32)
+    return none, none if starts is None else jnp.asarray(starts, jnp.int32)
+
+
+def _kinds(spec: CacheSpec, batch: int, max_length: int, mesh: Mesh | None, rules: Table) -> list[Kind]:
+    """The kind of every layer; equal layers have the same."""
+    table = None if mesh is None else Rules(mesh, rules)
+    if table is not None and table.shards("blocks") > 1:
+        hint = "Sharded (kvcore.interop.jax_sharding) cuts them."
+        allowed = "none: a view's columns are together"
+        raise SpecError(got=str(table.axes("blocks")), where="rules: blocks", allowed=allowed, hint=hint)
+    kinds: dict[LayerSpec, Kind] = {}
     for number, layer in enumerate(spec.layers):
         if layer.kv is None:
             raise SpecError(got="no kv", where=spec.path(number), allowed="classic layers")
         if layer not in kinds:
-            kinds[layer] = Kind(layer, batch, max_length, spec.block_tokens)
-        kind = kinds[layer]
-        views.append(LayerView(dict(kind.ops.allocate()), jnp.zeros(batch, jnp.int32), first, kind))
-    return CacheViews(views, spec)
-
-
-def _index(kind: Kind, starts: jax.Array, lengths: jax.Array, left_padding: jax.Array, columns: int) -> StepIndex:
-    """The index of a step that brings up to ``columns`` tokens of every sequence: tokens first, padding last."""
-    batch = len(starts)
-    valid = (jnp.arange(columns, dtype=jnp.int32)[None] < (lengths - starts)[:, None]).reshape(-1)
-    order = jnp.argsort(~valid, stable=True)
-    request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
-    position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
-    kept = valid[order]
-    table = jnp.arange(batch * kind.blocks, dtype=jnp.int32).reshape(batch, kind.blocks)
-    return StepIndex(
-        positions=jnp.where(kept, position[order], -1),
-        request_index=jnp.where(kept, request[order], -1),
-        slots=jnp.arange(batch, dtype=jnp.int32),
-        starts=starts,
-        lengths=lengths,
-        block_table=table,
-        stored=jnp.zeros(batch, jnp.int32),
-        left_padding=left_padding,
-    )
+            kinds[layer] = Kind(layer, batch, max_length, spec.block_tokens, table)
+    return [kinds[layer] for layer in spec.layers]
 
 
 @jax.jit
 def _append(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
+    kind = view.kind
+
+    def append(pools: Any, lengths: Any, starts: Any, *new: Any) -> Any:
+        return tuple(_append_local(LayerView(pools, lengths, starts, kind.local), *new))
+
+    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
+    after = LayerView(kind.pools, each, each, kind.local)  # type: ignore[arg-type]
+    run = kind.on_shards(append, (kind.pools, each, each, rows, rows, each), (rows, rows, each, each, after))
+    keys, values, mask, positions, local = run(view.pools, view.lengths, view.starts, keys, values, count)
+    return Appended(keys, values, mask, positions, LayerView(local.pools, local.lengths, local.starts, kind))
+
+
+def _append_local(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
     kind, kv = view.kind, view.component
     new = keys.shape[1]
     with jax.named_scope("kvcore.LayerView.append"):
         start = jnp.minimum(view.lengths, kind.length)
         end = jnp.minimum(view.lengths + count, kind.length)
-        index = _index(kind, start, end, view.starts, new)
+        index = index_of(kind, start, end, view.starts, new)
         rows = [kind.ops.from_batch(index, array) for array in (keys, values)]
         most = kind.length if kv.span is None else min(kind.length, kv.span + new)
         # A ring's new rows may overwrite what the first queries still see: read it as it was, and the new rows beside.
@@ -318,16 +327,3 @@ def _append(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Arra
         mask = kind.ops.to_batch(index, kind.ops.mask(0, index, columns=most), new)
         pools = kind.ops.append_kv(view.pools, 0, index, *rows)
         return Appended(k, v, mask, positions, view.replace(pools=dict(pools), lengths=view.lengths + count))
-
-
-def _inserted(view: LayerView, other: LayerView, slot: int) -> LayerView:
-    pools = {}
-    for name, pool in view.pools.items():
-        each = view.kind.units[name] // view.kind.batch
-        pools[name] = pool.at[slot * each : slot * each + other.kind.units[name]].set(other.pools[name])
-    last = slot + other.kind.batch
-    return view.replace(
-        pools=pools,
-        lengths=view.lengths.at[slot:last].set(other.lengths),
-        starts=view.starts.at[slot:last].set(other.starts),
-    )

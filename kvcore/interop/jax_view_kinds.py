@@ -1,0 +1,208 @@
+"""What layer views of one kind share: their verbs, and where their arrays lie on a mesh.
+
+Over a mesh every shard is a cache of its own: its share of the batch, and of the heads where these divide. Nothing is
+exchanged between shards but for a pure form, which has all heads of a row together and so fits any mesh.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvcore.interop.jax_heads import divides, layer_with_heads
+from kvcore.interop.jax_rules import Rules
+from kvcore.ops import StepIndex
+from kvcore.plan import plan_cache
+from kvcore.plugins import choose_backend
+from kvcore.spec import CacheSpec, LayerSpec
+
+
+class Kind:
+    """The verbs of a one-layer cache, shared by all layers of its spec; equal kinds share traces.
+
+    Attributes:
+        rules: of the mesh that the arrays lie on, or None. A batch or heads that do not divide are on every shard.
+        local: the kind of one shard; itself without a mesh.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, batch: int, length: int, block_tokens: int, rules: Rules | None = None
+    ) -> None:
+        self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens
+        self.rules = rules
+        self.blocks = -(-length // block_tokens)
+        self._over: dict[str, tuple[str, ...]] = {"requests": (), "heads": ()}
+        self.local = self
+        if rules is not None:
+            requests, heads = rules.shards("requests"), rules.shards("heads")
+            if batch % requests == 0:
+                self._over["requests"] = rules.axes("requests")
+                batch //= requests
+            if layer.kv is not None and divides(layer.kv, heads):
+                self._over["heads"] = rules.axes("heads")
+            self.local = Kind(layer_with_heads(layer, heads), batch, length, block_tokens)
+            self.ops: Any = self.local.ops
+            self.units: dict[str, int] = self.local.units
+            return
+        backend = choose_backend("jax_pallas", None)
+        plan = plan_cache(
+            CacheSpec(layers=(layer,), block_tokens=block_tokens),
+            max_requests=batch,
+            # Blocks are planned for all sequences together, contiguous rows for each slot.
+            max_tokens=self.blocks * block_tokens * (batch if layer.kv and layer.kv.growth == "block" else 1),
+            layout=backend.default_layout(None),
+        )
+        self.ops = backend.create(plan)
+        self.units = {
+            name: self.blocks if region.growth == "block" else 1
+            for region in plan.regions
+            for name, _ in region.buffers.values()
+        }
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.layer, self.batch, self.length, self.block_tokens, self.rules
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def cut(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Axes of the mesh that the batch and the heads are cut over."""
+        return self._over["requests"], self._over["heads"]
+
+    def partition(self, *names: str | None) -> PartitionSpec:
+        """The partition of an array whose dimensions are ``requests`` (or their units), ``heads`` or neither."""
+        return PartitionSpec(*(self._over[name] or None if name else None for name in names))
+
+    @property
+    def pools(self) -> PartitionSpec:
+        """The partition of every pool: units, then bytes of a unit."""
+        return self.partition("requests", "heads")
+
+    def put(self, array: Any, partition: PartitionSpec) -> jax.Array:
+        """An array where it belongs."""
+        array = jnp.asarray(array)
+        return array if self.rules is None else jax.device_put(array, NamedSharding(self.rules.mesh, partition))
+
+    def allocate(self) -> dict[str, jax.Array]:
+        """Fresh pools, each shard's made where they belong."""
+        if self.rules is None:
+            return dict(self.ops.allocate())
+        return jax.jit(self.on_shards(lambda: dict(self.local.ops.allocate()), (), self.pools))()
+
+    def on_shards(self, fn: Callable[..., Any], inputs: tuple[PartitionSpec, ...], outs: Any) -> Callable[..., Any]:
+        """``fn`` of one shard, over all of them; inputs are brought to their partitions first."""
+        rules = self.rules
+        if rules is None:
+            return fn
+        run = jax.shard_map(fn, mesh=rules.mesh, in_specs=inputs, out_specs=outs, check_vma=False)
+        return lambda *arrays: run(*(rules.bring(one, lies) for one, lies in zip(arrays, inputs, strict=True)))
+
+    def placed(self, pools: dict[str, jax.Array], others: dict[str, jax.Array], slot: Any) -> dict[str, jax.Array]:
+        """Pools with the units of the sequences from ``slot`` on exchanged for those of others, all of which fit."""
+        lies, whole = self.pools, self.partition(None, "heads")
+        return _placed(self, tuple(self.units.items()), (lies, whole), pools, others, slot)
+
+    def exchanged(self, values: jax.Array, others: jax.Array, slot: Any) -> jax.Array:
+        """Values [B] with those from ``slot`` on exchanged."""
+        lies, whole = self.partition("requests"), self.partition(None)
+        return _placed(self, (("values", 1),), (lies, whole), {"values": values}, {"values": others}, slot)["values"]
+
+    @cached_property
+    def _whole(self) -> "Kind":
+        """A shard's sequences with all of their heads."""
+        return Kind(self.layer, self.local.batch, self.length, self.block_tokens)
+
+    def joined(self, pools: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Pools that hold every row's heads together: as without a mesh, whatever this one cuts."""
+        return _joined(self, pools) if self._over["heads"] else pools
+
+    def shared_out(self, pools: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The inverse of ``joined``."""
+        return _shared_out(self, pools) if self._over["heads"] else pools
+
+
+def index_of(kind: Kind, starts: jax.Array, lengths: jax.Array, left_padding: jax.Array, columns: int) -> StepIndex:
+    """The index of a step that brings up to ``columns`` tokens of every sequence: tokens first, padding last."""
+    batch = len(starts)
+    valid = (jnp.arange(columns, dtype=jnp.int32)[None] < (lengths - starts)[:, None]).reshape(-1)
+    order = jnp.argsort(~valid, stable=True)
+    request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
+    position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+    kept = valid[order]
+    table = jnp.arange(batch * kind.blocks, dtype=jnp.int32).reshape(batch, kind.blocks)
+    return StepIndex(
+        positions=jnp.where(kept, position[order], -1),
+        request_index=jnp.where(kept, request[order], -1),
+        slots=jnp.arange(batch, dtype=jnp.int32),
+        starts=starts,
+        lengths=lengths,
+        block_table=table,
+        stored=jnp.zeros(batch, jnp.int32),
+        left_padding=left_padding,
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _placed(kind: Kind, units: Any, lies: Any, pools: Any, others: Any, slot: Any) -> Any:
+    batch = kind.local.batch
+
+    def place(pools: Any, others: Any, slot: Any) -> Any:
+        axes, _ = kind.cut
+        first = slot - (lax.axis_index(axes).astype(jnp.int32) * batch if axes else 0)
+        found = {}
+        for name, each in units:
+            unit = first * each + jnp.arange(len(others[name]), dtype=jnp.int32)
+            # Sequences of other shards; an index below zero would be counted from the end.
+            unit = jnp.where(unit < 0, len(pools[name]), unit)
+            found[name] = pools[name].at[unit].set(others[name], mode="drop")
+        return found
+
+    run = kind.on_shards(place, (*lies, PartitionSpec()), lies[0])
+    return run(pools, others, jnp.asarray(slot, jnp.int32))
+
+
+def _every_row(kind: Kind) -> StepIndex:
+    """An index whose tokens are all rows that a kind's pools have room for, written or not."""
+    region = kind.ops.plan.region(0, "kv")[0]
+    rows = region.rows * (kind.blocks if region.growth == "block" else 1)
+    none = jnp.zeros(kind.batch, jnp.int32)
+    return index_of(kind, none, none + rows, none, rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def _joined(kind: Kind, pools: Any) -> Any:
+    _, heads = kind.cut
+    whole, local = kind._whole, kind.local
+
+    def join(pools: Any) -> Any:
+        rows = local.ops.read_ring(pools, 0, "kv", _every_row(local))
+        rows = tuple(lax.all_gather(part, heads, axis=1, tiled=True) for part in rows)
+        return dict(whole.ops.restore_ring(dict(whole.ops.allocate()), 0, "kv", _every_row(whole), rows))
+
+    return kind.on_shards(join, (kind.pools,), kind.partition("requests"))(pools)
+
+
+@partial(jax.jit, static_argnums=0)
+def _shared_out(kind: Kind, pools: Any) -> Any:
+    _, heads = kind.cut
+    whole, local = kind._whole, kind.local
+
+    def share(pools: Any) -> Any:
+        rows = whole.ops.read_ring(pools, 0, "kv", _every_row(whole))
+        shard, regions = lax.axis_index(heads).astype(jnp.int32), local.ops.plan.region(0, "kv")
+        mine = tuple(
+            lax.dynamic_slice_in_dim(part, shard * region.heads, region.heads, axis=1)
+            for part, region in zip(rows, regions, strict=True)
+        )
+        return dict(local.ops.restore_ring(dict(local.ops.allocate()), 0, "kv", _every_row(local), mine))
+
+    return kind.on_shards(share, (kind.partition("requests"),), kind.pools)(pools)
