@@ -187,6 +187,47 @@ def test_layers_of_one_kind_share_their_kernels(ops: JaxOps, monkeypatch: pytest
     assert call.adapter.cache_info().misses <= before + 1
 
 
+def over_shards(ops: JaxOps, verb, out_specs, *, checked: bool):
+    """A function of pools, index and inputs under ``shard_map`` over two devices that need not be here."""
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+
+    def run(pools, index, *given):
+        return verb(ops, pools, index, *given)
+
+    def whole(pools, index, *given):
+        twice = jax.tree.map(lambda array: jax.numpy.concatenate([array] * 2), (dict(pools), index, given))
+        mapped = jax.shard_map(
+            lambda pools, index, given: run(pools, index, *given),
+            mesh=mesh,
+            in_specs=jax.P("data"),
+            out_specs=out_specs,
+            check_vma=checked,
+        )
+        return mapped(*twice)
+
+    return whole
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["unchecked", "what varies is checked"])
+@pytest.mark.parametrize("name", ["append_window", "append_flush", "attend", "gather_entries"])
+def test_under_shard_map_a_verb_is_the_same_launch(
+    name: str, checked: bool, ops: JaxOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, inputs, roles = VERBS[name]
+    given = inputs if name != "attend" else tuple(array[:Q] for array in inputs)
+    text = lowered(ops, over_shards(ops, verb, jax.P("data"), checked=checked), given, monkeypatch, donated=False)
+    found = launches(text)
+    assert found[0] == [(n, n) for n in range(len(roles))]
+    # Few queries share out their keys, and are merged.
+    assert found[1:] == ([[]] if name == "attend" else [])
+
+
+def test_under_shard_map_results_differ_from_shard_to_shard(ops: JaxOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    verb, inputs, _ = VERBS["append_window"]
+    with pytest.raises(ValueError, match="out_specs"):
+        lowered(ops, over_shards(ops, verb, jax.P(), checked=True), inputs, monkeypatch, donated=False)
+
+
 def test_jax_triton_leaves_the_environment_alone() -> None:
     call._jax_triton()
     assert os.environ.get(call.CACHE) != ""

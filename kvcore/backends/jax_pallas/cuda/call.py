@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import triton
 import triton.language as tl
+from jax import lax
 
 CACHE = "TRITON_CACHE_DIR"
 
@@ -105,7 +106,24 @@ def launch(
         zeroed_outputs=tuple(cleared),
         **constants,
     )
+    found = _varying(found, inputs)
     return found[: len(written)], found[len(written) :]
+
+
+def _varying(found: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Results that differ from shard to shard where some input does, under a ``shard_map`` that checks what varies.
+
+    jax-triton says nothing about it, which JAX takes for being the same everywhere.
+    """
+    axes = frozenset[str]().union(*map(_varies_over, inputs))
+    more = [tuple(sorted(axes - _varies_over(one))) for one in found]
+    return [lax.pcast(one, over, to="varying") if over else one for one, over in zip(found, more, strict=True)]
+
+
+def _varies_over(array: Any) -> frozenset[str]:
+    """Axes of the mesh that an array differs over, as far as JAX keeps count."""
+    kind: Any = jax.typeof(array)
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())
 
 
 @cache

@@ -51,18 +51,18 @@ SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 22
 
 
 def chip() -> Any:
-    """The first device that JAX sees, as kernels are cut for it: a ``Chip``."""
+    """The first device of this process, as kernels are cut for it: a ``Chip``."""
     from kvcore.backends.torch_triton.kernels.cut import Chip
 
     known = max(known for known in SHARED if known <= max(capability(), min(SHARED)))
-    return Chip(capability(), jax.devices("cuda")[0].core_count, SHARED[known] << 10)
+    return Chip(capability(), jax.local_devices(backend="cuda")[0].core_count, SHARED[known] << 10)
 
 
 @cache
 def capability() -> int:
-    """CUDA's compute capability of the first device that JAX sees, ten times the major number and the minor.
+    """CUDA's compute capability of the first device of this process, ten times the major number and the minor.
 
     jax-triton compiles for that one, too: devices of one process are taken to be alike.
     """
-    major, minor = jax.devices("cuda")[0].compute_capability.split(".")
+    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
     return 10 * int(major) + int(minor)
