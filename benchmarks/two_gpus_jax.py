@@ -1,10 +1,11 @@
-"""Context-parallel decode under ``shard_map`` on two GPUs, beside one of them: digests, attention, times, bytes.
+"""JAX on two GPUs under ``shard_map``: context-parallel decode beside one of them, and Triton kernels beside jax.numpy.
 
-    python -m benchmarks.two_gpus_jax --out records/two_gpus_jax.json [--tiny] [--seconds 110]
+    KVCORE_COMMIT=... python -m benchmarks.two_gpus_jax --out records/two_gpus_jax.json [--parts decode] [--seconds 110]
 
-A CSA layer and an HCA layer of V4-Flash, requests of 256K and then of 1M tokens. The pools of both meshes are filled
-with the same rows; then one decode step's verbs are timed one by one, inside jit. ``--tiny`` runs small sizes on two
-forced devices of the CPU. The record is written after every part.
+``decode``: a CSA layer and an HCA layer of V4-Flash, requests of 256K and then of 1M tokens. The pools of both meshes
+are filled with the same rows; then one decode step's verbs are timed one by one, inside jit: digests, attention, times,
+bytes. ``kernels``: see ``benchmarks/two_gpus_kernels.py``. ``--tiny`` runs small sizes on two forced devices of the CPU.
+The record is written after every measurement, and keeps what is there of parts that were not asked for.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import two_gpus_kernels
 from kvcore.interop.jax_sharding import Sharded
 from kvcore.ops import StepIndex
 from kvcore.parity import environment
@@ -197,42 +199,94 @@ def compared(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Fill, decode and compare; 1 if something differs, 2 if the time was up before the end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="two forced devices of the CPU, small sizes")
-    parser.add_argument("--devices", type=int, default=2, help="of the second mesh")
-    parser.add_argument("--out", type=Path, help="write the record there, as JSON")
-    parser.add_argument("--seconds", type=float, default=110, help="begin nothing after this long")
-    options = parser.parse_args()
-    started, sizes = time.monotonic(), TINY if options.tiny else FULL
-    kinds = [device.device_kind for device in jax.devices()[: options.devices]]
-    record: dict[str, Any] = {"requests": sizes["requests"], **environment.of_script(", ".join(kinds))}
+class Record:
+    """The file that says what was found; written anew whenever something is."""
 
-    def told(**more: Any) -> None:
-        record.update(more, seconds=round(time.monotonic() - started, 1))
-        print(json.dumps(more), f"[{record['seconds']} s]", flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    def __init__(self, out: Path | None, device: str) -> None:
+        self._out, self._started = out, time.monotonic()
+        self.fields: dict[str, Any] = {}
+        if out is not None and out.exists():
+            self.fields = json.loads(out.read_text(encoding="utf-8"))
+        self._where = environment.of_script(device)
 
-    meshes = [OnMesh(devices, sizes) for devices in (1, options.devices)]
-    told(pool_bytes_a_device={NAMES[number]: mesh.pool_bytes for number, mesh in enumerate(meshes)})
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return round(time.monotonic() - self._started, 1)
+
+    def part(self, name: str) -> None:
+        """Begin a part: nothing of an older one is left."""
+        self.fields[name] = {**self._where, "complete": False}
+
+    def tell(self, part: str, **more: Any) -> None:
+        """Add to a part."""
+        self.fields[part].update(more, seconds=self.seconds)
+        print(json.dumps(more), f"[{self.seconds} s]", flush=True)
+        if self._out is not None:
+            self._out.write_text(json.dumps(self.fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def decode(record: Record, devices: int, sizes: dict[str, Any], seconds: float) -> bool | None:
+    """Context-parallel decode beside one device: whether they agree, None if the time was up."""
+    meshes = [OnMesh(count, sizes) for count in (1, devices)]
+    pool_bytes = {NAMES[number]: mesh.pool_bytes for number, mesh in enumerate(meshes)}
+    record.tell("decode", requests=sizes["requests"], pool_bytes_a_device=pool_bytes)
     with ThreadPoolExecutor() as pool:
         list(pool.map(OnMesh.compile, meshes))
-    told(compiled=True, how=meshes[0].sharded.ops.how)
+    record.tell("decode", compiled=True, how=meshes[0].sharded.ops.how)
     filled, agree = 0, True
     for length in sizes["lengths"]:
-        if time.monotonic() - started > options.seconds:
-            print("the time is up")
-            return 2
+        if record.seconds > seconds:
+            return None
         for mesh in meshes:
             mesh.fill(filled, length)
         filled = length
         found = compared(*(mesh.decode(length) for mesh in meshes))
         agree &= found["digests_equal"] and max(found["largest_difference"].values()) < 1e-4
-        told(**{f"decode at {length}": found})
-    told(complete=True)
-    return 0 if agree else 1
+        record.tell("decode", **{f"decode at {length}": found})
+    return agree
+
+
+def kernels(record: Record, wanted: str, sizes: dict[str, Any], seconds: float) -> bool | None:
+    """Kernels beside ``jax.numpy``, mesh after mesh: whether they agree, None if the time was up."""
+    record.tell("kernels", sizes=sizes)
+    agree = True
+    for axis, name in two_gpus_kernels.MESHES.items():
+        if record.seconds > seconds:
+            return None
+        found = two_gpus_kernels.measured(axis, wanted, sizes)
+        agree &= not found["faults"]
+        record.tell("kernels", **{f"{axis} over {name}": found})
+    return agree
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts; 1 if something differs, 2 if the time was up before the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("decode", "kernels"), default=("decode", "kernels"))
+    parser.add_argument("--tiny", action="store_true", help="two forced devices of the CPU, small sizes")
+    parser.add_argument("--devices", type=int, default=2, help="of the second mesh of decode")
+    parser.add_argument("--kernels", default="triton" if jax.default_backend() == "gpu" else "portable")
+    parser.add_argument("--out", type=Path, help="write the record there, as JSON")
+    parser.add_argument("--seconds", type=float, default=110, help="begin nothing after this long")
+    options = parser.parse_args(arguments)
+    if options.out and not options.tiny and environment.commit() is None:
+        parser.error("the record would not say of which commit it is: set KVCORE_COMMIT")
+    kinds = [device.device_kind for device in jax.devices()[: options.devices]]
+    record, status = Record(options.out, ", ".join(kinds)), 0
+    for part in options.parts:
+        record.part(part)
+        if part == "decode":
+            agree = decode(record, options.devices, TINY if options.tiny else FULL, options.seconds)
+        else:
+            small = two_gpus_kernels.TINY if options.tiny else two_gpus_kernels.FULL
+            agree = kernels(record, options.kernels, small, options.seconds)
+        if agree is None:
+            print("the time is up")
+            return 2
+        record.tell(part, complete=True)
+        status |= not agree
+    return int(status)
 
 
 if __name__ == "__main__":

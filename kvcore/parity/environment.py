@@ -78,8 +78,10 @@ def command(arguments: Sequence[str] | None) -> str:
 
 def of_script(device: str = "") -> dict[str, Any]:
     """Where a script's record comes from: what was typed, the device (the processor if none is named), versions."""
-    typed = " ".join(Path(word).name if word.startswith(os.sep) else word for word in sys.argv)
-    return {"command": f"python {typed}", "device": device or processor(), **describe()}
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = sys.argv[0] if module is None else f"-m {module.name}"
+    typed = (Path(word).name if word.startswith(os.sep) else word for word in (program, *sys.argv[1:]))
+    return {"command": f"python {' '.join(typed)}", "device": device or processor(), **describe()}
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""The two-GPU benchmark on two forced devices of the CPU: it ends, and both meshes hold and answer the same."""
+"""The two-GPU benchmark on two forced devices of the CPU: it ends, and all meshes hold and answer the same."""
 
 import json
 import os
@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+MESHES = ("requests over data", "blocks over context", "heads over model")
 
 
 def test_two_devices_answer_what_one_does(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    env = {**os.environ, "KVCORE_COMMIT": "0" * 40, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     line = [
         sys.executable,
         "-m",
@@ -24,8 +25,12 @@ def test_two_devices_answer_what_one_does(tmp_path: Path) -> None:
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "two.json").read_text())
+    assert all(record[part]["complete"] and record[part]["commit"] for part in ("decode", "kernels"))
+    assert record["kernels"]["command"].startswith("python -m benchmarks.two_gpus_jax --tiny")
+    record, meshes = record["decode"], [record["kernels"][axis] for axis in MESHES]
+    assert not any(one["faults"] for one in meshes)
+    assert all({*one["us"]} == {"append and flush", "gather", "select", "attend"} for one in meshes)
     lengths = [record[f"decode at {length}"] for length in (2048, 4096)]
-    assert record["complete"]
     assert all(one["digests_equal"] and one["selections_equal"] == "2 of 2" for one in lengths)
     assert lengths[0]["digest"] != lengths[1]["digest"]
     # Windows and tails are on both, history on one each.
