@@ -4,8 +4,8 @@
 
 ``decode``: a CSA layer and an HCA layer of V4-Flash, requests of 256K and then of 1M tokens. The pools of both meshes
 are filled with the same rows; then one decode step's verbs are timed one by one, inside jit: digests, attention, times,
-bytes. ``kernels``: see ``benchmarks/two_gpus_kernels.py``. ``--tiny`` runs small sizes on two forced devices of the CPU.
-The record is written after every measurement, and keeps what is there of parts that were not asked for.
+bytes. ``kernels``: see ``benchmarks/two_gpus_kernels.py``. ``--tiny`` runs small sizes on two forced devices of the
+CPU. The record is written after every measurement, and keeps what is there of parts that were not asked for.
 """
 
 import argparse

@@ -25,18 +25,36 @@ from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer
 from kvcore.step import Row, build_index
 
-FULL = {"requests": 16, "history": 16_384, "prefill": 512, "decode": 8, "heads": 64, "topk": 512, "repeats": 20}
-TINY = {"requests": 2, "history": 64, "prefill": 12, "decode": 4, "heads": 16, "topk": 16, "repeats": 1}
+FULL = {
+    "requests": 16,
+    "history": 16_384,
+    "prefill": 512,
+    "decode": 8,
+    "heads": 64,
+    "topk": 512,
+    "repeats": 20,
+    "window": 128,
+    "index_heads": 64,
+    "kv_heads": 8,
+    "kv_dim": 128,
+}
+TINY = {
+    "requests": 2,
+    "history": 64,
+    "prefill": 6,
+    "decode": 2,
+    "heads": 16,
+    "topk": 16,
+    "repeats": 1,
+    "window": 16,
+    "index_heads": 16,
+    "kv_heads": 2,
+    "kv_dim": 16,
+}
 MESHES = {"requests": "data", "blocks": "context", "heads": "model"}
 """Logical axis -> the mesh's only one, two devices long."""
 
-DIM, INDEX_DIM, INDEX_HEADS, RATIO, BLOCK = 512, 128, 64, 4, 256
-CLASSIC = KV(key_heads=8, key_dim=128, key_format="fp8_row", storage="ring", window=128)
-SPEC = CacheSpec(
-    layers=(v4_layer(RATIO, overlap=True, formats=V4_FORMATS), LayerSpec(kv=CLASSIC)),
-    block_tokens=BLOCK,
-    name="V4-Flash's CSA, and a classic ring",
-)
+DIM, INDEX_DIM, RATIO, BLOCK = 512, 128, 4, 256
 ROPE = Rope(dim=64, theta=160000.0)
 COMPUTED = {"entries": "rope", "index_keys": "rope"}
 """Role that a flush writes -> the row of the tolerance table."""
@@ -44,15 +62,26 @@ COMPUTED = {"entries": "rope", "index_keys": "rope"}
 ROWS, HEADS = Axes("requests"), Axes("requests", "heads")
 QUERIES, BATCH = Axes("requests", "query_heads"), Axes("requests", None, "heads")
 STREAMS = {
-    # name -> (shape of a token's row, where it lies)
-    "window": ((DIM,), ROWS),
-    "kv": ((2 * DIM,), ROWS),
-    "score": ((2 * DIM,), ROWS),
-    "index_kv": ((2 * INDEX_DIM,), ROWS),
-    "index_score": ((2 * INDEX_DIM,), ROWS),
-    "k": ((CLASSIC.key_heads, CLASSIC.key_dim), HEADS),
-    "v": ((CLASSIC.key_heads, CLASSIC.key_dim), HEADS),
+    # name -> (width of a token's row, 0 for the classic layer's heads; where it lies)
+    "window": (DIM, ROWS),
+    "kv": (2 * DIM, ROWS),
+    "score": (2 * DIM, ROWS),
+    "index_kv": (2 * INDEX_DIM, ROWS),
+    "index_score": (2 * INDEX_DIM, ROWS),
+    "k": (0, HEADS),
+    "v": (0, HEADS),
 }
+
+
+def spec_of(sizes: dict[str, int]) -> CacheSpec:
+    """V4-Flash's CSA layer, and a classic ring."""
+    csa = {"window": sizes["window"], "index_heads": sizes["index_heads"], "index_topk": sizes["topk"]}
+    ring = {"key_heads": sizes["kv_heads"], "key_dim": sizes["kv_dim"], "window": sizes["window"]}
+    layers = (
+        v4_layer(RATIO, overlap=True, formats=V4_FORMATS, **csa),
+        LayerSpec(kv=KV(**ring, key_format="fp8_row", storage="ring")),
+    )
+    return CacheSpec(layers=layers, block_tokens=BLOCK)
 
 
 def fill(ops: Any, pools: Any, index: StepIndex, seed: Any, *, count: int) -> Any:
@@ -70,10 +99,10 @@ def write(ops: Any, pools: Any, index: StepIndex, given: dict[str, Any], *, newe
     return ops.append_kv(pools, 1, index, given["k"], given["v"]), ()
 
 
-def gather(ops: Any, pools: Any, index: StepIndex, picks: Any) -> Any:
+def gather(ops: Any, pools: Any, index: StepIndex, picks: Any, *, columns: int) -> Any:
     """Rows of the window, picked entries and the classic ring's rows, decoded."""
     window, entries = ops.gather_window(pools, 0, index), ops.gather_entries(pools, 0, index, picks)
-    k, v, _ = ops.gather_kv(pools, 1, index, columns=CLASSIC.window)
+    k, v, _ = ops.gather_kv(pools, 1, index, columns=columns)
     valid = (window.positions >= 0)[:, :, None]
     return jnp.where(valid, window.values, 0), jnp.where(entries.valid[:, :, None], entries.values, 0), k, v
 
@@ -107,7 +136,7 @@ class OnMesh:
         longest = sizes["history"] + sizes["prefill"] + sizes["decode"]
         tokens = sizes["requests"] * -(-longest // (2 * BLOCK)) * 2 * BLOCK
         given = {"max_requests": sizes["requests"], "max_tokens": tokens, "layout": "packed"}
-        self.sharded = Sharded(SPEC, mesh, RULES, kernels=kernels, **given)
+        self.sharded = Sharded(spec_of(sizes), mesh, RULES, kernels=kernels, **given)
         self.pools = self.sharded.allocate()
         self.shards = self.sharded.shards["requests"]
         self.local = sizes["requests"] // self.shards
@@ -141,7 +170,13 @@ class OnMesh:
             "rows": (partial(rows_of, **newest), (), ROWS, self.index(self.longest, 0, rows=False), ()),
             "scores": (partial(scores, over=over, **columns), (ROWS, ROWS), ROWS, read, inputs.indexed),
             "select": (partial(select, topk=sizes["topk"], **columns), (ROWS, ROWS), ROWS, read, inputs.indexed),
-            "gather": (gather, (ROWS,), (ROWS, ROWS, BATCH, BATCH), read, (inputs.picks,)),
+            "gather": (
+                partial(gather, columns=sizes["window"]),
+                (ROWS,),
+                (ROWS, ROWS, BATCH, BATCH),
+                read,
+                (inputs.picks,),
+            ),
             "attend": (attend, (QUERIES, ROWS), QUERIES, read, (inputs.q, inputs.picks)),
         }
         lowered = {}
@@ -186,15 +221,19 @@ class Inputs:
             return sharded.put(rng.standard_normal(shape, np.float32), *axes, mode="decode")
 
         def streams(new: int) -> dict[str, jax.Array]:
-            return {name: put(lies, requests * new, *shape) for name, (shape, lies) in STREAMS.items()}
+            heads = sizes["kv_heads"], sizes["kv_dim"]
+            return {
+                name: put(lies, requests * new, *((width,) if width else heads))
+                for name, (width, lies) in STREAMS.items()
+            }
 
         self.seeds = sharded.put(np.arange(sharded.shards["requests"], dtype=np.int32), "requests")
         self.prefill = streams(sizes["prefill"])
         self.decode = [streams(1) for _ in range(sizes["decode"])]
         self.q = put(QUERIES, requests, sizes["heads"], DIM).astype(jnp.bfloat16)
         self.indexed = (
-            put(ROWS, requests, INDEX_HEADS, INDEX_DIM).astype(jnp.bfloat16),
-            put(ROWS, requests, INDEX_HEADS),
+            put(ROWS, requests, sizes["index_heads"], INDEX_DIM).astype(jnp.bfloat16),
+            put(ROWS, requests, sizes["index_heads"]),
         )
         self.picks = sharded.put(np.zeros((requests, sizes["topk"]), np.int32), "requests")
 
@@ -280,12 +319,12 @@ def measured(axis: str, kernels: str, sizes: dict[str, int]) -> dict[str, Any]:
     picks = chosen[1]()
     gathered, attended = both("gather", index, picks), both("attend", index, inputs.q, picks)
     got, want = (np.asarray(call()) for call in scored)
-    found.agree(outputs.close("scores", want, "scores", precision="fp32"), got)
+    found.agree(outputs.close("scores", want, "scores", "token", "entry", precision="fp32"), got)
     found.agree(outputs.selection("select", np.asarray(picks), want), chosen[0]())
     for what, got, want in zip(("window", "entries", "keys", "values"), gathered[0](), gathered[1](), strict=True):
-        found.agree(outputs.exact(f"gather: {what}", np.asarray(want)), got)
+        found.agree(outputs.exact(f"gather: {what}", np.asarray(want), *map(str, range(want.ndim))), got)
     got, want = (np.asarray(call().astype(jnp.float32)) for call in attended)
-    found.agree(outputs.close("attend", want, "attention", precision="bf16"), got)
+    found.agree(outputs.close("attend", want, "attention", "token", "head", "channel", precision="bf16"), got)
 
     again = [partial(one.write, "decode", index, inputs.decode[-1]) for one in (ours, plain)]
     calls = {"append and flush": again, "gather": gathered, "select": chosen, "attend": attended}

@@ -39,8 +39,10 @@ def launch(kernel, grid, arguments, *, written=(), zeroed=(), **options):
     LAUNCHED.add(kernel.fn.__name__)
     values = {name: value.array if isinstance(value, As) else value for name, value in arguments.items()}
     inputs = {id(value): value for value in values.values() if isinstance(value, jax.Array)}
-    fresh = {id(values[name]): (name, values[name]) for name in reversed(names) if is_fresh(values[name])}
-    fresh = dict(reversed(fresh.items()))  # in the kernel's order, by the first parameter of each
+    fresh: dict[int, tuple[str, Any]] = {}
+    for name in names:
+        if is_fresh(values[name]):  # in the kernel's order, by the first parameter of each
+            fresh.setdefault(id(values[name]), (name, values[name]))
 
     def run(*given):
         tensors = dict(zip(inputs, map(tensor, given), strict=True))

@@ -1,31 +1,35 @@
-"""The two-GPU benchmark's kernels on two forced devices, Triton launches interpreted; in a process of its own.
+"""Triton launches under ``shard_map`` on two forced devices, interpreted, beside jax.numpy; in a process of its own.
 
-python interpreted_shards.py RECORD
+python interpreted_shards.py AXIS [AXIS ...]
 
 Launches are part of a program over both devices: each interprets its own, on its own shards.
 """
 
+import os
 import sys
 
-import interpreted_launches  # first: it says how kernels are to be defined
+# A device's thread that waits for the interpreter must not be the one that the interpreter waits for.
+os.environ["NPROC"] = "16"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
+import interpreted_launches
+
+from benchmarks import two_gpus_kernels
 from kvcore.backends.jax_pallas.cuda import arguments, attend, indexer
 from kvcore.backends.torch_triton.kernels.cut import INTERPRETER
 
 
-def main(record: str) -> int:
-    sys.argv = ["two_gpus_jax.py", "--tiny"]  # read when the benchmark is imported
-    from benchmarks import two_gpus_jax
-
+def main(axes: list[str]) -> None:
     arguments.launch = interpreted_launches.launch
     arguments.capability = lambda: 80
     attend.chip = indexer.chip = lambda: INTERPRETER
-    status = two_gpus_jax.main(
-        ["--tiny", "--parts", "kernels", "--kernels", "triton", "--seconds", "500", "--out", record]
-    )
-    print(*sorted(interpreted_launches.LAUNCHED))
-    return status
+    for axis in axes:
+        interpreted_launches.LAUNCHED.clear()
+        found = two_gpus_kernels.measured(axis, "triton", two_gpus_kernels.TINY)
+        # A callback's results are new arrays.
+        faults = [fault for fault in found["faults"] if fault != "pools have moved"]
+        print(axis, *sorted(interpreted_launches.LAUNCHED), "faults:", *faults, flush=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    main(sys.argv[1:])

