@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas import rows_codec
+from kvcore.backends.jax_pallas.pallas import rows_codec, softmax
 from kvcore.backends.jax_pallas.pallas.lines import buffers_of
 from kvcore.backends.jax_pallas.pallas.stream import Stream, ahead, scratch
 from kvcore.plan import Region
@@ -78,13 +78,13 @@ def attend_kv(keys: Region, values: Region, key_pool, value_pool, blocks, first,
         pl.BlockSpec(mine.shape, lambda *_: (0, 0, 0)),
     ]
     if sink is not None:
-        inputs.append(jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (heads, LANES)))
-        specs.append(pl.BlockSpec((heads, LANES), lambda *_: (0, 0)))
+        array, spec = softmax.sink_input(sink, heads)
+        inputs.append(array)
+        specs.append(spec)
     pools = [key_pool, value_pool]
     if not interpret:
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
-    state = [pltpu.VMEM((heads, LANES), jnp.float32)] * 2 + [pltpu.VMEM((heads, value_lines * LANES), jnp.float32)]
     out, lse = pl.pallas_call(
         functools.partial(_attend, keys=keys, values=values, count=count, piece=piece, sunk=sink is not None),
         out_shape=[
@@ -99,7 +99,11 @@ def attend_kv(keys: Region, values: Region, key_pool, value_pool, blocks, first,
                 pl.BlockSpec((1, heads, value_lines * LANES), lambda t, *_: (t, 0, 0)),
                 pl.BlockSpec((1, heads, LANES), lambda t, *_: (t, 0, 0)),
             ],
-            scratch_shapes=[*state, *scratch(keys, count, tiles), *scratch(values, count, tiles)],
+            scratch_shapes=[
+                *softmax.state(heads, value_lines * LANES),
+                *scratch(keys, count, tiles),
+                *scratch(values, count, tiles),
+            ],
         ),
         interpret=interpret,
     )(blocks.reshape(-1), first, last, *inputs, *pools)
@@ -112,11 +116,7 @@ def _attend(units, firsts, lasts, q, position, mine, *refs, keys: Region, values
     token, step = pl.program_id(0), pl.program_id(1)
     number, every = token * pl.num_programs(1) + step, pl.num_programs(0) * pl.num_programs(1)
 
-    @pl.when(step == 0)
-    def _():
-        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
+    softmax.begin(step, largest, total, weighted)
 
     streams = [
         Stream(region, (pool,), some, units, None, count)
@@ -143,7 +143,7 @@ def _attend(units, firsts, lasts, q, position, mine, *refs, keys: Region, values
                 v = rows_codec.decode(values, value_words, row)
                 seen = (position[part] >= first) & (position[part] <= last)
                 exists = jnp.broadcast_to(seen, (q.shape[1], count * piece)) & (mine[part] > 0)
-                kept, weights = _softmax(q, k, exists, largest, total)
+                kept, weights = softmax.weigh(q, k, exists, largest, total)
                 # Along sublanes the same positions: a row's number by its heads, rounded down.
                 held_row = lax.broadcasted_iota(jnp.int32, (count * piece, LANES), 0) * parts + part
                 held_at = jnp.floor((held_row.astype(jnp.float32) + 0.5) * (1.0 / keys.heads)).astype(jnp.int32)
@@ -154,32 +154,7 @@ def _attend(units, firsts, lasts, q, position, mine, *refs, keys: Region, values
 
     lax.fori_loop(0, tiles // piece, take, None)
 
-    @pl.when(step == pl.num_programs(1) - 1)
-    def _():
-        sums = total[...]
-        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))
-        lse[0] = rest
-        shrink = 1 / jnp.where(sums == 0, 1, sums)
-        if sink is not None:
-            # sigmoid(lse - sink), written so that neither exponential overflows.
-            shrink = jnp.where(sums == 0, 0, shrink / (1 + jnp.exp(sink[...] - rest)))
-        for line in range(weighted.shape[1] // LANES):
-            some = slice(LANES * line, LANES * (line + 1))
-            out[0, :, some] = weighted[:, some] * shrink
-
-
-def _softmax(q, k, exists, largest, total):
-    """Take keys, lines [n, 128] each, into the softmax; (what is kept of the sums [H, 1], weights [H, n])."""
-    logits = sum(_product(q[0, :, LANES * n : LANES * (n + 1)], line, contract=1) for n, line in enumerate(k))
-    logits = jnp.where(exists, logits, -jnp.inf)
-    before = largest[:, :1]
-    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.where(exists, jnp.exp(logits - base), 0)
-    kept = jnp.exp(before - base)
-    largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
-    return kept, weights
+    softmax.end(step, largest, total, weighted, sink, out, lse)
 
 
 def _add(weights, v, head, kept, heads: int, weighted) -> None:
@@ -193,9 +168,7 @@ def _add(weights, v, head, kept, heads: int, weighted) -> None:
 
     @pl.when(faulty == 0)
     def _():
-        for n, line in enumerate(v):
-            some = slice(LANES * n, LANES * (n + 1))
-            weighted[:, some] = weighted[:, some] * kept + _product(weights, line, contract=0)
+        softmax.add(weights, v, kept, weighted)
 
     @pl.when(faulty > 0)
     def _():
@@ -206,16 +179,6 @@ def _add(weights, v, head, kept, heads: int, weighted) -> None:
             sums = weighted[:, some] * kept
             for number in range(heads):
                 shares = (query >= number * group) & (query < (number + 1) * group)
-                added = _product(weights, jnp.where(head == number, line, 0.0), contract=0)
+                added = softmax.product(weights, jnp.where(head == number, line, 0.0), contract=0)
                 sums = jnp.where(shares, sums + added, sums)
             weighted[:, some] = sums
-
-
-def _product(left, right, *, contract: int):
-    return lax.dot_general(
-        left,
-        right,
-        (((1,), (contract,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas import rows_codec
+from kvcore.backends.jax_pallas.pallas import rows_codec, softmax
 from kvcore.backends.jax_pallas.pallas.lines import buffers_of, column
 from kvcore.backends.jax_pallas.pallas.stream import Stream, scratch
 from kvcore.plan import Region
@@ -49,8 +48,9 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
     chunks = [-(-source.unit.shape[1] // ROWS_A_STEP) for source in sources]
     scalars, inputs, specs, held = [], [q], [pl.BlockSpec((1, heads, dim), lambda t, *_: (t, 0, 0))], []
     if sink is not None:
-        inputs.append(jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (heads, LANES)))
-        specs.append(pl.BlockSpec((heads, LANES), lambda *_: (0, 0)))
+        array, spec = softmax.sink_input(sink, heads)
+        inputs.append(array)
+        specs.append(spec)
     first = 0
     for source, count in zip(sources, chunks, strict=True):
         more = ((0, 0), (0, count * ROWS_A_STEP - source.unit.shape[1]))
@@ -66,7 +66,6 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
         held += scratch(source.region, ROWS_A_STEP)
         first += count
-    state = [pltpu.VMEM((heads, LANES), jnp.float32)] * 2 + [pltpu.VMEM((heads, dim), jnp.float32)]
     regions = [(source.region, source.global_scale) for source in sources]
     out, lse = pl.pallas_call(
         functools.partial(_attend, regions=regions, chunks=chunks, sunk=sink is not None),
@@ -82,7 +81,7 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
                 pl.BlockSpec((1, heads, dim), lambda t, *_: (t, 0, 0)),
                 pl.BlockSpec((1, heads, LANES), lambda t, *_: (t, 0, 0)),
             ],
-            scratch_shapes=[*state, *held],
+            scratch_shapes=[*softmax.state(heads, dim), *held],
         ),
         interpret=interpret,
     )(*scalars, *inputs)
@@ -106,11 +105,7 @@ def _attend(*refs, regions, chunks, sunk: bool):
     out, lse, largest, total, weighted, *refs = refs
     token, step = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(step == 0)
-    def _():
-        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
+    softmax.begin(step, largest, total, weighted)
 
     first = 0
     for number, ((region, global_scale), count) in enumerate(zip(regions, chunks, strict=True)):
@@ -141,45 +136,10 @@ def _attend(*refs, regions, chunks, sunk: bool):
                 exists = column(unit[0]) >= 0
                 lines = rows_codec.decode(region, words, column(row[0]), scale)
                 lines = [jnp.where(jnp.broadcast_to(exists, line.shape), line, 0.0) for line in lines]
-                _softmax_sum(q, lines, unit[0] >= 0, largest, total, weighted)
+                seen = jnp.broadcast_to(unit[0] >= 0, (q.shape[1], ROWS_A_STEP))
+                kept, weights = softmax.weigh(q, lines, seen, largest, total)
+                softmax.add(weights, lines, kept, weighted)
 
         first += count
 
-    @pl.when(step == pl.num_programs(1) - 1)
-    def _():
-        sums = total[...]
-        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))
-        lse[0] = rest
-        shrink = 1 / jnp.where(sums == 0, 1, sums)
-        if sink is not None:
-            # sigmoid(lse - sink), written so that neither exponential overflows.
-            shrink = jnp.where(sums == 0, 0, shrink / (1 + jnp.exp(sink[...] - rest)))
-        for line in range(weighted.shape[1] // LANES):
-            some = slice(LANES * line, LANES * (line + 1))
-            out[0, :, some] = weighted[:, some] * shrink
-
-
-def _softmax_sum(q, lines, exists, largest, total, weighted) -> None:
-    """Take rows, lines [n, 128] each, into the softmax; its state is the same in every lane."""
-    logits = sum(_product(q[0, :, LANES * n : LANES * (n + 1)], line, contract=1) for n, line in enumerate(lines))
-    logits = jnp.where(jnp.broadcast_to(exists, logits.shape), logits, -jnp.inf)
-    before = largest[:, :1]
-    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(higher == -jnp.inf, 0, higher)
-    weights = jnp.where(jnp.broadcast_to(exists, logits.shape), jnp.exp(logits - base), 0)
-    kept = jnp.exp(before - base)
-    largest[...] = jnp.broadcast_to(higher, largest.shape)
-    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
-    for n, line in enumerate(lines):
-        some = slice(LANES * n, LANES * (n + 1))
-        weighted[:, some] = weighted[:, some] * kept + _product(weights, line, contract=0)
-
-
-def _product(left, right, *, contract: int):
-    return lax.dot_general(
-        left,
-        right,
-        (((1,), (contract,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    softmax.end(step, largest, total, weighted, sink, out, lse)

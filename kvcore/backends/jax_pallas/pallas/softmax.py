@@ -1,0 +1,85 @@
+"""The running softmax of the attention kernels: its state in VMEM, how a token's steps begin, go on and end.
+
+The state is the largest logit and the sum of weights, [H, 128] each, the same in every lane, and the weighted sums
+[H, width].
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvcore.spec.layout import LANES
+
+
+def state(heads: int, width: int) -> list:
+    """Scratch shapes of the state."""
+    return [pltpu.VMEM((heads, LANES), jnp.float32)] * 2 + [pltpu.VMEM((heads, width), jnp.float32)]
+
+
+def sink_input(sink, heads: int):
+    """A sink [H] as an input of a kernel: the array [H, 128], and its block."""
+    array = jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (heads, LANES))
+    return array, pl.BlockSpec((heads, LANES), lambda *_: (0, 0))
+
+
+def begin(step, largest, total, weighted) -> None:
+    """A token's first step has seen no keys."""
+
+    @pl.when(step == 0)
+    def _():
+        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
+
+
+def weigh(q, lines, exists, largest, total):
+    """Take keys, lines [n, 128] each, into the softmax where ``exists`` [H, n].
+
+    Returns what is kept of the sums [H, 1], and the new weights [H, n].
+    """
+    logits = sum(product(q[0, :, LANES * n : LANES * (n + 1)], line, contract=1) for n, line in enumerate(lines))
+    logits = jnp.where(exists, logits, -jnp.inf)
+    before = largest[:, :1]
+    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    base = jnp.where(higher == -jnp.inf, 0, higher)
+    weights = jnp.where(exists, jnp.exp(logits - base), 0)
+    kept = jnp.exp(before - base)
+    largest[...] = jnp.broadcast_to(higher, largest.shape)
+    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
+    return kept, weights
+
+
+def add(weights, lines, kept, weighted) -> None:
+    """Add values, lines [n, 128] each, by their weights."""
+    for n, line in enumerate(lines):
+        some = slice(LANES * n, LANES * (n + 1))
+        weighted[:, some] = weighted[:, some] * kept + product(weights, line, contract=0)
+
+
+def end(step, largest, total, weighted, sink, out, lse) -> None:
+    """A token's last step: out and lse; -inf and 0 where there was no key. ``sink`` is a reference or None."""
+
+    @pl.when(step == pl.num_programs(1) - 1)
+    def _():
+        sums = total[...]
+        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))
+        lse[0] = rest
+        shrink = 1 / jnp.where(sums == 0, 1, sums)
+        if sink is not None:
+            # sigmoid(lse - sink), written so that neither exponential overflows.
+            shrink = jnp.where(sums == 0, 0, shrink / (1 + jnp.exp(sink[...] - rest)))
+        for line in range(weighted.shape[1] // LANES):
+            some = slice(LANES * line, LANES * (line + 1))
+            out[0, :, some] = weighted[:, some] * shrink
+
+
+def product(left, right, *, contract: int):
+    """Left [m, k] times right, over axis ``contract`` of right, in fp32."""
+    return lax.dot_general(
+        left,
+        right,
+        (((1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
