@@ -41,6 +41,7 @@ FULL = {"lengths": (262_144, 1_048_576), "requests": 4, "chunk": 65_536, "repeat
 TINY = {"lengths": (2048, 4096), "requests": 2, "chunk": 1024, "repeats": 2}
 WARM = 3
 NAMES = ("one GPU", "two GPUs")
+PARTS = ("decode", "kernels")
 HEADS, DIM, INDEX_DIM, TOPK, BLOCK = 64, 512, 128, 512, 256
 CSA, HCA = 4, 128
 SPEC = CacheSpec(
@@ -206,7 +207,8 @@ class Record:
         self._out, self._started = out, time.monotonic()
         self.fields: dict[str, Any] = {}
         if out is not None and out.exists():
-            self.fields = json.loads(out.read_text(encoding="utf-8"))
+            found = json.loads(out.read_text(encoding="utf-8"))
+            self.fields = {name: found[name] for name in PARTS if name in found}
         self._where = environment.of_script(device)
 
     @property
@@ -263,7 +265,7 @@ def kernels(record: Record, wanted: str, sizes: dict[str, Any], seconds: float) 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; 1 if something differs, 2 if the time was up before the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("decode", "kernels"), default=("decode", "kernels"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--tiny", action="store_true", help="two forced devices of the CPU, small sizes")
     parser.add_argument("--devices", type=int, default=2, help="of the second mesh of decode")
     parser.add_argument("--kernels", default="triton" if jax.default_backend() == "gpu" else "portable")
