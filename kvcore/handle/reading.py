@@ -75,10 +75,10 @@ class ReadingVerbs(LayerState):
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
         kv = self._component("kv", KV)
         arrays: list[Array] = []
-        for part, array in zip(kv.parts, (k, v), strict=True):
-            shape = (self._tokens, part.heads, part.format.dim)
-            arrays.append(check_float(self._ops, array, f"append_kv: {part.name}", shape))
-            self._check(arrays[-1], f"append_kv: {part.name}", kv)
+        for region, array in zip(self._step.cache.plan.region(self._layer, "kv"), (k, v), strict=True):
+            shape = (self._tokens, region.heads, region.format.dim)
+            arrays.append(check_float(self._ops, array, f"append_kv: {region.part}", shape))
+            self._check(arrays[-1], f"append_kv: {region.part}", kv)
         self._append("kv", tuple(arrays))
 
     def gather_kv(self) -> tuple[Array, Array, Array]:
@@ -93,8 +93,8 @@ class ReadingVerbs(LayerState):
         """What ``gather_kv`` returns after the append, k and v [Q, n, heads, dim], without copying; None if it must be.
 
         The arrays are the pools' own memory: for reading, until the step ends. Possible on backends that have views,
-        for layers that keep every position, in a plain format, where all requests have the same length and each of
-        them one run of blocks.
+        in a plain format, where all requests see equally many rows and each of them in one run: of blocks, of a slot,
+        or of a ring that has not wrapped between them or lies there twice (``by_head``).
         """
         kv = self._component("kv", KV)
         if "kv" not in self._own or self._unwritten("kv"):

@@ -42,8 +42,9 @@ class TorchOps(ComposedVerbs):
         self.device = device
         self.host = Memory().of
         self.spare = Spare()
-        # Region (its address) -> its pool, and the pool's rows as one array: kept, since every layer asks every step.
-        self.lines: dict[int, tuple[torch.Tensor, Any]] = {}
+        # Region (its address) -> its pool by name, and the pool's rows as one array: every layer asks in every step.
+        self.lines: dict[int, tuple[str, torch.Tensor, Any]] = {}
+        self._torch_device = torch.device(device)
 
     @property
     def how(self):
@@ -107,7 +108,7 @@ class TorchOps(ComposedVerbs):
         NumPy arrays are copied: rows may wait for the commit, and the caller may change its array before.
         """
         if isinstance(array, torch.Tensor):
-            if array.device != torch.device(self.device):
+            if array.device != self._torch_device:
                 raise ShapeError(
                     got=f"a tensor on {array.device}",
                     where="device",

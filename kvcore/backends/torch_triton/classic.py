@@ -21,11 +21,9 @@ def append_kv(ops, pools, layer, index, k, v):
 
 
 def borrow_kv(ops, pools, layer, index, *, columns=None):
-    """Keys and values [Q, columns, heads, dim] as they lie in the pools, from position 0 on; None if not possible."""
-    if ops.component(layer, "kv").span is not None:
-        return None
+    """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), index, columns)
+    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), ops.component(layer, "kv"), index, columns)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
