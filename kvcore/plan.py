@@ -272,9 +272,9 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
             format=part.format,
             heads=part.heads,
             growth=component.growth,
-            rows=_unit_rows(spec, component, tokens, drafts),
+            rows=(rows := _unit_rows(spec, component, tokens, drafts, layout)),
             layout=layout,
-            copies=_copies(component, part.format, tokens, drafts, layout),
+            copies=_copies(component, part.format, rows, tokens, layout),
         )
         for layer, role, component in spec.components()
         if component.shared_from is None
@@ -282,24 +282,27 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
     )
 
 
-def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int) -> int:
-    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that."""
+def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int, layout: str) -> int:
+    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that.
+
+    A CPU's rings have a row to spare: a single token then overwrites none that must be there again after an abort.
+    """
     if component.growth == "block":
         return spec.block_tokens // component.tokens_per_row
     rows = component.ring_rows(drafts)
     if rows is None:
         assert tokens is not None
         return tokens
+    rows += layout == "by_head" and isinstance(component, KV)
     return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
 
 
-def _copies(component: Component, format: Format, tokens: int | None, drafts: int, layout: str) -> int:
+def _copies(component: Component, format: Format, rows: int, tokens: int | None, layout: str) -> int:
     """Twice what a CPU may lend: of a ring of two copies any ``rows`` neighbouring positions are one run of memory.
 
     Rows that must be decoded are not lent, and a ring that no request can fill does not wrap.
     """
-    rows = component.ring_rows(drafts)
-    wraps = rows is not None and (tokens is None or rows < tokens)
+    wraps = component.span is not None and (tokens is None or rows < tokens)
     return 2 if layout == "by_head" and isinstance(component, KV) and format.is_plain and wraps else 1
 
 

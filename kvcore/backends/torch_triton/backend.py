@@ -1,8 +1,10 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
 import os
+from contextlib import nullcontext
 from functools import wraps
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -134,15 +136,19 @@ class TorchOps(ComposedVerbs):
         """The step index on the device, moved there as one buffer."""
         arrays = [np.asarray(array, np.int32) for array in host if array is not None]
         # Each starts on a 16-byte boundary: kernels are compiled for that, once.
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        flat = np.zeros(starts[-1], np.int32)
-        for start, array in zip(starts, arrays, strict=False):
+        *starts, size = accumulate((-(-array.size // 4) * 4 for array in arrays), initial=0)
+        flat = np.zeros(size, np.int32)
+        for start, array in zip(starts, arrays, strict=True):
             flat[start : start + array.size] = array.reshape(-1)
         # Tensors of inference mode don't say whether they were written to.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             moved = torch.from_numpy(flat).to(self.device)
-        pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
-        return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
+        return StepIndex(
+            *(
+                moved.as_strided(array.shape, (*array.shape[1:], 1), start)
+                for start, array in zip(starts, arrays, strict=True)
+            )
+        )
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""

@@ -143,7 +143,8 @@ def append(ops, pools, region, index, values) -> bool:
     if not host.few or not complete(region, host):
         return False
     for line, token, count in spots(region, host, stored.unit, every=False):
-        store(stored.copies[:, line : line + count], values[token : token + count])
+        mine = values if count == len(values) else values.narrow(0, token, count)
+        stored.copies.narrow(1, line, count).copy_(canonical(mine, stored.rows.dtype))
     return True
 
 
@@ -159,6 +160,7 @@ def spots(region, host, unit: int, *, every: bool) -> list[Spot]:
 
 
 def new_spots(region, host, unit: int, *, every: bool) -> Iterator[Spot]:
+    """What ``spots`` keeps."""
     token = 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         # In a ring, what a later token overwrites is left out; in blocks, what was taken over.
@@ -171,27 +173,24 @@ def new_spots(region, host, unit: int, *, every: bool) -> Iterator[Spot]:
         token += length - start
 
 
-def store(places, values) -> None:
-    """Write values [n, heads, dim] to every copy [copies, n, heads, dim]: rounded to nearest even, one NaN for all."""
-    if values.dtype != places.dtype:
-        values = values.to(torch.float32).to(places.dtype)
-    values = values.expand(places.shape)
-    torch.nan_to_num(values, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=places)
+def canonical(values, stored: torch.dtype):
+    """Values as they are stored: rounded to nearest even, NaN as the code's one NaN."""
+    found = values if values.dtype == stored else values.to(torch.float32).to(stored)
+    return found.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
 
 
 def overwritten(ops, pools, region, index) -> torch.Tensor | None:
-    """Canonical rows [T, heads, row_bytes] that lie where the step's tokens belong; None: not possible."""
+    """Rows [T, heads, dim] as stored that lie where the step's tokens belong; None: not possible."""
     stored = lines(ops, pools, region)
     if stored is None:
         return None
     host = ops.host(index)
     if not host.few:
         return None
-    found = [stored.rows[line : line + count] for line, _, count in spots(region, host, stored.unit, every=True)]
+    found = [stored.rows.narrow(0, line, count) for line, _, count in spots(region, host, stored.unit, every=True)]
     if not found:
         return None
-    one = torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
-    return one.view(torch.uint8)
+    return torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
 
 
 def borrow(ops, pools, regions, component, index, columns):

@@ -90,13 +90,14 @@ def one_request(ops, pools, component, regions, where, q, scale):
 def pieces(regions, stored, host, request, first, last):
     """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
 
-    The order of keys does not matter to a sum, so a ring of one copy that has wrapped is two pieces, never put in order.
+    The order of keys does not matter to a sum, so a ring that has wrapped is two pieces where it lies once, never put in
+    order.
     """
-    both = all(lines is not None for lines in stored)
-    if (
-        both
-        and len({(region.growth, region.rows, region.places, lines.unit) for region, lines in zip(regions, stored, strict=True)}) == 1
-    ):
+    alike = {
+        None if lines is None else (region.growth, region.rows, region.places, lines.unit)
+        for region, lines in zip(regions, stored, strict=True)
+    }
+    if len(alike) == 1 and None not in alike:
         for run in plain.runs(regions[0], host, request, first, last, stored[0].unit, regions[0].places):
             for done in range(0, run.count, PIECE):
                 some = min(PIECE, run.count - done)

@@ -130,12 +130,13 @@ class KVCache(Cache):
     @contextmanager
     def forward(self, layer: int, states: torch.Tensor) -> Iterator[Any]:
         """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
-        shape = (states.shape[0], states.shape[2])
+        batch, _, new, _ = states.shape
+        shape = (batch, new)
         if layer in self._begun:
             self.abort()  # the forward that this layer began before never reached its end
         if self._step is None:
             self._step = self._open(*shape)
-        with self._undone_on_error():
+        try:
             if shape != self._shape:
                 raise StepError(
                     got=f"[batch, tokens] = {list(shape)}",
@@ -144,6 +145,9 @@ class KVCache(Cache):
                 )
             self._begun.add(layer)
             yield self._step.layer(layer)
+        except BaseException:
+            self.abort()
+            raise
 
     @contextmanager
     def forward_part(self, layer: int) -> Iterator[Any]:
@@ -152,8 +156,11 @@ class KVCache(Cache):
             raise StepError(
                 got="a compressor call before update", where=f"KVCache, layer {layer}", allowed="update first"
             )
-        with self._undone_on_error():
+        try:
             yield self._step.layer(layer)
+        except BaseException:
+            self.abort()
+            raise
 
     def finish(self, layer: int) -> None:
         """Note that a layer has all it needs from this forward; the last one commits the step."""
@@ -255,14 +262,6 @@ class KVCache(Cache):
         step, self._step = self._step, None
         self._begun, self._finished = set(), set()
         return step
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
 
     def _select(self, rows: Iterable[int]) -> None:
         rows = list(rows)

@@ -261,4 +261,4 @@ class CompressedLayer(LatentLayer):
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
-    return states.transpose(1, 2).flatten(0, 1)
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
