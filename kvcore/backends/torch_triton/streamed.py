@@ -90,8 +90,7 @@ def one_request(ops, pools, component, regions, where, q, scale):
 def pieces(regions, stored, host, request, first, last):
     """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
 
-    The order of keys does not matter to a sum, so a ring that has wrapped is two pieces where it lies once, never put in
-    order.
+    The order of keys does not matter to a sum: a ring that lies once and has wrapped is two pieces, never put in order.
     """
     alike = {
         None if lines is None else (region.growth, region.rows, region.places, lines.unit)
