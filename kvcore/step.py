@@ -55,19 +55,20 @@ def build_index(
     requests = _padded("pad_requests", pad_requests, len(rows))
     positions = np.full(tokens, -1, np.int32)
     request_index = np.full(tokens, -1, np.int32)
+    slots = np.full(requests, -1, np.int32)
+    starts = np.zeros(requests, np.int32)
+    lengths = np.zeros(requests, np.int32)
     block_table = np.full((requests, max_blocks), -1, np.int32)
-    padding = Row(-1, 0, 0, ())
-    padded = [*rows, *[padding] * (requests - len(rows))]
-    slots, starts, lengths, stored = (
-        np.array([[row.slot, row.start, row.length, row.stored] for row in padded], np.int32).reshape(-1, 4).T
-    )
-    left_padding = None
-    if any(row.left_padding is not None for row in rows):
-        left_padding = np.array([row.left_padding or 0 for row in padded], np.int32)
+    stored = np.zeros(requests, np.int32)
+    left_padding = np.zeros(requests, np.int32) if any(row.left_padding is not None for row in rows) else None
     first = 0
     for number, row in enumerate(rows):
         positions[first : first + row.new] = np.arange(row.start, row.length)
         request_index[first : first + row.new] = number
+        slots[number], starts[number], lengths[number] = row.slot, row.start, row.length
+        stored[number] = row.stored
+        if left_padding is not None:
+            left_padding[number] = row.left_padding or 0
         block_table[number, : len(row.blocks)] = row.blocks
         first += row.new
     return StepIndex(positions, request_index, slots, starts, lengths, block_table, stored, left_padding)

@@ -121,9 +121,9 @@ class ReadingVerbs(LayerState):
         kv = self._component("kv", KV)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
         heads = q.shape[1]
-        for part in kv.parts:
-            if heads % part.heads:
-                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {part.heads}")
+        for region in self._step.cache.plan.region(self._layer, "kv"):
+            if heads % region.heads:
+                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {region.heads}")
         if selected is not None:
             raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
         self._require("kv", "attend")

@@ -117,7 +117,7 @@ class TorchOps(ComposedVerbs):
                     allowed=f"tensors on {self.device}, where the cache is, or NumPy arrays",
                     hint=f"Move it with .to({self.device!r}).",
                 )
-            return array.detach()
+            return array.detach() if array.requires_grad else array
         host = np.array(array, order="C")
         is_bf16 = host.dtype.name == "bfloat16"
         # Like the pools: an array made in inference mode may become a pool that is written to outside it.

@@ -14,9 +14,8 @@ from kvcore.ops import Attention, VisibleRows
 
 def append_kv(ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        if not plain.append(ops, pools, region, index, values):
-            place.append(pools, region, index, ops.encode_rows(region, values))
+    for region, values in plain.append(ops, pools, ops.plan.region(layer, "kv"), index, (k, v)):
+        place.append(pools, region, index, ops.encode_rows(region, values))
     return pools
 
 

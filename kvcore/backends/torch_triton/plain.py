@@ -4,7 +4,7 @@ A decode step of a real model waits for this: what is copied is copied once, and
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,18 +134,25 @@ def filled(ops, region, stored, host, seen, columns):
     return out.transpose(1, 2)
 
 
-def append(ops, pools, region, index, values) -> bool:
-    """Store values [T, heads, dim] of the step's tokens, as ``rows.append`` their rows; False: not possible."""
-    stored = lines(ops, pools, region)
-    if stored is None:
-        return False
-    host = ops.host(index)
-    if not host.few or not complete(region, host):
-        return False
-    for line, token, count in spots(region, host, stored.unit, every=False):
-        mine = values if count == len(values) else values.narrow(0, token, count)
-        stored.copies.narrow(1, line, count).copy_(canonical(mine, stored.rows.dtype))
-    return True
+def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
+    """Store values [T, heads, dim] of the step's tokens in each region, as ``rows.append`` their rows.
+
+    Returns:
+        The regions where this is not possible, with their values.
+    """
+    stored = [lines(ops, pools, region) for region in regions]
+    parts = list(zip(regions, arrays, stored, strict=True))
+    if not any(stored):
+        return [(region, values) for region, values, _ in parts]
+    host, left = ops.host(index), []
+    for region, values, found in parts:
+        if found is None or not host.few or not complete(region, host):
+            left.append((region, values))
+            continue
+        for line, token, count in spots(region, host, found.unit, every=False):
+            mine = values if count == values.shape[0] else values.narrow(0, token, count)
+            found.copies.narrow(1, line, count).copy_(canonical(mine, found.rows.dtype))
+    return left
 
 
 def spots(region, host, unit: int, *, every: bool) -> list[Spot]:

@@ -29,12 +29,13 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
         return None
     component = ops.component(layer, "kv")
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    token = 0
+    outs, logs_of, token = [], [], 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         new = length - start
-        if length > max(start, host.padding[request]):
+        if length <= max(start, host.padding[request]):
+            outs.append(q.new_zeros((new, heads, keys.format.dim)))
+            logs_of.append(torch.full((new, heads), -torch.inf, dtype=torch.float32))
+        else:
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
@@ -45,9 +46,12 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
             total, logs = found
             if sink is not None:
                 total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]
-            out[token : token + new], lse[token : token + new] = total.to(q.dtype), logs
+            outs.append(total.to(q.dtype))
+            logs_of.append(logs)
         token += new
-    return Attention(out, lse)
+    if len(outs) == 1:
+        return Attention(outs[0], logs_of[0])
+    return Attention(torch.cat(outs), torch.cat(logs_of)) if outs else None
 
 
 def one_request(ops, pools, component, regions, where, q, scale):

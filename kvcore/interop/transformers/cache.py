@@ -68,10 +68,11 @@ class KVCache(Cache):
                 once; classic layers only. ``generate`` then makes masks outside of compiled code.
             storage: ``paged``: rows of full attention lie in blocks, which beams and forks share; ``slot``: every row
                 of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
-                Unless given, classic models without beams have slots for full attention, and rings, whose rows are
-                copied in order, for sliding layers: those then take no more than their window.
-            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, in ``slot``
-                storage, in the model's own format. Whoever writes to it changes the cache, as with the model's own.
+                Unless given, classic models without beams have slots for full attention, and rings for sliding layers,
+                which then take no more than their window: twice on the CPU in a format that is lent, else once.
+            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
+                rings, in the model's own format. It holds what it held until the next forward, which may overwrite a
+                ring's oldest rows. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -129,6 +130,15 @@ class KVCache(Cache):
 
     @contextmanager
     def forward(self, layer: int, states: torch.Tensor) -> Iterator[Any]:
+        """The handle with which ``layer`` begins its part of a forward; an error in its body undoes the forward."""
+        handle = self.begin(layer, states)
+        try:
+            yield handle
+        except BaseException:
+            self.abort()
+            raise
+
+    def begin(self, layer: int, states: torch.Tensor) -> Any:
         """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
         batch, _, new, _ = states.shape
         shape = (batch, new)
@@ -136,18 +146,16 @@ class KVCache(Cache):
             self.abort()  # the forward that this layer began before never reached its end
         if self._step is None:
             self._step = self._open(*shape)
-        try:
-            if shape != self._shape:
-                raise StepError(
-                    got=f"[batch, tokens] = {list(shape)}",
-                    where=f"KVCache, layer {layer}",
-                    allowed=f"{list(self._shape)}, as in the forward's first layer",
-                )
-            self._begun.add(layer)
-            yield self._step.layer(layer)
-        except BaseException:
+        if shape != self._shape:
+            wanted = list(self._shape)
             self.abort()
-            raise
+            raise StepError(
+                got=f"[batch, tokens] = {list(shape)}",
+                where=f"KVCache, layer {layer}",
+                allowed=f"{wanted}, as in the forward's first layer",
+            )
+        self._begun.add(layer)
+        return self._step.layer(layer)
 
     @contextmanager
     def forward_part(self, layer: int) -> Iterator[Any]:

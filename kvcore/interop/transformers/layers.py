@@ -72,7 +72,8 @@ class ClassicLayer(Layer):
         Copies, or with ``lend`` the cache's own memory where it lies evenly.
         """
         owner = self.owner
-        with owner.forward(self.number, key_states) as handle:
+        handle = owner.begin(self.number, key_states)
+        try:
             handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
             lent = handle.borrow_kv() if owner.lend else None
             k, v = lent or handle.gather_kv()[:2]
@@ -82,6 +83,9 @@ class ClassicLayer(Layer):
             keys = owner.take(k, key_states.dtype).transpose(1, 2)
             values = owner.take(v, value_states.dtype).transpose(1, 2)
             owner.finish(self.number)
+        except BaseException:
+            owner.abort()
+            raise
         return keys, values
 
     def _first(self, new: int) -> int:
