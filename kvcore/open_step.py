@@ -27,6 +27,7 @@ class Step:
         rows: each request's part, as host integers.
         device_index: positions, slots, lengths and block table on the device, as the handles use it.
         pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+        kept: what one layer worked out from the rows, for other layers of equal components.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Step:
         self.rows = rows
         self.device_index = index
         self.pools_replaced = False
+        self.kept: dict[Any, Any] = {}
         self._manager = manager
         self._requests = requests
         self._ids = ids

@@ -113,9 +113,11 @@ class ReadingVerbs(LayerState):
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
-        rows = self._step.rows
-        counts = (len(kv.visible(row.start, row.length if ended else row.start, row.left_padding or 0)) for row in rows)
-        return max(counts, default=0)
+        kept, key = self._step.kept, (kv, ended)
+        if key not in kept:
+            spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._step.rows)
+            kept[key] = max((len(kv.visible(*span)) for span in spans), default=0)
+        return kept[key]
 
     def _attend_kv(self, q: Array, selected: Array | None, sink: Array | None, scale: float | None) -> Attention:
         kv = self._component("kv", KV)

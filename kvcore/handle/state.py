@@ -173,10 +173,13 @@ class LayerState:
         The newest token takes the place of position length - 1 - ``rows``; what is live begins no earlier at a greater
         length.
         """
-        for row, deepest in zip(self._step.rows, self._step.deepest, strict=True):
-            if row.new and row.length - rows > component.live(deepest).start:
-                return True
-        return False
+        kept, key = self._step.kept, (component, rows)
+        if key not in kept:
+            kept[key] = any(
+                row.new and row.length - rows > component.live(deepest).start
+                for row, deepest in zip(self._step.rows, self._step.deepest, strict=True)
+            )
+        return kept[key]
 
     def _write(self, role: str) -> None:
         append = getattr(self._ops, f"append_{role}")

@@ -61,7 +61,8 @@ def one_request(ops, pools, component, regions, where, q, scale):
     """
     index, request, start, left = where
     new, key_heads, group, dim = q.shape
-    grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
+    # Of a single token the queries lie by key head already.
+    grouped = q if new == 1 else q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
     total = logs = None
     stored = [plain.lines(ops, pools, region) for region in regions]
     first = component.first_visible(max(start, left), left)
@@ -82,11 +83,13 @@ def one_request(ops, pools, component, regions, where, q, scale):
         part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
         if seen is not None:
             part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
-        if not bool((part_logs < torch.inf).all()):  # nor NaN
+        if not part_logs.max().item() < torch.inf:  # nor NaN, which is the largest if there is one
             return None
         total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
     assert total is not None
     assert logs is not None  # there is at least the query's own row
+    if new == 1:
+        return total.reshape(1, key_heads * group, dim), logs.reshape(1, key_heads * group)
     out = total.reshape(key_heads, group, new, dim).permute(2, 0, 1, 3).flatten(1, 2)
     return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
 
