@@ -1,9 +1,11 @@
 """A decode step beside the caches of transformers, in one process: cache update and attention of a stack of layers.
 
 ``python benchmarks/beside_transformers.py [--out FOLDER]``. One row of a batch, one new token a step, Llama-like
-layers; projections and everything else that a model does are left out. Every cache gets the same keys, values and
-queries, and its result is compared with DynamicCache's. Steps of all caches alternate; what counts is the median of the
-processor time of the one thread that is used. The cache is cropped back after each step, outside of the time.
+layers; projections and everything else that a model does are left out. There are sixteen layers, as in a small model: a
+step of kvcore is opened and committed once for all, which would weigh more in a lower stack. Every cache gets the same
+keys, values and queries, and its result is compared with DynamicCache's. Steps of all caches alternate; what counts is
+the median of the processor time of the one thread that is used. The cache is cropped back after each step, outside of
+the time. At 16,384 tokens of fp32 the caches of a round take 6 GB together.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvcore.interop.transformers import KVCache
 from kvcore.parity import environment
 
-HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 4
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 16
 WINDOWS = (1024, 4096)
 CONTEXTS = (1024, 4096, 16384)
 CHUNK = 1024  # tokens of a prefill step

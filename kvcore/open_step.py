@@ -1,6 +1,7 @@
 """One step of a cache, open: from ``cache.step`` until commit or abort."""
 
 from collections.abc import Callable
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class Step:
         rows: each request's part, as host integers.
         device_index: positions, slots, lengths and block table on the device, as the handles use it.
         pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+        kept: what one layer worked out from the rows, for other layers of equal components.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Step:
         self.rows = rows
         self.device_index = index
         self.pools_replaced = False
+        self.kept: dict[Any, Any] = {}
         self._manager = manager
         self._requests = requests
         self._ids = ids
@@ -49,6 +52,16 @@ class Step:
         self._layers: dict[int, LayerHandle] = {}
         self._undo: Undo | None = None
         self._open = True
+
+    @cached_property
+    def most_new(self) -> int:
+        """Most new tokens of a request."""
+        return max((row.new for row in self.rows), default=0)
+
+    @cached_property
+    def deepest(self) -> list[int]:
+        """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
+        return [self._manager.deepest_truncation(request) for request in self._requests]
 
     @property
     def index(self) -> StepIndex:

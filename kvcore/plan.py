@@ -12,7 +12,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
-from kvcore.spec.components import Component, Growth
+from kvcore.spec.components import KV, Component, Growth
 from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import CacheSpec
@@ -30,6 +30,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         growth: ``slot`` or ``block``: what a unit of the pool is.
         rows: positions or entries that one unit holds.
         layout: how a unit's rows are laid out.
+        copies: how often a unit holds its rows, one after the other: 2 where a ring is to be read in one run.
     """
 
     layer: int
@@ -40,16 +41,22 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     growth: Growth
     rows: int
     layout: str
+    copies: int = 1
+
+    @property
+    def places(self) -> int:
+        """Rows that a unit has room for; row r lies at r, r + rows, … of them, and every copy holds the same."""
+        return self.rows * self.copies
 
     @cached_property
     def unit(self) -> BlockLayout:
-        """Layout of one unit (a slot's ring, or a block): ``rows * heads`` format rows."""
-        return block_layout(self.format, self.rows * self.heads, self.layout)
+        """Layout of one unit (a slot's ring, or a block): ``places * heads`` format rows."""
+        return block_layout(self.format, self.places * self.heads, self.layout)
 
     @property
     def steps(self) -> tuple[int, int]:
         """Format rows of a unit from a row to the next, and from a head to the next: head by head, or side by side."""
-        return (1, self.rows) if self.layout == "by_head" else (self.heads, 1)
+        return (1, self.places) if self.layout == "by_head" else (self.heads, 1)
 
     @cached_property
     def buffers(self) -> dict[str, tuple[str, int]]:
@@ -265,8 +272,9 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
             format=part.format,
             heads=part.heads,
             growth=component.growth,
-            rows=_unit_rows(spec, component, tokens, drafts),
+            rows=(rows := _unit_rows(spec, component, tokens, drafts, layout)),
             layout=layout,
+            copies=_copies(component, part.format, rows, tokens, layout),
         )
         for layer, role, component in spec.components()
         if component.shared_from is None
@@ -274,15 +282,28 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
     )
 
 
-def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int) -> int:
-    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that."""
+def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int, layout: str) -> int:
+    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that.
+
+    A CPU's rings have a row to spare: a single token then overwrites none that must be there again after an abort.
+    """
     if component.growth == "block":
         return spec.block_tokens // component.tokens_per_row
     rows = component.ring_rows(drafts)
     if rows is None:
         assert tokens is not None
         return tokens
+    rows += layout == "by_head" and isinstance(component, KV)
     return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
+
+
+def _copies(component: Component, format: Format, rows: int, tokens: int | None, layout: str) -> int:
+    """Twice what a CPU may lend: of a ring of two copies any ``rows`` neighbouring positions are one run of memory.
+
+    Rows that must be decoded are not lent, and a ring that no request can fill does not wrap.
+    """
+    wraps = component.span is not None and (tokens is None or rows < tokens)
+    return 2 if layout == "by_head" and isinstance(component, KV) and format.is_plain and wraps else 1
 
 
 def _is_bounded(component: Component) -> bool:

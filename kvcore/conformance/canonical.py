@@ -26,8 +26,11 @@ def poisoned(plan: CachePlan) -> dict[str, Bytes]:
 
 
 def read_rows(pools: Mapping[str, Bytes], region: Region) -> Bytes:
-    """Every row of a region's pool, live or not: [units, rows, heads, row_bytes]. Pads that are not stored are zero."""
-    count = region.rows * region.heads
+    """Every row of a region's pool, live or not, copies as further rows: [units, places, heads, row_bytes].
+
+    Pads that are not stored are zero.
+    """
+    count = region.places * region.heads
     units = len(pools[next(iter(region.buffers.values()))[0]])
     rows = np.zeros((units, count, region.format.row), np.uint8)
     for place in region.unit.places:
@@ -38,14 +41,16 @@ def read_rows(pools: Mapping[str, Bytes], region: Region) -> Bytes:
 
 
 def write_rows(pools: Mapping[str, Bytes], region: Region, units: Bytes, numbers: Bytes, rows: Bytes) -> None:
-    """Write rows [n, heads, row_bytes] at row ``numbers`` [n] of ``units`` [n], in place."""
+    """Write rows [n, heads, row_bytes] at row ``numbers`` [n] of ``units`` [n], in place and in every copy."""
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
         stored = rows[:, :, first:last]
         if place.split:
             stored = np.concatenate([stored[..., 1::2], stored[..., 0::2]], axis=2)
-        offsets = _offsets(place, region.rows * region.heads)[_numbers(region)]
-        pools[region.buffers[place.buffer][0]][units[:, None, None], offsets[numbers]] = stored
+        offsets = _offsets(place, region.places * region.heads)[_numbers(region)]
+        for copy in range(region.copies):
+            where = units[:, None, None], offsets[numbers + copy * region.rows]
+            pools[region.buffers[place.buffer][0]][where] = stored
 
 
 def untouched(rows: Bytes, format: Format) -> Bytes:
@@ -65,9 +70,9 @@ def canonical_noise(rng: np.random.Generator, count: int, format: Format) -> Byt
 
 
 def _numbers(region: Region) -> Bytes:
-    """Number of each format row in its unit: [rows, heads]."""
+    """Number of each format row in its unit: [places, heads]."""
     row, head = region.steps
-    return row * np.arange(region.rows)[:, None] + head * np.arange(region.heads)
+    return row * np.arange(region.places)[:, None] + head * np.arange(region.heads)
 
 
 def _offsets(place, count: int) -> Bytes:

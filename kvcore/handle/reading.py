@@ -75,10 +75,10 @@ class ReadingVerbs(LayerState):
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
         kv = self._component("kv", KV)
         arrays: list[Array] = []
-        for part, array in zip(kv.parts, (k, v), strict=True):
-            shape = (self._tokens, part.heads, part.format.dim)
-            arrays.append(check_float(self._ops, array, f"append_kv: {part.name}", shape))
-            self._check(arrays[-1], f"append_kv: {part.name}", kv)
+        for region, array in zip(self._step.cache.plan.region(self._layer, "kv"), (k, v), strict=True):
+            shape = (self._tokens, region.heads, region.format.dim)
+            arrays.append(check_float(self._ops, array, f"append_kv: {region.part}", shape))
+            self._check(arrays[-1], f"append_kv: {region.part}", kv)
         self._append("kv", tuple(arrays))
 
     def gather_kv(self) -> tuple[Array, Array, Array]:
@@ -93,8 +93,8 @@ class ReadingVerbs(LayerState):
         """What ``gather_kv`` returns after the append, k and v [Q, n, heads, dim], without copying; None if it must be.
 
         The arrays are the pools' own memory: for reading, until the step ends. Possible on backends that have views,
-        for layers that keep every position, in a plain format, where all requests have the same length and each of
-        them one run of blocks.
+        in a plain format, where all requests see equally many rows and each of them in one run: of blocks, of a slot,
+        or of a ring that has not wrapped between them or lies there twice (``by_head``).
         """
         kv = self._component("kv", KV)
         if "kv" not in self._own or self._unwritten("kv"):
@@ -113,17 +113,19 @@ class ReadingVerbs(LayerState):
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
-        rows = self._step.rows
-        counts = (len(kv.visible(row.start, row.length if ended else row.start, row.left_padding or 0)) for row in rows)
-        return max(counts, default=0)
+        kept, key = self._step.kept, (kv, ended)
+        if key not in kept:
+            spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._step.rows)
+            kept[key] = max((len(kv.visible(*span)) for span in spans), default=0)
+        return kept[key]
 
     def _attend_kv(self, q: Array, selected: Array | None, sink: Array | None, scale: float | None) -> Attention:
         kv = self._component("kv", KV)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
         heads = q.shape[1]
-        for part in kv.parts:
-            if heads % part.heads:
-                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {part.heads}")
+        for region in self._step.cache.plan.region(self._layer, "kv"):
+            if heads % region.heads:
+                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {region.heads}")
         if selected is not None:
             raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
         self._require("kv", "attend")

@@ -38,15 +38,15 @@ class LayerState:
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
-        needed = [role for role in ("window", "tail", "kv") if getattr(self._spec, role) is not None]
-        return [role for role in needed if role not in self._own and not (role == "tail" and "entries" in self._stored)]
+        needed = [role for role in self._spec.roles if role in ("window", "tail", "kv") and role not in self._own]
+        return [role for role in needed if role != "tail" or "entries" not in self._stored]
 
     def unstored(self) -> list[str]:
         """Own paged roles with entries that close in this step and were not stored yet."""
         return [
             role
-            for role in ("entries", "index_keys")
-            if getattr(self._spec, role) is not None and not self._shares(role) and self._awaits_entries(role)
+            for role in self._spec.roles
+            if role in ("entries", "index_keys") and not self._shares(role) and self._awaits_entries(role)
         ]
 
     def waiting_rows(self) -> dict[str, tuple[Array, ...]]:
@@ -69,12 +69,13 @@ class LayerState:
             shapes = ((self._tokens, part.heads, part.format.dim or 0) for part in kv.parts)
             k, v = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
             self._replace(self._ops.append_kv(self._pools, self._layer, self._index, k, v))
-        count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in self.unstored()}
-        blank = {
-            role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))
-            for role in count
-        }
-        if blank:
+        unstored = self.unstored()
+        if unstored:
+            count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in unstored}
+            blank = {
+                role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))
+                for role in count
+            }
             entries, keys = blank.get("entries"), blank.get("index_keys")
             self._replace(self._ops.store_entries(self._pools, self._layer, self._index, entries, keys))
 
@@ -87,7 +88,7 @@ class LayerState:
     @property
     def _tokens(self) -> int:
         """Token rows of every input, padding included."""
-        return len(self._index.positions)
+        return self._index.positions.shape[0]
 
     @property
     def _index(self) -> StepIndex:
@@ -156,22 +157,32 @@ class LayerState:
         # back on abort; a closing tail window needs all of its span.
         at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
         wraps = plan.max_tokens is None or rows < plan.max_tokens
-        if wraps and max((row.new for row in self._step.rows), default=0) > at_once:
+        if wraps and self._step.most_new > at_once:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self._own[role] = copy.deepcopy(arrays)
             self._waiting.append(role)
             return
-        self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
+        if self._needed_after_abort(component, rows):
+            self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
         self._own[role] = arrays
         self._write(role)
 
+    def _needed_after_abort(self, component: Component, rows: int) -> bool:
+        """Whether the step overwrites a row that is live at some length to which its requests can be truncated.
+
+        The newest token takes the place of position length - 1 - ``rows``; what is live begins no earlier at a greater
+        length.
+        """
+        kept, key = self._step.kept, (component, rows)
+        if key not in kept:
+            kept[key] = any(
+                row.new and row.length - rows > component.live(deepest).start
+                for row, deepest in zip(self._step.rows, self._step.deepest, strict=True)
+            )
+        return kept[key]
+
     def _write(self, role: str) -> None:
-        append = {
-            "window": self._ops.append_window,
-            "tail": self._ops.append_tail,
-            "index_tail": self._ops.append_index_tail,
-            "kv": self._ops.append_kv,
-        }[role]
+        append = getattr(self._ops, f"append_{role}")
         self._replace(append(self._pools, self._layer, self._index, *self._own[role]))
 
     def _unwritten(self, role: str) -> tuple[Array, ...] | None:

@@ -88,7 +88,7 @@ def region_table(cache: "CacheBase") -> list[MemoryRegion]:
                         "layers": 1,
                         "blocks": cache.plan.units(region),
                         "heads": region.heads,
-                        "states": region.rows,
+                        "states": region.places,
                         "content": region.format.row,
                     },
                     tokens_per_state=component.tokens_per_row,

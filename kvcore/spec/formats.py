@@ -159,6 +159,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 return "fp32"
         return "bf16"
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if a stored row, as it lies, is the decoded row: one bf16 or fp32 number a channel and nothing else."""
+        value, *others = self.fields
+        return not others and value.group is None and value.code == self.value_code and not self.hadamard
+
     @property
     def is_fp32(self) -> bool:
         """True if rows are stored as they are computed: then a flush rounds to bf16 nowhere on the way."""

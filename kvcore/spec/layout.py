@@ -6,6 +6,9 @@ definition, so only ``packed``, which must be byte-exact with the CUDA engines' 
 
 ``by_head`` is ``packed`` in which all rows of a head lie together, as attention on a CPU reads them: the same places,
 and rows numbered head by head (``Region.steps``). Its buffer has another name, so that nobody takes one for the other.
+Rings of keys and values have a row more in it, C = window + D + 1, and those in plain formats lie there twice, one
+after the other (``Region.copies``): the row of position p is at p mod C and at C + p mod C, so that any C neighbours
+are one run wherever the ring has wrapped.
 """
 
 from functools import cache

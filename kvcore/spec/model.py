@@ -15,7 +15,7 @@ from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Component, Entries, IndexKeys, Tail, Window
 
 
-class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """What one layer holds: at most one component for every role."""
 
     window: Window | None = None
@@ -25,12 +25,15 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     index_keys: IndexKeys | None = None
     kv: KV | None = None
 
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that the layer has a component for, in role order."""
+        return tuple(role for role in ROLES if getattr(self, role) is not None)
+
     def components(self) -> Iterator[tuple[str, Component]]:
         """(role, component) for every component the layer has, in role order."""
-        for role in ROLES:
-            component = getattr(self, role)
-            if component is not None:
-                yield role, component
+        for role in self.roles:
+            yield role, getattr(self, role)
 
 
 ROLES: tuple[str, ...] = LayerSpec.__struct_fields__

@@ -108,7 +108,8 @@ def test_what_is_not_finite_stays_with_the_queries_that_see_it(side, bad, rng, p
 
 
 def test_lent_rows_are_the_pools_own_memory(rng):
-    """And are refused where they would have to be copied: in a ring, before the append, of a format to be decoded."""
+    """And are refused where they would have to be copied: before the append, of a format to be decoded, and in a ring
+    whose step brings more tokens than it takes before the commit."""
     for form, kind, lent in (("fp32", "paged", True), ("fp32", "sliding ring", False), ("int8_row", "paged", False)):
         cache = caches(**KINDS[kind], key_format=form)[1]
         _, k, v = rows(rng)(5)

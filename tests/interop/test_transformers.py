@@ -279,6 +279,27 @@ def test_what_is_handed_out_is_lent_or_a_copy(options, lent):
     assert (keys.untyped_storage().data_ptr() in pools) == lent
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sliding_layer_is_lent_what_another_gets_copied(dtype):
+    """In prompts that are longer than the window, in drafts and single tokens, wherever the ring has wrapped."""
+    model = models.sliding(dtype)
+    window = model.config.sliding_window
+    options = {"batch": 2, "max_length": 128, "max_draft_tokens": 2}
+    ours, copies = KVCache(model, **options), KVCache(model, **options, lend=False)
+    pools = {pool.untyped_storage().data_ptr() for pool in ours.kv.pools.values()}
+    generator, lent = torch.Generator().manual_seed(0), []
+    for new in (2 * window + 3, *[1] * (2 * window), 3, 2, window, 1, 1):
+        for layer in range(model.config.num_hidden_layers):
+            shape = 2, model.config.num_key_value_heads, new, model.config.head_dim
+            k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+            found, wanted = ours.update(k, v, layer), copies.update(k, v, layer)
+            for got, want in zip(found, wanted, strict=True):
+                assert torch.equal(got, want)
+            lent.append((new, found[0].untyped_storage().data_ptr() in pools))
+    assert {new for new, is_lent in lent if is_lent} == {1, 2, 3}
+    assert {new for new, is_lent in lent if not is_lent} == {2 * window + 3, window}
+
+
 def test_what_was_lent_stays_as_it_was():
     """Later steps write behind what earlier ones were lent."""
     model, ids = models.llama(), models.token_ids(2, 9)

@@ -73,7 +73,7 @@ def load(pools: Held, region: Region, unit, row):
 
 
 def store(pools: Held, region: Region, unit, row, rows):
-    """Pools with canonical rows [..., heads, row_bytes] written; nothing happens where the unit is -1."""
+    """Pools with canonical rows [..., heads, row_bytes] written, in every copy; nothing where the unit is -1."""
     if pools.kernels in TILED:
         return tiles.store(pools, region, unit, row, rows)
     for run in runs(region):
@@ -81,13 +81,14 @@ def store(pools: Held, region: Region, unit, row, rows):
         pool = pools[name]
         stored = rows[..., run.first : run.first + run.nbytes]
         stored = split_bytes(stored) if run.split else stored
-        where, width = _places(region, run, unit, row, pool.dtype.itemsize)
-        stored = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
-        numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
-        )
         flat = pool.reshape(pool.shape[0], -1)
-        flat = lax.scatter(flat, where, stored, numbers, mode=OUTSIDE)
+        for copy in range(region.copies):
+            where, width = _places(region, run, unit, row + copy * region.rows, pool.dtype.itemsize)
+            values = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
+            numbers = lax.ScatterDimensionNumbers(
+                update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+            )
+            flat = lax.scatter(flat, where, values, numbers, mode=OUTSIDE)
         pools = pools.replace(name, flat.reshape(pool.shape))
     return pools
 

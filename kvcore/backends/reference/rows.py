@@ -40,7 +40,7 @@ def load(pools, region: Region, unit: int, row: int):
 
 
 def store(pools, region: Region, unit: int, row: int, rows) -> None:
-    """Write canonical rows [heads, row_bytes] at one position or entry; nothing happens where the unit is -1."""
+    """Write canonical rows [heads, row_bytes] at one position or entry, in every copy; nothing where the unit is -1."""
     if unit < 0:
         return
     row_step, head_step = region.steps
@@ -48,9 +48,10 @@ def store(pools, region: Region, unit: int, row: int, rows) -> None:
         first, last = region.format.byte_range(place.field)
         buffer = pools[region.buffers[place.buffer][0]][unit]
         for head in range(region.heads):
-            start = place.base + (row * row_step + head * head_step) * place.stride
             stored = rows[head, first:last]
-            buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
+            for copy in range(row, region.places, region.rows):
+                start = place.base + (copy * row_step + head * head_step) * place.stride
+                buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
 
 
 def split_bytes(stored):

@@ -1,8 +1,10 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
 import os
+from contextlib import nullcontext
 from functools import wraps
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -42,8 +44,9 @@ class TorchOps(ComposedVerbs):
         self.device = device
         self.host = Memory().of
         self.spare = Spare()
-        # Region (its address) -> its pool, and the pool's rows as one array: kept, since every layer asks every step.
-        self.lines: dict[int, tuple[torch.Tensor, Any]] = {}
+        # Region (its address) -> its pool by name, and the pool's rows as one array: every layer asks in every step.
+        self.lines: dict[int, tuple[str, torch.Tensor, Any]] = {}
+        self._torch_device = torch.device(device)
 
     @property
     def how(self):
@@ -107,14 +110,14 @@ class TorchOps(ComposedVerbs):
         NumPy arrays are copied: rows may wait for the commit, and the caller may change its array before.
         """
         if isinstance(array, torch.Tensor):
-            if array.device != torch.device(self.device):
+            if array.device != self._torch_device:
                 raise ShapeError(
                     got=f"a tensor on {array.device}",
                     where="device",
                     allowed=f"tensors on {self.device}, where the cache is, or NumPy arrays",
                     hint=f"Move it with .to({self.device!r}).",
                 )
-            return array.detach()
+            return array.detach() if array.requires_grad else array
         host = np.array(array, order="C")
         is_bf16 = host.dtype.name == "bfloat16"
         # Like the pools: an array made in inference mode may become a pool that is written to outside it.
@@ -133,15 +136,19 @@ class TorchOps(ComposedVerbs):
         """The step index on the device, moved there as one buffer."""
         arrays = [np.asarray(array, np.int32) for array in host if array is not None]
         # Each starts on a 16-byte boundary: kernels are compiled for that, once.
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        flat = np.zeros(starts[-1], np.int32)
-        for start, array in zip(starts, arrays, strict=False):
+        *starts, size = accumulate((-(-array.size // 4) * 4 for array in arrays), initial=0)
+        flat = np.zeros(size, np.int32)
+        for start, array in zip(starts, arrays, strict=True):
             flat[start : start + array.size] = array.reshape(-1)
         # Tensors of inference mode don't say whether they were written to.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             moved = torch.from_numpy(flat).to(self.device)
-        pieces = [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
-        return StepIndex(*(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)))
+        return StepIndex(
+            *(
+                moved.as_strided(array.shape, (*array.shape[1:], 1), start)
+                for start, array in zip(starts, arrays, strict=True)
+            )
+        )
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""

@@ -14,18 +14,15 @@ from kvcore.ops import Attention, VisibleRows
 
 def append_kv(ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        if not plain.append(ops, pools, region, index, values):
-            place.append(pools, region, index, ops.encode_rows(region, values))
+    for region, values in plain.append(ops, pools, ops.plan.region(layer, "kv"), index, (k, v)):
+        place.append(pools, region, index, ops.encode_rows(region, values))
     return pools
 
 
 def borrow_kv(ops, pools, layer, index, *, columns=None):
-    """Keys and values [Q, columns, heads, dim] as they lie in the pools, from position 0 on; None if not possible."""
-    if ops.component(layer, "kv").span is not None:
-        return None
+    """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), index, columns)
+    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), ops.component(layer, "kv"), index, columns)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):

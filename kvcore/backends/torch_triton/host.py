@@ -10,12 +10,17 @@ MOST_REQUESTS = 16
 
 
 class HostStep:
-    """Lists by request of what a ``StepIndex`` holds, and what follows from them."""
+    """Lists by request of what a ``StepIndex`` holds, and what follows from them.
+
+    Attributes:
+        kept: what was worked out for one layer of the step and holds for others, by what it depends on.
+    """
 
     def __init__(self, index: StepIndex) -> None:
         self._index = index
         self._tables: dict[int, list[int]] = {}
         self._whole: dict[int, bool] = {}
+        self.kept: dict[Any, Any] = {}
         self.starts: list[int] = index.starts.tolist()
         self.lengths: list[int] = index.lengths.tolist()
         self.stored: list[int] = index.stored.tolist()
@@ -37,7 +42,7 @@ class HostStep:
         ]
         return len(expected) == len(self._index.positions) and self._index.positions.tolist() == expected
 
-    @property
+    @cached_property
     def few(self) -> bool:
         """True if it is a regular step of few requests."""
         return len(self.slots) <= MOST_REQUESTS and self.regular
@@ -63,20 +68,22 @@ class Memory:
     """Remembers the last step's numbers; a tensor that was written to since is read anew."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, list[int], Any] = None, [], None
+        self._kept: tuple[Any, list[Any], list[int], Any] = None, [], [], None
 
     def of(self, index: StepIndex) -> HostStep:
         """The index's numbers on the host."""
-        kept, seen, found = self._kept
-        if kept is index and seen == versions(index):
+        kept, memory, seen, found = self._kept
+        if kept is index and seen == [array._version for array in memory]:
             return found
         found = HostStep(index)
         # Tensors of inference mode don't tell whether they were written to.
         if not any(array is not None and array.is_inference() for array in index):
-            self._kept = index, versions(index), found
+            memory = memory_of(index)
+            self._kept = index, memory, [array._version for array in memory], found
         return found
 
 
-def versions(index: StepIndex) -> list[int]:
-    """How often each array was written to."""
-    return [array._version for array in index if array is not None]
+def memory_of(index: StepIndex) -> list[Any]:
+    """What tells how often the arrays were written to: each, or one for all that are views of it, and count with it."""
+    bases = [array if array._base is None else array._base for array in index if array is not None]
+    return list({id(array): array for array in bases}.values())

@@ -97,7 +97,7 @@ def read_ring(ops, pools, layer, role, index):
 def restore_ring(ops, pools, layer, role, index, saved):
     """Put back what ``read_ring`` saved."""
     for region, rows in zip(ops.plan.region(layer, role), saved, strict=True):
-        place.store(pools, region, *tokens(region, index), rows)
+        place.store(pools, region, *tokens(region, index), rows.view(torch.uint8))
     return pools
 
 

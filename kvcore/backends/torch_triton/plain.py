@@ -4,7 +4,7 @@ A decode step of a real model waits for this: what is copied is copied once, and
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,21 @@ class Lines(NamedTuple):
 
     Attributes:
         rows: view [lines, heads, dim]; row r of unit u is line ``u * unit + r``.
+        copies: view [copies, lines, heads, dim]: a line, and those that hold the same.
         unit: lines from a unit to the next.
     """
 
     rows: torch.Tensor
+    copies: torch.Tensor
     unit: int
+
+
+class Spot(NamedTuple):
+    """Where ``count`` of a step's tokens lie: from token ``token`` on, and from line ``line`` on."""
+
+    line: int
+    token: int
+    count: int
 
 
 class Run(NamedTuple):
@@ -32,17 +42,14 @@ class Run(NamedTuple):
 
 def lines(ops, pools, region) -> Lines | None:
     """The rows of a region of a plain format, or None where rows must be decoded or don't lie evenly."""
-    code = plain_code(region.format)
-    if code is None:
-        return None
-    pool = pools[region.buffers[region.unit.places[0].buffer][0]]
     kept = ops.lines.get(id(region))
-    if kept is not None and kept[0] is pool:
-        return kept[1]
+    if kept is not None and pools[kept[0]] is kept[1]:
+        return kept[2]
+    code, name = plain_code(region.format), region.buffers[region.unit.places[0].buffer][0]
     # A view made in inference mode could not be written to outside it.
     with torch.inference_mode(False):
-        found = lines_of(pool, region, DTYPES[code])
-    ops.lines[id(region)] = pool, found
+        found = None if code is None else lines_of(pools[name], region, DTYPES[code])
+    ops.lines[id(region)] = name, pools[name], found
     return found
 
 
@@ -55,9 +62,12 @@ def lines_of(pool, region, stored: torch.dtype) -> Lines | None:
     begin, step = pool.storage_offset() + first.base, pool.stride(0)
     if begin % size or first.stride % size or step % row:
         return None
-    count = (len(pool) - 1) * (step // row) + region.rows if len(pool) else 0
+    count = (len(pool) - 1) * (step // row) + region.places if len(pool) else 0
     shape, strides = (count, region.heads, region.format.dim), (row // size, head // size, 1)
-    return Lines(pool.view(stored).as_strided(shape, strides, begin // size), step // row)
+    rows = pool.view(stored).as_strided(shape, strides, begin // size)
+    first_copy = rows[: max(0, count - (region.copies - 1) * region.rows)]
+    copies = first_copy.as_strided((region.copies, *first_copy.shape), (region.rows * strides[0], *strides))
+    return Lines(rows, copies, step // row)
 
 
 def complete(region, host) -> bool:
@@ -65,14 +75,18 @@ def complete(region, host) -> bool:
     return region.growth == "slot" or host.whole(region.rows)
 
 
-def runs(region, host, request: int, first: int, last: int, unit: int) -> Iterator[Run]:
-    """Where positions first .. last - 1 of a request lie, in order; ``unit`` lines are from a unit to the next."""
+def runs(region, host, request: int, first: int, last: int, unit: int, rows: int) -> Iterator[Run]:
+    """Where positions first .. last - 1 of a request lie, in order; ``unit`` lines are from a unit to the next.
+
+    ``rows`` is how many of a unit may be used: all ``places`` to read in as few runs as there can be, ``region.rows``
+    to name the first copy of every row.
+    """
     blocks = None if region.growth == "slot" else host.table(request)
     base = host.slots[request] * unit
     line = count = 0
     while first < last:
         row = first % region.rows
-        some = min(last - first, region.rows - row)
+        some = min(last - first, rows - row)
         start = (base if blocks is None else blocks[first // region.rows] * unit) + row
         if count and start == line + count:
             count += some
@@ -112,7 +126,7 @@ def filled(ops, region, stored, host, seen, columns):
     by_head = stored.rows.transpose(0, 1)
     for request, rows in enumerate(seen):
         column = 0
-        for run in runs(region, host, request, rows.start, rows.stop, stored.unit):
+        for run in runs(region, host, request, rows.start, rows.stop, stored.unit, region.places):
             out[request].narrow(1, column, run.count).copy_(by_head.narrow(1, run.line, run.count))
             column += run.count
         if column < columns:
@@ -120,25 +134,50 @@ def filled(ops, region, stored, host, seen, columns):
     return out.transpose(1, 2)
 
 
-def append(ops, pools, region, index, values) -> bool:
-    """Store values [T, heads, dim] of the step's tokens, as ``rows.append`` their rows; False: not possible."""
-    stored = lines(ops, pools, region)
-    if stored is None:
-        return False
-    host = ops.host(index)
-    if not host.few or not complete(region, host):
-        return False
-    values, token = canonical(values, stored.rows.dtype), 0
+def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
+    """Store values [T, heads, dim] of the step's tokens in each region, as ``rows.append`` their rows.
+
+    Returns:
+        The regions where this is not possible, with their values.
+    """
+    stored = [lines(ops, pools, region) for region in regions]
+    parts = list(zip(regions, arrays, stored, strict=True))
+    if not any(stored):
+        return [(region, values) for region, values, _ in parts]
+    host, left = ops.host(index), []
+    for region, values, found in parts:
+        if found is None or not host.few or not complete(region, host):
+            left.append((region, values))
+            continue
+        for line, token, count in spots(region, host, found.unit, every=False):
+            mine = values if count == values.shape[0] else values.narrow(0, token, count)
+            found.copies.narrow(1, line, count).copy_(canonical(mine, found.rows.dtype))
+    return left
+
+
+def spots(region, host, unit: int, *, every: bool) -> list[Spot]:
+    """Where a regular step's tokens lie, in order: ``every`` one, or those that an append writes.
+
+    Worked out once for all layers whose units are alike.
+    """
+    key = spots, region.growth, region.rows, unit, every
+    if key not in host.kept:
+        host.kept[key] = list(new_spots(region, host, unit, every=every))
+    return host.kept[key]
+
+
+def new_spots(region, host, unit: int, *, every: bool) -> Iterator[Spot]:
+    """What ``spots`` keeps."""
+    token = 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         # In a ring, what a later token overwrites is left out; in blocks, what was taken over.
         least = length - region.rows if region.growth == "slot" else host.stored[request]
-        first = max(start, least)
+        first = start if every else max(start, least)
         source = token + first - start
-        for run in runs(region, host, request, first, length, stored.unit):
-            stored.rows.narrow(0, run.line, run.count).copy_(values.narrow(0, source, run.count))
+        for run in runs(region, host, request, first, length, unit, region.rows):
+            yield Spot(run.line, source, run.count)
             source += run.count
         token += length - start
-    return True
 
 
 def canonical(values, stored: torch.dtype):
@@ -148,50 +187,58 @@ def canonical(values, stored: torch.dtype):
 
 
 def overwritten(ops, pools, region, index) -> torch.Tensor | None:
-    """Canonical rows [T, heads, row_bytes] that lie where the step's tokens belong; None: not possible."""
+    """Rows [T, heads, dim] as stored that lie where the step's tokens belong; None: not possible."""
     stored = lines(ops, pools, region)
     if stored is None:
         return None
     host = ops.host(index)
     if not host.few:
         return None
-    found = [
-        stored.rows[run.line : run.line + run.count]
-        for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True))
-        for run in runs(region, host, request, start, length, stored.unit)
-    ]
+    found = [stored.rows.narrow(0, line, count) for line, _, count in spots(region, host, stored.unit, every=True)]
     if not found:
         return None
-    return (torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)).view(
-        torch.uint8
-    )
+    return torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
 
 
-def borrow(ops, pools, regions, index, columns):
+def borrow(ops, pools, regions, component, index, columns):
     """Keys and values [Q, columns, heads, dim] as they lie in the pools, nothing copied; None if not possible.
 
-    Possible where every request has ``columns`` rows in one run, and the runs are evenly spaced.
+    Possible where every request's queries see ``columns`` rows in one run, and the runs are evenly spaced.
     """
     if index.slots.is_cuda or not columns:
         return None
     host, found = ops.host(index), []
-    if not host.lengths or any(length != columns for length in host.lengths) or not host.few:
-        return None
     for region in regions:
         stored = lines(ops, pools, region)
-        if stored is None or stored.rows.dtype != DTYPES[region.format.value_code] or not complete(region, host):
+        if stored is None or not region.format.is_plain:
             return None
-        begins = []
-        for request in range(len(host.lengths)):
-            run, *more = runs(region, host, request, 0, columns, stored.unit)
-            if more:
-                return None
-            begins.append(run.line)
-        step = begins[1] - begins[0] if len(begins) > 1 else columns
-        if step < 0 or any(begin != begins[0] + step * number for number, begin in enumerate(begins)):
+        # Layers whose units and views are alike have their rows in the same lines.
+        view = component.storage, component.window, component.chunk, columns
+        key = borrow, region.growth, region.rows, region.places, stored.unit, view
+        if key not in host.kept:
+            host.kept[key] = spacing(region, host, component, stored.unit, columns)
+        if host.kept[key] is None:
             return None
+        first, step = host.kept[key]
         row, head, channel = stored.rows.stride()
-        shape = (len(begins), columns, region.heads, region.format.dim)
-        offset = stored.rows.storage_offset() + begins[0] * row
+        shape = (len(host.lengths), columns, region.heads, region.format.dim)
+        offset = stored.rows.storage_offset() + first * row
         found.append(stored.rows.as_strided(shape, (step * row, row, head, channel), offset))
     return tuple(found)
+
+
+def spacing(region, host, component, unit: int, columns: int) -> tuple[int, int] | None:
+    """(line where the rows begin that the first request's queries see, lines from a request to the next), or None."""
+    requests = zip(host.starts, host.lengths, host.padding, strict=True)
+    seen = [component.visible(*request) for request in requests]
+    if not seen or any(len(rows) != columns for rows in seen) or not host.few or not complete(region, host):
+        return None
+    begins = []
+    for request, rows in enumerate(seen):
+        run, *more = runs(region, host, request, rows.start, rows.stop, unit, region.places)
+        if more:
+            return None
+        begins.append(run.line)
+    step = begins[1] - begins[0] if len(begins) > 1 else columns
+    even = step >= 0 and all(begin == begins[0] + step * number for number, begin in enumerate(begins))
+    return (begins[0], step) if even else None

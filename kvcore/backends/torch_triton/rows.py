@@ -48,7 +48,7 @@ def field(pools, region: Region, place: Place):
     unit_bytes, first = pool.stride(0), pool.storage_offset() + place.base
     width = math.gcd(first, place.stride, unit_bytes, place.nbytes, 8)
     grain = math.gcd(unit_bytes, row_bytes)
-    span = (region.rows - 1) * row_bytes
+    span = (region.places - 1) * row_bytes
     windows = ((len(pool) - 1) * unit_bytes + span) // grain + 1 if len(pool) else 0
     view = pool.view(ELEMENTS[width]).as_strided(
         (windows, region.heads, place.nbytes // width), (grain // width, head_bytes // width, 1), first // width
@@ -74,7 +74,7 @@ def load(pools, region: Region, unit, row):
 
 
 def store(pools, region: Region, unit, row, rows) -> None:
-    """Write canonical rows [n, heads, row_bytes] at places [n]; nothing happens where the unit is -1.
+    """Write canonical rows [n, heads, row_bytes] at places [n], in every copy; nothing happens where the unit is -1.
 
     Picking the valid rows out would need their number, which only the device knows. So an invalid row repeats a valid
     one, to the same place with the same bytes; if there is no valid one, place (0, 0) gets back what it holds.
@@ -90,7 +90,8 @@ def store(pools, region: Region, unit, row, rows) -> None:
         view, unit_step, row_step = field(pools, region, place)
         stored = split_bytes(rows[:, :, first:last]) if place.split else rows[:, :, first:last]
         stored = torch.where(some, reinterpret(stored, view.dtype), view[:1])
-        view.index_copy_(0, unit * unit_step + row * row_step, stored)
+        for copy in range(region.copies):
+            view.index_copy_(0, unit * unit_step + (row + copy * region.rows) * row_step, stored)
 
 
 def reinterpret(stored, dtype):

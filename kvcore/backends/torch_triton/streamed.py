@@ -29,12 +29,13 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
         return None
     component = ops.component(layer, "kv")
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    token = 0
+    outs, logs_of, token = [], [], 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         new = length - start
-        if length > max(start, host.padding[request]):
+        if length <= max(start, host.padding[request]):
+            outs.append(q.new_zeros((new, heads, keys.format.dim)))
+            logs_of.append(torch.full((new, heads), -torch.inf, dtype=torch.float32))
+        else:
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
@@ -45,9 +46,12 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
             total, logs = found
             if sink is not None:
                 total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]
-            out[token : token + new], lse[token : token + new] = total.to(q.dtype), logs
+            outs.append(total.to(q.dtype))
+            logs_of.append(logs)
         token += new
-    return Attention(out, lse)
+    if len(outs) == 1:
+        return Attention(outs[0], logs_of[0])
+    return Attention(torch.cat(outs), torch.cat(logs_of)) if outs else None
 
 
 def one_request(ops, pools, component, regions, where, q, scale):
@@ -57,7 +61,8 @@ def one_request(ops, pools, component, regions, where, q, scale):
     """
     index, request, start, left = where
     new, key_heads, group, dim = q.shape
-    grouped = q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
+    # Of a single token the queries lie by key head already.
+    grouped = q if new == 1 else q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
     total = logs = None
     stored = [plain.lines(ops, pools, region) for region in regions]
     first = component.first_visible(max(start, left), left)
@@ -78,11 +83,13 @@ def one_request(ops, pools, component, regions, where, q, scale):
         part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
         if seen is not None:
             part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
-        if not bool((part_logs < torch.inf).all()):  # nor NaN
+        if not part_logs.max().item() < torch.inf:  # nor NaN, which is the largest if there is one
             return None
         total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
     assert total is not None
     assert logs is not None  # there is at least the query's own row
+    if new == 1:
+        return total.reshape(1, key_heads * group, dim), logs.reshape(1, key_heads * group)
     out = total.reshape(key_heads, group, new, dim).permute(2, 0, 1, 3).flatten(1, 2)
     return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
 
@@ -90,14 +97,14 @@ def one_request(ops, pools, component, regions, where, q, scale):
 def pieces(regions, stored, host, request, first, last):
     """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
 
-    The order of keys does not matter to a sum, so a ring that has wrapped is two pieces and never put in order.
+    The order of keys does not matter to a sum: a ring that lies once and has wrapped is two pieces, never put in order.
     """
-    both = all(lines is not None for lines in stored)
-    if (
-        both
-        and len({(region.growth, region.rows, lines.unit) for region, lines in zip(regions, stored, strict=True)}) == 1
-    ):
-        for run in plain.runs(regions[0], host, request, first, last, stored[0].unit):
+    alike = {
+        None if lines is None else (region.growth, region.rows, region.places, lines.unit)
+        for region, lines in zip(regions, stored, strict=True)
+    }
+    if len(alike) == 1 and None not in alike:
+        for run in plain.runs(regions[0], host, request, first, last, stored[0].unit, regions[0].places):
             for done in range(0, run.count, PIECE):
                 some = min(PIECE, run.count - done)
                 yield first + done, first + done + some, (run.line + done,) * 2

@@ -5,6 +5,7 @@ that all its addresses are multiples of.
 """
 
 from functools import cache, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -63,10 +64,10 @@ def _runs(unit):
     return tuple(found)
 
 
-def of_move(plan, pools, strips, grain):
+def of_move(plan, pools, strips, grain, *, store):
     """[(bytes of a word, [runs, ENTRY] int64)]; None where a layout stores the bytes of an element apart.
 
-    ``grain``: bytes that all pages begin at multiples of.
+    ``grain``: bytes that all pages begin at multiples of. With ``store`` every copy of a row is moved to.
     """
     entries = []
     for strip in strips:
@@ -76,10 +77,11 @@ def of_move(plan, pools, strips, grain):
             if found is None:
                 return None
             row_step, head_step = region.steps
-            for run in found:
+            for run, copy in product(found, range(region.copies if store else 1)):
                 pool = pools[region.buffers[run.buffer][0]] if run.buffer else None
                 place = (0, 0) if pool is None else (pool.data_ptr(), pool.stride(0))
-                inside = *place, run.base, row_step * run.stride, head_step * run.stride, run.nbytes
+                base = run.base + copy * region.rows * row_step * run.stride
+                inside = *place, base, row_step * run.stride, head_step * run.stride, run.nbytes
                 outside = offset + run.first, strip.row_bytes, region.format.row
                 entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
             offset += region.heads * region.format.row

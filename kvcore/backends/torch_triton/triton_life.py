@@ -61,7 +61,7 @@ class LifeOps(TorchOps):
 
         False, and nothing is done, where a layout stores the bytes of an element apart.
         """
-        found = tables.of_move(self.plan, pools, strips, _grain(pages))
+        found = tables.of_move(self.plan, pools, strips, _grain(pages), store=store)
         if found is None:
             return False
         units = self._units(units)

@@ -107,7 +107,8 @@ def _read(pools: dict[str, Bytes], case: Case, part: Part, pages: Bytes) -> None
     """What a backend that declines leaves to its caller: the pools' rows into pages."""
     for strip in part.strips:
         regions = case.plan.region(strip.layer, strip.role)
-        held = [read_rows(pools, region).reshape(case.plan.units(region), region.rows, -1) for region in regions]
+        held = [read_rows(pools, region)[:, : region.rows] for region in regions]
+        held = [rows.reshape(*rows.shape[:2], -1) for rows in held]
         page, number, column = _cells(strip)
         unit = part.units[page]
         rows = np.concatenate(held, axis=2)[unit, number % regions[0].rows]

@@ -68,10 +68,11 @@ class KVCache(Cache):
                 once; classic layers only. ``generate`` then makes masks outside of compiled code.
             storage: ``paged``: rows of full attention lie in blocks, which beams and forks share; ``slot``: every row
                 of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
-                Unless given, classic models without beams have slots for full attention, and rings, whose rows are
-                copied in order, for sliding layers: those then take no more than their window.
-            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, in ``slot``
-                storage, in the model's own format. Whoever writes to it changes the cache, as with the model's own.
+                Unless given, classic models without beams have slots for full attention, and rings for sliding layers,
+                which then take no more than their window: twice on the CPU in a format that is lent, else once.
+            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
+                rings, in the model's own format. It holds what it held until the next forward, which may overwrite a
+                ring's oldest rows. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
 
         Raises:
@@ -129,21 +130,32 @@ class KVCache(Cache):
 
     @contextmanager
     def forward(self, layer: int, states: torch.Tensor) -> Iterator[Any]:
+        """The handle with which ``layer`` begins its part of a forward; an error in its body undoes the forward."""
+        handle = self.begin(layer, states)
+        try:
+            yield handle
+        except BaseException:
+            self.abort()
+            raise
+
+    def begin(self, layer: int, states: torch.Tensor) -> Any:
         """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
-        shape = (states.shape[0], states.shape[2])
+        batch, _, new, _ = states.shape
+        shape = (batch, new)
         if layer in self._begun:
             self.abort()  # the forward that this layer began before never reached its end
         if self._step is None:
             self._step = self._open(*shape)
-        with self._undone_on_error():
-            if shape != self._shape:
-                raise StepError(
-                    got=f"[batch, tokens] = {list(shape)}",
-                    where=f"KVCache, layer {layer}",
-                    allowed=f"{list(self._shape)}, as in the forward's first layer",
-                )
-            self._begun.add(layer)
-            yield self._step.layer(layer)
+        if shape != self._shape:
+            wanted = list(self._shape)
+            self.abort()
+            raise StepError(
+                got=f"[batch, tokens] = {list(shape)}",
+                where=f"KVCache, layer {layer}",
+                allowed=f"{wanted}, as in the forward's first layer",
+            )
+        self._begun.add(layer)
+        return self._step.layer(layer)
 
     @contextmanager
     def forward_part(self, layer: int) -> Iterator[Any]:
@@ -152,8 +164,11 @@ class KVCache(Cache):
             raise StepError(
                 got="a compressor call before update", where=f"KVCache, layer {layer}", allowed="update first"
             )
-        with self._undone_on_error():
+        try:
             yield self._step.layer(layer)
+        except BaseException:
+            self.abort()
+            raise
 
     def finish(self, layer: int) -> None:
         """Note that a layer has all it needs from this forward; the last one commits the step."""
@@ -255,14 +270,6 @@ class KVCache(Cache):
         step, self._step = self._step, None
         self._begun, self._finished = set(), set()
         return step
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
 
     def _select(self, rows: Iterable[int]) -> None:
         rows = list(rows)

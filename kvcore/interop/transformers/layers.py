@@ -72,15 +72,20 @@ class ClassicLayer(Layer):
         Copies, or with ``lend`` the cache's own memory where it lies evenly.
         """
         owner = self.owner
-        with owner.forward(self.number, key_states) as handle:
+        handle = owner.begin(self.number, key_states)
+        try:
             handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
-            whole = self.component.span is None
-            lent = handle.borrow_kv() if owner.lend and whole else None
+            lent = handle.borrow_kv() if owner.lend else None
             k, v = lent or handle.gather_kv()[:2]
-            first = self._first(key_states.shape[2]) if whole else 0
-            keys = owner.take(k[:, first:], key_states.dtype).transpose(1, 2)
-            values = owner.take(v[:, first:], value_states.dtype).transpose(1, 2)
+            first = self._first(key_states.shape[2]) if self.component.span is None else 0
+            if first:
+                k, v = k[:, first:], v[:, first:]
+            keys = owner.take(k, key_states.dtype).transpose(1, 2)
+            values = owner.take(v, value_states.dtype).transpose(1, 2)
             owner.finish(self.number)
+        except BaseException:
+            owner.abort()
+            raise
         return keys, values
 
     def _first(self, new: int) -> int:
@@ -260,4 +265,4 @@ class CompressedLayer(LatentLayer):
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
-    return states.transpose(1, 2).flatten(0, 1)
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)

@@ -13,10 +13,10 @@ ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
 
 def to_cache(cache: Cache, tensor: torch.Tensor, *, torch_pools: bool) -> Any:
     """A float tensor as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
-    tensor = tensor.detach()
     if tensor.dtype not in ACCEPTED:
         tensor = tensor.float()
-    return tensor if torch_pools else cache.asarray(to_numpy(tensor))
+    # A torch backend detaches by itself.
+    return tensor if torch_pools else cache.asarray(to_numpy(tensor.detach()))
 
 
 def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -26,7 +26,8 @@ def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = No
         bits = host.view(np.int16) if host.dtype == ml_dtypes.bfloat16 else host
         array = torch.from_numpy(bits)
         array = array.view(torch.bfloat16) if bits is not host else array
-    return array.to(device=device, dtype=dtype)
+    done = array.dtype == (dtype or array.dtype) and array.device == device
+    return array if done else array.to(device=device, dtype=dtype)
 
 
 def uses_torch(cache: Cache) -> bool:

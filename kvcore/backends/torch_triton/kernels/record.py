@@ -91,6 +91,8 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
     places = {place.field: place for place in region.unit.places}
     if any(place.split for place in places.values()) or (region.steps[1] > 1 and region.heads > 1):
         return None
+    if region.copies > 1:
+        return None
     values = [field for field in region.format.fields if field.is_value]
     scaled = [field for field in values if field.group is not None]
     plain = [field for field in values if field.group is None]
