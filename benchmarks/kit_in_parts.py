@@ -27,6 +27,7 @@ import msgspec
 from kvcore import parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import Check, checks_of
+from kvcore.parity import environment
 from kvcore.parity.records import Record
 from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plugins import registry
@@ -68,9 +69,9 @@ def prepare(backend: str, device: str) -> None:
     print(f"XLA_FLAGS={flags}", flush=True)
 
 
-def begin(backend: str, device: str, numbers: Any) -> None:
-    """What every process holds, and its GPU where there are several."""
-    if device == "cuda":
+def begin(backend: str, device: str, numbers: Any = None) -> None:
+    """What every process holds; and its GPU where there are several, of ``numbers``: (process, GPUs)."""
+    if numbers is not None:
         number, gpus = numbers.get()
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
     _checks.update((one.id, one) for one in checks_of(conformance_spec()))
@@ -118,9 +119,11 @@ def main() -> int:
     random.Random(0).shuffle(groups)
     records: list[Record] = []
     spawning = multiprocessing.get_context("spawn")
-    numbers = spawning.Queue()
-    for number in range(options.jobs):
-        numbers.put((number, options.gpus))
+    numbers = None
+    if options.gpus > 1:
+        numbers = spawning.Queue()
+        for number in range(options.jobs):
+            numbers.put((number, options.gpus))
     with spawning.Pool(options.jobs, begin, (options.backend, options.device, numbers)) as pool:
         coming = pool.imap_unordered(run, groups)
         told = 0
@@ -138,8 +141,7 @@ def main() -> int:
     records.sort(key=lambda record: order[record.check])
     subject = Subject(registry().backends[options.backend], options.device or None)
     subject.introduce(chosen[0].plan)
-    typed = [Path(word).name if word.startswith(os.sep) else word for word in sys.argv[1:]]
-    command = f"python -m benchmarks.kit_in_parts {shlex.join(typed)}"
+    command = f"python -m benchmarks.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
     report = report_of(spec, [subject], records, command=command)
     if before:
         report = parity.merge({"before": before, "now": report})

@@ -73,15 +73,23 @@ def commit() -> str | None:
 
 def command(arguments: Sequence[str] | None) -> str:
     """What was typed, without the path of the program."""
-    return " ".join(["kvcore", *(sys.argv[1:] if arguments is None else arguments)])
+    return " ".join(["kvcore", *typed(sys.argv[1:] if arguments is None else arguments)])
+
+
+def typed(words: Sequence[str]) -> list[str]:
+    """Words of a command line; of an absolute path only the name, which is all that it says elsewhere."""
+    return [Path(word).name if word.startswith(os.sep) else word for word in words]
 
 
 def of_script(device: str = "") -> dict[str, Any]:
     """Where a script's record comes from: what was typed, the device (the processor if none is named), versions."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = sys.argv[0] if module is None else f"-m {module.name}"
-    typed = (Path(word).name if word.startswith(os.sep) else word for word in (program, *sys.argv[1:]))
-    return {"command": f"python {' '.join(typed)}", "device": device or processor(), **describe()}
+    return {
+        "command": f"python {' '.join(typed([program, *sys.argv[1:]]))}",
+        "device": device or processor(),
+        **describe(),
+    }
 
 
 def processor() -> str:
