@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "stack": f"{LAYERS} layers, {HEADS} query and {KV_HEADS} key-value heads of {DIM}",
         **environment.of_script(),
         "steps": chosen.steps,
-        "quantised_cache": "quanto, 4 bits" if find_spec("optimum") else "not measured: optimum-quanto is not installed",
+        "quantised_cache": "quanto, 4 bits" if find_spec("optimum") else "left out: no optimum-quanto",
         "rows": [],
     }
     for window in (None, *WINDOWS):
