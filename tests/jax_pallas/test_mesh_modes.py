@@ -1,14 +1,10 @@
 """Rules by a step's mode: where activations lie, what chooses the mode, and what is refused."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from processes import finished, start
 
 from kvcore.errors import ShapeError, SpecError
 from kvcore.interop.jax_rules import Axes, Rules, mode_of
@@ -16,7 +12,6 @@ from kvcore.interop.jax_sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import Row, build_index
 
-PROGRAM = Path(__file__).with_name("mesh_modes.py")
 MESH = jax.sharding.AbstractMesh((2, 2, 4), ("data", "context", "model"))
 RULES = {"requests": "data", "blocks": "context", "heads": "model", "query_length": "context"}
 MODES = {
@@ -28,20 +23,9 @@ TOKENS = ("requests", "query_length")
 
 
 def test_prefill_and_decode_answer_the_same_and_pools_stay_where_they_are() -> None:
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, sys.path)])
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), axes], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for axes in ("auto", "explicit")
-    ]
+    running = [start("mesh_modes.py", axes) for axes in ("auto", "explicit")]
     for one in running:
-        try:
-            out, errors = one.communicate(timeout=400)
-        finally:
-            one.kill()
-        assert one.returncode == 0, errors[-3000:]
+        out = finished(one)
         modes = ("prefill", "decode", "decode", "prefill", "decode")
         assert out.splitlines() == [f"{mode}: 12 answers" for mode in modes]
 

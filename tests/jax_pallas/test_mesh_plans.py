@@ -1,50 +1,35 @@
 """Requests, blocks and heads in one rule table, over eight devices of one process and of two."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import Popen
 
 import jax
 import pytest
+from processes import finished, start
 
 from kvcore.errors import SpecError
 from kvcore.interop.jax_sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
-PROGRAM = Path(__file__).with_name("mesh_plans.py")
+PROGRAM = "mesh_plans.py"
 STEPS = 2
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """A process of its own: the number of devices is fixed when JAX starts."""
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, sys.path)])
-    line = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> list[str]:
-    try:
-        out, errors = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors[-3000:]
+def told_by(process: Popen[str]) -> list[str]:
     # Gloo prints what it does among it, at times in the same line.
-    return re.findall(r"[\dx]+: \d+ answers compared|digests(?: [\da-f]{16})+", out)
+    return re.findall(r"[\dx]+: \d+ answers compared|digests(?: [\da-f]{16})+", finished(process))
 
 
 def test_one_rule_table_cuts_requests_blocks_and_heads_on_any_devices() -> None:
-    *told, digests = finished(start("explicit", "2x4x1,2x2x2", STEPS))
+    *told, digests = told_by(start(PROGRAM, "explicit", "2x4x1,2x2x2", STEPS))
     assert told == ["1x1x1: 40 answers compared", "2x4x1: 40 answers compared", "2x2x2: 40 answers compared"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     # The context axis runs through both processes: everything that shards tell one another crosses.
-    both = [start("auto", "1x8x1", STEPS, process, 2, port) for process in range(2)]
-    assert [finished(process) for process in both] == [["1x8x1: 40 answers compared", digests]] * 2
+    both = [start(PROGRAM, "auto", "1x8x1", STEPS, process, 2, port) for process in range(2)]
+    assert [told_by(process) for process in both] == [["1x8x1: 40 answers compared", digests]] * 2
 
 
 @pytest.mark.parametrize(

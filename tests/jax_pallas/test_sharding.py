@@ -1,50 +1,35 @@
 """Pools over a mesh: 8 devices in one process and in two, Auto and Explicit axes; and what is refused."""
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import Popen
 
 import jax
 import pytest
+from processes import finished, start
 
 from kvcore.errors import SpecError
 from kvcore.interop.jax_heads import with_heads
 from kvcore.interop.jax_sharding import Sharded
 from kvcore.spec import KV, LayerSpec, presets
 
-HERE = Path(__file__)
+PROGRAM = "sharded_steps.py"
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """A process of its own: the number of devices is fixed when JAX starts."""
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[2]), *filter(None, sys.path)])
-    line = [sys.executable, str(HERE.with_name("sharded_steps.py")), *map(str, arguments)]
-    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    try:
-        out, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors[-3000:]
-    return out.splitlines()[-1]
+def last_line(process: Popen[str]) -> str:
+    return finished(process, 300).splitlines()[-1]
 
 
 @pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_every_shard_holds_its_references_bytes(axes: str) -> None:
-    assert finished(start(axes)) == "88 shards of pools agree"
+    assert last_line(start(PROGRAM, axes)) == "88 shards of pools agree"
 
 
 def test_two_processes_hold_half_of_the_shards_each() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    both = [start("auto", process, 2, port) for process in range(2)]
-    assert [finished(process) for process in both] == ["44 shards of pools agree"] * 2
+    both = [start(PROGRAM, "auto", process, 2, port) for process in range(2)]
+    assert [last_line(process) for process in both] == ["44 shards of pools agree"] * 2
 
 
 def test_what_does_not_divide_is_refused_or_replicated() -> None:
