@@ -1,6 +1,7 @@
 """Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get."""
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ FLOATS = ("float32", "bfloat16")
 INTEGERS = ("int32", "int64")
 
 
-def dtype_name(array: Array) -> str:
-    """The dtype's name, the same in every framework: ``float32``, ``bfloat16``, ``int32`` and so on."""
-    return str(array.dtype).removeprefix("torch.")
+@cache
+def dtype_name(dtype: Any) -> str:
+    """A dtype's name, the same in every framework: ``float32``, ``bfloat16``, ``int32`` and so on."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:
@@ -29,20 +31,21 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ShapeError(got=type(array).__name__, where=where, allowed="an array of the backend or of NumPy")
     got = tuple(array.shape)
-    fits = got == shape or (
-        len(got) == len(shape) and all(want in (None, size) for size, want in zip(got, shape, strict=True))
-    )
-    if not fits:
+    if got != shape and not _fits(got, shape):
         wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise ShapeError(got=f"shape {list(got)}", where=where, allowed=f"shape {wanted}")
-    if dtype_name(array) not in dtypes:
-        raise ShapeError(got=f"dtype {dtype_name(array)}", where=where, allowed=", ".join(dtypes))
+    if dtype_name(array.dtype) not in dtypes:
+        raise ShapeError(got=f"dtype {dtype_name(array.dtype)}", where=where, allowed=", ".join(dtypes))
     try:
         return ops.asarray(array)
     except (TypeError, RuntimeError) as error:
         # What another framework raises where an array's data cannot be had: on a device without any, or freed.
         held = f"{type(array).__name__} on {getattr(array, 'device', 'an unknown device')}"
         raise ShapeError(got=held, where=where, allowed=f"an array on {ops.device}, or of NumPy") from error
+
+
+def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(got) == len(shape) and all(want in (None, size) for size, want in zip(got, shape, strict=True))
 
 
 def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False) -> Array:

@@ -237,7 +237,8 @@ class Step:
         if not any(number in self._layers for number in main) and any(number in self._layers for number in drafts):
             return
         for number in main:
-            missing = self.layer(number).missing()
+            layer = self._layers.get(number) or LayerHandle(self, number)
+            missing = layer.missing()
             if missing:
                 raise StepError(
                     got=f"no rows for {', '.join(missing)}",
@@ -245,7 +246,7 @@ class Step:
                     allowed="every window, tail and kv gets the step's tokens",
                     hint="The step was rolled back. Call append_* for this layer before the step ends.",
                 )
-            unstored = self.layer(number).unstored() if self.cache.check else []
+            unstored = layer.unstored() if self.cache.check else []
             if unstored:
                 raise StepError(
                     got=f"{', '.join(unstored)} closed but not stored",

@@ -109,7 +109,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes of all pools together."""
         return self.slots * self.slot_bytes + self.blocks * self.block_bytes
 
-    @property
+    @cached_property
     def rollback_tokens(self) -> int:
         """How far below the highest position ever written a request can be truncated once a ring has wrapped."""
         declared = [component.largest_drafts() for _, _, component in self.spec.components()]
@@ -131,15 +131,16 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def region(self, layer: int, role: str) -> tuple[Region, ...]:
         """The parts of a layer's own or shared pool of ``role``."""
-        return self._by_role[self.spec.owner(layer, role), role]
+        return self._by_role[layer, role]
 
     @cached_property
     def _by_role(self) -> dict[tuple[int, str], tuple[Region, ...]]:
-        found: dict[tuple[int, str], tuple[Region, ...]] = {}
+        own: dict[tuple[int, str], tuple[Region, ...]] = {}
         for region in self.regions:
             key = region.layer, region.role
-            found[key] = (*found.get(key, ()), region)
-        return found
+            own[key] = (*own.get(key, ()), region)
+        roles = ((layer, role) for layer, role, _ in self.spec.components())
+        return {(layer, role): own[self.spec.owner(layer, role), role] for layer, role in roles}
 
     def __repr__(self) -> str:
         blocks = f"{self.blocks} blocks × {self.block_tokens} tokens"

@@ -75,10 +75,11 @@ class ReadingVerbs(LayerState):
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
         kv = self._component("kv", KV)
         arrays: list[Array] = []
-        for region, array in zip(self._step.cache.plan.region(self._layer, "kv"), (k, v), strict=True):
-            shape = (self._tokens, region.heads, region.format.dim)
-            arrays.append(check_float(self._ops, array, f"append_kv: {region.part}", shape))
-            self._check(arrays[-1], f"append_kv: {region.part}", kv)
+        tokens, regions = self._tokens, self._step.cache.plan.region(self._layer, "kv")
+        for region, array in zip(regions, (k, v), strict=True):
+            where, shape = f"append_kv: {region.part}", (tokens, region.heads, region.format.dim)
+            arrays.append(check_float(self._ops, array, where, shape))
+            self._check(arrays[-1], where, kv)
         self._append("kv", tuple(arrays))
 
     def gather_kv(self) -> tuple[Array, Array, Array]:

@@ -6,7 +6,7 @@ fails. This is the one place that knows that rule.
 """
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,16 @@ from kvcore.step import at_start, closed_count
 
 if TYPE_CHECKING:
     from kvcore.open_step import Step
+
+
+WRITERS = {role: f"append_{role}" for role in ROLES}
+
+
+class Writing(NamedTuple):
+    """When a step's rows go where they belong: at once unless they wait; undone if an abort puts back what was there."""
+
+    waits: bool
+    undone: bool
 
 
 class LayerState:
@@ -38,16 +48,12 @@ class LayerState:
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
-        needed = [role for role in self._spec.roles if role in ("window", "tail", "kv") and role not in self._own]
+        needed = [role for role in self._spec.written if role not in self._own]
         return [role for role in needed if role != "tail" or "entries" not in self._stored]
 
     def unstored(self) -> list[str]:
         """Own paged roles with entries that close in this step and were not stored yet."""
-        return [
-            role
-            for role in self._spec.roles
-            if role in ("entries", "index_keys") and not self._shares(role) and self._awaits_entries(role)
-        ]
+        return [role for role in self._spec.compressed if self._awaits_entries(role)]
 
     def waiting_rows(self) -> dict[str, tuple[Array, ...]]:
         """Rows that the rings do not hold yet, by role, one array a part (a tail's kv and score side by side)."""
@@ -132,9 +138,6 @@ class LayerState:
                 allowed=f"step.layer({owner._layer}).flush or store_entries, then {verb}",
             )
 
-    def _shares(self, role: str) -> bool:
-        return getattr(self._spec, role).shared_from is not None
-
     def _owner(self, role: str) -> "LayerState":
         """The handle of the layer that owns the pool a role reads."""
         return self._step.layer(self._step.cache.spec.owner(self._layer, role))
@@ -146,44 +149,44 @@ class LayerState:
         """Take the step's rows of a role, and write them as soon as that is safe."""
         if role in self._own:
             raise StepError(got=f"a second append to {role}", where=self._where, allowed="one append a step")
-        component = getattr(self._spec, role)
-        if component.span is None:
-            self._own[role] = arrays
-            self._write(role)
-            return
-        plan = self._step.cache.plan
-        rows = plan.region(self._layer, role)[0].rows
-        # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
-        # back on abort; a closing tail window needs all of its span.
-        at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
-        wraps = plan.max_tokens is None or rows < plan.max_tokens
-        if wraps and self._step.most_new > at_once:
+        component, kept = getattr(self._spec, role), self._step.kept
+        rows = 0 if component.span is None else self._step.cache.plan.region(self._layer, role)[0].rows
+        key = component, rows
+        if key not in kept:
+            kept[key] = self._writing(component, rows)
+        writing: Writing = kept[key]
+        if writing.waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self._own[role] = copy.deepcopy(arrays)
             self._waiting.append(role)
             return
-        if self._needed_after_abort(component, rows):
+        if writing.undone:
             self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
         self._own[role] = arrays
         self._write(role)
 
-    def _needed_after_abort(self, component: Component, rows: int) -> bool:
-        """Whether the step overwrites a row that is live at some length to which its requests can be truncated.
-
-        The newest token takes the place of position length - 1 - ``rows``; what is live begins no earlier at a greater
-        length.
-        """
-        kept, key = self._step.kept, (component, rows)
-        if key not in kept:
-            kept[key] = any(
-                row.new and row.length - rows > component.live(deepest).start
-                for row, deepest in zip(self._step.rows, self._step.deepest, strict=True)
-            )
-        return kept[key]
+    def _writing(self, component: Component, rows: int) -> Writing:
+        """When a step's rows of a component may be written to its ring of ``rows``, 0 where there is no ring."""
+        if component.span is None:
+            return Writing(waits=False, undone=False)
+        step, longest = self._step, self._step.cache.plan.max_tokens
+        # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
+        # back on abort; a closing tail window needs all of its span.
+        at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
+        if (longest is None or rows < longest) and step.most_new > at_once:
+            return Writing(waits=True, undone=False)
+        # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
+        # takes the place of position length - 1 - rows; what is live begins no earlier at a greater length.
+        undone = any(
+            row.new and row.length - rows > component.live(deepest).start
+            for row, deepest in zip(step.rows, step.deepest, strict=True)
+        )
+        return Writing(waits=False, undone=undone)
 
     def _write(self, role: str) -> None:
-        append = getattr(self._ops, f"append_{role}")
-        self._replace(append(self._pools, self._layer, self._index, *self._own[role]))
+        step = self._step
+        append = getattr(self._ops, WRITERS[role])
+        step.cache.replace_pools(append(self._pools, self._layer, step.device_index, *self._own[role]))
 
     def _unwritten(self, role: str) -> tuple[Array, ...] | None:
         """The step's own rows where the ring does not hold them yet; None: the pools have everything."""

@@ -30,6 +30,16 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The roles that the layer has a component for, in role order."""
         return tuple(role for role in ROLES if getattr(self, role) is not None)
 
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """Those of them whose rows are the step's own tokens."""
+        return tuple(role for role in self.roles if role in ("window", "tail", "kv"))
+
+    @cached_property
+    def compressed(self) -> tuple[str, ...]:
+        """Those whose entries the layer makes itself, as windows close; shared ones are made by their owner."""
+        return tuple(role for role in self.roles if role in TAIL_OF and getattr(self, role).shared_from is None)
+
     def components(self) -> Iterator[tuple[str, Component]]:
         """(role, component) for every component the layer has, in role order."""
         for role in self.roles:

@@ -4,7 +4,7 @@ A decode step of a real model waits for this: what is copied is copied once, and
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,21 +16,29 @@ class Lines(NamedTuple):
 
     Attributes:
         rows: view [lines, heads, dim]; row r of unit u is line ``u * unit + r``.
-        copies: view [copies, lines, heads, dim]: a line, and those that hold the same.
         unit: lines from a unit to the next.
+        kind: a number that pools share whose rows lie alike: what is where in one of them holds for the others.
     """
 
     rows: torch.Tensor
-    copies: torch.Tensor
     unit: int
+    kind: int
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a view of ``Lines.rows``, as ``as_strided`` takes them."""
 
 
 class Spot(NamedTuple):
-    """Where ``count`` of a step's tokens lie: from token ``token`` on, and from line ``line`` on."""
+    """Where ``count`` of a step's tokens lie: from token ``token`` on, and from line ``line`` on.
+
+    ``copies`` are all places of theirs: [copies, count, heads, dim], or [count, heads, dim] of a pool without copies.
+    """
 
     line: int
     token: int
     count: int
+    copies: Place
 
 
 class Run(NamedTuple):
@@ -38,6 +46,10 @@ class Run(NamedTuple):
 
     line: int
     count: int
+
+
+KINDS: dict[Any, int] = {}
+"""What ``Lines.kind`` numbers: how a pool grows, rows and copies of a unit, its lines, and the rows' view."""
 
 
 def lines(ops, pools, region) -> Lines | None:
@@ -64,10 +76,9 @@ def lines_of(pool, region, stored: torch.dtype) -> Lines | None:
         return None
     count = (len(pool) - 1) * (step // row) + region.places if len(pool) else 0
     shape, strides = (count, region.heads, region.format.dim), (row // size, head // size, 1)
+    kind = stored, region.growth, region.rows, region.copies, step // row, shape, strides, begin // size
     rows = pool.view(stored).as_strided(shape, strides, begin // size)
-    first_copy = rows[: max(0, count - (region.copies - 1) * region.rows)]
-    copies = first_copy.as_strided((region.copies, *first_copy.shape), (region.rows * strides[0], *strides))
-    return Lines(rows, copies, step // row)
+    return Lines(rows, step // row, KINDS.setdefault(kind, len(KINDS)))
 
 
 def complete(region, host) -> bool:
@@ -140,63 +151,67 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
     Returns:
         The regions where this is not possible, with their values.
     """
-    stored = [lines(ops, pools, region) for region in regions]
-    parts = list(zip(regions, arrays, stored, strict=True))
-    if not any(stored):
-        return [(region, values) for region, values, _ in parts]
-    host, left = ops.host(index), []
-    for region, values, found in parts:
-        if found is None or not host.few or not complete(region, host):
+    left = []
+    for region, values in zip(regions, arrays, strict=True):
+        stored = lines(ops, pools, region)
+        found = None if stored is None else spots(region, ops.host(index), stored, every=False)
+        if found is None:
             left.append((region, values))
             continue
-        for line, token, count in spots(region, host, found.unit, every=False):
+        for _, token, count, copies in found:
             mine = values if count == values.shape[0] else values.narrow(0, token, count)
-            found.copies.narrow(1, line, count).copy_(canonical(mine, found.rows.dtype))
+            put(mine, stored.rows.as_strided(*copies))
     return left
 
 
-def spots(region, host, unit: int, *, every: bool) -> list[Spot]:
-    """Where a regular step's tokens lie, in order: ``every`` one, or those that an append writes.
+def put(values, there) -> None:
+    """Store values [n, heads, dim] in all their copies: rounded to nearest even, NaN as the code's one NaN.
 
-    Worked out once for all layers whose units are alike.
+    In place and in one operation where no number has to be rounded, since a decode step's rows cost what it takes to
+    call operations.
     """
-    key = spots, region.growth, region.rows, unit, every
+    if values.dtype == there.dtype:
+        values = values if values.ndim == there.ndim else values.as_strided(there.shape, (0, *values.stride()))
+        torch.nan_to_num(values, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=there)
+    else:
+        there.copy_(values).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+
+
+def spots(region, host, stored: Lines, *, every: bool) -> list[Spot] | None:
+    """Where a regular step's tokens lie, in order: ``every`` one, or those that an append writes; None: not possible.
+
+    Worked out once for all layers whose rows lie alike.
+    """
+    key = stored.kind, every
     if key not in host.kept:
-        host.kept[key] = list(new_spots(region, host, unit, every=every))
+        possible = host.few and complete(region, host)
+        host.kept[key] = list(new_spots(region, host, stored, every=every)) if possible else None
     return host.kept[key]
 
 
-def new_spots(region, host, unit: int, *, every: bool) -> Iterator[Spot]:
+def new_spots(region, host, stored: Lines, *, every: bool) -> Iterator[Spot]:
     """What ``spots`` keeps."""
-    token = 0
+    (row, *others), begin, token = stored.rows.stride(), stored.rows.storage_offset(), 0
+    apart = (region.rows * row,) if region.copies > 1 else ()
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         # In a ring, what a later token overwrites is left out; in blocks, what was taken over.
         least = length - region.rows if region.growth == "slot" else host.stored[request]
         first = start if every else max(start, least)
         source = token + first - start
-        for run in runs(region, host, request, first, length, unit, region.rows):
-            yield Spot(run.line, source, run.count)
+        for run in runs(region, host, request, first, length, stored.unit, region.rows):
+            shape = (*(region.copies for _ in apart), run.count, *stored.rows.shape[1:])
+            yield Spot(run.line, source, run.count, (shape, (*apart, row, *others), begin + run.line * row))
             source += run.count
         token += length - start
-
-
-def canonical(values, stored: torch.dtype):
-    """Values as they are stored: rounded to nearest even, NaN as the code's one NaN."""
-    found = values if values.dtype == stored else values.to(torch.float32).to(stored)
-    return found.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
 
 
 def overwritten(ops, pools, region, index) -> torch.Tensor | None:
     """Rows [T, heads, dim] as stored that lie where the step's tokens belong; None: not possible."""
     stored = lines(ops, pools, region)
-    if stored is None:
+    some = None if stored is None else spots(region, ops.host(index), stored, every=True)
+    if not some:
         return None
-    host = ops.host(index)
-    if not host.few:
-        return None
-    found = [stored.rows.narrow(0, line, count) for line, _, count in spots(region, host, stored.unit, every=True)]
-    if not found:
-        return None
+    found = [stored.rows.narrow(0, spot.line, spot.count) for spot in some]
     return torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
 
 
@@ -205,40 +220,39 @@ def borrow(ops, pools, regions, component, index, columns):
 
     Possible where every request's queries see ``columns`` rows in one run, and the runs are evenly spaced.
     """
-    if index.slots.is_cuda or not columns:
+    if not columns or index.slots.is_cuda:
         return None
     host, found = ops.host(index), []
     for region in regions:
         stored = lines(ops, pools, region)
-        if stored is None or not region.format.is_plain:
+        if stored is None:
             return None
-        # Layers whose units and views are alike have their rows in the same lines.
-        view = component.storage, component.window, component.chunk, columns
-        key = borrow, region.growth, region.rows, region.places, stored.unit, view
+        # Of equal components whose rows lie alike, the same places are seen.
+        key = stored.kind, component, columns
         if key not in host.kept:
-            host.kept[key] = spacing(region, host, component, stored.unit, columns)
+            host.kept[key] = seen_place(region, host, component, stored, columns)
         if host.kept[key] is None:
             return None
-        first, step = host.kept[key]
-        row, head, channel = stored.rows.stride()
-        shape = (len(host.lengths), columns, region.heads, region.format.dim)
-        offset = stored.rows.storage_offset() + first * row
-        found.append(stored.rows.as_strided(shape, (step * row, row, head, channel), offset))
+        found.append(stored.rows.as_strided(*host.kept[key]))
     return tuple(found)
 
 
-def spacing(region, host, component, unit: int, columns: int) -> tuple[int, int] | None:
-    """(line where the rows begin that the first request's queries see, lines from a request to the next), or None."""
+def seen_place(region, host, component, stored: Lines, columns: int) -> Place | None:
+    """Where the rows [Q, columns, heads, dim] lie that the requests' queries see, or None."""
+    if not region.format.is_plain or not host.few or not complete(region, host):
+        return None
     requests = zip(host.starts, host.lengths, host.padding, strict=True)
     seen = [component.visible(*request) for request in requests]
-    if not seen or any(len(rows) != columns for rows in seen) or not host.few or not complete(region, host):
+    if not seen or any(len(rows) != columns for rows in seen):
         return None
     begins = []
     for request, rows in enumerate(seen):
-        run, *more = runs(region, host, request, rows.start, rows.stop, unit, region.places)
+        run, *more = runs(region, host, request, rows.start, rows.stop, stored.unit, region.places)
         if more:
             return None
         begins.append(run.line)
     step = begins[1] - begins[0] if len(begins) > 1 else columns
-    even = step >= 0 and all(begin == begins[0] + step * number for number, begin in enumerate(begins))
-    return (begins[0], step) if even else None
+    if step < 0 or any(begin != begins[0] + step * number for number, begin in enumerate(begins)):
+        return None
+    (row, *others), begin = stored.rows.stride(), stored.rows.storage_offset()
+    return (len(seen), columns, *stored.rows.shape[1:]), (step * row, row, *others), begin + begins[0] * row
