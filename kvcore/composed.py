@@ -18,6 +18,7 @@ class ComposedVerbs:
     flush: Any
     append_tail: Any
     append_index_tail: Any
+    append_kv: Any
     index_scores: Any
     select: Any
 
@@ -30,6 +31,13 @@ class ComposedVerbs:
     ) -> tuple[Array, Array] | None:
         """None: this backend has no views to lend."""
         del pools, layer, index, columns
+
+    def append_borrow_kv(
+        self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
+    ) -> tuple[Pools, tuple[Array, Array] | None]:
+        """One after the other."""
+        pools = self.append_kv(pools, layer, index, k, v)
+        return pools, self.borrow_kv(pools, layer, index, columns=columns)
 
     def move_strips(
         self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False

@@ -397,6 +397,12 @@ class Ops(Protocol):
         """What ``gather_kv`` gives of rows that are in the pool, as the pool's own memory; None where it must copy."""
         ...
 
+    def append_borrow_kv(
+        self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
+    ) -> tuple[Pools, tuple[Array, Array] | None]:
+        """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
+        ...
+
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see.
 

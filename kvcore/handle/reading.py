@@ -74,13 +74,16 @@ class ReadingVerbs(LayerState):
     def append_kv(self, k: Array, v: Array) -> None:
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
         kv = self._component("kv", KV)
-        arrays: list[Array] = []
-        tokens, regions = self._tokens, self._step.cache.plan.region(self._layer, "kv")
-        for region, array in zip(regions, (k, v), strict=True):
-            where, shape = f"append_kv: {region.part}", (tokens, region.heads, region.format.dim)
-            arrays.append(check_float(self._ops, array, where, shape))
-            self._check(arrays[-1], where, kv)
-        self._append("kv", tuple(arrays))
+        self._append("kv", self._checked_kv(kv, k, v))
+
+    def _checked_kv(self, kv: KV, k: Array, v: Array) -> tuple[Array, Array]:
+        tokens, (keys, values) = self._tokens, self._step.cache.plan.region(self._layer, "kv")
+        k = check_float(self._ops, k, "append_kv: key", (tokens, keys.heads, keys.format.dim))
+        v = check_float(self._ops, v, "append_kv: value", (tokens, values.heads, values.format.dim))
+        if self._step.cache.check:
+            self._check(k, "append_kv: key", kv)
+            self._check(v, "append_kv: value", kv)
+        return k, v
 
     def gather_kv(self) -> tuple[Array, Array, Array]:
         """Rows that the step's queries may see, in position order: k, v [Q, n, heads, dim], positions [Q, n]."""
@@ -98,10 +101,25 @@ class ReadingVerbs(LayerState):
         or of a ring that has not wrapped between them or lies there twice (``by_head``).
         """
         kv = self._component("kv", KV)
-        if "kv" not in self._own or self._unwritten("kv"):
+        if "kv" not in self._own or "kv" in self._waiting:
             return None
+        step, columns = self._step, self._kv_columns(kv, ended=True)
+        return self._ops.borrow_kv(step.cache.pools, self._layer, step.device_index, columns=columns)
+
+    def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
+        """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
+        kv, step = self._component("kv", KV), self._step
+        if not self._at_once("kv", kv):
+            self.append_kv(k, v)
+            return self.borrow_kv()
+        k, v = self._checked_kv(kv, k, v)
+        self._own["kv"] = k, v
         columns = self._kv_columns(kv, ended=True)
-        return self._ops.borrow_kv(self._pools, self._layer, self._index, columns=columns)
+        pools, lent = self._ops.append_borrow_kv(
+            step.cache.pools, self._layer, step.device_index, k, v, columns=columns
+        )
+        step.cache.replace_pools(pools)
+        return lent
 
     def mask(self) -> Array:
         """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""

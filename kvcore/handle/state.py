@@ -31,6 +31,9 @@ class Writing(NamedTuple):
     undone: bool
 
 
+AT_ONCE = Writing(waits=False, undone=False)
+
+
 class LayerState:
     """One layer's part in one step: what was appended, stored, overwritten, and what still waits for the commit."""
 
@@ -149,12 +152,7 @@ class LayerState:
         """Take the step's rows of a role, and write them as soon as that is safe."""
         if role in self._own:
             raise StepError(got=f"a second append to {role}", where=self._where, allowed="one append a step")
-        component, kept = getattr(self._spec, role), self._step.kept
-        rows = 0 if component.span is None else self._step.cache.plan.region(self._layer, role)[0].rows
-        key = component, rows
-        if key not in kept:
-            kept[key] = self._writing(component, rows)
-        writing: Writing = kept[key]
+        writing = self._writing(role, getattr(self._spec, role))
         if writing.waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self._own[role] = copy.deepcopy(arrays)
@@ -165,10 +163,23 @@ class LayerState:
         self._own[role] = arrays
         self._write(role)
 
-    def _writing(self, component: Component, rows: int) -> Writing:
-        """When a step's rows of a component may be written to its ring of ``rows``, 0 where there is no ring."""
+    def _at_once(self, role: str, component: Component) -> bool:
+        """Whether an append, the first of its role, is a write and nothing else."""
+        return role not in self._own and self._writing(role, component) == AT_ONCE
+
+    def _writing(self, role: str, component: Component) -> Writing:
+        """When the step's rows of a component are written."""
+        kept = self._step.kept
+        rows = 0 if component.span is None else self._step.cache.plan.region(self._layer, role)[0].rows
+        key = component, rows
+        if key not in kept:
+            kept[key] = self._new_writing(component, rows)
+        return kept[key]
+
+    def _new_writing(self, component: Component, rows: int) -> Writing:
+        """What ``_writing`` keeps: when rows may go to a ring of ``rows``, 0 where there is no ring."""
         if component.span is None:
-            return Writing(waits=False, undone=False)
+            return AT_ONCE
         step, longest = self._step, self._step.cache.plan.max_tokens
         # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
         # back on abort; a closing tail window needs all of its span.

@@ -25,6 +25,14 @@ def borrow_kv(ops, pools, layer, index, *, columns=None):
     return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), ops.component(layer, "kv"), index, columns)
 
 
+def append_borrow_kv(ops, pools, layer, index, k, v, *, columns=None):
+    """``append_kv``, then ``borrow_kv``."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    regions, component = ops.plan.region(layer, "kv"), ops.component(layer, "kv")
+    lent = plain.append_and_borrow(ops, pools, regions, component, index, (k, v), columns)
+    return (append_kv(ops, pools, layer, index, k, v), None) if lent is None else (pools, lent)
+
+
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns

@@ -151,30 +151,46 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
     Returns:
         The regions where this is not possible, with their values.
     """
-    left = []
+    host, left = None if index.slots.is_cuda else ops.host(index), []
     for region, values in zip(regions, arrays, strict=True):
-        stored = lines(ops, pools, region)
-        found = None if stored is None else spots(region, ops.host(index), stored, every=False)
+        stored = None if host is None else lines(ops, pools, region)
+        found = None if stored is None else spots(region, host, stored, every=False)
         if found is None:
             left.append((region, values))
             continue
-        for _, token, count, copies in found:
-            mine = values if count == values.shape[0] else values.narrow(0, token, count)
-            put(mine, stored.rows.as_strided(*copies))
+        write(values, stored.rows, found)
     return left
 
 
-def put(values, there) -> None:
-    """Store values [n, heads, dim] in all their copies: rounded to nearest even, NaN as the code's one NaN.
+def append_and_borrow(ops, pools, regions, component, index, arrays, columns):
+    """``append``, then ``borrow``; None where one of them is not possible, and it may be that nothing was written."""
+    if not columns or index.slots.is_cuda:
+        return None
+    host, lent = ops.host(index), []
+    for region, values in zip(regions, arrays, strict=True):
+        stored = lines(ops, pools, region)
+        there = None if stored is None else spots(region, host, stored, every=False)
+        seen = None if there is None else seen_place(region, host, component, stored, columns)
+        if seen is None:
+            return None
+        write(values, stored.rows, there)
+        lent.append(stored.rows.as_strided(*seen))
+    return tuple(lent)
 
-    In place and in one operation where no number has to be rounded, since a decode step's rows cost what it takes to
-    call operations.
+
+def write(values, rows, places: list[Spot]) -> None:
+    """Store values [T, heads, dim] in all their copies: rounded to nearest even, NaN as the code's one NaN.
+
+    In place, and in one operation where no number has to be rounded: a decode step's rows cost what calls cost.
     """
-    if values.dtype == there.dtype:
-        values = values if values.ndim == there.ndim else values.as_strided(there.shape, (0, *values.stride()))
-        torch.nan_to_num(values, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=there)
-    else:
-        there.copy_(values).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+    for _, token, count, copies in places:
+        there = rows.as_strided(*copies)
+        mine = values if count == values.shape[0] else values.narrow(0, token, count)
+        if mine.dtype != rows.dtype:
+            there.copy_(mine).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+            continue
+        mine = mine if mine.ndim == there.ndim else mine.as_strided(there.shape, (0, *mine.stride()))
+        torch.nan_to_num(mine, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=there)
 
 
 def spots(region, host, stored: Lines, *, every: bool) -> list[Spot] | None:
@@ -227,18 +243,26 @@ def borrow(ops, pools, regions, component, index, columns):
         stored = lines(ops, pools, region)
         if stored is None:
             return None
-        # Of equal components whose rows lie alike, the same places are seen.
-        key = stored.kind, component, columns
-        if key not in host.kept:
-            host.kept[key] = seen_place(region, host, component, stored, columns)
-        if host.kept[key] is None:
+        seen = seen_place(region, host, component, stored, columns)
+        if seen is None:
             return None
-        found.append(stored.rows.as_strided(*host.kept[key]))
+        found.append(stored.rows.as_strided(*seen))
     return tuple(found)
 
 
 def seen_place(region, host, component, stored: Lines, columns: int) -> Place | None:
-    """Where the rows [Q, columns, heads, dim] lie that the requests' queries see, or None."""
+    """Where the rows [Q, columns, heads, dim] lie that the requests' queries see; None: not possible.
+
+    Worked out once for all layers of equal components whose rows lie alike.
+    """
+    key = stored.kind, component, columns
+    if key not in host.kept:
+        host.kept[key] = new_seen_place(region, host, component, stored, columns)
+    return host.kept[key]
+
+
+def new_seen_place(region, host, component, stored: Lines, columns: int) -> Place | None:
+    """What ``seen_place`` keeps."""
     if not region.format.is_plain or not host.few or not complete(region, host):
         return None
     requests = zip(host.starts, host.lengths, host.padding, strict=True)

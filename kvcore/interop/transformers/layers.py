@@ -74,8 +74,8 @@ class ClassicLayer(Layer):
         owner = self.owner
         handle = owner.begin(self.number, key_states)
         try:
-            handle.append_kv(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
-            lent = handle.borrow_kv() if owner.lend else None
+            append = handle.append_borrow_kv if owner.lend else handle.append_kv
+            lent = append(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
             k, v = lent or handle.gather_kv()[:2]
             first = self._first(key_states.shape[2]) if self.component.span is None else 0
             if first:
