@@ -27,7 +27,8 @@ class Step:
         rows: each request's part, as host integers.
         device_index: positions, slots, lengths and block table on the device, as the handles use it.
         pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
-        kept: what one layer worked out from the rows, for other layers of equal components.
+        kept: what one layer worked out from the rows, for other layers of equal components: by its name and what it
+            depends on.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from kvcore.arguments import check_float, check_indices, check_number, check_weight
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
-from kvcore.handle.state import LayerState
+from kvcore.handle.state import AT_ONCE, LayerState
 from kvcore.ops import Array, Attention, VisibleRows
 from kvcore.spec import KV, Entries, IndexKeys
 
@@ -109,12 +109,15 @@ class ReadingVerbs(LayerState):
     def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         kv, step = self._component("kv", KV), self._step
-        if not self._at_once("kv", kv):
+        key = "append_borrow", kv
+        if key not in step.kept:
+            step.kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True)
+        at_once, columns = step.kept[key]
+        if not at_once or "kv" in self._own:
             self.append_kv(k, v)
             return self.borrow_kv()
         k, v = self._checked_kv(kv, k, v)
         self._own["kv"] = k, v
-        columns = self._kv_columns(kv, ended=True)
         pools, lent = self._ops.append_borrow_kv(
             step.cache.pools, self._layer, step.device_index, k, v, columns=columns
         )
@@ -132,7 +135,7 @@ class ReadingVerbs(LayerState):
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
-        kept, key = self._step.kept, (kv, ended)
+        kept, key = self._step.kept, ("columns", kv, ended)
         if key not in kept:
             spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._step.rows)
             kept[key] = max((len(kv.visible(*span)) for span in spans), default=0)

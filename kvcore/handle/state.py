@@ -25,7 +25,7 @@ WRITERS = {role: f"append_{role}" for role in ROLES}
 
 
 class Writing(NamedTuple):
-    """When a step's rows go where they belong: at once unless they wait; undone if an abort puts back what was there."""
+    """When a step's rows are stored: at once, unless they wait; an abort may have to put back what was there."""
 
     waits: bool
     undone: bool
@@ -51,8 +51,8 @@ class LayerState:
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
-        needed = [role for role in self._spec.written if role not in self._own]
-        return [role for role in needed if role != "tail" or "entries" not in self._stored]
+        own, stored = self._own, "entries" in self._stored
+        return [role for role in self._spec.written if role not in own and not (stored and role == "tail")]
 
     def unstored(self) -> list[str]:
         """Own paged roles with entries that close in this step and were not stored yet."""
@@ -74,7 +74,7 @@ class LayerState:
         Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
         """
         kv = self._spec.kv
-        if kv is not None and kv.growth == "block" and self._tokens and "kv" not in self._own:
+        if kv is not None and "kv" not in self._own and kv.growth == "block" and self._tokens:
             shapes = ((self._tokens, part.heads, part.format.dim or 0) for part in kv.parts)
             k, v = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
             self._replace(self._ops.append_kv(self._pools, self._layer, self._index, k, v))
@@ -163,15 +163,11 @@ class LayerState:
         self._own[role] = arrays
         self._write(role)
 
-    def _at_once(self, role: str, component: Component) -> bool:
-        """Whether an append, the first of its role, is a write and nothing else."""
-        return role not in self._own and self._writing(role, component) == AT_ONCE
-
     def _writing(self, role: str, component: Component) -> Writing:
         """When the step's rows of a component are written."""
         kept = self._step.kept
         rows = 0 if component.span is None else self._step.cache.plan.region(self._layer, role)[0].rows
-        key = component, rows
+        key = "writing", component, rows
         if key not in kept:
             kept[key] = self._new_writing(component, rows)
         return kept[key]

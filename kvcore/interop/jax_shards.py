@@ -149,6 +149,11 @@ class MeshOps:
         """The step index on every device."""
         return jax.device_put(self._local.index(host), self._whole)
 
+    def append_borrow_kv(self, *arguments: Any, columns: int | None = None) -> tuple[Pools, None]:
+        """``append_kv``; nothing is lent."""
+        del columns
+        return self.append_kv(*arguments), None
+
     def __getattr__(self, name: str) -> Any:
         if name == "padded_index":
             return self.index

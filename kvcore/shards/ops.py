@@ -207,6 +207,13 @@ class ShardedOps:
         """None: a request's rows may lie on several shards."""
         del pools, layer, index, columns
 
+    def append_borrow_kv(
+        self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
+    ) -> tuple[Pools, None]:
+        """``append_kv``; nothing is lent."""
+        del columns
+        return self.append_kv(pools, layer, index, k, v), None
+
     def move_strips(
         self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
     ) -> bool:

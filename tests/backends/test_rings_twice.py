@@ -43,14 +43,21 @@ def rows_of(name, positions):
 
 
 def feed(cache, names, new):
-    """One step of ``new`` tokens for each of ``names`` {request: name}; its layer 1 is read: (lent, gathered)."""
+    """One step of ``new`` tokens for each of ``names`` {request: name}; its layer 1 is read: (lent, gathered).
+
+    Layer 0 appends and lends in one go: the same, but for the sign.
+    """
     with cache.step(dict.fromkeys(names, new)) as step:
         spans = [rows_of(name, range(request.length, request.length + new)) for request, name in names.items()]
         k, v = (np.concatenate(side) for side in zip(*spans, strict=True))
-        step.layer(0).append_kv(k, v)
+        at_once = step.layer(0).append_borrow_kv(k, v)
         layer = step.layer(1)
         layer.append_kv(-k, -v)
-        return layer.borrow_kv(), layer.gather_kv()
+        lent = layer.borrow_kv()
+        assert (at_once is None) == (lent is None)
+        for one, other in zip(at_once or (), lent or (), strict=True):
+            assert (kvcore.to_numpy(one) == -kvcore.to_numpy(other)).all()
+        return lent, layer.gather_kv()
 
 
 def assert_copies_agree(cache):

@@ -7,6 +7,7 @@ from backends_under_test import BACKENDS, poison
 
 import kvcore
 from kvcore.backends.torch_triton import streamed
+from kvcore.errors import NonFiniteError, ShapeError, StepError
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
 KINDS = {
@@ -38,12 +39,15 @@ def pieces_of_four(monkeypatch):
     return taken
 
 
-def caches(**kv):
+def create(backend, check=False, **kv):
     layers = [LayerSpec(kv=KV(key_heads=KEY_HEADS, key_dim=DIM, **kv)) for _ in range(2)]
     spec = CacheSpec(layers=layers, block_tokens=8)
-    made = [
-        kvcore.create_cache(spec, backend=name, max_requests=3, max_tokens=96, max_draft_tokens=1) for name in BACKENDS
-    ]
+    options = {"max_requests": 3, "max_tokens": 96, "max_draft_tokens": 1, "check": check}
+    return kvcore.create_cache(spec, backend=backend, **options)
+
+
+def caches(**kv):
+    made = [create(name, **kv) for name in BACKENDS]
     for cache in made:
         poison(cache)
     return made
@@ -125,6 +129,45 @@ def test_lent_rows_are_the_pools_own_memory(rng):
                 assert (kvcore.to_numpy(found[1])[0] == v).all()
                 found[0].zero_()
                 assert not kvcore.to_numpy(layer.gather_kv()[0]).any()
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8_row"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_append_and_borrow_in_one_go_are_both(kind, form, rng):
+    """For one request and for two of one length, on every backend, also where nothing is lent."""
+    for cache in caches(**KINDS[kind], key_format=form):
+        requests = [cache.admit(), cache.admit()]
+        for new, some in ((5, 2), (1, 2), (1, 1), (2, 1), (1, 2), (1, 1)):
+            _, k, v = rows(rng)(new * some)
+            with cache.step(dict.fromkeys(requests[:some], new)) as step:
+                at_once, after = step.layer(0).append_borrow_kv(k, v), step.layer(1)
+                after.append_kv(k, v)
+                lent = after.borrow_kv()
+                assert (at_once is None) == (lent is None)
+                want = after.gather_kv()[:2]
+                for found in (at_once or step.layer(0).gather_kv()[:2], lent or want):
+                    for got, copied in zip(found, want, strict=True):
+                        assert (kvcore.to_numpy(got) == kvcore.to_numpy(copied)).all()
+
+
+def test_a_refused_append_and_borrow_changes_nothing(rng):
+    cache = create("torch_triton", check=True, key_format="fp32")
+    request = cache.admit()
+    _, k, v = rows(rng)(2)
+    with cache.step({request: 2}) as step:
+        step.layer(0).append_borrow_kv(k, v)
+        step.layer(1).append_kv(k, v)
+    before = cache.digest()
+    bad = np.full_like(k, np.nan)
+    for given, error in (((k[:1], v), ShapeError), ((k, v[:, :, :1]), ShapeError), ((bad, v), NonFiniteError)):
+        step = cache.step({request: 2})
+        with pytest.raises(error, match="append_kv"):
+            step.layer(0).append_borrow_kv(*given)
+        step.layer(0).append_borrow_kv(k, v)
+        with pytest.raises(StepError, match="a second append to kv"):
+            step.layer(0).append_borrow_kv(k, v)
+        step.abort()
+        assert cache.digest() == before
 
 
 @pytest.mark.parametrize("form", ["fp8_row", "int8_row", "nf4_b64", "mxfp4", "bf16"])

@@ -44,8 +44,8 @@ class TorchOps(ComposedVerbs):
         self.device = device
         self.host = Memory().of
         self.spare = Spare()
-        # Region (its address) -> its pool by name, and the pool's rows as one array: every layer asks in every step.
-        self.lines: dict[int, tuple[str, torch.Tensor, Any]] = {}
+        # Region (its address) -> ``plain.Kept``, its pool's rows as one array: every layer asks in every step.
+        self.lines: dict[int, Any] = {}
         self._torch_device = torch.device(device)
 
     @property

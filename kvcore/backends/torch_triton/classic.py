@@ -30,7 +30,7 @@ def append_borrow_kv(ops, pools, layer, index, k, v, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     regions, component = ops.plan.region(layer, "kv"), ops.component(layer, "kv")
     lent = plain.append_and_borrow(ops, pools, regions, component, index, (k, v), columns)
-    return (append_kv(ops, pools, layer, index, k, v), None) if lent is None else (pools, lent)
+    return (ops.append_kv(pools, layer, index, k, v), None) if lent is None else (pools, lent)
 
 
 def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):

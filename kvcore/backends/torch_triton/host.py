@@ -13,7 +13,7 @@ class HostStep:
     """Lists by request of what a ``StepIndex`` holds, and what follows from them.
 
     Attributes:
-        kept: what was worked out for one layer of the step and holds for others, by what it depends on.
+        kept: what was worked out for one layer of the step and holds for others, by its kind and what it depends on.
     """
 
     def __init__(self, index: StepIndex) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from kvcore.backends.torch_triton.encoding import DTYPES, plain_code
+from kvcore.pools import Pools
 
 
 class Lines(NamedTuple):
@@ -25,7 +26,16 @@ class Lines(NamedTuple):
     kind: int
 
 
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+class Kept(NamedTuple):
+    """The lines of a region as found in ``pools``, and what tells whether they are those of other pools, too."""
+
+    pools: Pools
+    name: str
+    pool: torch.Tensor
+    lines: Lines | None
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], Any]
 """Shape, strides and offset of a view of ``Lines.rows``, as ``as_strided`` takes them."""
 
 
@@ -55,13 +65,13 @@ KINDS: dict[Any, int] = {}
 def lines(ops, pools, region) -> Lines | None:
     """The rows of a region of a plain format, or None where rows must be decoded or don't lie evenly."""
     kept = ops.lines.get(id(region))
-    if kept is not None and pools[kept[0]] is kept[1]:
-        return kept[2]
+    if kept is not None and (pools is kept.pools or pools[kept.name] is kept.pool):
+        return kept.lines
     code, name = plain_code(region.format), region.buffers[region.unit.places[0].buffer][0]
     # A view made in inference mode could not be written to outside it.
     with torch.inference_mode(False):
         found = None if code is None else lines_of(pools[name], region, DTYPES[code])
-    ops.lines[id(region)] = name, pools[name], found
+    ops.lines[id(region)] = Kept(pools, name, pools[name], found)
     return found
 
 
@@ -151,31 +161,38 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
     Returns:
         The regions where this is not possible, with their values.
     """
-    host, left = None if index.slots.is_cuda else ops.host(index), []
+    left = []
     for region, values in zip(regions, arrays, strict=True):
-        stored = None if host is None else lines(ops, pools, region)
-        found = None if stored is None else spots(region, host, stored, every=False)
-        if found is None:
+        stored = lines(ops, pools, region)
+        there = None if stored is None else spots(region, ops.host(index), stored, every=False)
+        if stored is None or there is None:
             left.append((region, values))
-            continue
-        write(values, stored.rows, found)
+        else:
+            write(values, stored.rows, there)
     return left
 
 
 def append_and_borrow(ops, pools, regions, component, index, arrays, columns):
-    """``append``, then ``borrow``; None where one of them is not possible, and it may be that nothing was written."""
+    """``append`` of keys and values, then ``borrow``; None where one of them is not possible: nothing was written."""
     if not columns or index.slots.is_cuda:
         return None
-    host, lent = ops.host(index), []
-    for region, values in zip(regions, arrays, strict=True):
-        stored = lines(ops, pools, region)
-        there = None if stored is None else spots(region, host, stored, every=False)
-        seen = None if there is None else seen_place(region, host, component, stored, columns)
-        if seen is None:
-            return None
-        write(values, stored.rows, there)
-        lent.append(stored.rows.as_strided(*seen))
-    return tuple(lent)
+    keys, values = lines(ops, pools, regions[0]), lines(ops, pools, regions[1])
+    if keys is None or values is None:
+        return None
+    host = ops.host(index)
+    key = append_and_borrow, keys.kind, values.kind, component, columns
+    if key not in host.kept:
+        parts = list(zip(regions, (keys, values), strict=True))
+        there = [spots(region, host, stored, every=False) for region, stored in parts]
+        seen = [seen_place(region, host, component, stored, columns) for region, stored in parts]
+        host.kept[key] = None if None in there or None in seen else (*there, *seen)
+    places = host.kept[key]
+    if places is None:
+        return None
+    new_keys, new_values, seen_keys, seen_values = places
+    write(arrays[0], keys.rows, new_keys)
+    write(arrays[1], values.rows, new_values)
+    return keys.rows.as_strided(*seen_keys), values.rows.as_strided(*seen_values)
 
 
 def write(values, rows, places: list[Spot]) -> None:
@@ -198,7 +215,7 @@ def spots(region, host, stored: Lines, *, every: bool) -> list[Spot] | None:
 
     Worked out once for all layers whose rows lie alike.
     """
-    key = stored.kind, every
+    key = spots, stored.kind, every
     if key not in host.kept:
         possible = host.few and complete(region, host)
         host.kept[key] = list(new_spots(region, host, stored, every=every)) if possible else None
@@ -225,7 +242,7 @@ def overwritten(ops, pools, region, index) -> torch.Tensor | None:
     """Rows [T, heads, dim] as stored that lie where the step's tokens belong; None: not possible."""
     stored = lines(ops, pools, region)
     some = None if stored is None else spots(region, ops.host(index), stored, every=True)
-    if not some:
+    if stored is None or not some:
         return None
     found = [stored.rows.narrow(0, spot.line, spot.count) for spot in some]
     return torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
@@ -255,7 +272,7 @@ def seen_place(region, host, component, stored: Lines, columns: int) -> Place | 
 
     Worked out once for all layers of equal components whose rows lie alike.
     """
-    key = stored.kind, component, columns
+    key = seen_place, stored.kind, component, columns
     if key not in host.kept:
         host.kept[key] = new_seen_place(region, host, component, stored, columns)
     return host.kept[key]

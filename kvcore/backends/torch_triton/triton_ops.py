@@ -17,6 +17,7 @@ from kvcore.backends.torch_triton.kernels.tail import tail_record
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
+from kvcore.composed import ComposedVerbs
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import TAIL_OF, Rope
 
@@ -82,6 +83,9 @@ class TritonOps(ReadingVerbs, LifeOps):
         if not self._append(pools, layer, "kv", index, (k, v)):
             return super().append_kv(pools, layer, index, k, v)
         return pools
+
+    append_borrow_kv = ComposedVerbs.append_borrow_kv
+    """The append is a launch."""
 
     def _append(self, pools, layer, role, index, parts):
         bound = self.bound(layer, role)

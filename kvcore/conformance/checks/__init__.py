@@ -98,7 +98,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)),
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
-    _role("borrow_kv", classic.borrow_kv, "kv"),
+    _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",)),
     _role("mask", classic.mask, "kv", layouts=False, also=("visible_rows",)),
     _role("from_batch", classic.from_batch, "kv", layouts=False, also=("to_batch",)),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),

@@ -38,15 +38,29 @@ def gather_kv(bench: Bench) -> list[Output]:
 
 
 def borrow_kv(bench: Bench) -> list[Output]:
-    """Each request alone, after the append: memory that is lent, or a copy where none is, holds the same rows."""
+    """Each request alone, after the append: memory that is lent, or a copy where none is, holds the same rows.
+
+    The first that has new tokens is appended and lent in one go, too, where the layer has a pool of its own.
+    """
     pools, kv, found = bench.pools(end=("kv",)), bench.case.component("kv"), []
-    for number, row in enumerate(bench.case.rows):
-        index = bench.ops.index(build_index([row], max_blocks=bench.case.plan.blocks))
-        wide = len(kv.visible(row.start, row.length))
-        lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)
+
+    def lent_or_gathered(name, pools, index, wide, lent):
         keys, values = lent or bench.ops.gather_kv(pools, bench.layer, index, columns=wide)[:2]
-        for name, array in (("keys", keys), ("values", values)):
-            found.append(exact(f"{name} of request {number}", to_numpy(array), "request", "row", "head", "channel"))
+        for part, array in (("keys", keys), ("values", values)):
+            found.append(exact(f"{part} of {name}", to_numpy(array), "request", "row", "head", "channel"))
+
+    alone = [bench.ops.index(build_index([row], max_blocks=bench.case.plan.blocks)) for row in bench.case.rows]
+    width = [len(kv.visible(row.start, row.length)) for row in bench.case.rows]
+    for number, (index, wide) in enumerate(zip(alone, width, strict=True)):
+        lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)
+        lent_or_gathered(f"request {number}", pools, index, wide, lent)
+    number = next((number for number, row in enumerate(bench.case.rows) if row.new), None)
+    if number is not None and kv.shared_from is None:
+        k, v = (rows[: bench.case.rows[number].new] for rows in kv_inputs(bench, wild=True))
+        index, wide, pools = alone[number], width[number], bench.pools(start=("kv",))
+        pools, lent = bench.ops.append_borrow_kv(pools, bench.layer, index, k, v, columns=wide)
+        lent_or_gathered("the appended request", pools, index, wide, lent)
+        found += bench.stored(pools)
     return found
 
 

@@ -1,6 +1,7 @@
 """Rings in a slot: append, gather, and putting back what an aborted step overwrote."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype 
     return bench.put(kv), bench.put(score)
 
 
-def kv_inputs(bench: Bench, *, wild: bool = False) -> tuple[object, object]:
+def kv_inputs(bench: Bench, *, wild: bool = False) -> tuple[Any, Any]:
     """The step's keys [T, key_heads, key_dim] and values [T, value_heads, value_dim] on the device."""
     parts = bench.case.component("kv").parts
     k, v = (bench.case.token_floats(part.name, part.heads, part.format.dim or 0, wild=wild) for part in parts)

@@ -19,7 +19,7 @@ from kvcore.errors import RequestError, SpecError, StepError
 from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
 from kvcore.interop.transformers.spec import cache_spec
 from kvcore.interop.transformers.static import CACHES, NUMBERS
-from kvcore.interop.transformers.tensors import to_cache, to_torch, uses_torch
+from kvcore.interop.transformers.tensors import ACCEPTED, to_cache, to_torch, uses_torch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -217,6 +217,8 @@ class KVCache(Cache):
 
     def give(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model as an array of the backend."""
+        if self._torch_pools and tensor.dtype in ACCEPTED:
+            return tensor  # a torch backend detaches by itself
         return to_cache(self.kv, tensor, torch_pools=self._torch_pools)
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.interop.transformers.static import stored_keys_and_values
+from kvcore.interop.transformers.tensors import by_head, by_token
 from kvcore.spec import KV, Entries, LayerSpec, Tail, Window
 
 if TYPE_CHECKING:
@@ -75,13 +76,13 @@ class ClassicLayer(Layer):
         handle = owner.begin(self.number, key_states)
         try:
             append = handle.append_borrow_kv if owner.lend else handle.append_kv
-            lent = append(owner.give(_by_token(key_states)), owner.give(_by_token(value_states)))
+            lent = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
             k, v = lent or handle.gather_kv()[:2]
             first = self._first(key_states.shape[2]) if self.component.span is None else 0
             if first:
                 k, v = k[:, first:], v[:, first:]
-            keys = owner.take(k, key_states.dtype).transpose(1, 2)
-            values = owner.take(v, value_states.dtype).transpose(1, 2)
+            keys = by_head(owner.take(k, key_states.dtype))
+            values = by_head(owner.take(v, value_states.dtype))
             owner.finish(self.number)
         except BaseException:
             owner.abort()
@@ -261,8 +262,3 @@ class CompressedLayer(LatentLayer):
             if name == next(reversed(self.tails)):
                 self.owner.finish(self.number)
         return values
-
-
-def _by_token(states: torch.Tensor) -> torch.Tensor:
-    """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
-    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)

@@ -11,6 +11,17 @@ from kvcore import Cache, to_numpy
 ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
 
 
+def by_token(states: torch.Tensor) -> torch.Tensor:
+    """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
+
+
+def by_head(rows: torch.Tensor) -> torch.Tensor:
+    """[B, n, heads, dim] -> [B, heads, n, dim], by the operation that rows were lent by: its code is at hand."""
+    (batch, count, heads, dim), (row, token, head, channel) = rows.shape, rows.stride()
+    return rows.as_strided((batch, heads, count, dim), (row, head, token, channel))
+
+
 def to_cache(cache: Cache, tensor: torch.Tensor, *, torch_pools: bool) -> Any:
     """A float tensor as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
     if tensor.dtype not in ACCEPTED:
