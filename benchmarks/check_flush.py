@@ -11,6 +11,9 @@ from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail
 from kvcore.step import Row, build_index
 
+IN_PLANAR = ("csa", "csa in chunks", "csa, long", "hca", "hca in chunks")
+"""Cases that are run again with kv and score of the tails in two buffers: every kernel that reads or writes them."""
+
 
 def check_flush(rng, device):
     """Pooling against the reference within a tolerance; tails and untouched bytes exactly."""
@@ -26,13 +29,17 @@ def check_flush(rng, device):
         ("ratio 3", 3, True, "bf16", "bf16", [9, 2, 1, 31]),
     ]
     for given in ("fp32", "bf16"):
-        for name, ratio, overlap, format, keys, news in shapes:
-            yield f"flush {name} {given}", flush_problems(rng, device, ratio, overlap, format, keys, news, given)
+        for name, *case in shapes:
+            yield f"flush {name} {given}", flush_problems(rng, device, *case, given)
+            if name in IN_PLANAR:
+                yield f"flush {name} {given}, planar", flush_problems(rng, device, *case, given, layout="planar")
         case = 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1]
-        yield f"flush, then tails {given}", flush_problems(rng, device, *case, given, apart=True)
+        for layout in ("packed", "planar"):
+            problems = flush_problems(rng, device, *case, given, apart=True, layout=layout)
+            yield f"flush, then tails {given}, {layout}", problems
 
 
-def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None, *, apart=False):
+def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None, *, apart=False, layout="packed"):
     """What went wrong over steps of ``news`` tokens a request, and ``after`` decode steps (default: past a window).
 
     ``news`` is one step's, or a list of steps; ``apart``: the tails are launches of their own.
@@ -53,14 +60,16 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
     requests = len(steps[0])
     most = max(map(sum, zip(*steps, strict=True))) + 3 * ratio
     per = -(-most // (4 * ratio))
-    plan = plan_cache(spec, max_requests=requests, max_tokens=per * requests * 4 * ratio, max_draft_tokens=1)
+    tokens = per * requests * 4 * ratio
+    plan = plan_cache(spec, max_requests=requests, max_tokens=tokens, max_draft_tokens=1, layout=layout)
     here, there = ReferenceOps(plan), TritonOps(plan, device)
     theirs, ours = here.allocate(), poisoned(there)
     for array in theirs.values():
         array.fill(0xFF)
     rope = Rope(dim=64, theta=160000.0)
     weight, index_weight = (1 + rng.random(512)).astype(np.float32), (1 + rng.random(128)).astype(np.float32)
-    problems = []
+    tails = ("tail", "index_tail") if keys else ("tail",)
+    problems = [f"{role}: not the kernels'" for role in tails if there.tail_bound(0, role) is None]
     starts = [0] * requests
     for step in steps + [[1] * requests] * (ratio + 1 if after is None else after):
         rows = [
@@ -96,8 +105,8 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
             there.append_index_tail(ours, 0, where, *tensors[2:])
         else:
             there.append_flush(ours, 0, where, *tensors, newest=max(step), **options)
-        tails = ("tail", "index_tail") if keys else ("tail",)
-        problems += [differing(ours, {f"0.{role}.page": theirs[f"0.{role}.page"]}) for role in tails]
+        names = [name for role in tails for name, _ in plan.region(0, role)[0].buffers.values()]
+        problems.append(differing(ours, {name: theirs[name] for name in names}))
         starts = [start + new for start, new in zip(starts, step, strict=True)]
         columns = max(start // ratio for start in starts)
         for role in ("entries", "index_keys") if keys else ("entries",):

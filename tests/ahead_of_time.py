@@ -18,7 +18,10 @@ BYTES = {
     "entry_codes", "entry_scales", "entry_plain", "own", "key_codes", "key_scales", "key_plain", "own_keys",
     "own_values",
 }  # fmt: skip
-FLOATS = {"tail", "index_tail", "scratch", "frequencies", "partial", "partial_lse", "sink", "lse", "weights", "scores"}
+FLOATS = {
+    "kv_tail", "score_tail", "index_kv_tail", "index_score_tail", "scratch", "frequencies", "partial", "partial_lse",
+    "sink", "lse", "weights", "scores",
+}  # fmt: skip
 GIVEN = {"q", "values", "kv", "score", "index_kv", "index_score", "norm", "index_norm"}
 OUTPUTS = {"valid_out": "i8", "pairs": "i64"}
 

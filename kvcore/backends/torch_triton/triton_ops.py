@@ -115,10 +115,11 @@ class TritonOps(ReadingVerbs, LifeOps):
         return self._append_tail(pools, layer, index, kv, score, "index_tail")
 
     def _append_tail(self, pools, layer, index, kv, score, role):
-        record, name = self.tail_bound(layer, role)
-        if record is None:
+        bound = self.tail_bound(layer, role)
+        if bound is None:
             plain = super().append_tail if role == "tail" else super().append_index_tail
             return plain(pools, layer, index, kv, score)
+        record, names = bound
         launch.calls().append_tail_rows(
             kv.contiguous(),
             score.contiguous(),
@@ -126,7 +127,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             index.request_index,
             index.slots,
             index.lengths,
-            pools[name],
+            [pools[name] for name in names],
             record,
         )
         return pools
@@ -215,9 +216,10 @@ class TritonOps(ReadingVerbs, LifeOps):
         """What the tails keep of a long prefill, after its flush has read them."""
         for role, *rows in (("tail", kv, score), ("index_tail", index_kv, index_score)):
             if rows[0] is not None:
-                record, name = self.tail_bound(layer, role)
+                record, names = self.tail_bound(layer, role)
                 numbers = index.slots, index.starts, index.lengths
-                launch.calls().append_last_rows(*(each.contiguous() for each in rows), *numbers, pools[name], record)
+                buffers = [pools[name] for name in names]
+                launch.calls().append_last_rows(*(each.contiguous() for each in rows), *numbers, buffers, record)
 
     def _flush(
         self,
@@ -240,27 +242,27 @@ class TritonOps(ReadingVerbs, LifeOps):
         bounds = [self.bound(layer, "entries"), self.tail_bound(layer, "tail")]
         if index_kv is not None:
             bounds += [self.bound(layer, "index_keys"), self.tail_bound(layer, "index_tail")]
-        if any(bound is None or bound[0] is None for bound in bounds):
+        if any(bound is None for bound in bounds):
             return False
         if index_kv is not None and index_kv.dtype != kv.dtype:
             return False
-        ((record, names, _),), (tail_record, tail_name), *others = bounds
+        ((record, names, _),), (tail_record, tail_names), *others = bounds
         records = [record, tail_record]
-        index_names, index_tail = [], None
+        index_names, index_tail_names = [], []
         if others:
-            ((index_record, index_names, _),), (index_tail_record, index_tail) = others
+            ((index_record, index_names, _),), (index_tail_record, index_tail_names) = others
             records += [index_record, index_tail_record]
         scratch, arrivals = self._scratch_for(layer, index)
         frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
         launch.calls().flush_rows(
             kv,
             score,
-            pools[tail_name],
+            [pools[name] for name in tail_names],
             [pools[name] for name in names],
             norm_weight,
             index_kv,
             index_score,
-            None if index_tail is None else pools[index_tail],
+            [pools[name] for name in index_tail_names],
             [pools[name] for name in index_names],
             index_norm_weight,
             frequencies,
@@ -356,8 +358,8 @@ class TritonOps(ReadingVerbs, LifeOps):
         return self._bound.get((layer, role))
 
     def tail_bound(self, layer, role):
-        """(Record number, name of the buffer) of a tail; (None, "") in a layout that the kernels don't cover."""
-        return self._tails.get((layer, role), (None, ""))
+        """(Record number, names of the buffers) of a tail; None if not covered."""
+        return self._tails.get((layer, role))
 
     def _bind_all(self):
         """Look up what launches need to know of every pool, so that none has to while it is traced or captured."""
@@ -381,16 +383,17 @@ class TritonOps(ReadingVerbs, LifeOps):
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)
-        record = tail_record(region, self.component(layer, role))
-        if record is None:
-            return None, ""
-        ((name, _),) = region.buffers.values()
-        return launch.bind_tail(record), name
+        recorded = tail_record(region, self.component(layer, role))
+        if recorded is None:
+            return None
+        record, buffers = recorded
+        names = sorted(set(buffers))
+        return launch.bind_tail(launch.BoundTail(record, *(names.index(name) for name in buffers))), names
 
     def _tails_apart(self, layer, index, kv):
-        number, _ = self.tail_bound(layer, "tail")
+        bound = self.tail_bound(layer, "tail")
         count, requests = len(index.positions), len(index.slots)
-        return number is not None and tails_apart(TAILS[number], count, requests, kv.itemsize)
+        return bound is not None and tails_apart(TAILS[bound[0]].record, count, requests, kv.itemsize)
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""

@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas.cuda.call import launch
+from kvcore.backends.jax_pallas.cuda.call import As, launch
 from kvcore.backends.jax_pallas.cuda.choice import capability
 from kvcore.backends.torch_triton.kernels.record import RegionBuffers, RowRecord, row_record
 from kvcore.backends.torch_triton.kernels.shape import native
-from kvcore.backends.torch_triton.kernels.tail import TailRecord, tail_record
+from kvcore.backends.torch_triton.kernels.tail import TailBuffers, TailRecord, tail_record
 from kvcore.plan import Region
 
 
@@ -27,18 +27,21 @@ def record_of(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Reg
     return found
 
 
-def tail_of(layer, role: str) -> tuple[TailRecord, str]:
-    """The record of a tail that is kept, and its pool's name."""
-    (region,) = layer.regions[role]
-    record = tail_record(region, layer.component(role))
-    assert record is not None
-    ((name, _),) = region.buffers.values()
-    return record, name
+def tail_of(layer, role: str) -> tuple[TailRecord, TailBuffers]:
+    """The record of a tail that is kept, and its pools' names."""
+    found = tail_record(layer.regions[role][0], layer.component(role))
+    assert found is not None
+    return found
 
 
 def fields(pools, names):
     """The pools of a region's codes, scales and plain channels under the kernels' names for them."""
     return {f"{field}_ptr": pools[name] for field, name in zip(("codes", "scales", "plain"), names, strict=True)}
+
+
+def tails(pools, names):
+    """The pools of a tail's kv and score under the kernels' names for them."""
+    return {f"{field}_tail_ptr": As(pools[name], "float32") for field, name in zip(("kv", "score"), names, strict=True)}
 
 
 def floats(values):

@@ -11,6 +11,7 @@ from kvcore.backends.jax_pallas.cuda.arguments import (
     keeps_tail,
     record_of,
     tail_of,
+    tails,
     updated,
 )
 from kvcore.backends.jax_pallas.cuda.call import As
@@ -42,17 +43,17 @@ def flush(layer, pools, index, streams, rope, *, eps, append, newest):
         kv, score = (array.astype(jnp.float32 if wide else jnp.bfloat16) for array in (kv, score))
         (region,), (ring,) = layer.regions[role], layer.regions[layer.tail_of(role)]
         record, names = record_of(region, layer.global_scale(role))
-        tail, tail_name = tail_of(layer, layer.tail_of(role))
+        tail, tail_names = tail_of(layer, layer.tail_of(role))
         given = {
             "kv_ptr": kv,
             "score_ptr": score,
-            "tail_ptr": As(pools[tail_name], "float32"),
+            **tails(pools, tail_names),
             **fields(pools, names),
             "norm_ptr": kv if weight is None else weight,
         }
         arguments |= {f"{mark}{name}": value for name, value in given.items()}
         cuts.append(Stream(record, tail, weight is not None))
-        written += [*names, *([tail_name] if append else [])]
+        written += [*names, *(tail_names if append else [])]
         spare.append(ring.rows - layer.component(layer.tail_of(role)).span)
     cuts = cuts[: len(streams)]
     options = {

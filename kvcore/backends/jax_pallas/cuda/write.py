@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from kvcore.backends.jax_pallas.cuda.arguments import fields, floats, is_native, record_of, tail_of, updated
-from kvcore.backends.jax_pallas.cuda.call import As
+from kvcore.backends.jax_pallas.cuda.arguments import fields, floats, is_native, record_of, tail_of, tails, updated
 from kvcore.backends.torch_triton.kernels.append import append_kernel, append_rotated_kernel, store_entries_kernel
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.backends.torch_triton.kernels.shape import tile
@@ -94,7 +93,7 @@ def store_entries(pools, region: Region, index, values, ratio, global_scale=1.0)
 
 def append_tail(layer, pools, index, kv, score, *, role):
     """Pools with raw compressor rows kv and score [T, width] stored at slot·R + p mod R."""
-    record, name = tail_of(layer, role)
+    record, names = tail_of(layer, role)
     count = len(index.positions)
     if not count:
         return pools
@@ -103,7 +102,7 @@ def append_tail(layer, pools, index, kv, score, *, role):
     arguments = {
         "kv_ptr": floats(kv),
         "score_ptr": floats(score),
-        "tail_ptr": As(pools[name], "float32"),
+        **tails(pools, names),
         "positions_ptr": index.positions,
         "request_ptr": index.request_index,
         "slots_ptr": index.slots,
@@ -114,4 +113,4 @@ def append_tail(layer, pools, index, kv, score, *, role):
         "COLUMNS": columns,
     }
     warps = max(1, min(8, rows * columns // 256))
-    return updated(pools, append_tail_kernel, (-(-count // rows),), arguments, (name,), warps=warps)
+    return updated(pools, append_tail_kernel, (-(-count // rows),), arguments, names, warps=warps)

@@ -47,7 +47,7 @@ def border(
     other program reads or writes these channels of the ring, so nothing has to wait. ``rows``, ``step`` and ``ending``
     are ``close_window``'s.
     """
-    kv_ptr, score_ptr, tail_ptr = rows
+    kv_ptr, score_ptr, (kv_tail, score_tail) = rows
     slots_ptr, starts_ptr, lengths_ptr, _, _, _ = step
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     start = tl.load(starts_ptr + request)
@@ -89,8 +89,8 @@ def border(
                 column = half * T.dim + channel
                 kv = load_float(kv_ptr + token + column[None, :], inside)
                 score = load_float(score_ptr + token + column[None, :], inside)
-                save_rows(kv, column, inside, slot, p, tail_ptr, T)
-                save_rows(score, column + T.width, inside, slot, p, tail_ptr, T)
+                save_rows(kv, column + T.kv, inside, slot, p, kv_tail, T)
+                save_rows(score, column + T.score, inside, slot, p, score_tail, T)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def append_part(
     PARTS: tl.constexpr,
 ):
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
-    kv_ptr, score_ptr, tail_ptr = rows
+    kv_ptr, score_ptr, (kv_tail, score_tail) = rows
     one = tl.zeros([1], tl.int32)
     size: tl.constexpr = (2 if T.overlap else 1) * R.tiles * R.width // PARTS
     column = part * size + tl.arange(0, size)
@@ -116,5 +116,5 @@ def append_part(
     slot = tl.load(slots_ptr + one + request, mask=one + request >= 0, other=-1)
     mask = inside & (slot >= 0)[:, None]
     position = tl.maximum(one + position, 0)
-    save_rows(kv, column, mask, slot, position, tail_ptr, T)
-    save_rows(score, column + T.width, mask, slot, position, tail_ptr, T)
+    save_rows(kv, column + T.kv, mask, slot, position, kv_tail, T)
+    save_rows(score, column + T.score, mask, slot, position, score_tail, T)

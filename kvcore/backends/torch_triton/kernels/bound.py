@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvcore.backends.torch_triton.kernels.record import RowRecord
 from kvcore.backends.torch_triton.kernels.shape import INTERPRETED as INTERPRETED
@@ -25,8 +26,20 @@ class Bound(NamedTuple):
     plain: int
 
 
+class BoundTail(NamedTuple):
+    """A tail's record with the places of kv's buffer and score's in the list that a launch is given."""
+
+    record: TailRecord
+    kv: int
+    score: int
+
+    def given(self, buffers: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """What a kernel takes for kv and score of the tail."""
+        return buffers[self.kv].view(torch.float32), buffers[self.score].view(torch.float32)
+
+
 BOUND: list[Bound] = []
-TAILS: list[TailRecord] = []
+TAILS: list[BoundTail] = []
 
 
 def bind(bound: Bound) -> int:
@@ -36,11 +49,11 @@ def bind(bound: Bound) -> int:
     return BOUND.index(bound)
 
 
-def bind_tail(record: TailRecord) -> int:
-    """The number of a tail record; equal ones share a number."""
-    if record not in TAILS:
-        TAILS.append(record)
-    return TAILS.index(record)
+def bind_tail(bound: BoundTail) -> int:
+    """The number of a bound tail record; equal ones share a number."""
+    if bound not in TAILS:
+        TAILS.append(bound)
+    return TAILS.index(bound)
 
 
 @cache

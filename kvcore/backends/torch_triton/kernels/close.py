@@ -39,12 +39,12 @@ def close_window(
     With PREFILL most windows are the step's own; with WHOLE those that are not are left to the border's programs.
 
     Args:
-        rows: pointers of the step's kv and score, and of the tail that has the rows before them.
+        rows: pointers of the step's kv and score, and ``tail_pointers`` of the ring that has the rows before them.
         step: pointers of slots, starts, lengths and stored, and the block table with its columns.
         ending: what ``finish_window`` takes: pointers of codes, scales and plain values, of the norm's weight and the
             frequencies, eps, and pointers of scratch rows and arrivals.
     """
-    kv_ptr, score_ptr, tail_ptr = rows
+    kv_ptr, score_ptr, tail = rows
     slots_ptr, starts_ptr, _, stored_ptr, table_ptr, table_columns = step
     codes_ptr, scales_ptr, plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr = ending
     size: tl.constexpr = R.tiles * R.width
@@ -68,7 +68,7 @@ def close_window(
         if WHOLE:
             kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
         else:
-            kv, score = load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
+            kv, score = load_ahead(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T)
         cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
         score = widened(score)
         x = settle(score, tl.full(score.shape, 1.0, tl.float32), widened(kv), NATIVE)
@@ -76,16 +76,12 @@ def close_window(
         cos, sin = turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)
         if PREFILL and not WHOLE and T.ratio & (T.ratio - 1) == 0:
             if position + 1 - window >= start:
-                x = pool(
-                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE
-                )
+                x = pool(kv_ptr, score_ptr, tail, token, position, start, slot, channel, T, ROWS, CHUNK, True, NATIVE)
             else:
                 few: tl.constexpr = CHUNK // 4 if CHUNK > 8 else 2
-                x = pool(
-                    kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, few, False, NATIVE
-                )
+                x = pool(kv_ptr, score_ptr, tail, token, position, start, slot, channel, T, ROWS, few, False, NATIVE)
         else:
-            x = pool(kv_ptr, score_ptr, tail_ptr, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
+            x = pool(kv_ptr, score_ptr, tail, token, position, start, slot, channel, T, ROWS, CHUNK, WHOLE, NATIVE)
     if R.rounded:
         x = round_bf16(x, NATIVE)
     if WHOLE and PARTS == 1:

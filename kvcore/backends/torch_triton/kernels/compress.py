@@ -1,6 +1,5 @@
 """The launch of the flush."""
 
-import torch
 from torch import Tensor
 
 from kvcore.backends.torch_triton.kernels import flush
@@ -8,16 +7,16 @@ from kvcore.backends.torch_triton.kernels.bound import BOUND, TAILS, is_native, 
 from kvcore.backends.torch_triton.kernels.shape import Stream, flush_cut
 
 
-@registered(("buffers", "index_buffers", "tail_buffer", "index_tail_buffer", "scratch", "arrivals"))
+@registered(("buffers", "index_buffers", "tail_buffers", "index_tail_buffers", "scratch", "arrivals"))
 def flush_rows(
     kv: Tensor,
     score: Tensor,
-    tail_buffer: Tensor,
+    tail_buffers: list[Tensor],
     buffers: list[Tensor],
     norm_weight: Tensor | None,
     index_kv: Tensor | None,
     index_score: Tensor | None,
-    index_tail_buffer: Tensor | None,
+    index_tail_buffers: list[Tensor],
     index_buffers: list[Tensor],
     index_norm_weight: Tensor | None,
     frequencies: Tensor | None,
@@ -38,7 +37,8 @@ def flush_rows(
     """Pool, norm, rotate, encode and store every entry that the step completes, and its index key.
 
     Args:
-        records: numbers of the entries' record and tail, then of the index keys' record and tail where there are any.
+        records: numbers of the entries' record and tail, then of the index keys' record and tail where there are any;
+            else their lists of buffers are empty.
         append: write the step's own rows to the tails, too.
         beside: they replace none that a window closing in this step needs, so any program may write them at any time.
     """
@@ -51,9 +51,9 @@ def flush_rows(
     kv, score = aligned(kv), aligned(score)
     index_kv = None if index_kv is None else aligned(index_kv)
     index_score = None if index_score is None else aligned(index_score)
-    streams = [Stream(bound.record, t, norm_weight is not None)]
+    streams = [Stream(bound.record, t.record, norm_weight is not None)]
     if with_index:
-        streams.append(Stream(index_bound.record, it, index_norm_weight is not None))
+        streams.append(Stream(index_bound.record, it.record, index_norm_weight is not None))
     cut = flush_cut(
         streams,
         count,
@@ -64,20 +64,18 @@ def flush_rows(
         pairs=0 if frequencies is None else frequencies.shape[0],
         native=is_native(kv.device),
     )
-    tail_values = tail_buffer.view(torch.float32)
-    index_tail_values = tail_values if index_tail_buffer is None else index_tail_buffer.view(torch.float32)
     index_buffers = index_buffers or buffers
     flush.flush_kernel[cut.grid](
         kv,
         score,
-        tail_values,
+        *t.given(tail_buffers),
         buffers[bound.codes],
         buffers[bound.scales],
         buffers[bound.plain],
         kv if norm_weight is None else norm_weight,
         kv if index_kv is None else index_kv,
         score if index_score is None else index_score,
-        index_tail_values,
+        *it.given(index_tail_buffers or tail_buffers),
         index_buffers[index_bound.codes],
         index_buffers[index_bound.scales],
         index_buffers[index_bound.plain],

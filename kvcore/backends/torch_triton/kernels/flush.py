@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.border import append_part, border
 from kvcore.backends.torch_triton.kernels.close import close_window
+from kvcore.backends.torch_triton.kernels.tail import tail_pointers
 
 NEVER: tl.constexpr = tl.constexpr(2147483647)
 
@@ -120,14 +121,16 @@ def stream(
 def flush_kernel(
     kv_ptr,
     score_ptr,
-    tail_ptr,
+    kv_tail_ptr,
+    score_tail_ptr,
     codes_ptr,
     scales_ptr,
     plain_ptr,
     norm_ptr,
     index_kv_ptr,
     index_score_ptr,
-    index_tail_ptr,
+    index_kv_tail_ptr,
+    index_score_tail_ptr,
     index_codes_ptr,
     index_scales_ptr,
     index_plain_ptr,
@@ -179,7 +182,7 @@ def flush_kernel(
             stream(
                 tokens,
                 step,
-                (index_kv_ptr, index_score_ptr, index_tail_ptr),
+                (index_kv_ptr, index_score_ptr, tail_pointers(index_kv_tail_ptr, index_score_tail_ptr, IT)),
                 (
                     index_codes_ptr,
                     index_scales_ptr,
@@ -207,7 +210,7 @@ def flush_kernel(
         stream(
             tokens,
             step,
-            (kv_ptr, score_ptr, tail_ptr),
+            (kv_ptr, score_ptr, tail_pointers(kv_tail_ptr, score_tail_ptr, T)),
             (codes_ptr, scales_ptr, plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr),
             T,
             R,

@@ -1,6 +1,5 @@
 """The tail of a long prefill: programs for the rows that a request's ring keeps, not for tokens, of which few stay."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,7 +8,7 @@ from kvcore.backends.torch_triton.kernels.border import tokens_before
 from kvcore.backends.torch_triton.kernels.bound import TAILS, options, registered
 from kvcore.backends.torch_triton.kernels.codes import load_float
 from kvcore.backends.torch_triton.kernels.record import power_of_two
-from kvcore.backends.torch_triton.kernels.tail import TailRecord, save_rows
+from kvcore.backends.torch_triton.kernels.tail import save_rows, tail_pointers
 
 ROWS = 2
 """Rows of a program: a ring of short windows has few."""
@@ -19,7 +18,8 @@ ROWS = 2
 def append_last_kernel(
     kv_ptr,
     score_ptr,
-    tail_ptr,
+    kv_tail_ptr,
+    score_tail_ptr,
     slots_ptr,
     starts_ptr,
     lengths_ptr,
@@ -41,21 +41,23 @@ def append_last_kernel(
     source = tl.where(valid, token, 0).to(tl.int64)[:, None] * T.width + column[None, :]
     mask = valid[:, None] & (column < T.width)[None, :]
     position = tl.maximum(position, 0)
-    save_rows(load_float(kv_ptr + source, mask), column, mask, slot, position, tail_ptr, T)
-    save_rows(load_float(score_ptr + source, mask), column + T.width, mask, slot, position, tail_ptr, T)
+    kv_tail, score_tail = tail_pointers(kv_tail_ptr, score_tail_ptr, T)
+    save_rows(load_float(kv_ptr + source, mask), column + T.kv, mask, slot, position, kv_tail, T)
+    save_rows(load_float(score_ptr + source, mask), column + T.score, mask, slot, position, score_tail, T)
 
 
-@registered(("buffer",))
+@registered(("buffers",))
 def append_last_rows(
-    kv: Tensor, score: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, buffer: Tensor, record: int
+    kv: Tensor, score: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, buffers: list[Tensor], record: int
 ) -> None:
     """Store what a ring keeps of kv and score [tokens, width], contiguous, which come request by request."""
-    tail: TailRecord = TAILS[record]
+    bound = TAILS[record]
+    tail = bound.record
     columns = power_of_two(tail.width)
     append_last_kernel[(len(slots) * triton.cdiv(tail.rows, ROWS),)](
         kv,
         score,
-        buffer.view(torch.float32),
+        *bound.given(buffers),
         slots,
         starts,
         lengths,

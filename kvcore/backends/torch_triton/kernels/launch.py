@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from kvcore.backends.torch_triton.kernels.attention import attend_rows
-from kvcore.backends.torch_triton.kernels.bound import BOUND, INTERPRETED, Bound, bind, bind_tail, is_native
+from kvcore.backends.torch_triton.kernels.bound import (
+    BOUND,
+    INTERPRETED,
+    Bound,
+    BoundTail,
+    bind,
+    bind_tail,
+    is_native,
+)
 from kvcore.backends.torch_triton.kernels.checksum import digest_lanes, digest_strips
 from kvcore.backends.torch_triton.kernels.compress import flush_rows
 from kvcore.backends.torch_triton.kernels.flash_index import flash_rows
@@ -35,6 +43,7 @@ __all__ = [
     "BOUND",
     "INTERPRETED",
     "Bound",
+    "BoundTail",
     "append_last_rows",
     "append_rotated_rows",
     "append_rows",

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.codes import load_float, widened
+from kvcore.backends.torch_triton.kernels.tail import ring_rows
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def load_own(kv_ptr, score_ptr, r, token, channel, T: tl.constexpr):
 
 
 @triton.jit
-def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+def load_either(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T: tl.constexpr):
     """(kv, score), each [rows, c] fp32: rows ``r`` of the window that ends at ``position``; absent rows weigh nothing.
 
     Rows from before the step come from the tail's ring, the step's own from its inputs.
@@ -35,11 +36,12 @@ def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
     own = (p >= start)[:, None]
     inside = ((r < window) & (p >= 0))[:, None] & (channel < T.dim)[None, :]
     here = ((token - position + p).to(tl.int64) * T.width + half)[:, None]
-    there = ring_rows(p, slot, half, T)[:, None]
+    there = (ring_rows(tl.maximum(p, 0), slot, T) + half)[:, None]
+    kv_tail, score_tail = tail
     if kv_ptr.dtype.element_ty == tl.float32:
-        kv_at = tl.where(own, kv_ptr + here, tail_ptr + there)
-        score_at = tl.where(own, score_ptr + here, tail_ptr + T.width + there)
-        if T.dim % 4 == 0:
+        kv_at = tl.where(own, kv_ptr + here, kv_tail + T.kv + there)
+        score_at = tl.where(own, score_ptr + here, score_tail + T.score + there)
+        if (T.dim | T.slot | T.row | T.kv | T.score) % 4 == 0:
             # Both choices are aligned, which the compiler does not see through the selection.
             kv_at, score_at = tl.multiple_of(kv_at, (16, 16)), tl.multiple_of(score_at, (16, 16))
         kv = tl.load(kv_at + channel[None, :], mask=inside, other=0.0)
@@ -47,14 +49,14 @@ def load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, ch
     else:
         here, there = here + channel[None, :], there + channel[None, :]
         new, old = inside & own, inside & (p < start)[:, None]
-        kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(tail_ptr + there, mask=old, other=0.0))
-        old_score = tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf"))
+        kv = tl.where(own, load_float(kv_ptr + here, new), tl.load(kv_tail + T.kv + there, mask=old, other=0.0))
+        old_score = tl.load(score_tail + T.score + there, mask=old, other=float("-inf"))
         score = tl.where(new, load_float(score_ptr + here, new), old_score)
     return kv, score
 
 
 @triton.jit
-def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr):
+def load_ahead(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T: tl.constexpr):
     """``load_either`` where most windows are the step's own: inputs are read at once, the ring only if need be."""
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
@@ -63,9 +65,10 @@ def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, cha
         p = position + 1 - window + r
         own = (p >= start)[:, None]
         old = ((r < window) & (p >= 0) & (p < start))[:, None] & (channel < T.dim)[None, :]
-        there = ring_rows(p, slot, half_of(r, T), T)[:, None] + channel[None, :]
-        kv = tl.where(own, kv, tl.load(tail_ptr + there, mask=old, other=0.0))
-        score = tl.where(own, score, tl.load(tail_ptr + T.width + there, mask=old, other=float("-inf")))
+        there = (ring_rows(tl.maximum(p, 0), slot, T) + half_of(r, T))[:, None] + channel[None, :]
+        kv_tail, score_tail = tail
+        kv = tl.where(own, kv, tl.load(kv_tail + T.kv + there, mask=old, other=0.0))
+        score = tl.where(own, score, tl.load(score_tail + T.score + there, mask=old, other=float("-inf")))
     return kv, score
 
 
@@ -73,12 +76,6 @@ def load_ahead(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, cha
 def half_of(r, T: tl.constexpr):
     """First channel of row ``r``: tokens before the entry's own lend their carry half, its own the other."""
     return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)
-
-
-@triton.jit
-def ring_rows(p, slot, half, T: tl.constexpr):
-    """Element offsets (64-bit) of the ring rows of positions ``p``; their score lies ``T.width`` behind their kv."""
-    return slot.to(tl.int64) * T.slot + (tl.maximum(p, 0) % T.rows).to(tl.int64) * (2 * T.width) + half
 
 
 @triton.jit
@@ -96,14 +93,12 @@ def weight_of(x, largest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T: tl.constexpr, OWN: tl.constexpr
-):
+def load_rows(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T: tl.constexpr, OWN: tl.constexpr):
     """Rows ``r`` of a window; with OWN all are the step's, and come as they are."""
     if OWN:
         kv, score = load_own(kv_ptr, score_ptr, r, token, channel, T)
     else:
-        kv, score = load_either(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T)
+        kv, score = load_either(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T)
     return kv, score
 
 
@@ -133,7 +128,7 @@ def settle(largest, total, pooled, NATIVE: tl.constexpr):
 def pool(
     kv_ptr,
     score_ptr,
-    tail_ptr,
+    tail,
     token,
     position,
     start,
@@ -151,10 +146,10 @@ def pool(
     its own and cells are put together at the end: no thread waits for another on the way.
     """
     r = tl.arange(0, CHUNK)
-    kv, score = load_rows(kv_ptr, score_ptr, tail_ptr, r, token, position, start, slot, channel, T, OWN)
+    kv, score = load_rows(kv_ptr, score_ptr, tail, r, token, position, start, slot, channel, T, OWN)
     if ROWS > CHUNK:
         next_kv, next_score = load_rows(
-            kv_ptr, score_ptr, tail_ptr, CHUNK + r, token, position, start, slot, channel, T, OWN
+            kv_ptr, score_ptr, tail, CHUNK + r, token, position, start, slot, channel, T, OWN
         )
     largest, pooled = widened(score), widened(kv)
     total = tl.full(largest.shape, 1.0, tl.float32)
@@ -162,7 +157,7 @@ def pool(
         for chunk in tl.range(2, ROWS // CHUNK):
             kv, score = next_kv, next_score
             next_kv, next_score = load_rows(
-                kv_ptr, score_ptr, tail_ptr, chunk * CHUNK + r, token, position, start, slot, channel, T, OWN
+                kv_ptr, score_ptr, tail, chunk * CHUNK + r, token, position, start, slot, channel, T, OWN
             )
             largest, total, pooled = merge(largest, total, pooled, widened(kv), widened(score), NATIVE)
         largest, total, pooled = merge(largest, total, pooled, widened(next_kv), widened(next_score), NATIVE)

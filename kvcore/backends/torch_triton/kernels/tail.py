@@ -1,4 +1,8 @@
-"""The compressor's raw rows: kv and score of each token, side by side in a slot's ring, as fp32."""
+"""The compressor's raw rows: kv and score of each token in a slot's ring, as fp32.
+
+They lie in one buffer, side by side, or in two that are alike; kernels take a pointer for each, and where the buffer is
+one leave the second aside, so that a row has one address.
+"""
 
 from typing import NamedTuple
 
@@ -18,36 +22,72 @@ class TailRecord(NamedTuple):
         dim: channels of one stream: width, or half of it with overlap.
         ratio: tokens of a window.
         rows: rows of a ring.
-        slot: fp32 elements of a slot; a row is ``2 * width`` of them.
         overlap: rows hold the carry half, then the cur half.
+        slot, row, kv, score: channel c of the kv of row r of slot s is fp32 element ``s * slot + r * row + kv + c`` of
+            its buffer, and likewise of the score.
+        apart: kv and score lie in two buffers.
     """
 
     width: int
     dim: int
     ratio: int
     rows: int
-    slot: int
     overlap: bool
+    slot: int
+    row: int
+    kv: int
+    score: int
+    apart: bool
 
 
-def tail_record(region: Region, component: Tail) -> TailRecord | None:
-    """The record of a tail, or None in a layout that the kernels don't cover."""
-    if region.layout != "packed":
+class TailBuffers(NamedTuple):
+    """Keys in the pools of the buffers that hold kv and score: the same, unless they lie apart."""
+
+    kv: str
+    score: str
+
+
+def tail_record(region: Region, component: Tail) -> tuple[TailRecord, TailBuffers] | None:
+    """The record of a tail and its pools' names, or None in a layout that the kernels don't cover."""
+    places = {place.field: place for place in region.unit.places}
+    kv, score = places["kv"], places["score"]
+    sizes = dict(region.unit.buffers)
+    # Rows and slots are as far apart in both, so that one offset serves both.
+    alike = (sizes[kv.buffer], kv.stride) == (sizes[score.buffer], score.stride)
+    whole = not any(n % 4 for place in (kv, score) for n in (sizes[place.buffer], place.stride, place.base))
+    if not (alike and whole) or kv.split or score.split:
         return None
-    return TailRecord(
+    record = TailRecord(
         width=component.width,
         dim=component.dim,
         ratio=component.ratio,
         rows=region.rows,
-        slot=region.unit.nbytes // 4,
         overlap=component.overlap,
+        slot=sizes[kv.buffer] // 4,
+        row=kv.stride // 4,
+        kv=kv.base // 4,
+        score=score.base // 4,
+        apart=kv.buffer != score.buffer,
     )
+    return record, TailBuffers(*(region.buffers[place.buffer][0] for place in (kv, score)))
+
+
+@triton.jit
+def tail_pointers(kv_ptr, score_ptr, T: tl.constexpr):
+    """Pointers of the buffers that hold kv and score. Of one buffer the compiler must see one pointer."""
+    return kv_ptr, score_ptr if T.apart else kv_ptr
+
+
+@triton.jit
+def ring_rows(position, slot, T: tl.constexpr):
+    """Offsets (64-bit) of the ring rows of positions, in elements: of kv ``T.kv`` more, of the score ``T.score``."""
+    return slot.to(tl.int64) * T.slot + (position % T.rows).to(tl.int64) * T.row
 
 
 @triton.jit
 def save_rows(x, column, mask, slot, position, tail_ptr, T: tl.constexpr):
-    """Store x [n, columns] at columns ``column`` [columns] of the ring rows of positions [n]; NaN as the quiet NaN."""
-    at = slot.to(tl.int64) * T.slot + (position % T.rows).to(tl.int64) * (2 * T.width)
+    """Store x [n, columns] at ``column`` [columns] behind the ring rows of positions [n]; NaN as the quiet NaN."""
+    at = ring_rows(position, slot, T)
     bits = tl.where(x != x, 0x7FC00000, float_bits(x))
     tl.store(tail_ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + column[None, :], bits, mask=mask)
 
@@ -56,7 +96,8 @@ def save_rows(x, column, mask, slot, position, tail_ptr, T: tl.constexpr):
 def append_tail_kernel(
     kv_ptr,
     score_ptr,
-    tail_ptr,
+    kv_tail_ptr,
+    score_tail_ptr,
     positions_ptr,
     request_ptr,
     slots_ptr,
@@ -81,5 +122,6 @@ def append_tail_kernel(
     position = tl.maximum(position, 0)
     kv = load_float(kv_ptr + source, mask)
     score = load_float(score_ptr + source, mask)
-    save_rows(kv, column, mask, slot, position, tail_ptr, T)
-    save_rows(score, column + T.width, mask, slot, position, tail_ptr, T)
+    kv_tail, score_tail = tail_pointers(kv_tail_ptr, score_tail_ptr, T)
+    save_rows(kv, column + T.kv, mask, slot, position, kv_tail, T)
+    save_rows(score, column + T.score, mask, slot, position, score_tail, T)

@@ -1,6 +1,5 @@
 """Launches of the write path: append, store entries, append raw tail rows."""
 
-import torch
 import triton
 from torch import Tensor
 
@@ -131,7 +130,7 @@ def store_rows(
     )
 
 
-@registered(("buffer",))
+@registered(("buffers",))
 def append_tail_rows(
     kv: Tensor,
     score: Tensor,
@@ -139,25 +138,26 @@ def append_tail_rows(
     request_index: Tensor,
     slots: Tensor,
     lengths: Tensor,
-    buffer: Tensor,
+    buffers: list[Tensor],
     record: int,
 ) -> None:
     """Store kv and score [tokens, width], contiguous, in the tail's ring."""
     count = positions.shape[0]
     if count == 0:
         return
-    columns = power_of_two(TAILS[record].width)
+    bound = TAILS[record]
+    columns = power_of_two(bound.record.width)
     rows = 1 if count <= 2048 else max(1, 2048 // columns)
     tail.append_tail_kernel[(triton.cdiv(count, rows),)](
         kv,
         score,
-        buffer.view(torch.float32),
+        *bound.given(buffers),
         positions,
         request_index,
         slots,
         lengths,
         count,
-        TAILS[record],
+        bound.record,
         rows,
         columns,
         num_warps=max(1, min(8, rows * columns // 256)),
