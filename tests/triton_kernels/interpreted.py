@@ -28,31 +28,43 @@ def formats(names):
         yield from check_format(name, count, dtype, *reference_rows(name, count, dtype, 5), "cpu")
 
 
-def flushes(given):
+# name, ratio, overlap, formats of entries and index keys, steps of new tokens, decode steps after them
+FLUSHES = (
+    ("CSA", 4, True, "v4_584", "index_fp4_68_h", [13, 1], 3),
+    ("CSA in chunks", 4, True, "v4_584", None, [[7], [66]], 1),
+    ("HCA", 128, False, "v4_584", None, [130, 5], 1),
+    ("HCA in chunks", 128, False, "v4_584", None, [[130, 5], [9, 127]], 1),
+    ("CSA, more than the ring spares", 4, True, "v4_584", "index_fp8_132", [[6, 5], [3, 4], [5, 5]], 1),
+    ("ratio 3 in chunks", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], 1),
+    ("CSA, long", 4, True, "v4_584", "index_fp8_132", [[7, 0], [66, 3], [3, 64]], 0),
+    ("ratio 3", 3, True, "fp32", "bf16", [9, 2], 3),
+)
+IN_PLANAR = {
+    "fp32": ("CSA", "HCA in chunks", "ratio 3"),
+    "bf16": ("CSA", "CSA, more than the ring spares", "CSA, long"),
+}
+"""By what is given: every way to read old rows of a tail, and every launch that writes its rows."""
+
+
+def flushes(given, layout):
+    """Compression in steps; the tails of a "long" one have a launch of their own."""
     rng = np.random.default_rng(3)
-    yield f"CSA {given}", flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp4_68_h", [13, 1], given, after=3)
-    yield f"CSA in chunks {given}", flush_problems(rng, "cpu", 4, True, "v4_584", None, [[7], [66]], given, after=1)
-    yield f"HCA {given}", flush_problems(rng, "cpu", 128, False, "v4_584", None, [130, 5], given, after=1)
-    yield (
-        f"HCA in chunks {given}",
-        flush_problems(rng, "cpu", 128, False, "v4_584", None, [[130, 5], [9, 127]], given, after=1),
-    )
-    yield (
-        f"CSA, more than the ring spares {given}",
-        flush_problems(rng, "cpu", 4, True, "v4_584", "index_fp8_132", [[6, 5], [3, 4], [5, 5]], given, after=1),
-    )
-    yield (
-        f"ratio 3 in chunks {given}",
-        flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [[70, 2], [68, 3]], given, after=1),
-    )
-    held, shape.MOST_BESIDE_BORDER = shape.MOST_BESIDE_BORDER, 64
-    keys = "index_fp8_132"
-    yield (
-        f"CSA, long {given}",
-        flush_problems(rng, "cpu", 4, True, "v4_584", keys, [[7, 0], [66, 3], [3, 64]], given, after=0),
-    )
+    held = shape.MOST_BESIDE_BORDER
+    for name, *case, after in FLUSHES:
+        if layout == "packed" or name in IN_PLANAR[given]:
+            shape.MOST_BESIDE_BORDER = 64 if name.endswith("long") else held
+            yield f"{name} {given} {layout}", flush_problems(rng, "cpu", *case, given, after, layout=layout)
     shape.MOST_BESIDE_BORDER = held
-    yield f"ratio 3 {given}", flush_problems(rng, "cpu", 3, True, "fp32", "bf16", [9, 2], given, after=3)
+
+
+def planar_flushes():
+    yield from flushes("fp32", "planar")
+    yield from flushes("bf16", "planar")
+    case = 4, True, "v4_584", "index_fp4_68_h", [13, 1]
+    yield (
+        "flush, then tails in planar",
+        flush_problems(np.random.default_rng(5), "cpu", *case, "bf16", 3, apart=True, layout="planar"),
+    )
 
 
 def kit(*patterns):
@@ -74,8 +86,18 @@ GROUPS = {
     "attention": lambda: check_attention.small("cpu"),
     "classic attention": lambda: check_classic.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),
-    "flush of fp32": lambda: flushes("fp32"),
-    "flush of bf16": lambda: flushes("bf16"),
+    "flush of fp32": lambda: flushes("fp32", "packed"),
+    "flush of bf16": lambda: flushes("bf16", "packed"),
+    "flush in planar": planar_flushes,
+    "planar flush in the kit": lambda: kit(
+        "append_flush/bf16.m4+index_fp8_132.m4/planar/ragged",
+        "append_flush/v4_584.m2/planar/longer",
+        "flush/bf16.m2+index_nvfp4_h.m2/planar/one_over",
+        "flush/v41_fp4_288.m8/planar/padded",
+        "append_tail/tail.m*/planar/longer",
+        "append_index_tail/*/planar/ragged",
+        "append_tail/tail.m4.overlap/tpu_tile/longer",
+    ),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
     "strips in the kit": lambda: kit(

@@ -19,9 +19,9 @@ from kvcore.backends.torch_triton.kernels import append, checksum, flush, gather
 from kvcore.backends.torch_triton.kernels.bound import tile  # noqa: E402
 from kvcore.backends.torch_triton.kernels.record import row_record  # noqa: E402
 from kvcore.backends.torch_triton.kernels.shape import border_chunk, flush_shape, window_rows  # noqa: E402
-from kvcore.backends.torch_triton.kernels.tail import TailRecord  # noqa: E402
+from kvcore.backends.torch_triton.kernels.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window  # noqa: E402
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402
 
 ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
@@ -144,14 +144,29 @@ def test_rotating_append_compiles(name, arch, record):
 )
 @pytest.mark.parametrize(("count", "requests", "arch"), FLUSHES)
 def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, given, arch, record):
-    def tail_record(dim):
-        width = 2 * dim if overlap else dim
-        ring = (2 if overlap else 1) * ratio
-        return TailRecord(width=width, dim=dim, ratio=ratio, rows=ring, slot=ring * 2 * width, overlap=overlap)
+    check_flush_and_tail(record, "packed", count, requests, ratio, overlap, entries, keys, given, arch)
 
-    main, t = row_record(regions(entries, "packed")["entries"])[0], tail_record(512)
-    index = main if keys is None else row_record(regions(keys, "packed")["index_keys"])[0]
-    it = t if keys is None else tail_record(128)
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize(
+    ("count", "requests", "ratio", "overlap", "entries", "keys", "given"),
+    [(64, 64, 4, True, "v4_584", "index_fp4_68_h", "fp32"), (8192, 1, 128, False, "v4_584", None, "bf16")],
+    ids=["decode of CSA with index keys", "prefill of HCA"],
+)
+def test_flush_and_tail_in_planar_compile(count, requests, ratio, overlap, entries, keys, given, arch, record):
+    check_flush_and_tail(record, "planar", count, requests, ratio, overlap, entries, keys, given, arch)
+
+
+def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entries, keys, given, arch):
+    def tail(dim):
+        component = Tail(dim=dim, ratio=ratio, overlap=overlap)
+        layer = LayerSpec(tail=component, entries=Entries(dim=dim, ratio=ratio, format="bf16"))
+        plan = plan_cache(CacheSpec(layers=[layer]), max_requests=2, max_tokens=512, layout=layout)
+        return tail_record(plan.region(0, "tail")[0], component)[0]
+
+    main, t = row_record(regions(entries, layout)["entries"])[0], tail(512)
+    index = main if keys is None else row_record(regions(keys, layout)["index_keys"])[0]
+    it = t if keys is None else tail(128)
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
         "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts,
@@ -161,7 +176,7 @@ def test_flush_and_tail_compile(count, requests, ratio, overlap, entries, keys, 
         "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
         "NATIVE": arch >= 89,
     }  # fmt: skip
-    case = f"ratio {ratio}, {entries}, {given}, {count} tokens"
+    case = f"ratio {ratio}, {entries}, {given}, {count} tokens" + (layout != "packed") * f", {layout}"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
     if shape.tokens > 1:
         bordered = {**constants, "APPEND": True, "BORDER": shape.border, "INDEX_BORDER": 1}

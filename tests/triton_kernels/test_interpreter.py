@@ -17,6 +17,8 @@ GROUPS = [
     "indexer",
     "flush of fp32",
     "flush of bf16",
+    "flush in planar",
+    "planar flush in the kit",
     "rotated append",
     "whole units",
     "pages of exports",

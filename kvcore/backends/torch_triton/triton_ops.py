@@ -216,7 +216,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         """What the tails keep of a long prefill, after its flush has read them."""
         for role, *rows in (("tail", kv, score), ("index_tail", index_kv, index_score)):
             if rows[0] is not None:
-                record, names = self.tail_bound(layer, role)
+                record, names = self._tails[layer, role]
                 numbers = index.slots, index.starts, index.lengths
                 buffers = [pools[name] for name in names]
                 launch.calls().append_last_rows(*(each.contiguous() for each in rows), *numbers, buffers, record)
@@ -242,11 +242,12 @@ class TritonOps(ReadingVerbs, LifeOps):
         bounds = [self.bound(layer, "entries"), self.tail_bound(layer, "tail")]
         if index_kv is not None:
             bounds += [self.bound(layer, "index_keys"), self.tail_bound(layer, "index_tail")]
-        if any(bound is None for bound in bounds):
+        covered = [bound for bound in bounds if bound is not None]
+        if len(covered) < len(bounds):
             return False
         if index_kv is not None and index_kv.dtype != kv.dtype:
             return False
-        ((record, names, _),), (tail_record, tail_names), *others = bounds
+        ((record, names, _),), (tail_record, tail_names), *others = covered
         records = [record, tail_record]
         index_names, index_tail_names = [], []
         if others:
