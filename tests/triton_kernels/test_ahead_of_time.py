@@ -158,15 +158,15 @@ def test_flush_and_tail_in_planar_compile(count, requests, ratio, overlap, entri
 
 
 def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entries, keys, given, arch):
-    def tail(dim):
+    def tail_of(dim):
         component = Tail(dim=dim, ratio=ratio, overlap=overlap)
         layer = LayerSpec(tail=component, entries=Entries(dim=dim, ratio=ratio, format="bf16"))
         plan = plan_cache(CacheSpec(layers=[layer]), max_requests=2, max_tokens=512, layout=layout)
         return tail_record(plan.region(0, "tail")[0], component)[0]
 
-    main, t = row_record(regions(entries, layout)["entries"])[0], tail(512)
+    main, t = row_record(regions(entries, layout)["entries"])[0], tail_of(512)
     index = main if keys is None else row_record(regions(keys, layout)["index_keys"])[0]
-    it = t if keys is None else tail(128)
+    it = t if keys is None else tail_of(128)
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
         "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts,

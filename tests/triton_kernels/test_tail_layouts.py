@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.backends.torch_triton.kernels.bound import TAILS  # noqa: E402
-from kvcore.backends.torch_triton.kernels.tail import TailRecord, tail_record  # noqa: E402
-from kvcore.backends.torch_triton.triton_ops import TritonOps  # noqa: E402
-from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets  # noqa: E402
+from kvcore.backends.torch_triton.kernels.bound import TAILS
+from kvcore.backends.torch_triton.kernels.tail import TailRecord, tail_record
+from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.plan import plan_cache
+from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets
 
 V4 = ("deepseek_v4_flash", "deepseek_v4_pro", "deepseek_v4_1_flash")
 OVERLAP = {"width": 1024, "dim": 512, "ratio": 4, "rows": 8, "overlap": True}
