@@ -125,10 +125,10 @@ def check_compiled(device, backend="inductor"):
     from kvcore.plan import plan_cache
     from kvcore.step import Row, build_index
 
-    for what, spec, step in COMPILED:
+    for what, spec, layout, step in COMPILED:
         what = f"torch.compile(fullgraph=True), {what}"
         torch.manual_seed(11)
-        plan = plan_cache(spec, max_requests=4, max_tokens=4 * spec.block_tokens)
+        plan = plan_cache(spec, max_requests=4, max_tokens=4 * spec.block_tokens, layout=layout)
         ops = TritonOps(plan, device)
         rows = [Row(slot=n, start=21 + n, new=1, blocks=[3 - n], stored=0) for n in range(3)]
         index = ops.index(build_index(rows, max_blocks=1, pad_tokens=4, pad_requests=4))
@@ -201,6 +201,15 @@ def decode_layer(ops, pools, index, given):
     return [scores, selected, at_once, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
 
 
+def compressed_layer(ops, pools, index, given):
+    """Flush, then tails; both again in one launch; what was stored read back."""
+    _, kv, score, index_kv, index_score, *_, rope = given
+    pools = ops.flush(pools, 0, index, kv, score, index_kv, index_score, rope=rope)
+    pools = ops.append_index_tail(ops.append_tail(pools, 0, index, kv, score), 0, index, index_kv, index_score)
+    pools = ops.append_flush(pools, 0, index, kv * 2, score, index_kv * 2, index_score, newest=1, rope=rope)
+    return [ops.gather_all_entries(pools, 0, index, columns=6, role=role).values for role in ("entries", "index_keys")]
+
+
 def classic_layer(ops, pools, index, given):
     """A classic layer's decode step, keys of two heads and queries of four."""
     k, v, q = given[0][:, :128], given[0][:, 128:256], given[0][:, 256:]
@@ -216,9 +225,10 @@ COMPILED = (
             layers=[LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format="int8_row", value_format="bf16"))],
             block_tokens=64,
         ),
+        "packed",
         classic_layer,
     ),
-    ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), window_alone),
+    ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), "packed", window_alone),
     (
         "a CSA layer's decode step",
         CacheSpec(
@@ -233,6 +243,23 @@ COMPILED = (
             ],
             block_tokens=64,
         ),
+        "packed",
         decode_layer,
+    ),
+    (
+        "compression with every field in a buffer of its own",
+        CacheSpec(
+            layers=[
+                LayerSpec(
+                    tail=Tail(dim=512, ratio=4, overlap=True),
+                    entries=Entries(dim=512, ratio=4),
+                    index_tail=Tail(dim=128, ratio=4, overlap=True),
+                    index_keys=IndexKeys(dim=128, ratio=4, heads=4, topk=4),
+                )
+            ],
+            block_tokens=64,
+        ),
+        "planar",
+        compressed_layer,
     ),
 )

@@ -40,10 +40,12 @@ class Workload(NamedTuple):
 class Setting:
     """Layers with equal specs, an index and inputs; every call takes the next layer's pools."""
 
-    def __init__(self, layer: LayerSpec, rows: Sequence[Row], blocks: int, layers: int, device: str) -> None:
+    def __init__(
+        self, layer: LayerSpec, rows: Sequence[Row], blocks: int, layers: int, device: str, *, layout: str = "packed"
+    ) -> None:
         spec = CacheSpec(layers=(layer,) * layers, block_tokens=BLOCK)
         slots = max((row.slot for row in rows), default=0) + 1
-        self.plan = plan_cache(spec, max_requests=slots, max_tokens=max(1, blocks) * BLOCK)
+        self.plan = plan_cache(spec, max_requests=slots, max_tokens=max(1, blocks) * BLOCK, layout=layout)
         self.ops: Any = TritonOps(self.plan, device)
         self.pools = self.ops.allocate()
         self.layers = layers
@@ -71,6 +73,7 @@ def all_workloads(device: str) -> Iterator[Callable[[], Workload]]:
     for count, share, goal, peer in ((64, 1, 3.0, 5.1), (256, 1, 5.0, 7.0), (64, 4, 2.5, 4.7), (256, 4, 3.5, 5.7)):
         for indexed in (False, True):
             yield lambda a=(count, share, indexed, goal, peer): csa_decode(device, *a)
+    yield lambda: csa_decode(device, 256, 1, True, None, None, layout="planar")
     for given in (torch.bfloat16, torch.float32):
         for count, goal, peer in ((8192, 10.0, 23.0), (65536, 75.0, 151.7)):
             yield lambda a=(count, given, goal, peer): prefill(device, 4, True, *a)
@@ -124,7 +127,16 @@ def window_setting(device: str, count: int, layers: int) -> Setting:
     return Setting(LayerSpec(window=Window(dim=DIM, window=128)), rows, 0, layers, device)
 
 
-def csa_decode(device: str, count: int, share: int, indexed: bool, goal: float, peer: float) -> Workload:
+def csa_decode(
+    device: str,
+    count: int,
+    share: int,
+    indexed: bool,
+    goal: float | None,
+    peer: float | None,
+    *,
+    layout: str = "packed",
+) -> Workload:
     """One token a request, one in ``share`` closes a window; the tails are written in the same launch.
 
     The goals are for one stream, which is what was measured of the peers; for both streams there is none.
@@ -137,9 +149,10 @@ def csa_decode(device: str, count: int, share: int, indexed: bool, goal: float, 
         Row(slot=n, start=4 * (3 + n % 50) + (3 if n % share == 0 else n % 3), new=1, blocks=[n], stored=0)
         for n in range(count)
     ]
-    setting = Setting(compressor(4, True, indexed), rows, count, rotating(nbytes), device)
+    setting = Setting(compressor(4, True, indexed), rows, count, rotating(nbytes), device, layout=layout)
+    kind = f"CSA{' + index keys' if indexed else ''} decode"
     return Workload(
-        f"CSA{' + index keys' if indexed else ''} decode, n = {count}{'' if share == 1 else ', a quarter closes'}",
+        f"{kind}, n = {count}{', a quarter closes' * (share > 1)}{f', {layout}' * (layout != 'packed')}",
         nbytes,
         flush_calls(setting, count, True, indexed, torch.float32, newest=1),
         None if indexed else goal,

@@ -25,9 +25,15 @@ CHECKS = {
         "append_rotated_window/v4_584/packed/padded",
         "append_kv/int8_row.full.paged/packed/ragged",
         "append_index_tail/index_tail.m2/packed/ragged",
+        "append_tail/tail.m4.overlap/planar/longer",
         "store_entries/v4_584.m2/packed/ragged",
     ),
-    "flush": ("append_flush/v4_584.m2/packed/ragged", "flush/v41_528.m4/packed/one_over"),
+    "flush": (
+        "append_flush/v4_584.m2/packed/ragged",
+        "append_flush/bf16.m4+index_fp8_132.m4/planar/ragged",
+        "flush/v41_528.m4/packed/one_over",
+        "flush/v4_584.m2/planar/padded",
+    ),
     "gather": (
         "gather_window/v4_584/packed/ragged",
         "gather_entries/bf16.m4/packed/ragged",
@@ -127,10 +133,19 @@ VERBS = {
 }
 
 
+IN_PLANAR = {"append_tail": 2, "flush": 5, "append_flush": 9, "append_flush, split over channels": 5}
+"""Buffers that a verb of compression updates where codes, rope and scales, or kv and score, each have their own."""
+
+
+def ops_in(layout: str) -> JaxOps:
+    spec = CacheSpec(layers=(CSA, HCA, CLASSIC), block_tokens=256)
+    plan = plan_cache(spec, max_requests=Q, max_tokens=Q * BLOCKS * 256, layout=layout)
+    return JaxOps(plan, "cuda", None, "triton")
+
+
 @pytest.fixture(scope="module")
 def ops() -> JaxOps:
-    spec = CacheSpec(layers=(CSA, HCA, CLASSIC), block_tokens=256)
-    return JaxOps(plan_cache(spec, max_requests=Q, max_tokens=Q * BLOCKS * 256), "cuda", None, "triton")
+    return ops_in("packed")
 
 
 def lowered(ops: JaxOps, function, inputs, monkeypatch: pytest.MonkeyPatch, *, donated: bool = True) -> str:
@@ -163,6 +178,14 @@ def test_a_verb_is_one_launch_that_updates_its_pools(name: str, ops: JaxOps, mon
         ops, lambda pools, index, *given: verb(ops, pools, index, *given), inputs, monkeypatch, donated=bool(roles)
     )
     assert launches(text) == [[(n, n) for n in range(len(roles))]]
+
+
+@pytest.mark.parametrize("name", IN_PLANAR)
+def test_compression_in_planar_is_one_launch_that_updates_its_pools(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verb, inputs, _ = VERBS[name]
+    ops = ops_in("planar")
+    text = lowered(ops, lambda pools, index, *given: verb(ops, pools, index, *given), inputs, monkeypatch)
+    assert launches(text) == [[(n, n) for n in range(IN_PLANAR[name])]]
 
 
 def test_few_queries_share_out_their_keys(ops: JaxOps, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def border(
     other program reads or writes these channels of the ring, so nothing has to wait. ``rows``, ``step`` and ``ending``
     are ``close_window``'s.
     """
-    kv_ptr, score_ptr, (kv_tail, score_tail) = rows
+    kv_ptr, score_ptr, tail = rows
+    kv_tail, score_tail = tail
     slots_ptr, starts_ptr, lengths_ptr, _, _, _ = step
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     start = tl.load(starts_ptr + request)
@@ -106,7 +107,8 @@ def append_part(
     PARTS: tl.constexpr,
 ):
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
-    kv_ptr, score_ptr, (kv_tail, score_tail) = rows
+    kv_ptr, score_ptr, tail = rows
+    kv_tail, score_tail = tail
     one = tl.zeros([1], tl.int32)
     size: tl.constexpr = (2 if T.overlap else 1) * R.tiles * R.width // PARTS
     column = part * size + tl.arange(0, size)
