@@ -48,7 +48,7 @@ def border(
     are ``close_window``'s.
     """
     kv_ptr, score_ptr, tail = rows
-    kv_tail, score_tail = tail
+    kv_tail, score_tail = tail  # in two steps: Triton 3.6 takes tuples apart one level at a time
     slots_ptr, starts_ptr, lengths_ptr, _, _, _ = step
     window: tl.constexpr = 2 * T.ratio if T.overlap else T.ratio
     start = tl.load(starts_ptr + request)
