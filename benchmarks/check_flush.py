@@ -1,5 +1,7 @@
 """Compression on a CUDA device against the reference: prefills, chunks and decode steps, tails included."""
 
+from itertools import product
+
 import numpy as np
 import torch
 from checks_on_device import differing, poisoned
@@ -11,11 +13,12 @@ from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail
 from kvcore.step import Row, build_index
 
+LAYOUTS = ("packed", "planar")
 IN_PLANAR = ("csa", "csa in chunks", "csa, long", "hca", "hca in chunks")
-"""Cases that are run again with kv and score of the tails in two buffers: every kernel that reads or writes them."""
+"""Cases for tails whose kv and score lie in two buffers: every kernel that reads or writes them."""
 
 
-def check_flush(rng, device):
+def check_flush(rng, device, layouts=LAYOUTS):
     """Pooling against the reference within a tolerance; tails and untouched bytes exactly."""
     shapes = [
         ("csa", 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1, 4, 3]),
@@ -28,15 +31,14 @@ def check_flush(rng, device):
         ("ratio 2", 2, False, "v41_fp4_288", None, [9, 2, 1]),
         ("ratio 3", 3, True, "bf16", "bf16", [9, 2, 1, 31]),
     ]
-    for given in ("fp32", "bf16"):
+    for layout, given in product(layouts, ("fp32", "bf16")):
         for name, *case in shapes:
-            yield f"flush {name} {given}", flush_problems(rng, device, *case, given)
-            if name in IN_PLANAR:
-                yield f"flush {name} {given}, planar", flush_problems(rng, device, *case, given, layout="planar")
+            if layout == "packed" or name in IN_PLANAR:
+                problems = flush_problems(rng, device, *case, given, layout=layout)
+                yield f"flush {name} {given} {layout}", problems
         case = 4, True, "v4_584", "index_fp4_68_h", [13, 8, 1]
-        for layout in ("packed", "planar"):
-            problems = flush_problems(rng, device, *case, given, apart=True, layout=layout)
-            yield f"flush, then tails {given}, {layout}", problems
+        problems = flush_problems(rng, device, *case, given, apart=True, layout=layout)
+        yield f"flush, then tails {given} {layout}", problems
 
 
 def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after=None, *, apart=False, layout="packed"):

@@ -29,15 +29,16 @@ def formats(device: str) -> Iterator[tuple[str, str]]:
         yield from checks.check_format(name, count, "bf16", *reference_rows(name, count, "bf16", 1), device)
 
 
-def written(check):
+def written(check, *options):
     """A part that takes random numbers first."""
-    return lambda device: check(np.random.default_rng(0), device)
+    return lambda device: check(np.random.default_rng(0), device, *options)
 
 
 PARTS = {
     "formats": formats,
     "rotated": written(checks.check_rotated),
-    "flush": written(check_flush.check_flush),
+    "flush": written(check_flush.check_flush, ("packed",)),
+    "planar": written(check_flush.check_flush, ("planar",)),
     "life": written(checks.check_life),
     "pages": written(checks.check_pages),
     "merge": written(checks.check_merge),
