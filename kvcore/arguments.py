@@ -8,6 +8,7 @@ import numpy as np
 
 from kvcore.errors import NonFiniteError, ShapeError
 from kvcore.ops import Ops
+from kvcore.spec import Rope
 from kvcore.spec.codes import CODES, RULES
 from kvcore.spec.components import Component
 
@@ -61,6 +62,18 @@ def check_weight(ops: Ops, array: Array, where: str, size: int) -> Array:
 def check_indices(ops: Ops, array: Array, where: str, tokens: int) -> Array:
     """Entry indices [tokens, k], int32 or int64."""
     return check_array(ops, array, where, (tokens, None), INTEGERS)
+
+
+def check_rope(ops: Ops, rope: Rope | Array | None, where: str, dim: int) -> Rope | Array | None:
+    """A rotation of the last of ``dim`` channels: a Rope, or fp32 inverse frequencies; None for none."""
+    if rope is None:
+        return None
+    if not isinstance(rope, Rope):
+        rope = check_array(ops, rope, where, (None,), FLOATS[:1])
+    turned = rope.dim if isinstance(rope, Rope) else 2 * len(rope)
+    if turned > dim:
+        raise ShapeError(got=f"{turned} rotated channels", where=where, allowed=f"{dim} or fewer")
+    return rope
 
 
 def check_number(value: object, where: str) -> float:

@@ -367,10 +367,16 @@ class Ops(Protocol):
         rows: Array | None = None,
         sink: Array | None = None,
         scale: float | None = None,
+        rope: Rope | Array | None = None,
     ) -> Attention:
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V.
 
         ``sink`` [H] adds exp(sink) to the denominator once. Scale is d^-0.5 unless given. No key: out 0, lse -inf.
+
+        ``rope`` turns the last channels of every output back by the query's position, which takes the position out of
+        values that are rotated keys; lse is the same. It does so after the output is rounded to the query's dtype, in
+        fp32, and rounds the result to that dtype again: in DeepSeek-V4's published inference code the kernel returns
+        bf16, and ``apply_rotary_emb(o[..., -rd:], freqs_cis, inverse=True)`` comes next.
         """
         ...
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvcore.arguments import check_array, check_float, check_indices, check_number, check_weight
-from kvcore.errors import ShapeError, StepError
+from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight
+from kvcore.errors import StepError
 from kvcore.handle.state import LayerState
 from kvcore.ops import AllEntries, Array, Closed, SelectedEntries, WindowRows
 from kvcore.spec import TAIL_OF, Entries, IndexKeys, Rope, Tail, Window
@@ -68,12 +68,7 @@ class LatentVerbs(LayerState):
             if weights[role] is not None:
                 dim = getattr(self._spec, role).dim
                 weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
-        if rope is not None and not isinstance(rope, Rope):
-            rope = check_array(self._ops, rope, "flush: rope", (None,), ("float32",))
-        turned = 0 if rope is None else rope.dim if isinstance(rope, Rope) else 2 * len(rope)
         narrowest = min(getattr(self._spec, role).dim for role in flushed)
-        if turned > narrowest:
-            raise ShapeError(got=f"{turned} rotated channels", where="flush: rope", allowed=f"{narrowest} or fewer")
         pools = self._ops.flush(
             self._pools,
             self._layer,
@@ -82,7 +77,7 @@ class LatentVerbs(LayerState):
             closed=closed_count(self._step.rows, entries.ratio),
             norm_weight=weights["entries"],
             eps=check_number(eps, "flush: eps"),
-            rope=rope,
+            rope=check_rope(self._ops, rope, "flush: rope", narrowest),
             index_norm_weight=weights["index_keys"],
         )
         self._replace(pools)

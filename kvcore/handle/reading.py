@@ -1,11 +1,11 @@
 """Verbs that read: indexer scores, selection, attention; and the classic layers' keys and values."""
 
-from kvcore.arguments import check_float, check_indices, check_number, check_weight
+from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.handle.state import AT_ONCE, LayerState
 from kvcore.ops import Array, Attention, VisibleRows
-from kvcore.spec import KV, Entries, IndexKeys
+from kvcore.spec import KV, Entries, IndexKeys, Rope
 
 
 class ReadingVerbs(LayerState):
@@ -31,25 +31,33 @@ class ReadingVerbs(LayerState):
         return self._ops.select(scores, k)
 
     def attend(
-        self, q: Array, selected: Array | None = None, sink: Array | None = None, scale: float | None = None
+        self,
+        q: Array,
+        selected: Array | None = None,
+        sink: Array | None = None,
+        scale: float | None = None,
+        *,
+        rope: Rope | Array | None = None,
     ) -> Attention:
         """Attention of the step's queries to this layer's cache.
 
         Latent layers: q [T, H, d] against the window and the selected entries (None: every visible one; [T, 0]: none).
-        Classic layers: q [T, H, key_dim], out [T, H, value_dim]; ``selected`` does not apply.
+        Classic layers: q [T, H, key_dim], out [T, H, value_dim]; ``selected`` and ``rope`` do not apply.
 
         Args:
-            q: fp32 or bf16, already rotated; nothing is rotated inside.
+            q: fp32 or bf16, already rotated.
             selected: [T, k] int32 or int64, distinct per token; -1 and invisible ones are ignored.
             sink: [H] fp32 logits that count in the denominator only.
             scale: of the logits; the key dim to the power -0.5 unless given.
+            rope: turns the last channels of out back by the query's position, as models do whose values are rotated
+                keys: a Rope, or fp32 inverse frequencies; None leaves them. See ``kvcore.ops`` for the rounding.
 
         Returns:
             out in q's dtype, and lse [T, H] fp32 without the sink; 0 and -inf for a query without keys.
         """
         self._step.check_open()
         if self._spec.kv is not None:
-            return self._attend_kv(q, selected, sink, scale)
+            return self._attend_kv(q, selected, sink, scale, rope)
         component = self._spec.window or self._component("entries", Entries)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, component.dim))
         if selected is not None:
@@ -69,6 +77,7 @@ class ReadingVerbs(LayerState):
             rows=rows[0] if rows else None,
             sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", q.shape[1]),
             scale=None if scale is None else check_number(scale, "attend: scale"),
+            rope=check_rope(self._ops, rope, "attend: rope", component.dim),
         )
 
     def append_kv(self, k: Array, v: Array) -> None:
@@ -141,7 +150,9 @@ class ReadingVerbs(LayerState):
             kept[key] = max((len(kv.visible(*span)) for span in spans), default=0)
         return kept[key]
 
-    def _attend_kv(self, q: Array, selected: Array | None, sink: Array | None, scale: float | None) -> Attention:
+    def _attend_kv(
+        self, q: Array, selected: Array | None, sink: Array | None, scale: float | None, rope: Rope | Array | None
+    ) -> Attention:
         kv = self._component("kv", KV)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
         heads = q.shape[1]
@@ -150,6 +161,8 @@ class ReadingVerbs(LayerState):
                 raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {region.heads}")
         if selected is not None:
             raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
+        if rope is not None:
+            raise ShapeError(got="a rotation", where="attend: rope", allowed="None on a classic layer")
         self._require("kv", "attend")
         k, v = self._unwritten("kv") or (None, None)
         return self._ops.attend_kv(

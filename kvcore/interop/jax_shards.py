@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvcore.backends.jax_pallas.attention import turned_back
+from kvcore.backends.jax_pallas.tail import frequencies_of
 from kvcore.cache import Cache
 from kvcore.errors import SpecError
 from kvcore.ops import Attention
@@ -95,6 +97,10 @@ class JaxExchange:
             share = jnp.where(jnp.isneginf(lse), 0, 1 / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse)))
             out = out * share[..., None]
         return Attention(out.astype(like.dtype), lse)
+
+    def turn_back(self, out, positions, rope):
+        """Merged outputs [T, H, d] with their last channels turned back by positions [T]."""
+        return turned_back(out, positions, frequencies_of(rope))
 
     def widen(self, q):
         """The query in fp32."""

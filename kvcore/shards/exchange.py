@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from kvcore.ops import Array, Attention
+from kvcore.spec import Rope
 
 
 class Exchange(Protocol):
@@ -45,6 +46,10 @@ class Exchange(Protocol):
 
         They come without a sink; the result has the dtype of ``like``.
         """
+        ...
+
+    def turn_back(self, out: Array, positions: Array, rope: Rope | Array) -> Array:
+        """Merged outputs [T, H, d] with their last channels turned back by positions [T], as ``Ops.attend`` does."""
         ...
 
     def widen(self, q: Array) -> Array:

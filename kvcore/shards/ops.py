@@ -18,7 +18,7 @@ from kvcore.pools import Pools
 from kvcore.shards.exchange import Exchange
 from kvcore.shards.index import to_read, to_write
 from kvcore.shards.pages import Pages
-from kvcore.spec import LayerSpec
+from kvcore.spec import LayerSpec, Rope
 
 WHOLE = (
     *("allocate", "asarray", "join", "index", "padded_index"),
@@ -170,17 +170,19 @@ class ShardedOps:
         rows: Array | None = None,
         sink: Array | None = None,
         scale: float | None = None,
+        rope: Rope | Array | None = None,
     ) -> Attention:
-        """Window, once, and every shard's entries; the sink once."""
+        """Window, once, and every shard's entries; the sink once; the whole is turned back, once."""
         spec = self.plan.spec.all_layers[layer]
         if spec.entries is None:
-            return self._base.attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
+            return self._base.attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
         wide, once = self.exchange.widen(q), None
         if spec.window is not None:
             once = self._rings.attend(pools, layer, index, wide, None, rows=rows, scale=scale)
         picks = None if selected is None else self._own(selected, self._pages_of(layer, "entries"))
         parts = self._pages.attend(pools, layer, self._to_read(index, layer, "entries"), wide, picks, scale=scale)
-        return self.exchange.merge(parts, once, sink, q)
+        found = self.exchange.merge(parts, once, sink, q)
+        return found if rope is None else found._replace(out=self.exchange.turn_back(found.out, index.positions, rope))
 
     def gather_kv(
         self,

@@ -7,6 +7,8 @@ from jax import lax
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
+from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.tail import rotate
 from kvcore.ops import Attention
 
 CHUNK_VALUES = 1 << 24
@@ -16,8 +18,11 @@ ENTRIES_A_ROUND = 128
 """Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
 
 
-def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=None):
-    """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+def attend(layer, pools, index, q, selected=None, rows=None, sink=None, rope=None, scale=None):
+    """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V.
+
+    ``rope`` is the fp32 inverse frequencies by which outputs are turned back, or None.
+    """
     dim = q.shape[2]
     scale = dim**-0.5 if scale is None else scale
     window, entries = layer.component("window"), layer.component("entries")
@@ -26,13 +31,17 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
     launches = triton and isinstance(scale, float) and (rows is None or len(rows) == len(q))
     if launches and triton.attends(layer, index, q):
         own = None if rows is None or window is None else place.encode_rows(layer.regions["window"][0], rows)[:, 0]
-        return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale))
+        return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale, rope))
+
+    def finished(found):
+        return found if rope is None else found._replace(out=turned_back(found.out, index.positions, rope))
+
     scale = jnp.float32(scale)
     if rows is None:
         sources = _sources(layer, index, selected)
         if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):
             out, lse = fused.attend(pools, q.astype(jnp.float32) * scale, sources, sink)
-            return Attention(out.astype(q.dtype), lse)
+            return finished(Attention(out.astype(q.dtype), lse))
     own = None
     if window is not None and rows is not None:
         own = place.encode_rows(layer.regions["window"][0], rows)
@@ -62,7 +71,15 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, scale=No
     columns = (window.window if window is not None else 0) + (size if selected is None else selected.shape[1])
     tokens = (index.request_index, index.positions, q) + (() if selected is None else (selected,))
     state = by_tokens(chunk, tokens, max(columns, 64) * dim)
-    return finish(state, sink, q.dtype)
+    return finished(finish(state, sink, q.dtype))
+
+
+def turned_back(out, positions, rope):
+    """Outputs [T, H, d] with their last channels turned by minus the tokens' positions [T], rounded like ``out``."""
+    rows = out.astype(jnp.float32).reshape(-1, out.shape[2])
+    # XLA may leave out a rounding that is undone at once.
+    rows = to_bf16(rows) if out.dtype == jnp.bfloat16 else rows
+    return rotate(rows, jnp.repeat(-positions, out.shape[1]), rope).reshape(out.shape).astype(out.dtype)
 
 
 def _round_of(region, index, pools):

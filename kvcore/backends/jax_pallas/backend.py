@@ -335,9 +335,10 @@ class JaxOps(ComposedVerbs):
         rows: Float[Array, "tokens dim"] | None = None,
         sink: Float[Array, " heads"] | None = None,
         scale: float | None = None,
+        rope: Rope | Float[Array, " frequencies"] | None = None,
     ) -> Attention:
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
-        arrays = (index, q, selected, rows, sink)
+        arrays = (index, q, selected, rows, sink, tail.frequencies_of(rope))
         if self.kernels == "triton" and isinstance(scale, int | float):
             options = {"scale": float(scale)}
         else:

@@ -3,10 +3,11 @@
 import numpy as np
 
 from kvcore.backends.reference import rows as place
+from kvcore.backends.reference.tail import rotate
 from kvcore.ops import Attention
 
 
-def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     tokens, heads, dim = q.shape
     scale = np.float32(dim**-0.5 if scale is None else scale)
@@ -29,6 +30,9 @@ def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, 
             keys += [read(ops, pools, layer, "entries", index, request, i) for i in picks]
         keys = np.concatenate(keys)
         out[token], lse[token] = softmax_sum(q[token].astype(np.float32), keys, keys, sink, scale)
+        if rope is not None:
+            rounded = out[token].astype(q.dtype).astype(np.float32)
+            out[token] = rotate(rounded, np.full(heads, -position), rope)
     return Attention(out.astype(q.dtype), lse)
 
 

@@ -3,10 +3,11 @@
 import torch
 
 from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.tail import rotate
 from kvcore.ops import Attention
 
 
-def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     tokens, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -24,7 +25,13 @@ def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, 
         keys, seen = place.blank(torch.cat(keys, dim=1), torch.cat(seen, dim=1)), torch.cat(seen, dim=1)
         found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, scale, seen[:, None])
         out[some] = found.to(q.dtype)
-    return Attention(out, lse)
+    return Attention(out if rope is None else turned_back(out, index.positions, rope), lse)
+
+
+def turned_back(out, positions, rope):
+    """Outputs [T, H, d] with their last channels turned by minus the tokens' positions [T], rounded like ``out``."""
+    rows = out.flatten(0, 1).to(torch.float32)
+    return rotate(rows, -positions.repeat_interleave(out.shape[1]), rope).view_as(out).to(out.dtype)
 
 
 def window_source(ops, pools, layer, index, rows):

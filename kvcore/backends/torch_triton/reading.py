@@ -23,7 +23,9 @@ from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_wo
 from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.backends.torch_triton.kernels.score_cut import score_parts
+from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
+from kvcore.spec import Rope
 
 MOST_SCORES = 1 << 26
 """Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
@@ -77,13 +79,19 @@ class ReadingVerbs(TorchOps):
         raise NotImplementedError
 
     @torch.no_grad()
-    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
+    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+        frequencies = frequencies_of(rope, q.device) if isinstance(rope, Rope) else rope
+        frequencies = None if frequencies is None else frequencies.contiguous()
         if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
-            return flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
+            found = flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
+            if frequencies is not None:
+                launch.calls().turn_back_rows(found.out, index.positions, frequencies)
+            return found
         found = None if self.attention_kernels == "torch" else self._attention(layer, q)
         if found is None or not len(index.slots):
-            return super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
+            options = {"rows": rows, "sink": sink, "scale": scale, "rope": rope}
+            return super().attend(pools, layer, index, q, selected, **options)
         window, entries, parts = found
         tokens, heads, dim = q.shape
         table, entry_buffers = index.block_table, [] if entries is None else [pools[name] for name in entries[1]]
@@ -118,6 +126,7 @@ class ReadingVerbs(TorchOps):
             table,
             [] if window is None else [pools[name] for name in window[1]],
             entry_buffers,
+            frequencies,
             workspace,
             [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
             [span, ratio, splits, keys],

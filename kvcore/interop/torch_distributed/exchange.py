@@ -5,8 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvcore.backends.torch_triton.attention import turned_back
+from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
 from kvcore.shards.pages import Pages
+from kvcore.spec import Rope
 
 # all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
 GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,6 +100,15 @@ class TorchExchange:
             share = torch.where(lse.isneginf(), 0, 1 / (1 + torch.exp(sink.float() - lse)))
             out = out * share[..., None]
         return Attention(out.to(like.dtype), lse)
+
+    def turn_back(self, out, positions, rope):
+        """Merged outputs [T, H, d] with their last channels turned back by positions [T]."""
+        if not out.is_cuda:
+            return turned_back(out, positions, rope)
+        from kvcore.backends.torch_triton.kernels.launch import calls
+
+        calls().turn_back_rows(out, positions, frequencies_of(rope, out.device) if isinstance(rope, Rope) else rope)
+        return out
 
     def widen(self, q):
         """The query in fp32; on a GPU as it is, since bf16 is what the kernels' matrix units take."""

@@ -31,13 +31,14 @@ def attends(layer, index, q) -> bool:
     return _parts(layer, q.dtype == jnp.bfloat16) is not None
 
 
-def attend(layer, pools, index, q, selected, own, sink, scale):
+def attend(layer, pools, index, q, selected, own, sink, scale, rope):
     """Out like q and lse [T, H] fp32 of queries q [T, H, d].
 
     Args:
         selected: entries [T, k], or None: all visible ones.
         own: the step's window rows as canonical bytes [T, row_bytes] where the ring does not hold them yet, or None.
         scale: of the logits, a number.
+        rope: fp32 inverse frequencies by which outputs are turned back, or None.
     """
     given, q = q, floats(q)
     tokens, heads, dim = q.shape
@@ -63,6 +64,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
     splits = splits_for(chip(), tokens, heads, keys, cut)
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     partial, sums = out, lse
+    turned = {"PAIRS": 0 if rope is None else len(rope), "NATIVE": is_native()}
     if splits > 1:
         partial = jax.ShapeDtypeStruct((tokens, splits, heads, dim), jnp.float32)
         sums = jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32)
@@ -80,6 +82,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
         "slots_ptr": index.slots,
         "starts_ptr": index.starts,
         "table_ptr": index.block_table,
+        "frequencies_ptr": lse if rope is None else rope,
         "tokens": tokens,
         "heads": heads,
         "picks": picks,
@@ -92,7 +95,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
         "ALL": selected is None,
         "SINK": sink is not None,
         "SPLIT": splits > 1,
-        "NATIVE": is_native(),
+        **turned,
     }
     grid = (tokens * -(-heads // cut.heads) * splits,)
     _, found = launched(attend_kernel, grid, arguments, warps=cut.warps, contracted=True)
@@ -103,11 +106,13 @@ def attend(layer, pools, index, q, selected, own, sink, scale):
             "partial_ptr": found[2],
             "partial_lse_ptr": found[3],
             "sink_ptr": lse if sink is None else sink,
+            "positions_ptr": index.positions,
+            "frequencies_ptr": lse if rope is None else rope,
             "heads": heads,
             "splits": splits,
             **merge_constants(dim, splits),
             "SINK": sink is not None,
-            "NATIVE": is_native(),
+            **turned,
         }
         _, found = launched(merge_kernel, (tokens * heads,), arguments, warps=4, contracted=True)
     return found[0].astype(given.dtype), found[1]

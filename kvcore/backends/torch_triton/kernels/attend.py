@@ -16,6 +16,7 @@ from kvcore.backends.torch_triton.kernels.chunks import (
     side_by_side,
 )
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
+from kvcore.backends.torch_triton.kernels.turn import turn_back
 
 
 @triton.jit
@@ -213,12 +214,13 @@ def store_heads(at, out, some, inside, S: tl.constexpr, NATIVE: tl.constexpr):
 def attend_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr, selected_ptr,
     codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr, own_ptr,
-    positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr,
+    positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr, frequencies_ptr,
     tokens, heads, picks, table_columns, splits, scale,
     W: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, S: tl.constexpr, ENTRY_S: tl.constexpr,
     CHUNK_S: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
     ALL: tl.constexpr, SINK: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
+    KEYS: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Q [tokens, heads, dim] -> out like it and lse [tokens, heads], or parts of them for ``merge_kernel``.
 
@@ -226,7 +228,7 @@ def attend_kernel(
     in the ring yet; CHUNK is their record. Each kind of rows is cut in its own way, into panels of the same widths.
     ``scale`` is that of the logits times log2(e). With SPLIT a query's tiles are shared out among ``splits`` programs,
     which write normalised outputs [tokens, splits, heads, dim] and base-2 logarithms of their sums [tokens, splits,
-    heads].
+    heads]. PAIRS: of the last channels, that outputs have turned back; of parts, ``merge_kernel`` does so.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(heads, HEADS)
@@ -314,6 +316,9 @@ def attend_kernel(
         if SINK:
             some *= beside_sink(sink_ptr, head, inside, lse)
         store_heads(out_ptr + line * S.dim, out, some, inside, S, NATIVE)
+        if PAIRS:
+            tl.debug_barrier()
+            turn_back(out_ptr + line * S.dim, inside, position, frequencies_ptr, S.dim, PAIRS, NATIVE)
 
 
 @triton.jit

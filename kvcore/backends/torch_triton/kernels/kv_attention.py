@@ -81,8 +81,8 @@ def attend_kv_rows(
     if splits > 1:
         dim = out.shape[2]
         merge.merge_kernel[(tokens * heads,)](
-            out, lse, partial, sums, lse if sink is None else sink, heads, splits,
-            dim, power_of_two(dim), min(8, power_of_two(splits)), power_of_two(splits), sink is not None,
+            out, lse, partial, sums, lse if sink is None else sink, positions, positions, heads, splits,
+            dim, power_of_two(dim), min(8, power_of_two(splits)), power_of_two(splits), sink is not None, 0,
             is_native(q.device), num_warps=4,
         )  # fmt: skip
     return out, lse

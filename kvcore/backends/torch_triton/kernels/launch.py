@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvcore.backends.torch_triton.kernels.attention import attend_rows
+from kvcore.backends.torch_triton.kernels.attention import attend_rows, turn_back_rows
 from kvcore.backends.torch_triton.kernels.bound import (
     BOUND,
     INTERPRETED,
@@ -70,6 +70,7 @@ __all__ = [
     "score_select_rows",
     "select_rows",
     "store_rows",
+    "turn_back_rows",
 ]
 
 

@@ -5,17 +5,19 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.attend import beside_sink
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
+from kvcore.backends.torch_triton.kernels.turn import turn_back
 
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, heads, splits,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, positions_ptr, frequencies_ptr, heads, splits,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, SINK: tl.constexpr,
-    NATIVE: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Parts [tokens, splits, heads, DIM] and base-2 sums [tokens, splits, heads] -> one query's out and lse of a head.
 
-    The sink counts once, here. Parts are taken PARTS at a time in a fixed order; those without a key are not read.
+    The sink counts once, here, and PAIRS of the last channels are turned back. Parts are taken PARTS at a time in a
+    fixed order; those without a key are not read.
     """
     token, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     every = tl.arange(0, SPLITS)
@@ -42,3 +44,8 @@ def merge_kernel(
     line = token * heads + head
     tl.store(lse_ptr + line, lse * 0.6931471805599453)
     tl.store(out_ptr + line * DIM + channel, out.to(out_ptr.dtype.element_ty), mask=channel < DIM)
+    if PAIRS:
+        tl.debug_barrier()
+        at = out_ptr + line * DIM + tl.zeros([1], tl.int32)
+        position = tl.load(positions_ptr + token)
+        turn_back(at, tl.full([1], True, tl.int1), position, frequencies_ptr, DIM, PAIRS, NATIVE)
