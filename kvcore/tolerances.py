@@ -63,6 +63,7 @@ OPERATIONS: dict[str, Operation] = {
     # Dot products, softmax over the visible rows, weighted sum. Attention in bf16 rounds the weights of that sum to
     # bf16, as DeepSeek's own kernel does (its ``sparse_attn``): tensor cores multiply bf16 by bf16.
     "attention": Operation(1e-5, 1, weights=2.0**-8),
+    "inverse rope": Operation(2e-5, 2, mixes=True, weights=2.0**-8),  # of an attention's rounded output
 }
 
 TIPPED = 1 / 64

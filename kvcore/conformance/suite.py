@@ -105,7 +105,8 @@ def _layouts(cut: Cut) -> tuple[str, ...]:
 def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
     relative = sizes(cut, verb.role)
     plan = plan_of(cut.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout)
-    id = f"{verb.name}/{cut.label}/{layout}/{shape.name}"
+    label = f"{cut.label}.{verb.variant}" if verb.variant else cut.label
+    id = f"{verb.name}/{label}/{layout}/{shape.name}"
 
     def prepare() -> Callable[[Ops], list[Output]]:
         case = Case(id, plan, verb.role, shape, relative)

@@ -28,6 +28,7 @@ class Verb(NamedTuple):
         lacks: roles that a layer must not have.
         shapes: names of the shape classes; all of them if empty.
         also: verbs that the same drive covers.
+        variant: ends the second part of the check's id, where another row drives the verb otherwise.
     """
 
     name: str
@@ -42,3 +43,4 @@ class Verb(NamedTuple):
     lacks: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    variant: str = ""

@@ -86,16 +86,22 @@ VERBS: tuple[Verb, ...] = (
     Verb("index_scores", indexer.index_scores, "arithmetic", "index_keys", _INDEXED, ("index_keys",)),
     Verb("select", indexer.select, "selection", "index_keys", _INDEXED, ("index_keys",), layouts=False),
     Verb("index_select", indexer.index_select, "selection", "index_keys", _INDEXED, ("index_keys",)),
-    Verb(
-        "attend",
-        attention.attend("window"),
-        "arithmetic",
-        role="window",
-        roles=("window", "entries"),
-        needs=("window",),
-        named=("window", "entries"),
+    *(
+        Verb(
+            "attend",
+            attention.attend(role, back=bool(variant)),
+            "arithmetic",
+            role=role,
+            roles=("window", "entries"),
+            needs=(role,),
+            named=("window", "entries"),
+            lacks=lacks,
+            shapes=shapes,
+            variant=variant,
+        )
+        for variant, shapes in (("", ()), ("rope", ("ragged", "longer", "padded")))
+        for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
-    Verb("attend", attention.attend("entries"), "arithmetic", "entries", ("entries",), ("entries",), lacks=("window",)),
     _role("append_kv", classic.append_kv, "kv", writes=True),
     _role("gather_kv", classic.gather_kv, "kv"),
     _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",)),

@@ -1,23 +1,29 @@
 """Attention over the window and the compressed entries of a latent layer."""
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.compression import THETA, rotated
 from kvcore.conformance.outputs import Output, close
 from kvcore.conformance.shapes import FP32
+from kvcore.spec import Rope, Yarn
 
 HEADS = 3
 PICKS = 5
 
 
-def attend(role: str) -> Callable[[Bench], list[Output]]:
+def attend(role: str, *, back: bool = False) -> Callable[[Bench], list[Output]]:
     """Every visible row; picks in any order, some of them not visible; no entries at all; with a sink and a scale.
 
     With the step's own rows beside the pools, and from pools alone where the ring still holds all that is seen.
+
+    Args:
+        back: outputs are turned back, by a Rope with YaRN or by its frequencies.
     """
 
     def drive(bench: Bench) -> list[Output]:
@@ -37,14 +43,20 @@ def attend(role: str) -> Callable[[Bench], list[Output]]:
             calls["none"] = {"selected": bench.put(np.zeros((case.tokens, 0), np.int32))}
         else:
             calls["sink"] = sink
+        if back:
+            rope = Rope(dim=rotated(dim), theta=THETA, yarn=Yarn(factor=16.0, original_length=65536))
+            frequencies = bench.put(np.array(rope.inverse_frequencies, np.float32))
+            for options, given in zip(calls.values(), cycle((frequencies, rope)), strict=False):
+                options["rope"] = given
         states = [("", bench.pools(**filled), rows)]
         if rows is not None and case.holds("window"):
             states.append((", stored", bench.pools(end=("window", *filled.get("end", ()))), None))
         found: list[Output] = []
+        operation = "inverse rope" if back else "attention"
         for when, pools, own in states:
             for name, options in calls.items():
                 out, lse = bench.ops.attend(pools, bench.layer, bench.index, q, rows=own, **options)
-                found.append(close(f"out {name}{when}", to_numpy(out), "attention", "token", "head", "channel"))
+                found.append(close(f"out {name}{when}", to_numpy(out), operation, "token", "head", "channel"))
                 found.append(close(f"lse {name}{when}", to_numpy(lse), "attention", "token", "head"))
         return found
 

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.codes import round_bf16
 from kvcore.backends.torch_triton.kernels.latent import rotate, turns
-from kvcore.backends.torch_triton.kernels.record import power_of_two
 
 HEADS = 16
 """Heads of a program of ``turn_back_kernel``."""
@@ -17,8 +16,8 @@ HEADS = 16
 
 @triton.constexpr_function
 def channels_of(pairs):
-    """Channels of a tile that holds ``pairs`` pairs."""
-    return 2 * power_of_two(pairs)
+    """Channels of a tile that holds ``pairs`` pairs, 1 or more: a power of two."""
+    return 2 << (pairs - 1).bit_length()
 
 
 @triton.jit
