@@ -39,7 +39,7 @@ def decode(ops, pools, index, inputs, weights, picks):
             asked = index_q.bfloat16(), head_weights, layer.index_keys.topk
             selected = ops.index_select(pools, number, index, *asked, run=run)
             seen.append(selected)
-        seen += ops.attend(pools, number, index, q.bfloat16(), selected, sink=q[0, :, 0])
+        seen += ops.attend(pools, number, index, q.bfloat16(), selected, sink=q[0, :, 0], rope=ROPE)
         seen.append(ops.gather_window(pools, number, index).values)
     return seen
 
@@ -197,7 +197,7 @@ def decode_layer(ops, pools, index, given):
     scores = ops.index_scores(pools, 0, index, index_q, head_weights)
     selected = ops.select(scores, 4)
     at_once = ops.index_select(pools, 0, index, index_q, head_weights, 4, run=8)
-    out = ops.attend(pools, 0, index, q.view(-1, 16, 512).bfloat16(), at_once)
+    out = ops.attend(pools, 0, index, q.view(-1, 16, 512).bfloat16(), at_once, rope=rope)
     return [scores, selected, at_once, out.out, out.lse, ops.gather_entries(pools, 0, index, selected).values]
 
 

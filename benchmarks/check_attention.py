@@ -3,12 +3,18 @@
 from collections.abc import Iterator
 
 import torch
-from reading_scene import attention, off, scene
+from reading_scene import attention, off, scene, turned_back
 
 from kvcore.backends.torch_triton import flash
-from kvcore.spec import Entries, LayerSpec, Window
+from kvcore.backends.torch_triton.kernels import launch
+from kvcore.spec import Entries, LayerSpec, Rope, Window, Yarn
 
 Problem = tuple[str, str]
+
+V4_ROPE = Rope(dim=64, theta=160000.0, yarn=Yarn(factor=16.0, original_length=65536))
+"""Of DeepSeek-V4's layers with compressed entries."""
+
+FEW_CHANNELS = Rope(dim=10, theta=10000.0)
 
 
 def layer_of(
@@ -34,9 +40,12 @@ def picks_for(tokens: int, count: int, entries: int, device: str) -> torch.Tenso
 
 def check(
     what: str, layer, lengths, news, device, *, heads=64, count=None, dtype=torch.bfloat16, sink=True, flash_mla=False,
-    **options,
+    rope=None, **options,
 ) -> Iterator[Problem]:  # fmt: skip
-    """One case: ``count`` picks a query, None for every visible entry."""
+    """One case: ``count`` picks a query, None for every visible entry.
+
+    With ``rope`` outputs are also turned back: what is turned are the rounded outputs without it, to the last step.
+    """
     found = scene(layer, lengths, news, device, **options)
     found.ops.attention_kernels = "flash_mla" if flash_mla else "triton"
     tokens = len(found.host.positions)
@@ -52,7 +61,49 @@ def check(
     problem = off(got.out, want[0], "attention") or off(got.lse, want[1], "attention")
     if not (torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)):
         problem += "; a repeat differs"
+    if rope is not None:
+        back = found.ops.attend(found.pools, 0, found.index, q, selected, sink=sinks, scale=0.11, rope=rope)
+        want = turned_back(got.out, found.host.positions, rope)
+        problem += off(back.out, want, "rope") + ("" if torch.equal(back.lse, got.lse) else "; lse differs")
     yield f"attend {what}", problem
+
+
+def turned_alone(device: str) -> Iterator[Problem]:
+    """Outputs of others' kernels turned back in place: a number of heads and of pairs that fill no tile."""
+    positions = torch.tensor([0, 5, -1, 1048570], dtype=torch.int32, device=device)
+    rope = Rope(dim=12, theta=10000.0)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.randn(4, 19, 40, device=device).to(dtype)
+        want = turned_back(out, positions, rope)
+        launch.calls().turn_back_rows(out, positions, torch.tensor(rope.inverse_frequencies, device=device))
+        yield f"outputs turned back in place, {dtype}", off(out, want, "rope")
+
+
+def captured(device: str) -> Iterator[Problem]:
+    """A graph of attention that turns its outputs back, replayed on a later step: split, whole, over every entry."""
+    for what, ratio, count, requests in (
+        ("CSA, split", 4, 512, 3), ("CSA, whole", 4, 64, 300), ("HCA, split", 128, None, 3),
+    ):  # fmt: skip
+        layer = layer_of("v4_584", "v4_584", ratio=ratio)
+        lengths = [260 + 7 * n % 700 for n in range(requests)]
+        found = scene(layer, lengths, [1] * requests, device)
+        q = torch.randn(len(found.host.positions), 64, 512, device=device).bfloat16()
+        selected = None if count is None else picks_for(len(q), count, max(lengths) // ratio, device)
+        fixed = found.index._replace(positions=found.index.positions.clone())
+        given = found.pools, 0, fixed, q, selected
+        for _ in range(2):
+            found.ops.attend(*given, rope=V4_ROPE)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = found.ops.attend(*given, rope=V4_ROPE)
+        # Earlier queries of the same requests: they see less and turn by less.
+        fixed.positions.copy_(torch.where(fixed.positions >= 9, fixed.positions - 9, fixed.positions))
+        graph.replay()
+        want = found.ops.attend(*given, rope=V4_ROPE)
+        same = torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+        at = turned_back(found.ops.attend(*given).out, fixed.positions, V4_ROPE)
+        yield f"outputs turned back in a graph, {what}", ("" if same else "eager differs; ") + off(got.out, at, "rope")
 
 
 def flash_rows(device: str) -> Iterator[Problem]:
@@ -76,18 +127,23 @@ SMALL = {"dim": 64, "span": 9, "rows": 12}
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     yield from flash_rows(device)
+    yield from turned_alone(device)
     v4, plain = layer_of("v4_584", "v4_584", span=20, rows=24), layer_of("bf16", "bf16", **SMALL)
-    yield from check("v4_584, picks", v4, [30, 3], [1, 1], device, heads=5, count=9)
-    yield from check("v4_584, all entries, drafts", v4, [45, 20], [2, 1], device, heads=3)
+    yield from check("v4_584, picks", v4, [30, 3], [1, 1], device, heads=5, count=9, rope=V4_ROPE)
+    yield from check("v4_584, picks shared out", v4, [30], [1], device, heads=5, count=9, rope=V4_ROPE)
+    yield from check("v4_584, all entries, drafts", v4, [45, 20], [2, 1], device, heads=3, rope=V4_ROPE)
     for dtype in (torch.float32, torch.bfloat16):
-        yield from check(f"bf16 rows, {dtype}", plain, [40, 1], [2, 1], device, heads=17, count=5, dtype=dtype)
+        given = {"count": 5, "dtype": dtype, "rope": FEW_CHANNELS}
+        yield from check(f"bf16 rows, {dtype}", plain, [40, 1], [2, 1], device, heads=17, **given)
     yield from check(
-        "nothing selected, no window", layer_of(None, "bf16", **SMALL), [30, 2], [1, 1], device, heads=2, count=0
-    )
+        "nothing selected, no window", layer_of(None, "bf16", **SMALL), [30, 2], [1, 1], device, heads=2, count=0,
+        rope=FEW_CHANNELS,
+    )  # fmt: skip
     yield from check(
         "one request of a token, entries alone", layer_of(None, "bf16", **SMALL), [1, 30], [1, 1], device, heads=2
     )
-    yield from check("window alone", layer_of("bf16", None, **SMALL), [30, 2], [2, 1], device, heads=2)
+    alone = layer_of("bf16", None, **SMALL)
+    yield from check("window alone", alone, [30, 2], [2, 1], device, heads=2, rope=FEW_CHANNELS)
     yield from check(
         "formats differ", layer_of("v41_528", "v41_fp4_288", span=9, rows=12), [40], [1], device, heads=2, count=6
     )
@@ -123,6 +179,8 @@ def own_rows(
     if fewest is not None:
         full.ops.fewest_visits = fewest
     got = full.ops.attend(pools, 0, full.index, q, selected, rows=rows)
+    back = full.ops.attend(pools, 0, full.index, q, selected, rows=rows, rope=FEW_CHANNELS)
     want = full.plain.attend(pools, 0, full.index, q.float(), selected, rows=rows)
     problem = off(got.out, want.out.double(), "attention") or off(got.lse, want.lse.double(), "attention")
+    problem += off(back.out, turned_back(got.out, full.host.positions, FEW_CHANNELS), "rope")
     yield f"attend, chunk not yet in the ring: {what}", problem

@@ -55,9 +55,17 @@ def attention_cases(device: str) -> Iterator[Case]:
     yield check_attention.check("HCA, all entries", hca, [131072, 127, 5001], [1, 1, 4], device)
     yield check_attention.check("HCA, a token beside a million", hca, [MILLION + 77, 1], [1, 1], device)
     yield check_attention.check("CSA, a token beside a million", v4, [MILLION + 3, 1], [1, 1], device, count=1024)
+    for what, requests in (("split", [5003, 129, 1]), ("whole", [300 + 17 * n for n in range(150)])):
+        given = {"count": 512, "rope": check_attention.V4_ROPE}
+        yield check_attention.check(f"CSA, {what}, turned back", v4, requests, [1] * len(requests), device, **given)
+    given = {"rope": check_attention.V4_ROPE}
+    yield check_attention.check("HCA, turned back", hca, [131072, 127, MILLION + 77], [1, 1, 4], device, **given)
+    yield check_attention.turned_alone(device)
+    if torch.device(device).type == "cuda":
+        yield check_attention.captured(device)
     yield check_attention.flash_rows(device)
     if not flash.unusable():
-        given = {"count": 512, "flash_mla": True}
+        given = {"count": 512, "flash_mla": True, "rope": check_attention.V4_ROPE}
         yield check_attention.check("through FlashMLA", v4, [5003, 129, 1], [1, 1, 1], device, **given)
         yield check_attention.check("through FlashMLA, 128 heads", v4, [4001, 77], [2, 2], device, heads=128, **given)
         yield check_attention.check("through FlashMLA, few picks", v4, [4001] * 70, [1] * 70, device, **given)

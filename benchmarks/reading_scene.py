@@ -14,7 +14,7 @@ from kvcore.backends.torch_triton.backend import TorchOps, checked_device
 from kvcore.backends.torch_triton.encoding import hadamard
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.plan import plan_cache
-from kvcore.spec import CacheSpec, LayerSpec
+from kvcore.spec import CacheSpec, LayerSpec, Rope
 from kvcore.step import Row, build_index
 
 ROWS_AT_ONCE = 1 << 16
@@ -139,6 +139,17 @@ def attention(
         if sink is not None:
             out[token] *= torch.sigmoid(lse[token] - sink.to(torch.float64))[:, None]
     return out, lse
+
+
+def turned_back(out: torch.Tensor, positions: Any, rope: Rope) -> torch.Tensor:
+    """Outputs [T, H, d], as rounded as they are given, in fp64 times conj(exp(i · angle)) in the last channels."""
+    pairs = torch.tensor(rope.inverse_frequencies, dtype=torch.float32, device=out.device)
+    # The angle is an fp32 product, of which everything else is exact.
+    angle = (torch.as_tensor(positions, device=out.device).float()[:, None] * pairs).double()
+    first = out.shape[2] - 2 * len(pairs)
+    last = torch.view_as_complex(out[:, :, first:].double().unflatten(2, (-1, 2)).contiguous())
+    turned = torch.view_as_real(last * torch.polar(torch.ones_like(angle), -angle)[:, None]).flatten(2)
+    return torch.cat([out[:, :, :first].double(), turned], dim=2)
 
 
 def scores(found: Scene, q: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:

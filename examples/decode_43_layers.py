@@ -52,7 +52,7 @@ def step(ops, pools, index, inputs, weights, verbs):
             selected = ops.index_select(pools, number, index, q, w, layer.index_keys.topk)
             given["selected"] = selected
         if "attend" in verbs:
-            out = ops.attend(pools, number, index, given["q"], selected, sink=given["sink"]).out
+            out = ops.attend(pools, number, index, given["q"], selected, sink=given["sink"], rope=ROPE).out
     return out
 
 

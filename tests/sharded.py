@@ -13,7 +13,7 @@ from kvcore.errors import KvcoreError
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import exchange
 from kvcore.shards import ops
-from kvcore.spec import CacheSpec, presets
+from kvcore.spec import CacheSpec, Rope, presets
 
 SPECS = {spec.name: spec for spec in (stories.LATENT, stories.STORED)} | {
     "mixed": shards.MIXED,
@@ -76,13 +76,16 @@ def read_everything(name: str, context: int, lengths: list[int]) -> dict[str, np
 
 
 def attend(step: Any, number: int, tokens: list[int], positions: np.ndarray, kind: str) -> list[Any]:
-    """Attention with everything visible, with a selection, and with none."""
+    """Attention with everything visible, with a selection, and with none; latent layers' outputs turned back, too."""
     layer = step.cache.spec.layers[number]
     part = layer.kv or layer.window or layer.entries
     q = torch.from_numpy(stories.rows(f"q{number}", tokens, positions, 2, part.key_dim if layer.kv else part.dim))
     q = q.to(getattr(torch, kind))
     handle = step.layer(number)
-    found = list(handle.attend(q, sink=np.array([0.5, -2], np.float32)))
+    sink = np.array([0.5, -2], np.float32)
+    found = list(handle.attend(q, sink=sink))
+    if layer.kv is None:
+        found += handle.attend(q, sink=sink, rope=Rope(dim=4, theta=100.0))
     if layer.entries is not None:
         picks = (np.arange(len(tokens))[:, None] * 3 + np.array([0, 1, 5, -1 - 999])) % 40
         found += handle.attend(q, picks.astype(np.int32))

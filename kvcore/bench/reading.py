@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.indexer import RUN
 from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
-from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Window
+from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Rope, Window
 from kvcore.step import Row
 
 HEADS, TOPK = 64, 512
@@ -47,6 +48,8 @@ def reading_workloads(device: str) -> Iterator[Callable[[], Workload]]:
         yield lambda a=(count, goal, peer): attend_selected(device, *a)
     for count, goal, peer in HCA:
         yield lambda a=(count, goal, peer): attend_all(device, *a)
+    for turned in ("inside", "after"):
+        yield lambda turned=turned: attend_selected(device, 64, None, None, turned=turned)
     yield lambda: attend_selected(device, 64, None, None, drafts=4)
     yield lambda: attend_selected(device, 64, None, None, heads=128)
     for ratio in (4, 128):
@@ -118,9 +121,20 @@ def select(device: str, count: int, keys: int, goal: float, peer: float) -> Work
 
 
 def attend_selected(
-    device: str, count: int, goal: float | None, peer: float | None, *, drafts: int = 1, heads: int = HEADS
+    device: str,
+    count: int,
+    goal: float | None,
+    peer: float | None,
+    *,
+    drafts: int = 1,
+    heads: int = HEADS,
+    turned: str = "",
 ) -> Workload:
-    """CSA decode: the window and 512 of 4,096 entries."""
+    """CSA decode: the window and 512 of 4,096 entries.
+
+    Outputs are turned back by their positions (inverse RoPE) if ``turned``: ``inside`` the verb, or ``after`` it by a
+    launch of its own.
+    """
     entries, tokens = 4096, count * drafts
     nbytes = tokens * ((TOPK + 128) * ENTRY_BYTES + 4 * heads * DIM)
     layer = LayerSpec(window=Window(dim=DIM, window=128, rows=128 + drafts), entries=Entries(dim=DIM, ratio=4))
@@ -133,11 +147,17 @@ def attend_selected(
         torch.stack([torch.randperm(entries - 1, device=device)[:TOPK] for _ in range(tokens)]).int()
         for _ in range(setting.layers)
     ]
-    calls = [
-        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], sink=sink)
-        for n in range(setting.layers)
-    ]
+    rope = torch.tensor(Rope(dim=64, theta=160000.0).inverse_frequencies, dtype=torch.float32, device=device)
+
+    def attend(n: int) -> None:
+        inside = rope if turned == "inside" else None
+        found = setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], sink=sink, rope=inside)
+        if turned == "after":
+            launch.calls().turn_back_rows(found.out, setting.index.positions, rope)
+
+    calls = [lambda n=n: attend(n) for n in range(setting.layers)]
     extra = (f", {drafts} tokens each" if drafts > 1 else "") + (f", {heads} heads" if heads != HEADS else "")
+    extra += f", turned back {turned}" if turned else ""
     return Workload(f"CSA attend 128 + {TOPK}, B = {count}{extra}", nbytes, calls, goal, peer)
 
 

@@ -1,9 +1,13 @@
 """Reports from machines that never meet, as one: a CUDA host's, a TPU host's, a laptop's."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvcore.errors import SpecError
 from kvcore.parity.records import STATUSES, Record, Report, Run
+
+if TYPE_CHECKING:
+    from kvcore.tolerances import Bound
 
 # The worse of two: what failed anywhere has failed.
 _WORST_FIRST = ("disagree", "error", "known_gap", "agree", "unsupported", "unavailable")
@@ -17,7 +21,8 @@ def merge(reports: Mapping[str, Report]) -> Report:
     backend that could not run on one machine but did on another is shown where it ran.
 
     Raises:
-        SpecError: no report, or reports of different specs or tolerances: their records don't speak of the same thing.
+        SpecError: no report, or reports of different specs or with different bounds for the same results: their records
+            don't speak of the same thing.
     """
     if not reports:
         raise SpecError(got="no reports", where="parity merge", allowed="one report or more")
@@ -31,15 +36,17 @@ def merge(reports: Mapping[str, Report]) -> Report:
                 hint="Run both with the same --spec and the same version of kvcore.",
             )
     measured = {name: report for name, report in reports.items() if _uses_tolerances(report)}
+    bounds: dict[tuple[str, str], tuple[str, Bound]] = {}
     for name, report in measured.items():
-        one_name, one = next(iter(measured.items()))
-        if report.tolerances != one.tolerances:
-            raise SpecError(
-                got="another table of tolerances",
-                where=name,
-                allowed=f"that of {one_name}",
-                hint="Run both with the same version of kvcore.",
-            )
+        for bound in report.tolerances:
+            one_name, one = bounds.setdefault((bound.operation, bound.format), (name, bound))
+            if bound != one:
+                raise SpecError(
+                    got=f"another tolerance of {bound.operation}, {bound.format}",
+                    where=name,
+                    allowed=f"that of {one_name}",
+                    hint="Run both with the same version of kvcore.",
+                )
     kept: dict[tuple[str, str, str], Record] = {}
     for report in reports.values():
         for record in report.checks:
@@ -58,7 +65,8 @@ def merge(reports: Mapping[str, Report]) -> Report:
         schema=first.schema,
         spec=first.spec,
         runs=tuple(runs),
-        tolerances=next(iter(measured.values()), first).tolerances,
+        # A later version may have bounds that an earlier one had no check for.
+        tolerances=tuple(bound for _, bound in bounds.values()) or first.tolerances,
         checks=tuple(sorted(checks, key=lambda record: (record.backend, record.how))),
         quality=first.quality,
     )

@@ -8,6 +8,7 @@ import scene
 from bad_input.world import CSA, FP4, FP16, HCA, OWNER, PAGED, RING, SLIDING, Case, World, ones
 
 from kvcore.errors import NonFiniteError, ShapeError
+from kvcore.spec import Rope
 
 T = 3
 
@@ -103,6 +104,22 @@ def _readers() -> list[Case]:
         "sink: integers": (lambda s: s.layer(PAGED).attend(ones(T, 2, 4), sink=ones(2, dtype=int32)), PAGED),
         "scale: text": (lambda s: s.layer(RING).attend(ones(T, 2, 8), scale="large"), RING),
         "scale: a list": (lambda s: s.layer(PAGED).attend(ones(T, 2, 4), scale=[1.0]), PAGED),
+        "rotation of outputs: more channels than there are": (
+            lambda s: s.layer(RING).attend(ones(T, 2, 8), rope=ones(5)),
+            RING,
+        ),
+        "rotation of outputs: a Rope wider than rows": (
+            lambda s: s.layer(RING).attend(ones(T, 2, 8), rope=Rope(dim=10, theta=1e4)),
+            RING,
+        ),
+        "rotation of outputs: two axes": (lambda s: s.layer(RING).attend(ones(T, 2, 8), rope=ones(T, 2)), RING),
+        "rotation of outputs: integers": (
+            lambda s: s.layer(RING).attend(ones(T, 2, 8), rope=ones(2, dtype=int32)),
+            RING,
+        ),
+        "rotation of outputs: text": (lambda s: s.layer(RING).attend(ones(T, 2, 8), rope="yarn"), RING),
+        "rotation of outputs: a list": (lambda s: s.layer(RING).attend(ones(T, 2, 8), rope=[1.0]), RING),
+        "rotation of outputs on a classic layer": (lambda s: s.layer(PAGED).attend(ones(T, 2, 4), rope=ones(2)), PAGED),
         "norm weight: another width": (lambda s: s.layer(HCA).flush(norm_weight=ones(9)), "tail"),
         "norm weight: two axes": (lambda s: s.layer(HCA).flush(norm_weight=ones(1, 8)), "tail"),
         "norm weight: integers": (lambda s: s.layer(HCA).flush(norm_weight=ones(8, dtype=int32)), "tail"),

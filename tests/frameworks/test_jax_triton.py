@@ -45,7 +45,11 @@ CHECKS = {
         "select/index_fp8_132.m4/any/longer",
         "index_select/index_fp4_68.m1/packed/ragged",
     ),
-    "attend": ("attend/v4_584+v4_584.m2/packed/ragged", "attend/fp32+fp32.m3/packed/one_over"),
+    "attend": (
+        "attend/v4_584+v4_584.m2/packed/ragged",
+        "attend/fp32+fp32.m3/packed/one_over",
+        "attend/v4_584+v4_584.m2.rope/packed/padded",
+    ),
 }
 
 
@@ -123,7 +127,7 @@ VERBS = {
     ),
     "store_entries": (lambda o, p, i, x: o.store_entries(p, 0, i, x), (floats(DIM),), ("entries",)),
     "attend": (
-        lambda o, p, i, q, picks: o.attend(p, 1, i, q, picks, scale=0.1),
+        lambda o, p, i, q, picks: o.attend(p, 1, i, q, picks, scale=0.1, rope=ROPE),
         (np.zeros((300, 64, DIM), np.float32), np.zeros((300, 8), np.int32)),
         (),
     ),
@@ -190,7 +194,7 @@ def test_compression_in_planar_is_one_launch_that_updates_its_pools(name: str, m
 
 def test_few_queries_share_out_their_keys(ops: JaxOps, monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(pools, index, q, picks):
-        return ops.attend(pools, 0, index, q, picks)
+        return ops.attend(pools, 0, index, q, picks, rope=ROPE)
 
     given = np.zeros((Q, 64, DIM), jax.numpy.bfloat16), np.zeros((Q, 512), np.int32)
     text = lowered(ops, attend, given, monkeypatch, donated=False)

@@ -14,6 +14,7 @@ import stories
 import kvcore
 from kvcore.errors import SpecError
 from kvcore.interop import jax_shards
+from kvcore.spec import Rope
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -76,7 +77,9 @@ def read(step: object, tokens: list[int]) -> dict[str, np.ndarray]:
             found[f"{number} all"] = handle.gather_all_entries()
         if layer.kv is not None:
             found[f"{number} kv"] = handle.gather_kv()
-        found[f"{number} attention"] = handle.attend(q, picks, sink=np.array([0.5, -1], np.float32))
+        # Latent layers' outputs are turned back after the shards' parts were merged.
+        rope = None if layer.kv else Rope(dim=64, theta=100.0)
+        found[f"{number} attention"] = handle.attend(q, picks, sink=np.array([0.5, -1], np.float32), rope=rope)
     return {f"{key} {part}": kvcore.to_numpy(array) for key, parts in found.items() for part, array in enumerate(parts)}
 
 

@@ -312,12 +312,24 @@ class LowPrecision(ReferenceOps):
 class SinkTwice(ReferenceOps):
     """The sink is in the denominator, and once more."""
 
-    def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None):
-        found = super().attend(pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale)
+    def attend(self, pools, layer, index, q, selected=None, *, sink=None, **options):
+        found = super().attend(pools, layer, index, q, selected, sink=sink, **options)
         if sink is None:
             return found
         again = 1 / (1 + np.exp(sink - found.lse))[:, :, None]
         return Attention((found.out * again).astype(q.dtype), found.lse)
+
+
+class TurnedOn(ReferenceOps):
+    """Outputs are turned by the query's position, not back."""
+
+    def attend(self, pools, layer, index, q, selected=None, *, rope=None, **options):
+        found = super().attend(pools, layer, index, q, selected, **options)
+        if rope is None:
+            return found
+        rows = found.out.astype(np.float32).reshape(-1, q.shape[2])
+        turned = rotate(rows, np.repeat(index.positions, q.shape[1]), rope)
+        return found._replace(out=turned.reshape(q.shape).astype(q.dtype))
 
 
 class RotatedAtWindowEnd(ReferenceOps):

@@ -89,6 +89,7 @@ MISTAKES = [
     ),
     ("LowPrecision", "attend/bf16+fp32.m4/packed/ragged", "out all", "token 1, head 0", ""),
     ("SinkTwice", "attend/v4_584+v4_584.m4/packed/ragged", "out picks, sink", "token 0, head 0", ""),
+    ("TurnedOn", "attend/v4_584+v4_584.m4.rope/packed/ragged", "out all", "token 1, head 0", ""),
     ("RotatedAtWindowEnd", "flush/fp32.m4/packed/ragged", "1.entries", "codes", ""),
     ("OneRounding", "compress/v4_584.m4+tail.m4.overlap/packed/longer", "norm", "entry 0, channel 0", ""),
     ("CopiesInTurn", "copy_slots/*/packed/padded", "0.window", "unit 0, row 0", ""),

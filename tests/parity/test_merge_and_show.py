@@ -63,9 +63,19 @@ def test_other_spec_is_refused() -> None:
 
 def test_other_tolerances_are_refused() -> None:
     one = report(check="attend/*")
-    other = msgspec.structs.replace(one, tolerances=one.tolerances[1:])
-    with pytest.raises(SpecError, match="another table of tolerances"):
+    looser = msgspec.structs.replace(one.tolerances[1], relative=1.0)
+    other = msgspec.structs.replace(one, tolerances=(one.tolerances[0], looser, *one.tolerances[2:]))
+    with pytest.raises(SpecError, match=r"two\.json: got another tolerance of pooling, bf16.*that of one\.json"):
         parity.merge({"one.json": one, "two.json": other})
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the older first", "the newer first"])
+def test_a_bound_that_an_older_version_did_not_have_is_added(order: tuple[int, int]) -> None:
+    newer = report(check="attend/*")
+    older = msgspec.structs.replace(newer, tolerances=newer.tolerances[:-2])
+    reports = [("older.json", older), ("newer.json", newer)]
+    merged = parity.merge(dict(reports[number] for number in order))
+    assert merged.tolerances == newer.tolerances
 
 
 def test_bytes_are_equal_under_any_tolerances() -> None:

@@ -1,7 +1,8 @@
 """Attention over window and entries against worked values, with and without the sink.
 
 Two heads, eight channels of which the last four are rotated (theta 160000), window 4, ratio 4, query at position 6. The
-caller rotates: the window's rows and the query at their positions, the entry at position 0, the output back.
+caller rotates the window's rows and the query at their positions, the entry at position 0; the output is turned back by
+the caller or by the verb.
 """
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from backends_under_test import poison
 
 import kvcore
-from kvcore.spec import CacheSpec, Entries, LayerSpec, Window
+from kvcore.spec import CacheSpec, Entries, LayerSpec, Rope, Window
 
 FREQUENCIES = np.array([1.0, 160000.0**-0.5], np.float32)
 SINK = np.array([0.5, -1.0], np.float32)
@@ -49,7 +50,7 @@ def make_cache(build, *, window=4, entries=True, requests=2):
     return cache
 
 
-def attended(cache, chunks, *, selected=None, sink=None):
+def attended(cache, chunks, *, selected=None, sink=None, rope=None):
     """Seven positions of a request in chunks, beside a neighbour with other rows; out [2, 8], lse [2] of position 6."""
     requests = [cache.admit(), cache.admit()]
     factors = np.float32(-3), np.float32(1)
@@ -66,7 +67,7 @@ def attended(cache, chunks, *, selected=None, sink=None):
                     handle.store_entries(np.concatenate([ENTRY[:closed] * scale * factor for factor in factors]))
             q = np.tile(QUERY, (new * len(requests), 1, 1))
             picks = None if selected is None else np.tile(np.array([selected], np.int32).reshape(1, -1), (len(q), 1))
-            found = step.layer(1).attend(q, picks, sink=sink)
+            found = step.layer(1).attend(q, picks, sink=sink, rope=rope)
         start += new
     for request in requests:
         cache.release(request)
@@ -82,6 +83,14 @@ def test_output_with_sink(build, chunks, selected):
     np.testing.assert_allclose(lse, LSE, atol=2e-6)
     assert out.dtype == np.float32
     assert lse.dtype == np.float32
+
+
+@pytest.mark.parametrize("chunks", [[7], [6, 1], [4, 3]], ids=str)
+@pytest.mark.parametrize("rope", [FREQUENCIES, Rope(dim=4, theta=160000.0)], ids=["frequencies", "a rope"])
+def test_output_turned_back(build, chunks, rope):
+    out, lse = attended(make_cache(build), chunks, sink=SINK, rope=rope)
+    np.testing.assert_allclose(out, FINAL, atol=2e-6)
+    np.testing.assert_allclose(lse, LSE, atol=2e-6)
 
 
 def test_the_sink_is_in_the_denominator_only(build):
@@ -138,13 +147,14 @@ def test_no_valid_entry_leaves_the_window(build, selected):
     np.testing.assert_allclose(out, only_window, atol=1e-7)
 
 
-def test_a_query_without_keys_gives_zero_and_minus_infinity(build):
+@pytest.mark.parametrize("rope", [None, FREQUENCIES], ids=["as it is", "turned back"])
+def test_a_query_without_keys_gives_zero_and_minus_infinity(build, rope):
     cache = make_cache(build, window=0)
     request = cache.admit()
     with cache.step({request: 3}) as step:
         for number in (0, 1):
             step.layer(number).store_entries(np.zeros((0, 8), np.float32))
-        out, lse = step.layer(1).attend(np.tile(QUERY, (3, 1, 1)), sink=SINK)
+        out, lse = step.layer(1).attend(np.tile(QUERY, (3, 1, 1)), sink=SINK, rope=rope)
     assert not kvcore.to_numpy(out).any()
     assert np.isneginf(kvcore.to_numpy(lse)).all()
 

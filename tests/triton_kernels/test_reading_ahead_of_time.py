@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk
+from kvcore.backends.torch_triton.kernels import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
 from kvcore.backends.torch_triton.kernels.cut import (
     FEW,
     FULL,
@@ -30,6 +30,8 @@ SHARED = {80: 163, 90: 227, 100: 227}
 SPILLS = 2560
 """Bytes of spills in attention: addresses that wait while sums of 512 channels fill the registers."""
 
+
+MERGE = {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}
 
 CLASSIC_SPILLS = 512
 """Of classic attention: a single warp holds a whole program of four-bit codes."""
@@ -58,7 +60,7 @@ def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **opt
         "W": window, "E": entries, "CHUNK": own, **dict(zip(("S", "ENTRY_S", "CHUNK_S"), parts, strict=True)),
         "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True, "OWN": False, "SPLIT": True, "HEADS": cut.heads,
         "KEYS": cut.keys, "ALIKE": alike(window, entries), "STAGES": cut.stages,
-        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
+        "SPREAD": max(1, 32 * cut.warps // cut.keys), "PAIRS": 0, "NATIVE": arch >= 89, **options,
     }  # fmt: skip
     return constants, cut.warps
 
@@ -73,6 +75,8 @@ def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **opt
         pytest.param("v4_584", 90, {"cut": FEW}, id="few queries H100"),
         pytest.param("v4_584", 80, {"decoded": True}, id="prefill over decoded entries A100"),
         pytest.param("v4_584", 90, {"decoded": True}, id="prefill over decoded entries H100"),
+        pytest.param("v4_584", 90, {"SPLIT": False, "PAIRS": 32}, id="outputs turned back H100"),
+        pytest.param("v4_584", 80, {"SPLIT": False, "PAIRS": 5}, id="some of the outputs' channels turned back A100"),
         pytest.param("mxfp4_368", 90, {"ALL": True}, id="mxfp4_368, every entry, H100"),
         pytest.param(
             "v4_584", 90, {"bf16": False, "OWN": True, "SPLIT": False}, id="fp32 queries, a chunk's own rows, H100"
@@ -176,9 +180,10 @@ def test_best_compiles(lists, slots, arch):
             {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "WIDTH": 128, "BLOCK": 512},
             4,
         ),
-        (merge.merge_kernel, {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}, 4),
+        *((merge.merge_kernel, {**MERGE, "PAIRS": pairs}, 4) for pairs in (0, 32)),
+        (turn.turn_back_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": turn.HEADS, "NATIVE": True}, 4),
     ],
-    ids=["rank", "rows for FlashMLA", "merge"],
+    ids=["rank", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
 )
 def test_small_kernels_compile(kernel, constants, warps):
     found = resources(compiled(kernel, 90, constants, warps=warps))
