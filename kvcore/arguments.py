@@ -68,12 +68,11 @@ def check_rope(ops: Ops, rope: Rope | Array | None, where: str, dim: int) -> Rop
     """A rotation of the last of ``dim`` channels: a Rope, or fp32 inverse frequencies; None for none."""
     if rope is None:
         return None
-    if not isinstance(rope, Rope):
-        rope = check_array(ops, rope, where, (None,), FLOATS[:1])
-    turned = rope.dim if isinstance(rope, Rope) else 2 * len(rope)
+    given: Rope | Array = rope if isinstance(rope, Rope) else check_array(ops, rope, where, (None,), FLOATS[:1])
+    turned = given.dim if isinstance(given, Rope) else 2 * len(given)
     if turned > dim:
         raise ShapeError(got=f"{turned} rotated channels", where=where, allowed=f"{dim} or fewer")
-    return rope
+    return given
 
 
 def check_number(value: object, where: str) -> float:

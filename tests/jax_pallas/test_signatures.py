@@ -35,7 +35,7 @@ CHECKED = (
     *("append_window/v4_584", "append_rotated_window/v4_584", "gather_window/v4_584", "append_tail/tail.m2.overlap"),
     *("compress/v4_584.m2+tail.m2.overlap", "flush/bf16.m2+index_fp4_68_h.m2", "store_entries/v4_584.m2"),
     *("gather_entries/v4_584.m2", "gather_all_entries/v4_584.m2", "index_scores/index_fp8_132.m4"),
-    *("select/index_fp8_132.m4", "attend/v4_584+v4_584.m2", "append_kv/int8_row.full.paged"),
+    *("select/index_fp8_132.m4", "attend/v4_584+v4_584.m2.rope", "append_kv/int8_row.full.paged"),
     *("gather_kv/int8_row.full.paged", "attend_kv/int8_row.full.paged", "mask/int8_row.full.paged"),
     *("gather_rows/int8_row.full.paged", "digest_rows/v4_584", "restore_ring/v4_584"),
 )

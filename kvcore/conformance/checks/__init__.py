@@ -99,7 +99,7 @@ VERBS: tuple[Verb, ...] = (
             shapes=shapes,
             variant=variant,
         )
-        for variant, shapes in (("", ()), ("rope", ("ragged", "longer", "padded")))
+        for variant, shapes in (("", ()), ("rope", ("ragged", "padded")))
         for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
     _role("append_kv", classic.append_kv, "kv", writes=True),
