@@ -1,6 +1,7 @@
 """Attention with kernels against fp64: formats, heads, drafts, empty sets, long contexts."""
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 from reading_scene import attention, off, scene, turned_back
@@ -79,6 +80,20 @@ def turned_alone(device: str) -> Iterator[Problem]:
         yield f"outputs turned back in place, {dtype}", off(out, want, "rope")
 
 
+def turned_after_flash(device: str) -> Iterator[Problem]:
+    """What FlashMLA answers is turned back by a launch of its own; plain operations stand in for FlashMLA."""
+    found = scene(layer_of("v4_584", None, span=20, rows=24), [30, 3], [2, 1], device)
+    found.ops.attention_kernels = "flash_mla"
+    q = torch.randn(len(found.host.positions), 3, 512, device=device).bfloat16()
+
+    def answered(_, pools, layer, index, q, selected, sink, scale):
+        return found.plain.attend(pools, layer, index, q, selected, sink=sink, scale=scale)
+
+    with patch.object(flash, "fits", lambda *_: True), patch.object(flash, "attend", answered):
+        out, back = (found.ops.attend(found.pools, 0, found.index, q, rope=rope).out for rope in (None, V4_ROPE))
+    yield "attend, turned back after FlashMLA", off(back, turned_back(out, found.host.positions, V4_ROPE), "rope")
+
+
 def captured(device: str) -> Iterator[Problem]:
     """A graph of attention that turns its outputs back, replayed on a later step: split, whole, over every entry."""
     for what, ratio, count, requests in (
@@ -128,6 +143,7 @@ def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     yield from flash_rows(device)
     yield from turned_alone(device)
+    yield from turned_after_flash(device)
     v4, plain = layer_of("v4_584", "v4_584", span=20, rows=24), layer_of("bf16", "bf16", **SMALL)
     yield from check("v4_584, picks", v4, [30, 3], [1, 1], device, heads=5, count=9, rope=V4_ROPE)
     yield from check("v4_584, picks shared out", v4, [30], [1], device, heads=5, count=9, rope=V4_ROPE)
