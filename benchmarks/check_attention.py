@@ -112,8 +112,8 @@ def captured(device: str) -> Iterator[Problem]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = found.ops.attend(*given, rope=V4_ROPE)
-        # Earlier queries of the same requests: they see less and turn by less.
-        fixed.positions.copy_(torch.where(fixed.positions >= 9, fixed.positions - 9, fixed.positions))
+        # Earlier queries of the same requests, by less than the ring has spare rows: they see and turn by less.
+        fixed.positions.copy_(torch.where(fixed.positions >= 3, fixed.positions - 3, fixed.positions))
         graph.replay()
         want = found.ops.attend(*given, rope=V4_ROPE)
         same = torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
