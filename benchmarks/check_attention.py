@@ -95,13 +95,14 @@ def turned_after_flash(device: str) -> Iterator[Problem]:
 
 
 def captured(device: str) -> Iterator[Problem]:
-    """A graph of attention that turns its outputs back, replayed on a later step: split, whole, over every entry."""
+    """A graph of attention that turns its outputs back, replayed for earlier queries: split, whole, over every entry."""
     for what, ratio, count, requests in (
         ("CSA, split", 4, 512, 3), ("CSA, whole", 4, 64, 300), ("HCA, split", 128, None, 3),
     ):  # fmt: skip
         layer = layer_of("v4_584", "v4_584", ratio=ratio)
         lengths = [260 + 7 * n % 700 for n in range(requests)]
         found = scene(layer, lengths, [1] * requests, device)
+        found.ops.attention_kernels = "triton"
         q = torch.randn(len(found.host.positions), 64, 512, device=device).bfloat16()
         selected = None if count is None else picks_for(len(q), count, max(lengths) // ratio, device)
         fixed = found.index._replace(positions=found.index.positions.clone())
