@@ -95,7 +95,7 @@ def turned_after_flash(device: str) -> Iterator[Problem]:
 
 
 def captured(device: str) -> Iterator[Problem]:
-    """A graph of attention that turns its outputs back, replayed for earlier queries: split, whole, over every entry."""
+    """A graph of attention that turns its outputs back, replayed for earlier queries: split, whole, every entry."""
     for what, ratio, count, requests in (
         ("CSA, split", 4, 512, 3), ("CSA, whole", 4, 64, 300), ("HCA, split", 128, None, 3),
     ):  # fmt: skip
