@@ -375,8 +375,8 @@ class Ops(Protocol):
 
         ``rope`` turns the last channels of every output back by the query's position, which takes the position out of
         values that are rotated keys; lse is the same. It does so after the output is rounded to the query's dtype, in
-        fp32, and rounds the result to that dtype again: in DeepSeek-V4's published inference code the kernel returns
-        bf16, and ``apply_rotary_emb(o[..., -rd:], freqs_cis, inverse=True)`` comes next.
+        fp32, and rounds the result to that dtype again, as DeepSeek-V4's published inference code: its kernel returns
+        bf16, and conjugate frequencies turn that (``inference/model.py``, after the sparse attention).
         """
         ...
 
