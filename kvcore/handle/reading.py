@@ -1,6 +1,6 @@
 """Verbs that read: indexer scores, selection, attention; and the classic layers' keys and values."""
 
-from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight
+from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight, like
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.handle.state import AT_ONCE, LayerState
@@ -118,19 +118,23 @@ class ReadingVerbs(LayerState):
     def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         kv, step = self._component("kv", KV), self._step
-        key = "append_borrow", kv
+        cache, key = step.cache, ("append_borrow", kv)
         if key not in step.kept:
-            step.kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True)
-        at_once, columns = step.kept[key]
+            step.kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True), []
+        at_once, columns, passed = step.kept[key]
         if not at_once or "kv" in self._own:
             self.append_kv(k, v)
             return self.borrow_kv()
-        k, v = self._checked_kv(kv, k, v)
+        # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
+        likes = like(k), like(v)
+        if likes not in passed or cache.check:
+            checked = self._checked_kv(kv, k, v)
+            if checked[0] is k and checked[1] is v and self._ops.in_place:
+                passed.append(likes)
+            k, v = checked
         self._own["kv"] = k, v
-        pools, lent = self._ops.append_borrow_kv(
-            step.cache.pools, self._layer, step.device_index, k, v, columns=columns
-        )
-        step.cache.replace_pools(pools)
+        pools, lent = self._ops.append_borrow_kv(cache.pools, self._layer, step.device_index, k, v, columns=columns)
+        cache.replace_pools(pools)
         return lent
 
     def mask(self) -> Array:

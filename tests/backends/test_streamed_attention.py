@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from backends_under_test import BACKENDS, poison
 
 import kvcore
@@ -150,6 +151,22 @@ def test_append_and_borrow_in_one_go_are_both(kind, form, rng):
                         assert (kvcore.to_numpy(got) == kvcore.to_numpy(copied)).all()
 
 
+def test_what_passed_for_one_layer_stands_for_arrays_like_it_alone(rng):
+    """Layer 1 refuses, or detaches, what layer 0 was not given."""
+    cache = create("torch_triton", key_format="fp32")
+    request = cache.admit()
+    k, v = (torch.from_numpy(array) for array in rows(rng)(2)[1:])
+    wrong = {"another shape": (k[:1], v), "another dtype": (k, v.double()), "no array": (k, v.tolist())}
+    with cache.step({request: 2}) as step:
+        step.layer(0).append_borrow_kv(k, v)
+        for given in wrong.values():
+            with pytest.raises(ShapeError, match="append_kv"):
+                step.layer(1).append_borrow_kv(*given)
+        lent = step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
+    assert torch.equal(lent[0][0], k)
+    assert not lent[0].requires_grad
+
+
 def test_a_refused_append_and_borrow_changes_nothing(rng):
     cache = create("torch_triton", check=True, key_format="fp32")
     request = cache.admit()
@@ -166,6 +183,8 @@ def test_a_refused_append_and_borrow_changes_nothing(rng):
         step.layer(0).append_borrow_kv(k, v)
         with pytest.raises(StepError, match="a second append to kv"):
             step.layer(0).append_borrow_kv(k, v)
+        with pytest.raises(error, match="append_kv"):
+            step.layer(1).append_borrow_kv(*given)
         step.abort()
         assert cache.digest() == before
 

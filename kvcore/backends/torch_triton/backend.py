@@ -80,7 +80,7 @@ class TorchOps(ComposedVerbs):
     from_batch = verb(classic.from_batch)
     to_batch = verb(classic.to_batch)
     borrow_kv: Any = verb(classic.borrow_kv)
-    append_borrow_kv: Any = verb(classic.append_borrow_kv)
+    append_borrow_kv: Any = classic.append_borrow_kv
     attend_kv = verb(classic.attend_kv)
     reset_slots = verb(life.reset_slots)
     poison = verb(life.poison)

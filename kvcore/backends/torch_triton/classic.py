@@ -26,10 +26,12 @@ def borrow_kv(ops, pools, layer, index, *, columns=None):
 
 
 def append_borrow_kv(ops, pools, layer, index, k, v, *, columns=None):
-    """``append_kv``, then ``borrow_kv``."""
+    """``append_kv``, then ``borrow_kv``: with few calls on the way, which are what a decode step waits for."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return append_borrow_kv(ops, pools, layer, index, k, v, columns=columns)
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    regions, component = ops.plan.region(layer, "kv"), ops.component(layer, "kv")
-    lent = plain.append_and_borrow(ops, pools, regions, component, index, (k, v), columns)
+    lent = plain.append_and_borrow(ops, pools, layer, index, k, v, columns)
     return (ops.append_kv(pools, layer, index, k, v), None) if lent is None else (pools, lent)
 
 

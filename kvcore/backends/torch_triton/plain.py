@@ -172,10 +172,11 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
     return left
 
 
-def append_and_borrow(ops, pools, regions, component, index, arrays, columns):
-    """``append`` of keys and values, then ``borrow``; None where one of them is not possible: nothing was written."""
+def append_and_borrow(ops, pools, layer, index, k, v, columns):
+    """``append`` of a layer's keys and values, then ``borrow``; None: one is not possible, and nothing was written."""
     if not columns or index.slots.is_cuda:
         return None
+    regions, component = ops.plan.region(layer, "kv"), ops.plan.spec.all_layers[layer].kv
     keys, values = lines(ops, pools, regions[0]), lines(ops, pools, regions[1])
     if keys is None or values is None:
         return None
@@ -190,8 +191,8 @@ def append_and_borrow(ops, pools, regions, component, index, arrays, columns):
     if places is None:
         return None
     new_keys, new_values, seen_keys, seen_values = places
-    write(arrays[0], keys.rows, new_keys)
-    write(arrays[1], values.rows, new_values)
+    write(k, keys.rows, new_keys)
+    write(v, values.rows, new_values)
     return keys.rows.as_strided(*seen_keys), values.rows.as_strided(*seen_values)
 
 

@@ -223,6 +223,8 @@ class KVCache(Cache):
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""
+        if self._torch_pools and array.dtype == dtype and array.device == self._device:
+            return array
         return to_torch(array, device=self._device, dtype=dtype)
 
     def __enter__(self) -> "KVCache":
