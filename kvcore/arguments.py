@@ -25,9 +25,8 @@ def dtype_name(dtype: Any) -> str:
 
 def like(array: Array) -> tuple[Any, ...]:
     """All that ``check_array`` looks at: what is equal in it passes or fails alike."""
-    kind: Any = type(array)
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    return kind, shape, dtype, getattr(array, "device", None), getattr(array, "requires_grad", None)
+    return array.__class__, shape, dtype, getattr(array, "device", None), getattr(array, "requires_grad", None)
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:
