@@ -249,6 +249,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     import msgspec
 
+    from kvcore.parity import environment
     from kvcore.parity.records import Record, write
     from kvcore.parity.run import blocked, report_of
 
@@ -268,7 +269,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{subject.info.name} cannot run here: {subject.reason}")
     path = config.getoption("--kv-report")
     if path:
-        command = shlex.join(["pytest", *sys.argv[1:]])
+        command = shlex.join(["pytest", *environment.typed(sys.argv[1:])])
         subjects: list[Subject] = [*kit.subjects, *kit.absent]
         report = report_of(kit.spec, subjects, records, command=command)
         Path(path).write_bytes(write(report, packed=path.endswith(".gz")))

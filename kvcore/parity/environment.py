@@ -77,8 +77,15 @@ def command(arguments: Sequence[str] | None) -> str:
 
 
 def typed(words: Sequence[str]) -> list[str]:
-    """Words of a command line; of an absolute path only the name, which is all that it says elsewhere."""
-    return [Path(word).name if word.startswith(os.sep) else word for word in words]
+    """Words of a command line; of an absolute path only the name, which is all that it says elsewhere.
+
+    The path may be a word or the value of an option: ``--out=PATH``.
+    """
+    found = []
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        found.append(f"{option}{equals}{Path(value).name if value.startswith(os.sep) else value}")
+    return found
 
 
 def of_script(device: str = "") -> dict[str, Any]:

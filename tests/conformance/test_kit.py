@@ -47,8 +47,8 @@ def kit(tmp_path):
     return run
 
 
-def test_a_sound_backend_passes(kit) -> None:
-    ran = kit("--kv-backend=broken", "--junitxml=junit.xml")
+def test_a_sound_backend_passes(kit, tmp_path) -> None:
+    ran = kit("--kv-backend=broken", f"--junitxml={tmp_path / 'junit.xml'}")
     assert ran.code == 0, ran.text
     assert "21 passed" in ran.text
     assert "broken (cpu): 21 agree" in ran.text
@@ -56,6 +56,7 @@ def test_a_sound_backend_passes(kit) -> None:
     assert (report["schema"], report["spec"]["digest"]) == ("kvcore.parity/1", SMALL.digest)
     assert {record["status"] for record in report["checks"]} == {"agree"}
     assert [(run["backend"], run["how"]) for run in report["runs"]] == [("broken", "cpu")]
+    assert report["runs"][0]["command"].endswith("--kv-report=report.json --kv-backend=broken --junitxml=junit.xml")
     names = {element.get("name") for element in ElementTree.parse(ran.folder / "junit.xml").iter("property")}
     assert names == {"kvcore.record"}
 
