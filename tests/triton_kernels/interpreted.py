@@ -9,16 +9,20 @@ import check_attention
 import check_classic
 import check_indexer
 import numpy as np
+import torch
 from check_cuda import reference_rows
 from check_flush import flush_problems
 from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
 from kvcore import parity
 from kvcore.backends.torch_triton.kernels import shape
+from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.conformance.specs import conformance_spec
 from kvcore.parity.show import failure_text
+from kvcore.plan import plan_cache
 from kvcore.plugins import registry
-from kvcore.spec import FORMATS
+from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Tail, Window
+from kvcore.step import Row, build_index
 
 
 def formats(names):
@@ -76,6 +80,31 @@ def kit(*patterns):
         )
 
 
+def views():
+    """Weights, sinks and frequencies that are columns of a matrix: what is stored and answered is that of copies."""
+    layer = LayerSpec(
+        window=Window(dim=16, window=4, format="bf16"),
+        tail=Tail(dim=16, ratio=2, overlap=False),
+        entries=Entries(dim=16, ratio=2, format="bf16"),
+    )
+    plan = plan_cache(CacheSpec(layers=[layer], block_tokens=4), max_requests=1, max_tokens=8)
+    ops, random = TritonOps(plan), torch.Generator().manual_seed(0)
+    index = ops.index(build_index([Row(slot=0, start=0, new=4, blocks=[0, 1])], max_blocks=2))
+    rows, kv, score, q = (torch.randn(4, 16, generator=random) for _ in range(4))
+    matrix = torch.rand(16, 3, generator=random)
+    weight, rope, sink = matrix[:, 0], matrix[:4, 1], matrix[:2, 2]
+
+    def run(weight, rope, sink):
+        pools = ops.append_rotated_window(ops.allocate(), 0, index, rows, rope=rope, norm_weight=weight)
+        pools = ops.append_flush(pools, 0, index, kv, score, norm_weight=weight, rope=rope)
+        out = ops.attend(pools, 0, index, q[:, None].repeat(1, 2, 1), sink=sink, rope=rope)
+        return {**pools, "out": out.out, "lse": out.lse}
+
+    want = run(*(array.clone() for array in (weight, rope, sink)))
+    for name, got in run(weight, rope, sink).items():
+        yield f"{name} from views", "" if torch.equal(got, want[name]) else "differs"
+
+
 def compiled():
     from capture_on_device import check_compiled
 
@@ -104,6 +133,7 @@ GROUPS = {
         "move_strips/v4_584+*/p*/longer", "move_strips/*.ring/by_head/ragged", "digest_strips/*fp8_132.m4/any/longer"
     ),
     "merge of shards": lambda: check_merge(np.random.default_rng(7), "cpu"),
+    "views": views,
     "rotated append": lambda: check_rotated(np.random.default_rng(2), "cpu"),
     "torch.compile": compiled,
     **{f"formats {n}": lambda n=n: formats(sorted(FORMATS)[n::4]) for n in range(4)},

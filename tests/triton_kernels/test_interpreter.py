@@ -19,6 +19,7 @@ GROUPS = [
     "flush of bf16",
     "flush in planar",
     "planar flush in the kit",
+    "views",
     "rotated append",
     "whole units",
     "pages of exports",

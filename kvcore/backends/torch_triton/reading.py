@@ -25,7 +25,6 @@ from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.backends.torch_triton.kernels.score_cut import score_parts
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
-from kvcore.spec import Rope
 
 MOST_SCORES = 1 << 26
 """Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
@@ -81,8 +80,7 @@ class ReadingVerbs(TorchOps):
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
-        frequencies = frequencies_of(rope, q.device) if isinstance(rope, Rope) else rope
-        frequencies = None if frequencies is None else frequencies.contiguous()
+        frequencies = frequencies_of(rope, q.device)
         if self.attention_kernels == "flash_mla" and flash.fits(self, layer, q, selected, rows):
             found = flash.attend(self, pools, layer, index, q, selected, sink, _scale(q, scale))
             if frequencies is not None:

@@ -1,6 +1,7 @@
 """The tails: raw rows of tokens awaiting compression, and the compression itself."""
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ def rms_norm(values, weight, eps):
 
 def rotate(values, positions, rope):
     """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
-    frequencies = frequencies_of(rope, values.device) if isinstance(rope, Rope) else rope.to(torch.float32)
+    frequencies = frequencies_of(rope, values.device)
     angles = positions.to(torch.float32)[:, None] * frequencies
     cos, sin = torch.cos(angles), torch.sin(angles)
     head, pairs = values.split([values.shape[1] - 2 * len(frequencies), 2 * len(frequencies)], dim=1)
@@ -123,7 +124,14 @@ def rotate(values, positions, rope):
     return torch.cat([head, turned], dim=1)
 
 
+def frequencies_of(rope, device) -> Any:
+    """Inverse frequencies as a contiguous fp32 tensor, from a Rope or a tensor; None stays None."""
+    if isinstance(rope, Rope):
+        return on_device(rope, device)
+    return None if rope is None else rope.to(torch.float32).contiguous()
+
+
 @cache
-def frequencies_of(rope: Rope, device):
-    """A rope's inverse frequencies, fp32, on the device once."""
+def on_device(rope: Rope, device):
+    """A rope's inverse frequencies, on the device once."""
     return torch.tensor(rope.inverse_frequencies, dtype=torch.float32, device=device)

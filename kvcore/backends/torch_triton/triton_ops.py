@@ -19,7 +19,7 @@ from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.composed import ComposedVerbs
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
-from kvcore.spec import TAIL_OF, Rope
+from kvcore.spec import TAIL_OF
 
 
 class TritonOps(ReadingVerbs, LifeOps):
@@ -60,7 +60,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         if bound is None:
             options = {"rope": rope, "norm_weight": norm_weight, "eps": eps}
             return super().append_rotated_window(pools, layer, index, rows, **options)
-        frequencies = frequencies_of(rope, rows.device) if isinstance(rope, Rope) else rope
+        frequencies = frequencies_of(rope, rows.device)
         ((record, names, _),) = bound
         launch.calls().append_rotated_rows(
             rows.contiguous(),
@@ -254,7 +254,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             ((index_record, index_names, _),), (index_tail_record, index_tail_names) = others
             records += [index_record, index_tail_record]
         scratch, arrivals = self._scratch_for(layer, index)
-        frequencies = frequencies_of(rope, kv.device) if isinstance(rope, Rope) else rope
+        frequencies = frequencies_of(rope, kv.device)
         launch.calls().flush_rows(
             kv,
             score,

@@ -9,7 +9,6 @@ from kvcore.backends.torch_triton.attention import turned_back
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
 from kvcore.shards.pages import Pages
-from kvcore.spec import Rope
 
 # all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
 GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,7 +106,7 @@ class TorchExchange:
             return turned_back(out, positions, rope)
         from kvcore.backends.torch_triton.kernels.launch import calls
 
-        calls().turn_back_rows(out, positions, frequencies_of(rope, out.device) if isinstance(rope, Rope) else rope)
+        calls().turn_back_rows(out, positions, frequencies_of(rope, out.device))
         return out
 
     def widen(self, q):

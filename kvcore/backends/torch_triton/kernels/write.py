@@ -75,7 +75,7 @@ def append_rotated_rows(
         slots,
         bound,
         block_table,
-        values if norm_weight is None else norm_weight,
+        values if norm_weight is None else norm_weight.contiguous(),
         frequencies,
         count,
         block_table.shape[1],
