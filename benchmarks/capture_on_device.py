@@ -1,5 +1,6 @@
 """A whole decode step of DeepSeek-V4-Flash in one CUDA graph, and verbs under ``torch.compile``."""
 
+import msgspec
 import torch
 
 import kvcore
@@ -218,6 +219,13 @@ def classic_layer(ops, pools, index, given):
     return [out.out * 2, out.lse]
 
 
+COMPRESSION = LayerSpec(
+    tail=Tail(dim=512, ratio=4, overlap=True),
+    entries=Entries(dim=512, ratio=4),
+    index_tail=Tail(dim=128, ratio=4, overlap=True),
+    index_keys=IndexKeys(dim=128, ratio=4, heads=4, topk=4),
+)
+
 COMPILED = (
     (
         "a classic layer's decode step",
@@ -231,34 +239,13 @@ COMPILED = (
     ("append and gather", CacheSpec(layers=[LayerSpec(window=Window(dim=512, window=128))]), "packed", window_alone),
     (
         "a CSA layer's decode step",
-        CacheSpec(
-            layers=[
-                LayerSpec(
-                    window=Window(dim=512, window=16),
-                    tail=Tail(dim=512, ratio=4, overlap=True),
-                    entries=Entries(dim=512, ratio=4),
-                    index_tail=Tail(dim=128, ratio=4, overlap=True),
-                    index_keys=IndexKeys(dim=128, ratio=4, heads=4, topk=4),
-                )
-            ],
-            block_tokens=64,
-        ),
+        CacheSpec(layers=[msgspec.structs.replace(COMPRESSION, window=Window(dim=512, window=16))], block_tokens=64),
         "packed",
         decode_layer,
     ),
     (
         "compression with every field in a buffer of its own",
-        CacheSpec(
-            layers=[
-                LayerSpec(
-                    tail=Tail(dim=512, ratio=4, overlap=True),
-                    entries=Entries(dim=512, ratio=4),
-                    index_tail=Tail(dim=128, ratio=4, overlap=True),
-                    index_keys=IndexKeys(dim=128, ratio=4, heads=4, topk=4),
-                )
-            ],
-            block_tokens=64,
-        ),
+        CacheSpec(layers=[COMPRESSION], block_tokens=64),
         "planar",
         compressed_layer,
     ),

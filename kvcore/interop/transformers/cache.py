@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from transformers import Cache
 
-from kvcore import Request, create_cache
+from kvcore import Request, create_cache, to_numpy
 from kvcore.errors import RequestError, SpecError, StepError
 from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
 from kvcore.interop.transformers.spec import cache_spec
 from kvcore.interop.transformers.static import CACHES, NUMBERS
-from kvcore.interop.transformers.tensors import ACCEPTED, to_cache, to_torch, uses_torch
+from kvcore.interop.transformers.tensors import ACCEPTED, to_torch, uses_torch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -216,10 +216,11 @@ class KVCache(Cache):
         self._select([row for row in range(len(self.requests)) for _ in range(repeats)])
 
     def give(self, tensor: torch.Tensor) -> Any:
-        """A tensor of the model as an array of the backend."""
-        if self._torch_pools and tensor.dtype in ACCEPTED:
-            return tensor  # a torch backend detaches by itself
-        return to_cache(self.kv, tensor, torch_pools=self._torch_pools)
+        """A float tensor of the model as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
+        if tensor.dtype not in ACCEPTED:
+            tensor = tensor.float()
+        # A torch backend detaches by itself.
+        return tensor if self._torch_pools else self.kv.asarray(to_numpy(tensor.detach()))
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""

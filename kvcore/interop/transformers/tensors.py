@@ -22,14 +22,6 @@ def by_head(rows: torch.Tensor) -> torch.Tensor:
     return rows.as_strided((batch, heads, count, dim), (row, head, token, channel))
 
 
-def to_cache(cache: Cache, tensor: torch.Tensor, *, torch_pools: bool) -> Any:
-    """A float tensor as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
-    if tensor.dtype not in ACCEPTED:
-        tensor = tensor.float()
-    # A torch backend detaches by itself.
-    return tensor if torch_pools else cache.asarray(to_numpy(tensor.detach()))
-
-
 def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An array of any backend as a tensor, converted to ``dtype`` if one is given."""
     if not isinstance(array, torch.Tensor):
