@@ -292,6 +292,22 @@ class LendsWrongRows(ReferenceOps):
         return np.roll(keys, 1, axis=1), values
 
 
+class LentBeforeTheAppend(ReferenceOps):
+    """What there was before, where both are asked for at once."""
+
+    def append_borrow_kv(self, pools, layer, index, k, v, *, columns=None):
+        keys, values, _ = self.gather_kv(pools, layer, index, columns=columns)
+        return self.append_kv(pools, layer, index, k, v), (keys.copy(), values.copy())
+
+
+class NotAppendedAtOnce(ReferenceOps):
+    """Nothing is stored where both are asked for at once; what is handed out is right."""
+
+    def append_borrow_kv(self, pools, layer, index, k, v, *, columns=None):
+        keys, values, _ = self.gather_kv(pools, layer, index, k, v, columns=columns)
+        return pools, (keys, values)
+
+
 class PartForgotten(ReferenceOps):
     """The best of the second half of the entries alone."""
 

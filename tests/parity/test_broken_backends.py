@@ -81,6 +81,20 @@ MISTAKES = [
         "shifted by +1 along axis 1",
     ),
     (
+        "LentBeforeTheAppend",
+        "borrow_kv/int8_row-nf4_b64.full.paged/packed/ragged",
+        "keys of the appended request",
+        "row",
+        "NaN: a row that holds nothing was read",
+    ),
+    (
+        "NotAppendedAtOnce",
+        "borrow_kv/int8_row-nf4_b64.full.paged/packed/ragged",
+        "1.kv.key",
+        "codes byte 0",
+        "not written",
+    ),
+    (
         "PartForgotten",
         "index_select/index_fp4_68_h.m4/packed/ragged",
         "top 2 at once",
