@@ -19,6 +19,7 @@ examples:
   kvcore plan deepseek_v4_flash --max-requests 64 --budget 40GiB     how many tokens fit
   kvcore plan deepseek_v4_flash --max-tokens 1Mi                     how many bytes they take
   kvcore plan my_spec.json --layout tpu_tile --json
+  kvcore plan config.json --budget 40GiB                             of a model as it is published
 """
 
 
@@ -31,7 +32,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("spec", metavar="SPEC", help="a preset, or a JSON file")
+    parser.add_argument("spec", metavar="SPEC", help="a preset, a JSON file of a spec, or a model's config.json")
     parser.add_argument("--max-requests", metavar="N", default="1", help="requests at once (default: %(default)s)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

@@ -1,57 +1,21 @@
 """Specs from ``transformers`` configurations: DeepSeek-V4, latent attention (V2, V3, V3.2) and classic decoders.
 
-Only attributes are read, so any object with the same names will do and ``transformers`` need not be installed.
+Only fields are read, so any object with the same attributes will do, or a ``config.json`` as a mapping, and
+``transformers`` need not be installed. What such a file leaves unsaid is derived as its model type does
+(``kvcore.spec.families``), or asked for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Entries, IndexKeys
+from kvcore.spec.config_fields import Fields
+from kvcore.spec.families import CHUNK, CHUNKED, FAMILIES, KINDS, SLIDING, WINDOW, WINDOWS, Family
 from kvcore.spec.formats import FORMATS
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, v4_layer
-
-CLASSIC = frozenset(
-    (
-        "cohere",
-        "cohere2",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "helium",
-        "llama",
-        "llama4_text",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    )
-)
-"""Model types whose layers hold keys and values of full, sliding or chunked attention, and nothing else."""
 
 LATENT = {"deepseek_v2": False, "deepseek_v3": False, "deepseek_v32": True}
 """Model types with latent attention (MLA), one row a token for all heads; True: with an indexer (DSA)."""
@@ -70,39 +34,50 @@ def from_hf_config(
     """The spec of a model's cache from its configuration.
 
     Args:
-        config: a ``transformers`` configuration, or any object with the attributes of one.
+        config: a ``transformers`` configuration, any object with the attributes of one, or a published ``config.json``
+            as a mapping; of a multimodal model the text decoder counts.
         formats: by role (``window``, ``entries``, ``index_keys``) or side (``key``, ``value``); what is left out gets
             the engines' format where the dims fit it, else bf16.
         block_tokens: of the spec; None takes 256, or the next multiple of every ratio.
 
     Raises:
-        SpecError: an unknown ``model_type``, a missing attribute, or an inconsistent schedule. A DeepSeek-V4
-            configuration must say its schedule: by ``compress_ratios`` (entries beyond ``num_hidden_layers`` become
-            draft layers) or by ``layer_types``.
+        SpecError: an unknown ``model_type``, a missing field, a value of the wrong type or out of range, or an
+            inconsistent schedule, by the field's name. A DeepSeek-V4 configuration must say its schedule: by
+            ``compress_ratios`` (entries beyond ``num_hidden_layers`` become draft layers) or by ``layer_types``.
     """
-    kind = getattr(config, "model_type", None)
+    fields = _decoder(config)
+    kind = fields.get("model_type")
     chosen = dict(formats or {})
     if kind == "deepseek_v4":
-        return _deepseek_v4(config, chosen, block_tokens)
-    if kind in LATENT:
-        return _latent(config, chosen, block_tokens)
-    if kind in CLASSIC:
-        return _classic(config, chosen, block_tokens)
+        return _deepseek_v4(fields, chosen, block_tokens)
+    if isinstance(kind, str) and kind in LATENT:
+        return _latent(kind, fields, chosen, block_tokens)
+    if isinstance(kind, str) and kind in FAMILIES:
+        return _classic(kind, fields, chosen, block_tokens)
     raise SpecError(
         got=kind,
-        where="config.model_type",
-        allowed=", ".join(["deepseek_v4", *LATENT, *sorted(CLASSIC)]),
+        where=f"{fields.where}.model_type",
+        allowed=", ".join(["deepseek_v4", *LATENT, *FAMILIES]),
         hint="Compose a CacheSpec from LayerSpec and components for other models.",
     )
 
 
-def _deepseek_v4(config: Any, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+def _decoder(config: Any) -> Fields:
+    """The fields of the text decoder: the configuration itself, or the part that a multimodal one keeps it in."""
+    if hasattr(config, "get_text_config"):
+        return Fields(config.get_text_config(decoder=True))
+    whole = Fields(config)
+    text = whole.get("text_config")
+    return whole if text is None or isinstance(text, str) else Fields(text, "config.text_config")
+
+
+def _deepseek_v4(fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     _check_formats(formats, V4_FORMATS)
-    schedule = _schedule(config)
-    count = _attribute(config, "num_hidden_layers")
+    schedule = _schedule(fields)
+    count = fields.integer("num_hidden_layers")
     if len(schedule) < count:
         raise SpecError(got=f"{len(schedule)} layers", where="config: schedule", allowed=f"{count} or more")
-    dim, index_dim = _attribute(config, "head_dim"), _attribute(config, "index_head_dim")
+    dim, index_dim = fields.integer("head_dim"), fields.integer("index_head_dim")
     dims = {"window": dim, "entries": dim, "index_keys": index_dim}
     chosen = {role: formats.get(role) or _fitting(V4_FORMATS[role], dims[role]) for role in V4_FORMATS}
     layers = [
@@ -111,10 +86,10 @@ def _deepseek_v4(config: Any, formats: dict[str, str], block_tokens: int | None)
             overlap=overlap,
             formats=chosen,
             dim=dim,
-            window=_attribute(config, "sliding_window"),
+            window=fields.integer("sliding_window"),
             index_dim=index_dim,
-            index_heads=_attribute(config, "index_n_heads"),
-            index_topk=_attribute(config, "index_topk"),
+            index_heads=fields.integer("index_n_heads"),
+            index_topk=fields.integer("index_topk"),
         )
         for ratio, overlap in schedule
     ]
@@ -126,13 +101,10 @@ def _deepseek_v4(config: Any, formats: dict[str, str], block_tokens: int | None)
     )
 
 
-def _schedule(config: Any) -> list[tuple[int, bool]]:
+def _schedule(fields: Fields) -> list[tuple[int, bool]]:
     """(ratio, overlap) of every layer, draft layers last; ratio 0 is the window alone."""
-    rates: Mapping[str, int] = getattr(config, "compress_rates", None) or {
-        "compressed_sparse_attention": 4,
-        "heavily_compressed_attention": 128,
-    }
-    ratios: Sequence[int] | None = getattr(config, "compress_ratios", None)
+    rates = _rates(fields)
+    ratios = fields.integers("compress_ratios")
     if ratios is not None:
         kinds = {ratio: bool(V4_KINDS[name]) for name, ratio in rates.items()}
         for number, ratio in enumerate(ratios):
@@ -140,48 +112,62 @@ def _schedule(config: Any) -> list[tuple[int, bool]]:
                 allowed = ", ".join(map(str, [0, *kinds]))
                 raise SpecError(got=ratio, where=f"config.compress_ratios[{number}]", allowed=allowed)
         return [(ratio, bool(ratio) and kinds[ratio]) for ratio in ratios]
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    types = fields.names_of("layer_types", tuple(V4_KINDS))
     if types is None:
         raise SpecError(
             got="neither", where="config", allowed="compress_ratios or layer_types", hint="There is no safe default."
         )
-    for number, name in enumerate(types):
-        if name not in V4_KINDS:
-            raise SpecError(got=name, where=f"config.layer_types[{number}]", allowed=", ".join(V4_KINDS))
     return [(rates.get(name, 0), bool(V4_KINDS[name])) for name in types]
 
 
-def _latent(config: Any, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+def _rates(fields: Fields) -> dict[str, int]:
+    """Tokens an entry of each kind of layer that has any."""
+    known = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    said = fields.get("compress_rates")
+    if not said:
+        return known
+    rates = Fields(said, fields.path("compress_rates"))
+    found = {name: rates.integer(name) for name in known if isinstance(said, Mapping) and name in said}
+    if not isinstance(said, Mapping) or len(found) < len(cast("Mapping[str, Any]", said)):
+        fields.fail("compress_rates", f"a mapping from {' and '.join(known)} to tokens an entry")
+    return found
+
+
+def _latent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     """Compressed key-value latent ‖ rotary key, one entry a token; V3.2 adds its indexer's keys."""
-    has_indexer = LATENT[config.model_type]
+    has_indexer = LATENT[kind]
     # The formats that engines use for V3.2; V2 and V3 are served in bf16.
     defaults = {"entries": "v32_656", "index_keys": "index_fp8_132_fp32scale"} if has_indexer else {"entries": "bf16"}
     _check_formats(formats, defaults)
-    dims = {"entries": _attribute(config, "kv_lora_rank") + _attribute(config, "qk_rope_head_dim")}
+    dims = {"entries": fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")}
     if has_indexer:
-        dims["index_keys"] = _attribute(config, "index_head_dim")
+        dims["index_keys"] = fields.integer("index_head_dim")
     chosen = {role: formats.get(role) or _fitting(format, dims[role]) for role, format in defaults.items()}
     layer = LayerSpec(
         entries=Entries(dim=dims["entries"], ratio=1, format=chosen["entries"]),
         index_keys=IndexKeys(
             dim=dims["index_keys"],
             ratio=1,
-            heads=_attribute(config, "index_n_heads"),
-            topk=_attribute(config, "index_topk"),
+            heads=fields.integer("index_n_heads"),
+            topk=fields.integer("index_topk"),
             format=chosen["index_keys"],
         )
         if has_indexer
         else None,
     )
-    layers = (layer,) * _attribute(config, "num_hidden_layers")
-    return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=config.model_type)
+    layers = (layer,) * fields.integer("num_hidden_layers")
+    return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=kind)
 
 
-def _classic(config: Any, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+def _classic(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     _check_formats(formats, {"key": "", "value": ""})
-    heads = _attribute(config, "num_attention_heads")
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or _attribute(config, "hidden_size") // heads
+    family = FAMILIES[kind]
+    fields = fields.renamed(family.names)
+    if fields.flag("use_bidirectional_attention", False):
+        fields.fail("use_bidirectional_attention", "false: tokens that see later ones leave nothing that can be cached")
+    heads = fields.integer("num_attention_heads", family.heads)
+    key_heads = fields.size("num_key_value_heads", family.key_heads) or heads
+    head_dim = fields.size("head_dim", family.head_dim) or _quotient(fields, heads)
     key_format = formats.get("key", "bf16")
 
     def kv(*, window: int | None = None, chunk: int | None = None) -> LayerSpec:
@@ -198,35 +184,36 @@ def _classic(config: Any, formats: dict[str, str], block_tokens: int | None) -> 
 
     layers = [
         kv(
-            window=_attribute(config, "sliding_window") if kind == "sliding_attention" else None,
-            chunk=_attribute(config, "attention_chunk_size") if kind == "chunked_attention" else None,
+            window=fields.integer("sliding_window", WINDOWS.get(kind, WINDOW)) if kind_of_layer == SLIDING else None,
+            chunk=fields.integer("attention_chunk_size", CHUNK) if kind_of_layer == CHUNKED else None,
         )
-        for kind in _kinds(config)
+        for kind_of_layer in _kinds(family, fields)
     ]
-    return CacheSpec(layers=tuple(layers), block_tokens=block_tokens or 256, name=config.model_type)
+    return CacheSpec(layers=tuple(layers), block_tokens=block_tokens or 256, name=kind)
 
 
-def _kinds(config: Any) -> list[str]:
+def _kinds(family: Family, fields: Fields) -> list[str]:
     """``full_attention``, ``sliding_attention`` or ``chunked_attention`` of every layer."""
-    count = _attribute(config, "num_hidden_layers")
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    count = fields.integer("num_hidden_layers")
+    types = fields.names_of("layer_types", KINDS)
     if types is None:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        chunked = getattr(config, "attention_chunk_size", None)
-        kind = "sliding_attention" if sliding else "chunked_attention" if chunked else "full_attention"
-        return [kind] * count
-    allowed = ("full_attention", "sliding_attention", "chunked_attention")
-    for number, name in enumerate(types):
-        if name not in allowed:
-            raise SpecError(got=name, where=f"config.layer_types[{number}]", allowed=", ".join(allowed))
-    return list(types[:count])
+        return family.schedule(fields, count)
+    if len(types) < count:
+        raise SpecError(got=f"{len(types)} layers", where=fields.path("layer_types"), allowed=f"{count} or more")
+    return types[:count]
 
 
-def _attribute(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
-    if value is None:
-        raise SpecError(got="nothing", where=f"config.{name}", allowed="an integer")
-    return value
+def _quotient(fields: Fields, heads: int) -> int:
+    """Width of a head that has none of its own."""
+    width = fields.integer("hidden_size")
+    if width % heads:
+        raise SpecError(
+            got=width,
+            where=fields.path("hidden_size"),
+            allowed=f"a multiple of {heads} heads",
+            hint="Or say head_dim.",
+        )
+    return width // heads
 
 
 def _check_formats(formats: Mapping[str, str], allowed: Mapping[str, str]) -> None:

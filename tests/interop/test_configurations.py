@@ -1,0 +1,51 @@
+"""A file that says only what differs from its model type's defaults gives the layers of transformers' own object."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvcore.spec import from_hf_config
+from kvcore.spec.families import FAMILIES
+
+DERIVED = ("layer_types", "no_rope_layers", "rope_parameters")
+"""What the configuration classes work out: published files do not have it."""
+
+SWITCHED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3}
+SAID = [
+    pytest.param({}, id="defaults"),
+    pytest.param({"num_hidden_layers": 7}, id="fewer layers"),
+    pytest.param({"num_hidden_layers": 7, **SWITCHED}, id="window switched on"),
+    pytest.param({"num_hidden_layers": 7, "sliding_window": 24}, id="another window"),
+    pytest.param({"num_hidden_layers": 7, "num_attention_heads": 8, "hidden_size": 128}, id="other heads"),
+    pytest.param({"num_hidden_layers": 7, "sliding_window_pattern": 3}, id="another pattern"),
+    pytest.param({"num_hidden_layers": 7, "no_rope_layer_interval": 2, "attention_chunk_size": 24}, id="chunks"),
+]
+NO_WINDOW = {"full_attention"}
+
+
+def test_every_family_is_a_model_type_of_transformers():
+    assert set(FAMILIES) <= set(CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_published_file_gives_the_spec_of_the_object(family, said):
+    known = vars(CONFIG_MAPPING[family]()).keys() | {"sliding_window_pattern"}
+    said = {name: value for name, value in said.items() if name in known}
+    config = AutoConfig.for_model(family, **said)
+    published = {"num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size}
+    published |= {name: value for name, value in config.to_diff_dict().items() if name not in DERIVED}
+    published |= {"model_type": family, **said}
+    spec = from_hf_config(SimpleNamespace(**published))
+    assert spec == from_hf_config(config)
+    assert spec == from_hf_config(published)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_those_of_the_models_own_cache(family):
+    config = CONFIG_MAPPING[family](num_hidden_layers=7, **SWITCHED if family.startswith("qwen") else {})
+    own = DynamicCache(config=config).layers
+    windows = [layer.kv.window or layer.kv.chunk for layer in from_hf_config(config).layers]
+    assert windows == [getattr(layer, "sliding_window", None) for layer in own]
