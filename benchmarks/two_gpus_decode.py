@@ -117,11 +117,11 @@ def decode(
     weights, sink = me.random(3, count, 64), me.random(4, 64)
     with cache.step(dict.fromkeys(requests, 1)) as step:
         append_one(me, step, count)
-        columns = max(row.length for row in step.rows) // 4
+        columns = max(row.length for row in step._rows) // 4
         found: dict[str, Any] = {}
         calls: dict[str, Callable[[], Any]] = {
             "scores and selection": lambda: cache.ops.index_select(
-                cache.pools, 0, step.device_index, iq, weights, 512, columns=columns
+                cache.pools, 0, step._device_index, iq, weights, 512, columns=columns
             ),
             "CSA attention": lambda: step.layer(0).attend(q, found["scores and selection"], sink=sink),
             "HCA attention": lambda: step.layer(1).attend(q, sink=sink),

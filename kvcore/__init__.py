@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    "BackendError",
+    "KvcoreError",
+    "NonFiniteError",
+    "OutOfBlocks",
+    "OutOfSlots",
+    "RequestError",
+    "RollbackError",
+    "ShapeError",
+    "SnapshotError",
+    "SpecError",
+    "StepError",
+    "TransferError",
+)
 _HOMES = {
+    **dict.fromkeys(_ERRORS, "kvcore.errors"),
     "BackendInfo": "kvcore.plugins",
     "Cache": "kvcore.cache",
     "CacheSpec": "kvcore.spec",
@@ -24,12 +39,24 @@ _HOMES = {
 _MODULES = ("errors", "plan", "plugins", "spec")
 
 __all__ = [
+    "BackendError",
     "BackendInfo",
     "Cache",
     "CacheSpec",
+    "KvcoreError",
     "LayerSpec",
+    "NonFiniteError",
+    "OutOfBlocks",
+    "OutOfSlots",
     "Periodic",
     "Request",
+    "RequestError",
+    "RollbackError",
+    "ShapeError",
+    "SnapshotError",
+    "SpecError",
+    "StepError",
+    "TransferError",
     "__version__",
     "create_cache",
     "errors",
@@ -46,6 +73,20 @@ if TYPE_CHECKING:
     from kvcore import errors, plan, plugins, spec
     from kvcore.arrays import to_numpy
     from kvcore.cache import Cache, create_cache
+    from kvcore.errors import (
+        BackendError,
+        KvcoreError,
+        NonFiniteError,
+        OutOfBlocks,
+        OutOfSlots,
+        RequestError,
+        RollbackError,
+        ShapeError,
+        SnapshotError,
+        SpecError,
+        StepError,
+        TransferError,
+    )
     from kvcore.loading import load
     from kvcore.manager import Request
     from kvcore.plugins import BackendInfo, hookimpl, use_backend

@@ -1,5 +1,7 @@
 """What a cache is made of, and the rules that all its verbs keep: one at a time, none inside a step, freed is gone."""
 
+# pyright: reportPrivateUsage=false
+
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,12 +42,14 @@ class Left(Protocol):
 class CacheBase:
     """A plan, its pools, a backend's verbs, and the requests that live in them.
 
+    What begins with an underscore here, on steps and on handles is for the library's own parts, which keep the rules
+    that the verbs keep for a user: ``_exclusive`` around every change, clean slots, whole requests.
+
     Attributes:
         spec: what each layer holds.
         plan: blocks, slots and bytes.
         ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
         backend: the backend; ``backend.name`` says which.
-        check: whether input is checked for finiteness and steps for completeness.
         damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
     """
 
@@ -56,7 +60,7 @@ class CacheBase:
         self.plan = plan
         self.backend = backend
         self.ops = ops
-        self.check = check
+        self._check = check
         self.damaged: tuple[str, ...] = ()
         self._manager = Manager(plan)
         self._prefix = PrefixCache(plan.spec, prefix, self._manager)
@@ -74,13 +78,13 @@ class CacheBase:
     def pools(self, pools: Mapping[str, Any]) -> None:
         self._pools = check_same_tree(pools, self._pools)
         if self._step is not None:
-            self._step.pools_replaced = True
+            self._step._pools_replaced = True
 
-    def replace_pools(self, pools: Pools) -> None:
+    def _replace_pools(self, pools: Pools) -> None:
         """Take what a handle's verb returned; nothing is checked."""
         self._pools = pools
 
-    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
+    def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """The backend's array as NumPy."""
         return to_numpy(array)
 
@@ -113,32 +117,32 @@ class CacheBase:
         """Live requests in order of admission."""
         return self._manager.requests
 
-    def row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> Row:
         """The request as it is now, as a part of a step without tokens."""
         return self._rows([request], [0])[0]
 
-    def floor(self, request: Request) -> int:
+    def _least_length(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts for the request."""
         return self._manager.deepest_truncation(self._manager.check(request))
 
-    def check_whole(self, request: Request, where: str) -> None:
+    def _check_whole(self, request: Request, where: str) -> None:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self._manager.check_whole(request, where)
 
-    def install(self, request: Request, left: "Left", rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
+    def _install(self, request: Request, left: "Left", rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
         """Make a fresh request hold ``rows``, or what a function writes, as it was when it left another cache.
 
         Raises:
             OutOfBlocks: no room; the request is still fresh.
         """
         self._manager.take_over(request, length=left.length, floor=left.floor, tokens=left.tokens, salt=left.salt)
-        row = self.row(request)
+        row = self._row(request)
         self._pools = (
             rows(self.ops, self._pools, row) if callable(rows) else write_rows(self.ops, self._pools, row, rows)
         )
         self._prefix.publish(self._manager.place(request))
 
-    def fresh(self, salt: str | None = None) -> Request:
+    def _fresh(self, salt: str | None = None) -> Request:
         """A request with a clean slot and nothing else.
 
         Raises:
@@ -152,28 +156,28 @@ class CacheBase:
             raise
         return request
 
-    def give_back(self, request: Request) -> None:
+    def _give_back(self, request: Request) -> None:
         """Take a request's slot and blocks back."""
         slot = self._manager.place(request).slot
-        self.poison([slot], self._manager.release(request))
+        self._poison([slot], self._manager.release(request))
 
-    def begin_step(self, step: "Step") -> None:
+    def _begin_step(self, step: "Step") -> None:
         """Let nobody but this thread touch the cache until the step ends."""
         self._step, self._stepping = step, threading.get_ident()
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """Let the others go on; called by the step that ends, from any thread."""
         with self._turns:
             self._step = None
             self._turns.notify_all()
 
-    def poison(self, slots: list[int], blocks: list[int]) -> None:
+    def _poison(self, slots: list[int], blocks: list[int]) -> None:
         """Under ``check=True``, make what was freed unreadable."""
-        if self.check and (slots or blocks):
+        if self._check and (slots or blocks):
             self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
 
     @contextmanager
-    def _turn(self, verb: str, *, in_step: bool = False) -> Generator[None, None, None]:
+    def _exclusive(self, verb: str, *, in_step: bool = False) -> Generator[None, None, None]:
         """One verb at a time. Other threads wait until an open step has ended; its own thread is refused, or let in."""
         with self._turns:
             while self._step is not None and self._stepping != threading.get_ident():
@@ -199,7 +203,7 @@ class CacheBase:
             for row, growth in zip(rows, grown, strict=True)
             for column, old in growth.replaced
         ]
-        self.poison([], [block for row, growth in zip(rows, grown, strict=True) for block in _added(row, growth)])
+        self._poison([], [block for row, growth in zip(rows, grown, strict=True) for block in _added(row, growth)])
         if pairs:
             sources, targets = (self._integers(list(side)) for side in zip(*pairs, strict=True))
             self._pools = self.ops.copy_blocks(self._pools, sources, targets)

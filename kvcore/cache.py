@@ -84,14 +84,14 @@ class Cache(SharingVerbs, PortableVerbs):
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
         salt = check_salt(salt, "admit: salt")
-        with self._turn("admit", in_step=True):
-            request = self.fresh(salt)
+        with self._exclusive("admit", in_step=True):
+            request = self._fresh(salt)
             try:
                 hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
                 if hit.length:
                     self._take_over(request, hit, ids)
             except BaseException:
-                self.give_back(request)
+                self._give_back(request)
                 raise
             return request
 
@@ -121,7 +121,7 @@ class Cache(SharingVerbs, PortableVerbs):
             ShapeError: a count is not an integer >= 0, or left padding that a layer cannot have.
             Nothing is changed by any of them.
         """
-        with self._turn("step"):
+        with self._exclusive("step"):
             given = as_mapping(tokens)
             requests = [self._manager.check(request, "step") for request in given]
             parsed = [
@@ -146,7 +146,7 @@ class Cache(SharingVerbs, PortableVerbs):
             except BaseException:
                 self._manager.shrink(requests, grown)
                 raise
-            self.begin_step(step)
+            self._begin_step(step)
             return step
 
     def truncate(self, request: Request, length: int) -> None:
@@ -156,8 +156,8 @@ class Cache(SharingVerbs, PortableVerbs):
             RollbackError: ``length`` is out of range, or a ring has overwritten rows that would be needed.
             RequestError: stale or foreign. StepError: a step is open.
         """
-        with self._turn("truncate"):
-            self.poison([], self._manager.truncate(self._manager.check(request), length))
+        with self._exclusive("truncate"):
+            self._poison([], self._manager.truncate(self._manager.check(request), length))
 
     def release(self, request: Request) -> None:
         """End a request: its slot and blocks become free.
@@ -165,8 +165,8 @@ class Cache(SharingVerbs, PortableVerbs):
         Raises:
             RequestError: already released, or foreign. StepError: a step is open.
         """
-        with self._turn("release"):
-            self.give_back(self._manager.check(request))
+        with self._exclusive("release"):
+            self._give_back(self._manager.check(request))
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.
@@ -174,11 +174,11 @@ class Cache(SharingVerbs, PortableVerbs):
         Args:
             requests: in the order that counts; None for all live ones in order of admission.
         """
-        return digest.combine(self.digest_lanes(requests))
+        return digest.combine(self._digest_lanes(requests))
 
-    def digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
+    def _digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
-        with self._turn("digest"):
+        with self._exclusive("digest"):
             chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
             rows = self._rows(chosen, [0] * len(chosen))
             index = self.ops.index(build_index(rows, max_blocks=self.plan.blocks))

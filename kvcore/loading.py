@@ -1,5 +1,7 @@
 """A saved snapshot as a new cache."""
 
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
@@ -79,4 +81,4 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache.install(cache.admit(), request, content)
+            cache._install(cache.admit(), request, content)

@@ -4,6 +4,8 @@ Everything is all-or-nothing: an error leaves every integer as it was. A request
 reused, and its slot has a generation, so that a stale one is refused rather than read as its slot's next owner.
 """
 
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Mapping, Sequence
 
 from kvcore.blocks import BlockAllocator
@@ -76,7 +78,7 @@ class Manager:
         """
         if not isinstance(request, Request):
             raise RequestError(got=request, where=where, allowed="a Request from cache.admit()")
-        if not request.of(self):
+        if not request._of(self):
             raise RequestError(
                 got=f"request {request.id} of another cache", where=where, allowed="requests of this cache"
             )

@@ -1,5 +1,7 @@
 """One step of a cache, open: from ``cache.step`` until commit or abort."""
 
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
@@ -24,11 +26,6 @@ class Step:
 
     Attributes:
         cache: the cache it belongs to.
-        rows: each request's part, as host integers.
-        device_index: positions, slots, lengths and block table on the device, as the handles use it.
-        pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
-        kept: what one layer worked out from the rows, for other layers of equal components: by its name and what it
-            depends on.
     """
 
     def __init__(
@@ -42,10 +39,13 @@ class Step:
         index: StepIndex,
     ) -> None:
         self.cache = cache
-        self.rows = rows
-        self.device_index = index
-        self.pools_replaced = False
-        self.kept: dict[Any, Any] = {}
+        # Each request's part as host integers, and the same on the device, as the handles use it.
+        self._rows = rows
+        self._device_index = index
+        # ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+        self._pools_replaced = False
+        # What one layer worked out from the rows, for others of equal components: by its name and what it depends on.
+        self._kept: dict[Any, Any] = {}
         self._manager = manager
         self._requests = requests
         self._ids = ids
@@ -55,12 +55,12 @@ class Step:
         self._open = True
 
     @cached_property
-    def most_new(self) -> int:
+    def _most_new(self) -> int:
         """Most new tokens of a request."""
-        return max((row.new for row in self.rows), default=0)
+        return max((row.new for row in self._rows), default=0)
 
     @cached_property
-    def deepest(self) -> list[int]:
+    def _deepest(self) -> list[int]:
         """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
         return [self._manager.deepest_truncation(request) for request in self._requests]
 
@@ -71,20 +71,20 @@ class Step:
         Functional verbs write at once, so what they may overwrite is noted here, to be put back if the step fails. A
         padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written.
         """
-        padded = len(self.device_index.positions) > sum(row.new for row in self.rows)
-        if self._open and self._undo is None and not padded and any(row.new for row in self.rows):
-            self._undo = Undo(self.cache.ops, self.cache.pools, self.device_index)
-        return self.device_index
+        padded = len(self._device_index.positions) > sum(row.new for row in self._rows)
+        if self._open and self._undo is None and not padded and any(row.new for row in self._rows):
+            self._undo = Undo(self.cache.ops, self.cache.pools, self._device_index)
+        return self._device_index
 
     @property
     def positions(self) -> Any:
         """[T] int32 absolute position of every token, -1 for padding."""
-        return self.device_index.positions
+        return self._device_index.positions
 
     @property
     def request_index(self) -> Any:
         """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
-        return self.device_index.request_index
+        return self._device_index.request_index
 
     def from_batch(self, batch: Any) -> Any:
         """Rows [T, ...] for the verbs, of a batch [Q, S, ...] padded on the right: request q's new tokens come first.
@@ -92,13 +92,13 @@ class Step:
         Raises:
             ShapeError: another number of requests, or fewer columns than a request has new tokens.
         """
-        self.check_open()
+        self._check_open()
         batch = self.cache.ops.asarray(batch)
-        requests, width = len(self.device_index.slots), max((row.new for row in self.rows), default=0)
+        requests, width = len(self._device_index.slots), max((row.new for row in self._rows), default=0)
         if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
             allowed = f"{requests} requests × {width} columns or more"
             raise ShapeError(got=list(batch.shape), where="from_batch", allowed=allowed)
-        return self.cache.ops.from_batch(self.device_index, batch)
+        return self.cache.ops.from_batch(self._device_index, batch)
 
     def to_batch(self, rows: Any, width: int | None = None) -> Any:
         """The inverse for what verbs return: rows [T, ...] -> [Q, width, ...], zeros (or False) in the padding.
@@ -110,19 +110,19 @@ class Step:
         Raises:
             ShapeError: another number of rows, or a width that has no room for them.
         """
-        self.check_open()
+        self._check_open()
         rows = self.cache.ops.asarray(rows)
-        tokens, least = len(self.device_index.positions), max((row.new for row in self.rows), default=0)
+        tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
         if not rows.ndim or rows.shape[0] != tokens:
             raise ShapeError(got=list(rows.shape), where="to_batch", allowed=f"{tokens} rows")
         width = least if width is None else width
         if not is_count(width) or width < least:
             raise ShapeError(got=width, where="to_batch: width", allowed=f"{least} or more")
-        return self.cache.ops.to_batch(self.device_index, rows, width)
+        return self.cache.ops.to_batch(self._device_index, rows, width)
 
     def layer(self, number: int) -> LayerHandle:
         """The handle of layer ``number``; draft layers follow the main ones."""
-        self.check_open()
+        self._check_open()
         count = len(self.cache.spec.all_layers)
         if not is_count(number) or number >= count:
             raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
@@ -130,7 +130,7 @@ class Step:
             self._layers[number] = LayerHandle(self, number)
         return self._layers[number]
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Refuse to go on after commit or abort."""
         if not self._open:
             raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
@@ -141,21 +141,21 @@ class Step:
         Raises:
             StepError: new tokens reached no window, tail or kv of some layer.
         """
-        self.check_open()
+        self._check_open()
         try:
             self._check_complete()
-            if not self.pools_replaced:
+            if not self._pools_replaced:
                 for number in range(len(self.cache.spec.all_layers)):
                     # A layer that the step left out stays one that it did not touch.
-                    (self._layers.get(number) or LayerHandle(self, number)).blank()
+                    (self._layers.get(number) or LayerHandle(self, number))._blank()
             states = [
-                self.cache.boundary_states(
-                    request, self.rows[number], self._ids[number], self._own_rows(number), written=self.pools_replaced
+                self.cache._boundary_states(
+                    request, self._rows[number], self._ids[number], self._own_rows(number), written=self._pools_replaced
                 )
                 for number, request in enumerate(self._requests)
             ]
             for handle in self._layers.values():
-                handle.commit()
+                handle._commit()
         except BaseException:
             self.abort()
             raise
@@ -164,32 +164,32 @@ class Step:
             freed = self._manager.settle(self._grown)
             touched = self._touched()
             for number, request in enumerate(self._requests):
-                self._manager.commit(request, self.rows[number].new, self._ids[number], touched)
-                self.cache.publish(request, states[number])
-            self.cache.poison([], freed)
+                self._manager.commit(request, self._rows[number].new, self._ids[number], touched)
+                self.cache._publish(request, states[number])
+            self.cache._poison([], freed)
         finally:
-            self.cache.end_step()
+            self.cache._end_step()
 
     def abort(self) -> None:
         """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
-        self.check_open()
+        self._check_open()
         undone = False
         try:
-            if self.pools_replaced and self._undo is not None:
-                self.cache.replace_pools(self._undo.apply(self.cache.pools))
+            if self._pools_replaced and self._undo is not None:
+                self.cache._replace_pools(self._undo.apply(self.cache.pools))
                 undone = self._undo.complete
             for handle in self._layers.values():
-                handle.abort()
+                handle._abort()
         finally:
             self._open = False
             self._manager.shrink(self._requests, self._grown)
-            if self.pools_replaced and not undone:
-                for request, row in zip(self._requests, self.rows, strict=True):
+            if self._pools_replaced and not undone:
+                for request, row in zip(self._requests, self._rows, strict=True):
                     self._manager.disturb(request, row.length)
-            self.cache.end_step()
+            self.cache._end_step()
 
     def __enter__(self) -> "Step":
-        self.check_open()
+        self._check_open()
         return self
 
     def __exit__(
@@ -204,11 +204,11 @@ class Step:
 
     def _own_rows(self, number: int) -> Callable[[int], Own]:
         """Length -> one request's rows that still wait, cut at that length."""
-        first = sum(row.new for row in self.rows[:number])
+        first = sum(row.new for row in self._rows[:number])
 
         def until(length: int) -> Own:
-            last = first + length - self.rows[number].start
-            waiting = [(layer, handle.waiting_rows()) for layer, handle in self._layers.items()]
+            last = first + length - self._rows[number].start
+            waiting = [(layer, handle._waiting_rows()) for layer, handle in self._layers.items()]
             return {
                 (layer, role): tuple(array[first:last] for array in arrays)
                 for layer, roles in waiting
@@ -221,16 +221,16 @@ class Step:
         """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
         main = len(self.cache.spec.layers)
         layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
-        touched = {"main": True} if self.pools_replaced else {}
+        touched = {"main": True} if self._pools_replaced else {}
         for group, numbers in layers.items():
             if any(number in self._layers for number in numbers):
-                touched[group] = self.pools_replaced or all(
-                    number in self._layers and not self._layers[number].missing() for number in numbers
+                touched[group] = self._pools_replaced or all(
+                    number in self._layers and not self._layers[number]._missing() for number in numbers
                 )
         return touched
 
     def _check_complete(self) -> None:
-        if self.pools_replaced or not any(row.new for row in self.rows):
+        if self._pools_replaced or not any(row.new for row in self._rows):
             return
         main = range(len(self.cache.spec.layers))
         drafts = range(len(main), len(self.cache.spec.all_layers))
@@ -239,7 +239,7 @@ class Step:
             return
         for number in main:
             layer = self._layers.get(number) or LayerHandle(self, number)
-            missing = layer.missing()
+            missing = layer._missing()
             if missing:
                 raise StepError(
                     got=f"no rows for {', '.join(missing)}",
@@ -247,7 +247,7 @@ class Step:
                     allowed="every window, tail and kv gets the step's tokens",
                     hint="The step was rolled back. Call append_* for this layer before the step ends.",
                 )
-            unstored = layer.unstored() if self.cache.check else []
+            unstored = layer._unstored() if self.cache._check else []
             if unstored:
                 raise StepError(
                     got=f"{', '.join(unstored)} closed but not stored",

@@ -17,7 +17,7 @@ class PortableVerbs(CacheBase):
         Raises:
             RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
         """
-        with self._turn("export_request"):
+        with self._exclusive("export_request"):
             return transfer.export(self, self._manager.check(request))
 
     def import_request(self, blob: bytes, into: Request | None = None) -> Request:
@@ -31,7 +31,7 @@ class PortableVerbs(CacheBase):
             SnapshotError: the blob is damaged or of another spec (the first difference is named).
             OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` is stale, foreign or not empty. Nothing is changed.
         """
-        with self._turn("import_request"):
+        with self._exclusive("import_request"):
             return transfer.import_(self, blob, into)
 
     def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
@@ -42,7 +42,7 @@ class PortableVerbs(CacheBase):
             OSError: the disk refused; a file of that name is as it was, or the new one, whole.
             BackendError: safetensors is not installed.
         """
-        with self._turn("save"):
+        with self._exclusive("save"):
             chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
             data = snapshot.to_bytes(self, chosen)
         # The bytes are a finished copy: others need not wait for the disk.

@@ -99,7 +99,7 @@ class Request:
         """What the request was admitted with: only requests of the same salt share prefixes."""
         return self._manager.place(self).salt
 
-    def of(self, manager: "Manager") -> bool:
+    def _of(self, manager: "Manager") -> bool:
         """True if this manager admitted the request."""
         return self._manager is manager
 

@@ -22,7 +22,7 @@ class SharingVerbs(CacheBase):
         Raises:
             OutOfSlots: none is free. RequestError: stale or foreign. StepError: a step is open.
         """
-        with self._turn("fork"):
+        with self._exclusive("fork"):
             source = self._manager.check(request)
             fork = self._manager.fork(source)
             try:
@@ -40,7 +40,7 @@ class SharingVerbs(CacheBase):
             RequestError: stale, foreign, its token ids are not known, or a layer did not get all of its tokens.
             StepError: a step is open. SpecError: the cache was created with ``prefix="off"``.
         """
-        with self._turn("checkpoint"):
+        with self._exclusive("checkpoint"):
             place = self._manager.place(request)
             if not self._prefix.on:
                 raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
@@ -58,7 +58,7 @@ class SharingVerbs(CacheBase):
                     allowed="a request whose layers got all of its tokens",
                 )
             if place.length:
-                state = state_at(self.ops, self._pools, self.row(request), place.length, {})
+                state = state_at(self.ops, self._pools, self._row(request), place.length, {})
                 self._prefix.keep(place, place.length, state)
 
     def restorable(self, tokens: Sequence[int], n: int | None = None, *, salt: str | None = None) -> Restorable:
@@ -74,12 +74,12 @@ class SharingVerbs(CacheBase):
         salt = check_salt(salt, "restorable: salt")
         if n is not None and (not is_count(n) or n > len(ids)):
             raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
-        with self._turn("restorable", in_step=True):
+        with self._exclusive("restorable", in_step=True):
             ids = ids[:n]
             hit = self._prefix.find(ids, limit=len(ids), salt=salt)
             return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
 
-    def boundary_states(
+    def _boundary_states(
         self, request: Request, row: Row, ids: Sequence[int] | None, own: Callable[[int], Own], *, written: bool
     ) -> list[tuple[int, Content]]:
         """(length, state) of every checkpoint that the policy wants of a step that is about to commit.
@@ -98,7 +98,7 @@ class SharingVerbs(CacheBase):
             if not written or length == row.length
         ]
 
-    def publish(self, request: Request, states: Sequence[tuple[int, Content]] = ()) -> None:
+    def _publish(self, request: Request, states: Sequence[tuple[int, Content]] = ()) -> None:
         """Seal the blocks that a committed step filled, and keep its checkpoints."""
         place = self._manager.place(request)
         self._prefix.publish(place)
@@ -125,7 +125,7 @@ class SharingVerbs(CacheBase):
         place = self._manager.place(request)
         place.cached_tokens = hit.length
         if hit.state is not None:
-            self._pools = write_rows(self.ops, self._pools, self.row(request), hit.state)
+            self._pools = write_rows(self.ops, self._pools, self._row(request), hit.state)
         self._prefix.publish(place)
 
     def _floor(self, length: int) -> int:

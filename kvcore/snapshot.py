@@ -6,6 +6,8 @@ all digests. The file appears whole or not at all. Loading checks header, root a
 only the request that it belongs to is refused.
 """
 
+# pyright: reportPrivateUsage=false
+
 import hashlib
 from os import PathLike
 from pathlib import Path
@@ -81,9 +83,9 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
     for number, request in enumerate(requests):
-        cache.check_whole(request, "save")
-        floor = cache.floor(request)
-        for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
+        cache._check_whole(request, "save")
+        floor = cache._least_length(request)
+        for (layer, role), held in read_rows(cache.ops, cache.pools, cache._row(request), floor).items():
             name = f"{number}.{layer}.{role}"
             arrays[name] = held.rows
             arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, held, layer, role)

@@ -4,6 +4,8 @@ The blob is msgpack: a header (format version, spec, length, token ids, salt), e
 digest of each. Import checks all of it before it takes a slot, and a failure leaves the cache as it was.
 """
 
+# pyright: reportPrivateUsage=false
+
 import hashlib
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,11 +55,11 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def export(cache: "CacheBase", request: Request) -> bytes:
     """The request as a blob."""
-    cache.check_whole(request, "export_request")
+    cache._check_whole(request, "export_request")
     rows: dict[str, bytes] = {}
     digests: dict[str, tuple[int, int]] = {}
-    floor = cache.floor(request)
-    for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
+    floor = cache._least_length(request)
+    for (layer, role), held in read_rows(cache.ops, cache.pools, cache._row(request), floor).items():
         rows[f"{layer}.{role}"] = held.rows.tobytes()
         digests[f"{layer}.{role}"] = _lanes(cache.ops, held, layer, role)
     tokens = None if request.tokens is None else list(request.tokens)
@@ -76,19 +78,19 @@ def export(cache: "CacheBase", request: Request) -> bytes:
 
 def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     """Check a blob, then make a request of it."""
-    if into is not None and cache.row(into).length:
+    if into is not None and cache._row(into).length:
         raise RequestError(
             got=f"request {into.id} of {into.length} tokens", where="import_request: into", allowed="one without tokens"
         )
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
     content = _content(cache, found)
-    request = cache.fresh() if into is None else into
+    request = cache._fresh() if into is None else into
     try:
-        cache.install(request, found, content)
+        cache._install(request, found, content)
     except BaseException:
         if into is None:
-            cache.give_back(request)
+            cache._give_back(request)
         raise
     return request
 

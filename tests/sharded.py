@@ -112,7 +112,7 @@ def ties(context: int) -> np.ndarray:
                 for name, shape in (("q", (2, 8)), ("w", (2,)))
             )
             one_by_one = handle.select(handle.index_scores(q, weights), 6)
-            at_once = cache.ops.index_select(cache.pools, 0, step.device_index, q, weights, 6)
+            at_once = cache.ops.index_select(cache.pools, 0, step._device_index, q, weights, 6)
             assert (one_by_one == at_once).all()
         step.abort()
     return kvcore.to_numpy(picks)

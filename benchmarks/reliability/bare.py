@@ -70,5 +70,5 @@ class BareCache(Cache):
     def step(self, tokens, pad_tokens=None, pad_requests=None):
         step = super().step(tokens, pad_tokens, pad_requests)
         # As outside code does that fills the pools itself: completeness is the caller's business.
-        step.pools_replaced = True
+        step._pools_replaced = True
         return step

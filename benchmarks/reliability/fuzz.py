@@ -101,7 +101,7 @@ class World:
         self.scripts[request.id] = which
         if request.length:
             self.happened["hit"] += 1
-            stored = self.cache.row(request).stored
+            stored = self.cache._row(request).stored
             self.model.took_over(request.id, prompt, request.length, stored, list(request.blocks))
 
     def step(self, id: int, operation: Operation, *, commit: bool = True) -> None:

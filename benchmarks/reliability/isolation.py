@@ -138,7 +138,7 @@ class Story:
         prompt = prompt + list(range(self.next, self.next + 1 + operation.c % 5))
         request = self.cache.admit(prompt)
         self.name(prompt[-1 - operation.c % 5 :], request, len(prompt) - 1 - operation.c % 5)
-        replaying = self.cache.row(request).stored > request.length
+        replaying = self.cache._row(request).stored > request.length
         self.held[request] = Owner(
             prompt[: request.length], prompt[request.length :], request.length if replaying else 0
         )
@@ -192,7 +192,7 @@ class Story:
             self.cache.checkpoint(request)
 
     def replays(self, request: kvcore.Request) -> bool:
-        return self.cache.row(request).stored > request.length
+        return self.cache._row(request).stored > request.length
 
     def release(self, operation: Operation) -> None:
         request = self.one(operation.a)

@@ -140,7 +140,7 @@ class Twins:
             self._add(which, cache.admit(prompt))
             request = self._rows[-1][which]
             self.rest[request] = prompt[request.length :]
-            return request.cached_tokens, cache.row(request).stored
+            return request.cached_tokens, cache._row(request).stored
         request = held[at]
         if what in ("step", "fail"):
             chosen = dict.fromkeys([request, *(held[(b >> shift) % len(held)] for shift in range(b % 3))])

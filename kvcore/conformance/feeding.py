@@ -69,7 +69,7 @@ def feed(cache: Cache, new: Mapping[Request, Sequence[int]]) -> None:
 
 def fill(step: Step, new: Sequence[Sequence[int]]) -> None:
     """Append every layer's rows to an open step and store what closes."""
-    writers = [(key, row.start + k) for row, keys in zip(step.rows, new, strict=True) for k, key in enumerate(keys)]
+    writers = [(key, row.start + k) for row, keys in zip(step._rows, new, strict=True) for k, key in enumerate(keys)]
     for number, layer in enumerate(step.cache.spec.all_layers):
         handle = step.layer(number)
 

@@ -93,7 +93,7 @@ class Tenants:
         self.writers = after
 
     def _fill(self, step: Step, order: Sequence[str], after: Mapping[str, list[int]], pads: int) -> None:
-        places = [(after[name][p], p) for name, row in zip(order, step.rows, strict=True) for p in row_range(row)]
+        places = [(after[name][p], p) for name, row in zip(order, step._rows, strict=True) for p in row_range(row)]
 
         def rows(stream: Stream, width: int) -> np.ndarray:
             found = names(NUMBER[stream], [w for w, _ in places], [p for _, p in places], width)
@@ -132,7 +132,7 @@ class Tenants:
         for layer, spec in enumerate(SPEC.layers):
             read = _read(step.layer(layer), latent=spec.kv is None)
             for number, name in enumerate(order):
-                length, start = len(writers[name]), step.rows[number].start
+                length, start = len(writers[name]), step._rows[number].start
                 for (verb, role, part), (values, positions) in read.items():
                     if role == "window":
                         wanted = list(range(max(0, length - 5), length))

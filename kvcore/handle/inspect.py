@@ -1,5 +1,7 @@
 """Verbs that show what is stored: canonical rows, raw buffers for outside kernels, digests."""
 
+# pyright: reportPrivateUsage=false
+
 from kvcore import digest
 from kvcore.errors import StepError
 from kvcore.handle.state import LayerState
@@ -34,7 +36,7 @@ class InspectionVerbs(LayerState):
         self._component("window", Window)
         if "window" in self._waiting:
             raise StepError(
-                got=f"{max(row.new for row in self._step.rows)} new tokens of one request",
+                got=f"{max(row.new for row in self._step._rows)} new tokens of one request",
                 where=f"{self._where}.window_view",
                 allowed="at most 1 + max_draft_tokens",
                 hint="Use attend, or commit first: a long step's rows overwrite what its own queries need.",
@@ -54,13 +56,13 @@ class InspectionVerbs(LayerState):
     def digest(self) -> int:
         """One number for everything this layer holds of the step's requests; equal on every backend and layout."""
         cache = self._step.cache
-        lanes: list[list[tuple[int, int]]] = [[] for _ in self._step.rows]
+        lanes: list[list[tuple[int, int]]] = [[] for _ in self._step._rows]
         for role, _ in self._spec.components():
             salt = digest.region_salt(cache.spec.owner(self._layer, role), role)
-            found = cache.to_host(self._ops.digest_rows(self.gather_rows(role), salt))
+            found = cache._to_host(self._ops.digest_rows(self.gather_rows(role), salt))
             for lane, pair in zip(lanes, found, strict=False):
                 lane.append((int(pair[0]), int(pair[1])))
-        return digest.combine([(row.length, lane) for row, lane in zip(self._step.rows, lanes, strict=True)])
+        return digest.combine([(row.length, lane) for row, lane in zip(self._step._rows, lanes, strict=True)])
 
     def _paged_view(self, role: str) -> PagedView:
         component = self._component(role, Entries)

@@ -1,5 +1,7 @@
 """Verbs of latent layers: the window, the tails, compressed entries and index keys."""
 
+# pyright: reportPrivateUsage=false
+
 import numpy as np
 
 from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight
@@ -74,7 +76,7 @@ class LatentVerbs(LayerState):
             self._layer,
             self._index,
             *streams,
-            closed=closed_count(self._step.rows, entries.ratio),
+            closed=closed_count(self._step._rows, entries.ratio),
             norm_weight=weights["entries"],
             eps=check_number(eps, "flush: eps"),
             rope=check_rope(self._ops, rope, "flush: rope", narrowest),
@@ -91,7 +93,7 @@ class LatentVerbs(LayerState):
             index_keys: [closed, index d], likewise.
         """
         spec = self._own_entries("store_entries")
-        count = closed_count(self._step.rows, spec.ratio)
+        count = closed_count(self._step._rows, spec.ratio)
         entries = check_float(self._ops, entries, "store_entries: entries", (count, spec.dim))
         self._check(entries, "store_entries: entries", spec)
         if index_keys is not None:
@@ -111,7 +113,7 @@ class LatentVerbs(LayerState):
         kv, score = self._tail_rows("tail", "compress")
         if norm_weight is not None:
             norm_weight = check_weight(self._ops, norm_weight, "compress: norm_weight", entries.dim)
-        closed = closed_count(self._step.rows, entries.ratio)
+        closed = closed_count(self._step._rows, entries.ratio)
         return self._ops.compress(
             self._pools,
             self._layer,
@@ -127,7 +129,7 @@ class LatentVerbs(LayerState):
     def closed(self) -> Closed:
         """Entries that close in this step, in storing order: (request_index [n], entry_index [n]), int32."""
         ratio = self._component("entries", Entries).ratio
-        return self._ops.closed(self._layer, self._index, closed_count(self._step.rows, ratio))
+        return self._ops.closed(self._layer, self._index, closed_count(self._step._rows, ratio))
 
     def gather_window(self) -> WindowRows:
         """The last min(length, W) rows: values [Q, C, d], positions [Q, C]; the step's own once appended."""

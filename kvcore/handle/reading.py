@@ -1,5 +1,7 @@
 """Verbs that read: indexer scores, selection, attention; and the classic layers' keys and values."""
 
+# pyright: reportPrivateUsage=false
+
 from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight, like
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
@@ -20,12 +22,12 @@ class ReadingVerbs(LayerState):
         self._require_entries("index_keys", "index_scores")
         q = check_float(self._ops, q, "index_scores: q", (self._tokens, None, keys.dim))
         weights = check_float(self._ops, weights, "index_scores: weights", (self._tokens, q.shape[1]))
-        columns = max((row.length // keys.ratio for row in self._step.rows), default=0)
+        columns = max((row.length // keys.ratio for row in self._step._rows), default=0)
         return self._ops.index_scores(self._pools, self._layer, self._index, q, weights, columns=columns)
 
     def select(self, scores: Array, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
-        self._step.check_open()
+        self._step._check_open()
         scores = check_float(self._ops, scores, "select: scores", (self._tokens, None))
         check_count(ShapeError, "select: k", k, 0)
         return self._ops.select(scores, k)
@@ -55,7 +57,7 @@ class ReadingVerbs(LayerState):
         Returns:
             out in q's dtype, and lse [T, H] fp32 without the sink; 0 and -inf for a query without keys.
         """
-        self._step.check_open()
+        self._step._check_open()
         if self._spec.kv is not None:
             return self._attend_kv(q, selected, sink, scale, rope)
         component = self._spec.window or self._component("entries", Entries)
@@ -89,7 +91,7 @@ class ReadingVerbs(LayerState):
         tokens, (keys, values) = self._tokens, self._step.cache.plan.region(self._layer, "kv")
         k = check_float(self._ops, k, "append_kv: key", (tokens, keys.heads, keys.format.dim))
         v = check_float(self._ops, v, "append_kv: value", (tokens, values.heads, values.format.dim))
-        if self._step.cache.check:
+        if self._step.cache._check:
             self._check(k, "append_kv: key", kv)
             self._check(v, "append_kv: value", kv)
         return k, v
@@ -113,28 +115,28 @@ class ReadingVerbs(LayerState):
         if "kv" not in self._own or "kv" in self._waiting:
             return None
         step, columns = self._step, self._kv_columns(kv, ended=True)
-        return self._ops.borrow_kv(step.cache.pools, self._layer, step.device_index, columns=columns)
+        return self._ops.borrow_kv(step.cache.pools, self._layer, step._device_index, columns=columns)
 
     def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         kv, step = self._component("kv", KV), self._step
         cache, key = step.cache, ("append_borrow", kv)
-        if key not in step.kept:
-            step.kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True), []
-        at_once, columns, passed = step.kept[key]
+        if key not in step._kept:
+            step._kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True), []
+        at_once, columns, passed = step._kept[key]
         if not at_once or "kv" in self._own:
             self.append_kv(k, v)
             return self.borrow_kv()
         # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
         likes = like(k), like(v)
-        if likes not in passed or cache.check:
+        if likes not in passed or cache._check:
             checked = self._checked_kv(kv, k, v)
             if checked[0] is k and checked[1] is v and self._ops.in_place:
                 passed.append(likes)
             k, v = checked
         self._own["kv"] = k, v
-        pools, lent = self._ops.append_borrow_kv(cache.pools, self._layer, step.device_index, k, v, columns=columns)
-        cache.replace_pools(pools)
+        pools, lent = self._ops.append_borrow_kv(cache.pools, self._layer, step._device_index, k, v, columns=columns)
+        cache._replace_pools(pools)
         return lent
 
     def mask(self) -> Array:
@@ -148,9 +150,9 @@ class ReadingVerbs(LayerState):
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
-        kept, key = self._step.kept, ("columns", kv, ended)
+        kept, key = self._step._kept, ("columns", kv, ended)
         if key not in kept:
-            spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._step.rows)
+            spans = ((row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._step._rows)
             kept[key] = max((len(kv.visible(*span)) for span in spans), default=0)
         return kept[key]
 

@@ -5,6 +5,8 @@ step can still need the row it overwrites, and at commit otherwise; what was ove
 fails. This is the one place that knows that rule.
 """
 
+# pyright: reportPrivateUsage=false
+
 import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,26 +51,26 @@ class LayerState:
         # Paged roles whose closing entries were stored in this step.
         self._stored: set[str] = set()
 
-    def missing(self) -> list[str]:
+    def _missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
         own, stored = self._own, "entries" in self._stored
         return [role for role in self._spec.written if role not in own and not (stored and role == "tail")]
 
-    def unstored(self) -> list[str]:
+    def _unstored(self) -> list[str]:
         """Own paged roles with entries that close in this step and were not stored yet."""
         return [role for role in self._spec.compressed if self._awaits_entries(role)]
 
-    def waiting_rows(self) -> dict[str, tuple[Array, ...]]:
+    def _waiting_rows(self) -> dict[str, tuple[Array, ...]]:
         """Rows that the rings do not hold yet, by role, one array a part (a tail's kv and score side by side)."""
         return {role: self._parts(role) for role in self._waiting}
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Write the ring rows that had to wait."""
         for role in self._waiting:
             self._write(role)
         self._waiting.clear()
 
-    def blank(self) -> None:
+    def _blank(self) -> None:
         """Store NaN for paged rows that this step leaves out: seen, and never the bytes of the block's last owner.
 
         Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
@@ -78,9 +80,9 @@ class LayerState:
             shapes = ((self._tokens, part.heads, part.format.dim or 0) for part in kv.parts)
             k, v = (self._ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
             self._replace(self._ops.append_kv(self._pools, self._layer, self._index, k, v))
-        unstored = self.unstored()
+        unstored = self._unstored()
         if unstored:
-            count = {role: closed_count(self._step.rows, getattr(self._spec, role).ratio) for role in unstored}
+            count = {role: closed_count(self._step._rows, getattr(self._spec, role).ratio) for role in unstored}
             blank = {
                 role: self._ops.asarray(np.full((count[role], getattr(self._spec, role).dim), np.nan, np.float32))
                 for role in count
@@ -88,7 +90,7 @@ class LayerState:
             entries, keys = blank.get("entries"), blank.get("index_keys")
             self._replace(self._ops.store_entries(self._pools, self._layer, self._index, entries, keys))
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         """Put back the ring rows that were overwritten."""
         for role, saved in self._overwritten.items():
             self._replace(self._ops.restore_ring(self._pools, self._layer, role, self._index, saved))
@@ -101,11 +103,11 @@ class LayerState:
 
     @property
     def _index(self) -> StepIndex:
-        return self._step.device_index
+        return self._step._device_index
 
     @property
     def _pools(self) -> Pools:
-        self._step.check_open()
+        self._step._check_open()
         return self._step.cache.pools
 
     @property
@@ -113,11 +115,11 @@ class LayerState:
         return f"step.layer({self._layer})"
 
     def _replace(self, pools: Pools) -> None:
-        self._step.cache.replace_pools(pools)
+        self._step.cache._replace_pools(pools)
 
     def _component(self, role: str, kind: type = Component) -> Any:
         """The layer's component of that role and kind, or a StepError that lists what the layer has."""
-        self._step.check_open()
+        self._step._check_open()
         component = getattr(self._spec, role) if role in ROLES else None
         if not isinstance(component, kind):
             has = ", ".join(found for found, _ in self._spec.components())
@@ -146,7 +148,7 @@ class LayerState:
         return self._step.layer(self._step.cache.spec.owner(self._layer, role))
 
     def _awaits_entries(self, role: str) -> bool:
-        return role not in self._stored and closed_count(self._step.rows, getattr(self._spec, role).ratio) > 0
+        return role not in self._stored and closed_count(self._step._rows, getattr(self._spec, role).ratio) > 0
 
     def _append(self, role: str, arrays: tuple[Array, ...]) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe."""
@@ -165,7 +167,7 @@ class LayerState:
 
     def _writing(self, role: str, component: Component) -> Writing:
         """When the step's rows of a component are written."""
-        kept = self._step.kept
+        kept = self._step._kept
         rows = 0 if component.span is None else self._step.cache.plan.region(self._layer, role)[0].rows
         key = "writing", component, rows
         if key not in kept:
@@ -180,20 +182,20 @@ class LayerState:
         # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
         # back on abort; a closing tail window needs all of its span.
         at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
-        if (longest is None or rows < longest) and step.most_new > at_once:
+        if (longest is None or rows < longest) and step._most_new > at_once:
             return Writing(waits=True, undone=False)
         # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
         # takes the place of position length - 1 - rows; what is live begins no earlier at a greater length.
         undone = any(
             row.new and row.length - rows > component.live(deepest).start
-            for row, deepest in zip(step.rows, step.deepest, strict=True)
+            for row, deepest in zip(step._rows, step._deepest, strict=True)
         )
         return Writing(waits=False, undone=undone)
 
     def _write(self, role: str) -> None:
         step = self._step
         append = getattr(self._ops, WRITERS[role])
-        step.cache.replace_pools(append(self._pools, self._layer, step.device_index, *self._own[role]))
+        step.cache._replace_pools(append(self._pools, self._layer, step._device_index, *self._own[role]))
 
     def _unwritten(self, role: str) -> tuple[Array, ...] | None:
         """The step's own rows where the ring does not hold them yet; None: the pools have everything."""
@@ -206,7 +208,7 @@ class LayerState:
 
     def _state(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
         """(index, own rows) to read a role with: the start of the step before its append, the end after it."""
-        self._step.check_open()
+        self._step._check_open()
         return (self._index, self._unwritten(role)) if role in self._own else (at_start(self._index), None)
 
     def _paged_index(self, role: str) -> StepIndex:
@@ -218,10 +220,10 @@ class LayerState:
     def _lengths(self, index: StepIndex) -> list[int]:
         """Host lengths that match an index from ``_state`` or ``_paged_index``."""
         ended = index.lengths is self._index.lengths
-        return [row.length if ended else row.start for row in self._step.rows]
+        return [row.length if ended else row.start for row in self._step._rows]
 
     def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
-        if self._step.cache.check:
+        if self._step.cache._check:
             # Padding comes last, and its rows are ignored.
-            given = self._step.cache.to_host(array)[: sum(row.new for row in self._step.rows)]
+            given = self._step.cache._to_host(array)[: sum(row.new for row in self._step._rows)]
             check_finite(given, where, component, minus_infinity=minus_infinity)

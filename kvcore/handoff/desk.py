@@ -84,7 +84,7 @@ class Desk:
             number = min(free, key=lambda n: self._places[n].generation)
             place = self._places[number]
             generation = place.generation + 1
-            with self._cache._turn("export"):
+            with self._cache._exclusive("export"):
                 staged = stage(self._cache, request, (self.name, number, generation), on_device=self._on_device)
             place.generation, place.staged = generation, staged
             place.deadline, place.readers = now + lease_seconds, readers

@@ -113,12 +113,12 @@ def commit(cache: "Cache", received: Received) -> Request:
             return pools
         return write_rows(ops, pools, row, content_of(layout, pages))
 
-    with cache._turn("pull"):
-        request = cache.fresh()
+    with cache._exclusive("pull"):
+        request = cache._fresh()
         try:
-            cache.install(request, manifest, write)
+            cache._install(request, manifest, write)
         except BaseException:
-            cache.give_back(request)
+            cache._give_back(request)
             raise
         return request
 

@@ -82,8 +82,8 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     Raises:
         RequestError: the request is still replaying the tokens of a prefix hit.
     """
-    cache.check_whole(request, "export")
-    row, floor = cache.row(request), cache.floor(request)
+    cache._check_whole(request, "export")
+    row, floor = cache._row(request), cache._least_length(request)
     layout = page_layout(cache.spec, floor, row.length)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
     # Padding is zeros: of the last page of history, and of the record.

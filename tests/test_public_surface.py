@@ -1,0 +1,107 @@
+"""What ``dir()`` shows of the objects that users hold: the names that the design fixes, and extensions with a reason.
+
+The lists are written out, so that a name cannot become public, or vanish, without somebody deciding it here.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+import kvcore
+from kvcore.handle import LayerHandle
+from kvcore.open_step import Step
+from kvcore.spec import presets
+
+CACHE = {
+    "admit", "asarray", "backend", "checkpoint", "digest", "export_request", "fork", "free_blocks", "free_slots",
+    "import_request", "nbytes", "ops", "plan", "pools", "release", "requests", "restorable", "save", "spec", "step",
+    "truncate",
+}  # fmt: skip
+STEP = {"index", "layer", "positions", "request_index"}
+HANDLE = {
+    "append_index_tail", "append_kv", "append_tail", "append_window", "attend", "closed", "compress", "digest",
+    "entries_view", "flush", "gather_all_entries", "gather_all_index_keys", "gather_entries", "gather_kv",
+    "gather_rows", "gather_window", "index_scores", "indexer_view", "mask", "select", "store_entries", "window_view",
+}  # fmt: skip
+REQUEST = {"cached_tokens", "id", "length", "slot"}
+MODULE = {
+    "BackendInfo", "Cache", "CacheSpec", "LayerSpec", "Periodic", "Request", "__version__", "create_cache", "errors",
+    "hookimpl", "load", "plan", "plugins", "spec", "to_numpy", "use_backend",
+}  # fmt: skip
+ERRORS = {
+    "BackendError", "KvcoreError", "NonFiniteError", "OutOfBlocks", "OutOfSlots", "RequestError", "RollbackError",
+    "ShapeError", "SnapshotError", "SpecError", "StepError", "TransferError",
+}  # fmt: skip
+
+# Names beyond the design -> why a user needs them.
+EXTENSIONS = {
+    "Cache": {
+        "block_statistics": "evictions and hits of prefix reuse, for monitoring",
+        "damaged": "the pages that load(strict=False) left out",
+    },
+    "Step": {
+        "abort": "a step that spans several calls of a model cannot be a with block",
+        "cache": "functions that are given the step alone find its spec, pools and ops",
+        "commit": "as abort",
+        "from_batch": "a padded batch of a model becomes rows in step order",
+        "to_batch": "and back",
+    },
+    "LayerHandle": {
+        "append_borrow_kv": "a decode step whose attention is the caller's, without copies",
+        "borrow_kv": "rows to read in place",
+        "visible_rows": "the mask with the positions that it was made from",
+    },
+    "Request": {
+        "blocks": "block tables of outside kernels",
+        "generation": "tells a reused slot from the one that was given back",
+        "salt": "whose prefixes it may share",
+        "tokens": "ids that prefix reuse and exports go by",
+    },
+}
+
+
+def shown(value: object) -> set[str]:
+    return {name for name in dir(value) if not name.startswith("_")}
+
+
+@pytest.fixture
+def cache() -> kvcore.Cache:
+    return kvcore.create_cache(presets.deepseek_v4_flash_tiny(), backend="reference", max_requests=1, max_tokens=128)
+
+
+def test_a_cache_and_its_requests(cache):
+    assert shown(cache) == CACHE | set(EXTENSIONS["Cache"])
+    assert shown(cache.admit()) == REQUEST | set(EXTENSIONS["Request"])
+    # Attributes of an object are not shown by its class, of which a reader of the API's page sees the members.
+    assert shown(kvcore.Cache) <= shown(cache)
+
+
+def test_a_step_and_its_handles(cache):
+    with cache.step({}) as step:
+        assert shown(step) == STEP | set(EXTENSIONS["Step"])
+        assert shown(step.layer(0)) == HANDLE | set(EXTENSIONS["LayerHandle"])
+    assert shown(Step) <= shown(step)
+    assert shown(LayerHandle) == HANDLE | set(EXTENSIONS["LayerHandle"])
+
+
+def test_extensions_are_told_apart_from_the_design_and_have_a_reason():
+    for fixed, extensions in zip((CACHE, STEP, HANDLE, REQUEST), EXTENSIONS.values(), strict=True):
+        assert not fixed & set(extensions)
+        assert all(extensions.values())
+
+
+def test_the_module_has_the_fixed_names_and_every_error():
+    assert set(kvcore.__all__) == MODULE | ERRORS
+    assert set(dir(kvcore)) == set(kvcore.__all__)
+    for name in ERRORS:
+        assert getattr(kvcore, name) is getattr(kvcore.errors, name)
+        assert issubclass(getattr(kvcore, name), kvcore.KvcoreError)
+    classes = {name for name, value in vars(kvcore.errors).items() if isinstance(value, type)}
+    assert classes & ERRORS == {name for name in classes if issubclass(getattr(kvcore.errors, name), Exception)}
+
+
+def test_errors_are_loaded_at_first_use():
+    code = "import sys, kvcore; before = 'kvcore.errors' in sys.modules; kvcore.OutOfBlocks; print(before)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
