@@ -44,13 +44,6 @@ class CacheBase:
 
     What begins with an underscore here, on steps and on handles is for the library's own parts, which keep the rules
     that the verbs keep for a user: ``_exclusive`` around every change, clean slots, whole requests.
-
-    Attributes:
-        spec: what each layer holds.
-        plan: blocks, slots and bytes.
-        ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
-        backend: the backend; ``backend.name`` says which.
-        damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
     """
 
     def __init__(

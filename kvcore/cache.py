@@ -69,6 +69,13 @@ class Cache(SharingVerbs, PortableVerbs):
     """Key-value caches of many requests over all layers of a model.
 
     Safe to use from several threads: verbs run one at a time, and while a step is open other threads wait for its end.
+
+    Attributes:
+        spec: what each layer holds.
+        plan: blocks, slots and bytes.
+        ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
+        backend: the backend; ``backend.name`` says which.
+        damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
     """
 
     def admit(self, tokens: Sequence[int] | None = None, *, salt: str | None = None) -> Request:

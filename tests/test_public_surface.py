@@ -3,8 +3,11 @@
 The lists are written out, so that a name cannot become public, or vanish, without somebody deciding it here.
 """
 
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +86,26 @@ def test_a_step_and_its_handles(cache):
         assert shown(step.layer(0)) == HANDLE | set(EXTENSIONS["LayerHandle"])
     assert shown(Step) <= shown(step)
     assert shown(LayerHandle) == HANDLE | set(EXTENSIONS["LayerHandle"])
+
+
+def test_every_name_is_explained(cache):
+    request = cache.admit()
+    with cache.step({}) as step:
+        for value in (cache, request, step, step.layer(0)):
+            kind = type(value)
+            attributes = set(re.findall(r"^    +(\w+): ", inspect.getdoc(kind) or "", re.M))
+            for name in shown(value) - attributes:
+                assert inspect.getdoc(getattr(kind, name)), f"{kind.__name__}.{name}"
+
+
+def test_the_page_of_the_api_has_every_class_with_what_it_inherits():
+    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in ("kvcore.Cache", "kvcore.Request", "kvcore.open_step.Step", "kvcore.handle.LayerHandle"):
+        assert f".. autoclass:: {name}\n   :members:\n   :inherited-members:\n" in page
+    assert ":private-members:" not in page
+    named = set(re.findall(r"[\w.]+", page))
+    elsewhere = {"CacheSpec", "LayerSpec", "__version__", "errors", "hookimpl", "plan", "plugins", "spec"}
+    assert {f"kvcore.{name}" for name in MODULE - elsewhere} <= named
 
 
 def test_extensions_are_told_apart_from_the_design_and_have_a_reason():
