@@ -8,7 +8,8 @@ Notation: p is a token's absolute position, L a request's length in tokens, m a 
 number of draft tokens that a rollback may undo.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +19,9 @@ from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format, tail_format
 
 Growth = Literal["slot", "block"]
+
+Maximum = Callable[[Any, Any], Any]
+"""The larger of two numbers, or of an array and what it is compared with, element by element."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -71,18 +75,43 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How its rows spread over devices under context parallelism."""
         return "replicated" if self.growth == "slot" else "by_block"
 
-    def live(self, length: int) -> range:
-        """Rows (positions, or entry numbers) that later tokens can need when a request is ``length`` tokens long."""
+    # Liveness and visibility are written once, with //, *, + and - and the maximum that is given, so that they hold for
+    # arrays of lengths (NumPy's, torch's, JAX's) as for one. Backends ask these rules and have none of their own.
+
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
+        """(first, end) of the rows that later tokens can need when a request is ``length`` tokens long.
+
+        Rows are positions, or numbers of entries where ``tokens_per_row`` is not 1.
+
+        Args:
+            length: an int, or an array of lengths; the bounds have its type and shape.
+            maximum: of an array's framework, its first argument an array: ``np.maximum``, ``jnp.maximum`` …
+        """
         raise NotImplementedError
 
-    def visible(self, start: int, length: int) -> range:
-        """Positions that the queries of a step from ``start`` to ``length`` may see; its live rows if it has none."""
-        return self.live(length) if start == length else range(self.first_visible(start), length)
+    def live(self, length: int) -> range:
+        """Rows (positions, or entry numbers) that later tokens can need when a request is ``length`` tokens long."""
+        return range(*self.live_bounds(length))
 
-    def first_visible(self, position: int) -> int:
-        """First position that the query at ``position`` may see."""
-        del position
-        return 0
+    def first_visible(self, position: Any, padding: Any = 0, maximum: Maximum = max) -> Any:
+        """First position that the query at ``position`` may see; an int or an array, as for ``live_bounds``.
+
+        The first ``padding`` positions are no tokens: none is seen, and chunks begin with the first token.
+        """
+        del maximum
+        return 0 * position + padding
+
+    def visible_bounds(self, start: Any, length: Any, padding: Any = 0, maximum: Maximum = max) -> tuple[Any, Any]:
+        """(first, end) of the positions that the queries of a step from ``start`` to ``length`` may see.
+
+        Of a step without tokens, those that its last query saw. ``padding`` as for ``first_visible``.
+        """
+        query = start - maximum(start + 1 - length, 0)  # the smaller of start and length - 1
+        return maximum(self.first_visible(maximum(query, padding), padding, maximum), 0), length
+
+    def visible(self, start: int, length: int, padding: int = 0) -> range:
+        """``visible_bounds`` as a range."""
+        return range(*self.visible_bounds(start, length, padding))
 
     def ring_rows(self, drafts: int) -> int | None:
         """Rows of a ring that survives a rollback of ``drafts`` tokens; None if the component is not a ring."""
@@ -123,11 +152,11 @@ class Window(Component, frozen=True, kw_only=True):
     def span(self) -> int:
         return self.window
 
-    def live(self, length: int) -> range:
-        return range(max(0, length - self.window), length)
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
+        return maximum(length - self.window, 0), length
 
-    def first_visible(self, position: int) -> int:
-        return max(0, position + 1 - self.window)
+    def first_visible(self, position: Any, padding: Any = 0, maximum: Maximum = max) -> Any:
+        return maximum(position + 1 - self.window, padding)
 
     @property
     def declared_rows(self) -> int | None:
@@ -167,10 +196,9 @@ class Tail(Component, frozen=True, kw_only=True):
     def span(self) -> int:
         return 2 * self.ratio - 1 if self.overlap else self.ratio - 1
 
-    def live(self, length: int) -> range:
-        closed = length // self.ratio
-        first = closed - 1 if self.overlap else closed
-        return range(max(0, first * self.ratio), length)
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
+        first = length // self.ratio - (1 if self.overlap else 0)
+        return maximum(first * self.ratio, 0), length
 
     @property
     def declared_rows(self) -> int | None:
@@ -216,8 +244,9 @@ class Entries(Component, frozen=True, kw_only=True):
     def restore(self) -> Literal["retain", "checkpoint", "replay"]:
         return "retain"
 
-    def live(self, length: int) -> range:
-        return range(length // self.ratio)
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
+        del maximum
+        return 0 * length, length // self.ratio
 
 
 class IndexKeys(Entries, frozen=True, kw_only=True):
@@ -306,28 +335,22 @@ class KV(Component, frozen=True, kw_only=True):
     def restore(self) -> Literal["retain", "checkpoint", "replay"]:
         return "retain" if self.storage == "paged" else "checkpoint"
 
-    def live(self, length: int) -> range:
-        if self.storage != "ring" or length == 0:
-            return range(length)
-        return range(self.first_visible(length - 1), length)
-
-    def visible(self, start: int, length: int, left_padding: int = 0) -> range:
-        """Positions that the queries of a step may see; ``left_padding`` as for ``first_visible``."""
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         if self.storage != "ring":
-            return range(length)
-        query = max(min(start, length - 1), left_padding)
-        return range(self.first_visible(query, left_padding), length)
+            return 0 * length, length
+        return maximum(self.first_visible(length - 1, 0, maximum), 0), length
 
-    def first_visible(self, position: int, left_padding: int = 0) -> int:
-        """First position that the query at ``position`` may see.
-
-        The first ``left_padding`` positions are no tokens: none is seen, and chunks begin with the first token.
-        """
+    def first_visible(self, position: Any, padding: Any = 0, maximum: Maximum = max) -> Any:
         if self.window is not None:
-            return max(position + 1 - self.window, left_padding)
+            return maximum(position + 1 - self.window, padding)
         if self.chunk is None:
-            return left_padding
-        return max(left_padding + (position - left_padding) // self.chunk * self.chunk, left_padding)
+            return 0 * position + padding
+        return maximum(padding + (position - padding) // self.chunk * self.chunk, padding)
+
+    def visible_bounds(self, start: Any, length: Any, padding: Any = 0, maximum: Maximum = max) -> tuple[Any, Any]:
+        if self.storage != "ring":
+            return 0 * length, length
+        return Component.visible_bounds(self, start, length, padding, maximum)
 
 
 def _is_scale(value: object) -> bool:

@@ -27,7 +27,7 @@ def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     padded = layer.component("kv").span is not None and index.left_padding is not None
     if triton and not padded and all(map(triton.covers, layer.regions["kv"])):
         return triton.gather_kv(pools, layer.regions["kv"], index, (k, v), layer.component("kv"), columns)
-    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
+    positions = place.numbered(place.visible(layer.component("kv"), index), columns)
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         own = None if values is None else place.encode_rows(region, values)
@@ -43,14 +43,14 @@ def mask(layer, index, *, columns):
     first, _ = place.visible(component, index)
     rows = place.of(first, index.request_index)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     query = index.positions[:, None]
-    left = None if index.left_padding is None else place.of(index.left_padding, index.request_index)[:, None]
-    seen = (rows >= place.first_visible(component, query, left)) & (rows <= query)
+    left = 0 if index.left_padding is None else place.of(index.left_padding, index.request_index)[:, None]
+    seen = (rows >= component.first_visible(query, left, jnp.maximum)) & (rows <= query)
     return seen & (index.request_index >= 0)[:, None]
 
 
 def visible_rows(layer, index, *, columns):
     """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
-    positions = place.numbered(*place.visible(layer.component("kv"), index), columns)
+    positions = place.numbered(place.visible(layer.component("kv"), index), columns)
     return VisibleRows(positions, mask(layer, index, columns=columns))
 
 
@@ -110,7 +110,7 @@ def seen_blocks(layer, index, columns):
     (region, _), request = layer.regions["kv"], index.request_index
     left = jnp.zeros_like(request) if index.left_padding is None else place.of(index.left_padding, request)
     last = jnp.where((request >= 0) & (index.positions >= left), index.positions, -1)
-    first = place.first_visible(layer.component("kv"), last, left)
+    first = layer.component("kv").first_visible(last, left, jnp.maximum)
     blocks = index.block_table[jnp.maximum(request, 0), : -(-columns // region.rows)]
     number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])

@@ -69,7 +69,7 @@ def gather_all_entries(layer, pools, index, *, columns, role="entries"):
         scale = layer.global_scale(role)
         return AllEntries(*triton.gather_all(pools, region, index, component.ratio, columns, scale))
     counts = index.lengths // component.ratio
-    entry = place.numbered(jnp.zeros_like(counts), counts, columns)
+    entry = place.numbered((jnp.zeros_like(counts), counts), columns)
     requests, scale = place.requests_like(entry), layer.global_scale(role)
     values = place.read_values(pools, region, index, requests, entry, global_scale=scale)[:, :, 0]
     positions = jnp.where(entry >= 0, entry * component.ratio, -1)

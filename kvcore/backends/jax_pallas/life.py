@@ -38,7 +38,7 @@ def gather_rows(layer, pools, index, rows=None, *, role, columns):
     """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
     component = layer.component(role)
     regions = layer.regions[role]
-    numbers = place.numbered(*place.live(component, index.lengths), columns)
+    numbers = place.numbered(component.live_bounds(index.lengths, jnp.maximum), columns)
     own = [None] * len(regions)
     if rows is not None:
         own = [place.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]

@@ -16,7 +16,6 @@ from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.encoding import decode, encode
 from kvcore.backends.jax_pallas.runs import Run, from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
-from kvcore.spec import KV, Entries, Tail, Window
 
 OUTSIDE = lax.GatherScatterMode.FILL_OR_DROP
 
@@ -198,43 +197,15 @@ def of(array, request, *further):
     return jnp.where(request >= 0, found, -1)
 
 
-def live(component, length):
-    """``component.live``, as (first, end) arrays of ``length``'s shape."""
-    match component:
-        case Entries():
-            return jnp.zeros_like(length), length // component.ratio
-        case Tail():
-            closed = length // component.ratio - (1 if component.overlap else 0)
-            return jnp.maximum(closed * component.ratio, 0), length
-        case Window():
-            return first_visible(component, length - 1), length
-        case KV(storage="ring"):
-            return jnp.where(length == 0, 0, first_visible(component, length - 1)), length
-    return jnp.zeros_like(length), length
-
-
 def visible(component, index):
-    """``component.visible`` of every request of a step, as (first, end) arrays."""
-    if component.storage != "ring":
-        return jnp.zeros_like(index.lengths), index.lengths
-    left = jnp.zeros_like(index.starts) if index.left_padding is None else index.left_padding
-    query = jnp.maximum(jnp.minimum(index.starts, index.lengths - 1), left)
-    return jnp.maximum(first_visible(component, query, left), 0), index.lengths
+    """(first, end) arrays [Q] of what the step's queries may see."""
+    left = 0 if index.left_padding is None else index.left_padding
+    return component.visible_bounds(index.starts, index.lengths, left, jnp.maximum)
 
 
-def first_visible(component, position, left_padding=None):
-    """``component.first_visible``, of an array of positions."""
-    left = jnp.zeros_like(position) if left_padding is None else left_padding
-    window, chunk = getattr(component, "window", None), getattr(component, "chunk", None)
-    if window is not None:
-        return jnp.maximum(position + 1 - window, left)
-    if chunk is not None:
-        return jnp.maximum(left + (position - left) // chunk * chunk, left)
-    return jnp.broadcast_to(left, position.shape)
-
-
-def numbered(first, end, columns):
-    """Row numbers first, first + 1 ... before end, for each request: [Q, columns] int32, -1 beyond the end."""
+def numbered(bounds, columns):
+    """Row numbers first, first + 1 ... before end of (first, end) [Q]: [Q, columns] int32, -1 beyond the end."""
+    first, end = bounds
     numbers = first[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     return jnp.where(numbers < end[:, None], numbers, -1)
 

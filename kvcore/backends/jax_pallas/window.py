@@ -42,6 +42,7 @@ def gather_window(layer, pools, index, rows=None):
     if triton and triton.covers(region):
         return WindowRows(*triton.gather_window(pools, region, index, layer.component("window").window, rows))
     own = None if rows is None else place.encode_rows(region, rows)
-    positions = place.numbered(*place.live(layer.component("window"), index.lengths), region.rows)
+    live = layer.component("window").live_bounds(index.lengths, jnp.maximum)
+    positions = place.numbered(live, region.rows)
     values = place.read_values(pools, region, index, place.requests_like(positions), positions, own)[:, :, 0]
     return WindowRows(jnp.where((positions >= 0)[:, :, None], values, 0), positions)

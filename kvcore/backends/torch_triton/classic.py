@@ -61,16 +61,10 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
 
 
 def positions_of(component, index, columns):
-    """[Q, columns] int64 positions that the step's queries may see, ascending, then -1; see ``Component.visible``."""
-    if component.span is None:
-        first = torch.zeros_like(index.starts)
-    else:
-        # Without new tokens the last query counts: what it saw is what is live.
-        query = torch.where(index.starts == index.lengths, index.lengths - 1, index.starts)
-        if index.left_padding is not None:
-            query = torch.maximum(query, index.left_padding)
-        first = place.first_visible(component, query, index.left_padding).clamp(min=0)
-    return place.numbers_from(first, index.lengths - first, columns)
+    """[Q, columns] int64 positions that the step's queries may see, ascending, then -1."""
+    left = 0 if index.left_padding is None else index.left_padding
+    first, end = component.visible_bounds(index.starts, index.lengths, left, place.maximum)
+    return place.numbers_from(first, end - first, columns)
 
 
 def bulk(ops, pools, region, layer, index, positions):
@@ -109,8 +103,9 @@ def mask(ops, layer, index, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     request, query = index.request_index, index.positions[:, None]
     position = place.of_request(positions_of(component, index, columns), request)
-    left = None if index.left_padding is None else place.of_request(index.left_padding, request)[:, None]
-    seen = (position >= place.first_visible(component, query, left)) & (position <= query) & (position >= 0)
+    left = 0 if index.left_padding is None else place.of_request(index.left_padding, request)[:, None]
+    first = component.first_visible(query, left, place.maximum)
+    seen = (position >= first) & (position <= query) & (position >= 0)
     return seen & (request >= 0)[:, None]
 
 

@@ -57,13 +57,12 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
     component = ops.component(layer, role)
     regions = ops.plan.region(layer, role)
     columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
-    live = [component.live(length) for length in index.lengths.tolist()]
-    first, count = index.lengths.new_tensor([[found.start, len(found)] for found in live]).reshape(-1, 2).T
-    numbers = place.numbers_from(first, count, columns)
+    first, end = component.live_bounds(index.lengths, place.maximum)
+    numbers = place.numbers_from(first, end - first, columns)
     own = [None] * len(regions)
     if rows is not None:
         own = [ops.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
-    requests = torch.arange(len(live), device=numbers.device)[:, None]
+    requests = torch.arange(len(index.slots), device=numbers.device)[:, None]
     parts = [
         place.read(pools, region, index, requests, numbers, stored).flatten(2)
         for region, stored in zip(regions, own, strict=True)

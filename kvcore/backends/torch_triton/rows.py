@@ -166,13 +166,9 @@ def numbers_from(first, count, columns):
     return torch.where(column < count[:, None], first[:, None].long() + column, -1)
 
 
-def first_visible(component, position, left_padding=None):
-    """First position that the query at ``position`` may see: the component's own rule, on arrays."""
-    left = torch.zeros_like(position) if left_padding is None else left_padding
-    if component.window is not None:
-        return torch.maximum(position + 1 - component.window, left)
-    chunk = getattr(component, "chunk", None)
-    return left if chunk is None else torch.maximum(left + (position - left) // chunk * chunk, left)
+def maximum(values, least):
+    """The larger of each value of a tensor and ``least``, a number or a tensor: what components' rules are given."""
+    return values.clamp(min=least)
 
 
 def blank(values, valid):

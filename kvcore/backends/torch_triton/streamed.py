@@ -74,7 +74,7 @@ def one_request(ops, pools, component, regions, where, q, scale):
         seen = None
         if high > start + 1 or component.first_visible(start + new - 1, left) > low:
             position, query = torch.arange(low, high), torch.arange(start, start + new)
-            first_of = place.first_visible(component, query, torch.full_like(query, left))
+            first_of = component.first_visible(query, left, place.maximum)
             seen = (position <= query[:, None]) & (position >= first_of[:, None])
             # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
             if not bool(v.isfinite().all()):

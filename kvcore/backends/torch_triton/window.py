@@ -31,8 +31,8 @@ def gather_window(ops, pools, layer, index, rows=None):
     (region,) = ops.plan.region(layer, "window")
     component = ops.component(layer, "window")
     own = None if rows is None else ops.encode_rows(region, rows)
-    first = place.first_visible(component, index.lengths - 1)
-    positions = place.numbers_from(first, index.lengths - first, region.rows)
+    first, end = component.live_bounds(index.lengths, place.maximum)
+    positions = place.numbers_from(first, end - first, region.rows)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     values = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
     return WindowRows(place.blank(values[:, :, 0], positions >= 0), positions.int())
