@@ -32,6 +32,7 @@ def create_cache(
     prefix: Policy = "off",
     layout: str = "auto",
     check: bool = False,
+    max_request_tokens: int | None = None,
 ) -> "Cache":
     """Plan, allocate and return a cache.
 
@@ -47,6 +48,8 @@ def create_cache(
             ends, and semantic points); ``zero`` (blocks only, rings are replayed).
         layout: ``packed``, ``planar``, ``tpu_tile``, ``by_head``, or ``auto`` for the backend's own choice.
         check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
+        max_request_tokens: the most tokens that one request can hold, so that no ring, slot or block table is larger
+            than such a request needs; a step that would exceed it is refused. None: no bound but the pools.
 
     Raises:
         SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
@@ -61,6 +64,7 @@ def create_cache(
         budget_bytes=budget_bytes,
         max_draft_tokens=max_draft_tokens,
         layout=chosen.default_layout(device) if layout == "auto" else layout,
+        max_request_tokens=max_request_tokens,
     )
     return Cache(plan, chosen, chosen.create(plan, device=device, check=check), prefix=policy, check=check)
 
@@ -144,7 +148,9 @@ class Cache(SharingVerbs, PortableVerbs):
                 rows = self._rows(requests, counts)
                 if padding is not None:
                     rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
-                host = build_index(rows, max_blocks=self.plan.blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
+                host = build_index(
+                    rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests
+                )
                 self._prepare_blocks(rows, grown)
                 # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
                 padded = pad_tokens is not None or pad_requests is not None
@@ -188,7 +194,7 @@ class Cache(SharingVerbs, PortableVerbs):
         with self._exclusive("digest"):
             chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
             rows = self._rows(chosen, [0] * len(chosen))
-            index = self.ops.index(build_index(rows, max_blocks=self.plan.blocks))
+            index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
             lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
             for layer, role, component in owned(self.spec):
                 columns = max((len(component.live(row.length)) for row in rows), default=0)

@@ -71,7 +71,9 @@ def read_rows(
         if growth not in (None, component.growth):
             continue
         lengths = _covering(component, floor, row.length)
-        index = ops.index(build_index([row._replace(start=at, new=0) for at in lengths], max_blocks=ops.plan.blocks))
+        index = ops.index(
+            build_index([row._replace(start=at, new=0) for at in lengths], max_blocks=ops.plan.max_blocks)
+        )
         columns = max(len(component.live(at)) for at in lengths)
         raw = ops.gather_rows(pools, layer, role, index, columns=columns)
         rows, positions = to_numpy(raw.rows), to_numpy(raw.positions)
@@ -102,7 +104,7 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
         own: the step's own rows of this request where the rings do not hold them yet.
     """
     spec = ops.plan.spec
-    index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.blocks))
+    index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.max_blocks))
     state: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(spec):
         aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
@@ -116,7 +118,7 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
 
 def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
     """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
-    index = ops.index(build_index([row], max_blocks=ops.plan.blocks))
+    index = ops.index(build_index([row], max_blocks=ops.plan.max_blocks))
     # Layers may come with one array of positions for all of them, which then goes to the device once.
     places: dict[int, Array] = {}
     for (layer, role), (rows, positions) in content.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcore.cache import Cache, create_cache
 from kvcore.content import owned
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import SnapshotError
 from kvcore.prefix import Policy
 from kvcore.snapshot import Saved, damage, read, rows_of
@@ -23,6 +23,7 @@ def load(
     max_requests: int | None = None,
     max_tokens: int | None = None,
     max_draft_tokens: int | None = None,
+    max_request_tokens: int | None = None,
     prefix: Policy = "off",
     layout: str = "auto",
     check: bool = False,
@@ -34,8 +35,8 @@ def load(
         path: a file that ``Cache.save`` wrote.
         backend, device, prefix, layout, check: as for ``create_cache``.
         requests: numbers of the saved requests to load, in the order wanted; None loads all.
-        max_requests, max_tokens, max_draft_tokens: of the new cache; None takes the saved cache's, or as
-            much more as requests need that shared blocks.
+        max_requests, max_tokens, max_draft_tokens, max_request_tokens: of the new cache; None takes the saved
+            cache's, or as much more as requests need that shared blocks.
         strict: False loads the undamaged requests, leaves the others out and names their damaged pages in
             ``cache.damaged``.
 
@@ -45,11 +46,18 @@ def load(
     """
     saved = read(path)
     chosen = list(range(len(saved.requests))) if requests is None else list(requests)
-    for number in chosen:
-        if not is_count(number) or number >= len(saved.requests):
+    for place, number in enumerate(chosen):
+        count = as_count(number)
+        if count is None or count >= len(saved.requests):
             allowed = f"numbers below {len(saved.requests)}, the saved requests"
             raise SnapshotError(got=number, where="load: requests", allowed=allowed)
-    given = {"max_requests": max_requests, "max_tokens": max_tokens, "max_draft_tokens": max_draft_tokens}
+        chosen[place] = count
+    given = {
+        "max_requests": max_requests,
+        "max_tokens": max_tokens,
+        "max_draft_tokens": max_draft_tokens,
+        "max_request_tokens": max_request_tokens,
+    }
     sizes: dict[str, Any] = {
         name: getattr(saved.sizes, name) if value is None else value for name, value in given.items()
     }

@@ -9,7 +9,7 @@ reused, and its slot has a generation, so that a stale one is refused rather tha
 from collections.abc import Mapping, Sequence
 
 from kvcore.blocks import BlockAllocator
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.growth import Growth, shared_columns
 from kvcore.plan import CachePlan
@@ -202,9 +202,10 @@ class Manager:
                 shorter request needs.
         """
         place = self._places[request]
-        if not is_count(length) or length > place.length:
+        count = as_count(length)
+        if count is None or count > place.length:
             raise RollbackError(got=length, where="truncate", allowed=f"0 to {place.length}, the request's length")
-        deepest = self.deepest_truncation(request)
+        length, deepest = count, self.deepest_truncation(request)
         if length < deepest:
             raise RollbackError(
                 got=length,
@@ -293,13 +294,14 @@ class Manager:
         return fork
 
     def _check_limit(self, request: Request, length: int) -> None:
-        limit = self.plan.max_tokens
+        limit = self.plan.longest
         if limit is not None and length > limit:
+            name = "max_request_tokens" if limit == self.plan.max_request_tokens else "max_tokens"
             raise OutOfBlocks(
                 got=f"{length} tokens in request {request.id}",
                 where="step",
-                allowed=f"{limit} tokens in one request (max_tokens)",
-                hint="Create the cache with a larger max_tokens.",
+                allowed=f"{limit} tokens in one request ({name})",
+                hint=f"Create the cache with a larger {name}.",
             )
 
     def _keep_blocks(self, place: Place, count: int) -> list[int]:

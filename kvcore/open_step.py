@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcore.content import Own
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.growth import Growth
 from kvcore.handle import LayerHandle
@@ -115,20 +115,21 @@ class Step:
         tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
         if not rows.ndim or rows.shape[0] != tokens:
             raise ShapeError(got=list(rows.shape), where="to_batch", allowed=f"{tokens} rows")
-        width = least if width is None else width
-        if not is_count(width) or width < least:
+        columns = least if width is None else as_count(width, least)
+        if columns is None:
             raise ShapeError(got=width, where="to_batch: width", allowed=f"{least} or more")
-        return self.cache.ops.to_batch(self._device_index, rows, width)
+        return self.cache.ops.to_batch(self._device_index, rows, columns)
 
     def layer(self, number: int) -> LayerHandle:
         """The handle of layer ``number``; draft layers follow the main ones."""
         self._check_open()
         count = len(self.cache.spec.all_layers)
-        if not is_count(number) or number >= count:
+        found = as_count(number)
+        if found is None or found >= count:
             raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
-        if number not in self._layers:
-            self._layers[number] = LayerHandle(self, number)
-        return self._layers[number]
+        if found not in self._layers:
+            self._layers[found] = LayerHandle(self, found)
+        return self._layers[found]
 
     def _check_open(self) -> None:
         """Refuse to go on after commit or abort."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from kvcore.counts import is_count
+from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.request import Request
 from kvcore.spec import CacheSpec
@@ -24,9 +24,7 @@ def left_padding_of(spec: CacheSpec, requests: Sequence[Request], given: object)
     found = [counts.pop(request, 0) for request in requests]
     if counts:
         raise ShapeError(got=next(iter(counts)), where="step: left_padding", allowed="requests of the step")
-    for count in found:
-        if not is_count(count):
-            raise ShapeError(got=count, where="step: left_padding", allowed="integers, 0 or more")
+    found = [check_count(ShapeError, "step: left_padding", count, 0) for count in found]
     for number, layer in enumerate(spec.all_layers):
         kv = layer.kv
         if kv is None:

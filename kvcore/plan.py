@@ -72,12 +72,14 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         spec: what is planned.
         slots: requests that fit at once.
         blocks: blocks of the paged components, shared by all of a request's layers; 0 if the spec pages nothing.
-        max_tokens: tokens that one request can hold at most, or None where nothing bounds it.
+        max_tokens: tokens that the pools hold for all requests together (for each, where nothing is paged), or None
+            where nothing bounds them.
         max_draft_tokens: D, the drafts that every ring keeps room for.
         layout: ``packed``, ``planar``, ``tpu_tile`` or ``by_head``.
         regions: every pool, in canonical order.
         context: shards that history is spread over, page by page; each holds one page of every block, and all the
             rest of this plan is what one shard holds.
+        max_request_tokens: tokens that one request may hold, or None where only the pools bound it; see ``longest``.
     """
 
     spec: CacheSpec
@@ -88,6 +90,17 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     layout: str
     regions: tuple[Region, ...]
     context: int = 1
+    max_request_tokens: int | None = None
+
+    @cached_property
+    def longest(self) -> int | None:
+        """Tokens that one request can hold at most, or None where nothing bounds it."""
+        return _least(self.max_request_tokens, self.max_tokens)
+
+    @cached_property
+    def max_blocks(self) -> int:
+        """Blocks that one request can hold at most: the columns of every block table."""
+        return self.blocks if self.longest is None else min(self.blocks, self.blocks_for(self.longest))
 
     @property
     def block_tokens(self) -> int:
@@ -115,8 +128,9 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         declared = [component.largest_drafts() for _, _, component in self.spec.components()]
         if all(drafts is None for drafts in declared):
             return self.max_draft_tokens
-        rings = [component.ring_rows(self.max_draft_tokens) for _, _, component in self.spec.components()]
-        spans = [component.span for _, _, component in self.spec.components()]
+        longest = self.longest
+        rings = [component.ring_rows(self.max_draft_tokens, longest) for _, _, component in self.spec.components()]
+        spans = [component.span_within(longest) for _, _, component in self.spec.components()]
         return min(
             rows - span for rows, span in zip(rings, spans, strict=True) if rows is not None and span is not None
         )
@@ -156,6 +170,7 @@ def plan_cache(
     max_draft_tokens: int = 0,
     layout: str = "packed",
     context: int = 1,
+    max_request_tokens: int | None = None,
 ) -> CachePlan:
     """Work out a cache that holds ``max_tokens``, or the largest one within ``budget_bytes``.
 
@@ -163,24 +178,34 @@ def plan_cache(
         spec: what each layer holds.
         max_requests: slots, 1 or more.
         max_tokens: tokens that the paged pools hold over all requests (rounded up to whole blocks); also the longest
-            request where a layer stores K-V contiguously per slot.
-        budget_bytes: bytes for everything; give this or ``max_tokens``, not both.
+            request where a layer stores K-V contiguously per slot, unless ``max_request_tokens`` is less.
+        budget_bytes: bytes for everything; give this or ``max_tokens``, not both; neither where nothing is paged and
+            ``max_request_tokens`` says all.
         max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
         layout: ``packed``, ``planar``, ``tpu_tile`` or ``by_head``.
         context: shards that history is spread over; bytes are those of one shard.
+        max_request_tokens: the most tokens that one request can hold; None: no bound but the pools. No ring has more
+            than ``min(window, max_request_tokens) + max_draft_tokens`` rows, unless the spec fixes them, no slot more
+            rows, and no block table more columns, than such a request needs.
 
     Raises:
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
         OutOfBlocks: the budget does not hold the slots and one block (one token, where nothing is paged).
     """
     _check_spec(spec)
-    check_count(SpecError, "max_requests", max_requests, 1)
-    check_count(SpecError, "max_draft_tokens", max_draft_tokens, 0)
-    check_count(SpecError, "context", context, 1)
+    max_requests = check_count(SpecError, "max_requests", max_requests, 1)
+    max_draft_tokens = check_count(SpecError, "max_draft_tokens", max_draft_tokens, 0)
+    context = check_count(SpecError, "context", context, 1)
+    if max_request_tokens is not None:
+        max_request_tokens = check_count(SpecError, "max_request_tokens", max_request_tokens, 1)
     if layout not in LAYOUTS:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     _check_drafts(spec, max_draft_tokens)
+    paged = any(component.growth == "block" for _, _, component in spec.components())
     bounded = any(_is_bounded(component) for _, _, component in spec.components())
+    if bounded and not paged and max_tokens is budget_bytes is None:
+        # Contiguous rows need to know how long a request gets, and nothing else.
+        max_tokens = max_request_tokens
     if (max_tokens is None) == (budget_bytes is None) and (bounded or max_tokens is not None):
         raise SpecError(
             got=f"max_tokens={max_tokens}, budget_bytes={budget_bytes}",
@@ -188,28 +213,29 @@ def plan_cache(
             allowed="one of the two",
         )
 
-    paged = any(component.growth == "block" for _, _, component in spec.components())
     block_tokens = spec.block_tokens * context
 
     def plan(blocks: int, tokens: int | None) -> CachePlan:
+        tokens = tokens if bounded else None
         return CachePlan(
             spec=spec,
             slots=max_requests,
             blocks=blocks if paged else 0,
-            max_tokens=tokens if bounded else None,
+            max_tokens=tokens,
             max_draft_tokens=max_draft_tokens,
             layout=layout,
-            regions=_regions(spec, tokens if bounded else None, max_draft_tokens, layout),
+            regions=_regions(spec, tokens, max_request_tokens, max_draft_tokens, layout),
             context=context,
+            max_request_tokens=max_request_tokens,
         )
 
     if max_tokens is not None:
-        check_count(SpecError, "max_tokens", max_tokens, 1)
+        max_tokens = check_count(SpecError, "max_tokens", max_tokens, 1)
         blocks = -(-max_tokens // block_tokens)
         return plan(blocks, blocks * block_tokens if paged else max_tokens)
     if budget_bytes is None:
         return plan(0, None)
-    check_count(SpecError, "budget_bytes", budget_bytes, 1)
+    budget_bytes = check_count(SpecError, "budget_bytes", budget_bytes, 1)
     if not bounded:
         return _checked(plan(0, None), budget_bytes, "")
     # What is not paged grows token by token.
@@ -219,7 +245,7 @@ def plan_cache(
 
 def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
     """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing."""
-    check_count(SpecError, "tokens", tokens, 0)
+    tokens = check_count(SpecError, "tokens", tokens, 0)
     totals: dict[str, int] = {}
     for _, role, component in spec.components():
         rows = 0 if component.shared_from is not None else len(component.live(tokens))
@@ -264,7 +290,10 @@ def _checked(smallest: CachePlan, budget: int, what: str) -> CachePlan:
     return smallest
 
 
-def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> tuple[Region, ...]:
+def _regions(
+    spec: CacheSpec, tokens: int | None, request_tokens: int | None, drafts: int, layout: str
+) -> tuple[Region, ...]:
+    longest = _least(tokens, request_tokens)
     return tuple(
         Region(
             layer=layer,
@@ -273,9 +302,9 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
             format=part.format,
             heads=part.heads,
             growth=component.growth,
-            rows=(rows := _unit_rows(spec, component, tokens, drafts, layout)),
+            rows=(rows := _unit_rows(spec, component, tokens, longest, drafts, layout)),
             layout=layout,
-            copies=_copies(component, part.format, rows, tokens, layout),
+            copies=_copies(component, part.format, rows, longest, layout),
         )
         for layer, role, component in spec.components()
         if component.shared_from is None
@@ -283,33 +312,40 @@ def _regions(spec: CacheSpec, tokens: int | None, drafts: int, layout: str) -> t
     )
 
 
-def _unit_rows(spec: CacheSpec, component: Component, tokens: int | None, drafts: int, layout: str) -> int:
-    """Rows of a unit. No query sees more rows than a request can hold, so a ring is never larger than that.
+def _unit_rows(
+    spec: CacheSpec, component: Component, tokens: int | None, longest: int | None, drafts: int, layout: str
+) -> int:
+    """Rows of a unit. No query sees more rows than a request of ``longest`` tokens holds: a ring has no more.
 
     A CPU's rings have a row to spare: a single token then overwrites none that must be there again after an abort.
     """
     if component.growth == "block":
         return spec.block_tokens // component.tokens_per_row
-    rows = component.ring_rows(drafts)
+    rows = component.ring_rows(drafts, longest)
     if rows is None:
-        assert tokens is not None
-        return tokens
-    rows += layout == "by_head" and isinstance(component, KV)
+        assert longest is not None
+        return longest
+    rows += layout == "by_head" and isinstance(component, KV) and (longest is None or rows < longest)
     return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
 
 
-def _copies(component: Component, format: Format, rows: int, tokens: int | None, layout: str) -> int:
+def _copies(component: Component, format: Format, rows: int, longest: int | None, layout: str) -> int:
     """Twice what a CPU may lend: of a ring of two copies any ``rows`` neighbouring positions are one run of memory.
 
     Rows that must be decoded are not lent, and a ring that no request can fill does not wrap.
     """
-    wraps = component.span is not None and (tokens is None or rows < tokens)
+    wraps = component.span is not None and (longest is None or rows < longest)
     return 2 if layout == "by_head" and isinstance(component, KV) and format.is_plain and wraps else 1
 
 
 def _is_bounded(component: Component) -> bool:
     """True if the component's pool limits how long a request can be."""
     return component.growth == "block" or component.span is None
+
+
+def _least(*bounds: int | None) -> int | None:
+    """The smallest of the bounds that there are, None where there is none."""
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _check_spec(spec: object) -> None:

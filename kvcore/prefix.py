@@ -26,7 +26,7 @@ class Periodic(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """A period is a count."""
-        check_count(SpecError, "Periodic.tokens", self.tokens, 1)
+        msgspec.structs.force_setattr(self, "tokens", check_count(SpecError, "Periodic.tokens", self.tokens, 1))
 
 
 Policy = Literal["off", "full", "zero"] | Periodic

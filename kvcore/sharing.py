@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from kvcore.base import CacheBase
 from kvcore.content import Content, Own, owned, state_at, write_rows
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
 from kvcore.manager import Request
 from kvcore.prefix import Restorable
@@ -72,10 +72,11 @@ class SharingVerbs(CacheBase):
         """
         ids = token_ids(tokens, "restorable: tokens")
         salt = check_salt(salt, "restorable: salt")
-        if n is not None and (not is_count(n) or n > len(ids)):
+        most = len(ids) if n is None else as_count(n)
+        if most is None or most > len(ids):
             raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
         with self._exclusive("restorable", in_step=True):
-            ids = ids[:n]
+            ids = ids[:most]
             hit = self._prefix.find(ids, limit=len(ids), salt=salt)
             return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
 

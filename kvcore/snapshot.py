@@ -44,12 +44,13 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     salt: str | None = None
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the saved cache was created with."""
 
     max_requests: int
     max_tokens: int | None
     max_draft_tokens: int
+    max_request_tokens: int | None = None
 
 
 class Saved(NamedTuple):
@@ -92,7 +93,12 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
         tokens = None if request.tokens is None else list(request.tokens)
         saved.append(SavedRequest(length=request.length, floor=floor, tokens=tokens, salt=request.salt))
     plan = cache.plan
-    sizes = Sizes(max_requests=plan.slots, max_tokens=plan.max_tokens, max_draft_tokens=plan.max_draft_tokens)
+    sizes = Sizes(
+        max_requests=plan.slots,
+        max_tokens=plan.max_tokens,
+        max_draft_tokens=plan.max_draft_tokens,
+        max_request_tokens=plan.max_request_tokens,
+    )
     metadata = {
         "kvcore.snapshot": VERSION,
         "spec": to_json(cache.spec),

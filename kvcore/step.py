@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 
@@ -87,6 +87,7 @@ def closed_count(rows: Sequence[Row], ratio: int) -> int:
 def _padded(where: str, given: int | None, needed: int) -> int:
     if given is None:
         return needed
-    if not is_count(given, needed):
+    count = as_count(given, needed)
+    if count is None:
         raise ShapeError(got=given, where=where, allowed=f"{needed} or more, for this step")
-    return given
+    return count

@@ -1,17 +1,17 @@
 """What callers give as tokens, checked: counts, token ids, and the mapping that opens a step."""
 
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import ShapeError
 
 
 def parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
     """(count, ids or None) of a step's value for one request: a count >= 0 or a sequence of token ids."""
-    if isinstance(value, int) and is_count(value):
-        return value, None
+    count = as_count(value)
+    if count is not None:
+        return count, None
     ids = token_ids(value, where)
     return len(ids), ids
 
@@ -25,13 +25,12 @@ def token_ids(value: object, where: str) -> list[int]:
             got=cast("Any", value), where=where, allowed="an integer, 0 or more, or a sequence of token ids"
         )
     ids: list[int] = []
-    for token in cast("Iterable[Any]", value):
-        try:
-            number = operator.index(token)
-        except TypeError:
-            number = -1
-        if not is_count(number) or isinstance(token, bool):
-            raise ShapeError(got=token, where=where, allowed="token ids, integers 0 or more")
+    # An array's numbers are plain ones at once, not a framework's scalar each.
+    plain: Any = getattr(value, "tolist", None)
+    for token in cast("Iterable[Any]", value if plain is None else plain()):
+        number = as_count(token)
+        if number is None or number >= 1 << 64:
+            raise ShapeError(got=token, where=where, allowed="token ids, integers from 0 to 2^64 - 1")
         ids.append(number)
     return ids
 

@@ -128,6 +128,59 @@ def test_a_ring_is_never_longer_than_a_request():
     assert {region.rows for region in plan.regions if region.growth == "slot"} == {8}
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("longest", "window", "csa_tail", "hca_tail", "columns"),
+    [(5, 5, 5, 5, 1), (100, 100, 7, 100, 1), (256, 128, 7, 127, 1), (257, 128, 7, 127, 2), (10**6, 128, 7, 127, 64)],
+)
+def test_no_ring_and_no_table_is_larger_than_a_request_needs(longest, window, csa_tail, hca_tail, columns, drafts):
+    """C = min(W, M) + D, R = min(span, M) + max(D, 1); blocks ceil(M / block), no more than there are."""
+    plan = plan_cache(
+        presets.deepseek_v4_flash(),
+        max_requests=2,
+        max_tokens=64 * 256,
+        max_draft_tokens=drafts,
+        max_request_tokens=longest,
+    )
+    found = {(region.layer, region.role): region.rows for region in plan.regions if region.layer in (2, 3)}
+    assert found[2, "window"] == found[3, "window"] == window + drafts
+    assert found[2, "tail"] == found[2, "index_tail"] == csa_tail + max(drafts, 1)
+    assert found[3, "tail"] == hca_tail + max(drafts, 1)
+    assert (plan.blocks, plan.max_blocks) == (64, columns)
+    assert (plan.max_request_tokens, plan.longest) == (longest, min(longest, 64 * 256))
+    assert plan.rollback_tokens == drafts
+
+
+def test_a_sliding_layer_takes_what_one_request_can_hold():
+    ring = KV(key_heads=8, key_dim=128, storage="ring", window=4096)
+    spec = CacheSpec(layers=[LayerSpec(kv=ring)])
+    plans = [plan_cache(spec, max_requests=2, max_request_tokens=longest) for longest in (None, 512)]
+    assert [plan.regions[0].rows for plan in plans] == [4096, 512]
+    assert [plan.nbytes for plan in plans] == [2 * rows * 2 * 8 * 128 * 2 for rows in (4096, 512)]
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(7, (7, 7)), (8, (8, 8)), (9, (9, 9)), (30, (10, 30))])
+def test_a_ring_that_no_request_fills_needs_neither_a_copy_nor_a_row_to_spare(longest, rows):
+    """In the layout for a CPU: window 8, a draft and a row to spare, twice in memory, where it wraps."""
+    ring = KV(key_heads=1, key_dim=8, storage="ring", window=8)
+    slot = KV(key_heads=1, key_dim=8, storage="slot")
+    plan = plan_cache(
+        CacheSpec(layers=[LayerSpec(kv=ring), LayerSpec(kv=slot)]),
+        max_requests=1,
+        max_draft_tokens=1,
+        layout="by_head",
+        max_request_tokens=longest,
+    )
+    found = {region.layer: (region.rows, region.copies) for region in plan.regions}
+    assert found == {0: (rows[0], 2 if longest == 30 else 1), 1: (rows[1], 1)}
+
+
+def test_rows_that_the_spec_fixes_stay():
+    spec = CacheSpec(layers=[LayerSpec(window=Window(dim=8, window=4, format="fp32", rows=9))])
+    plan = plan_cache(spec, max_requests=1, max_draft_tokens=5, max_request_tokens=3)
+    assert (plan.regions[0].rows, plan.rollback_tokens) == (9, 6)
+
+
 def layer(**components):
     return CacheSpec(
         layers=[LayerSpec(window=Window(dim=8, window=4, format="fp32")), LayerSpec(**components)], block_tokens=8

@@ -39,6 +39,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "--max-tokens", metavar="T", help=f"tokens over all requests, such as 128Ki (default: {TOKENS_UNLESS_GIVEN:,})"
     )
     size.add_argument("--budget", metavar="BYTES", help="bytes for everything, such as 40GiB")
+    parser.add_argument("--max-request-tokens", metavar="T", help="most tokens of one request, such as 32Ki")
     parser.add_argument("--max-draft-tokens", metavar="D", type=int, default=0, help="tokens a rollback may undo")
     parser.add_argument("--layout", choices=LAYOUTS, default="packed", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -52,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
     tokens = None if options.max_tokens is None else parse_count(options.max_tokens, "--max-tokens")
     if budget is None and tokens is None:
         tokens = TOKENS_UNLESS_GIVEN
+    longest = None
+    if options.max_request_tokens is not None:
+        longest = parse_count(options.max_request_tokens, "--max-request-tokens")
     plan = plan_cache(
         spec,
         max_requests=parse_count(options.max_requests, "--max-requests"),
@@ -59,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         budget_bytes=budget,
         max_draft_tokens=options.max_draft_tokens,
         layout=options.layout,
+        max_request_tokens=longest,
     )
     described = describe(plan, budget=budget)
     if options.json:
@@ -71,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
 def _print(plan: dict) -> None:
     name = plan["spec"] or "unnamed spec"
     print(f"{name}: {plan['layers']} layers + {plan['draft_layers']} draft, digest {plan['digest'][:16]}")
-    print(f"layout {plan['layout']}, rollback of {plan['max_draft_tokens']} draft tokens\n")
+    longest = (
+        "" if plan["max_request_tokens"] is None else f", requests of {plan['max_request_tokens']:,} tokens or less"
+    )
+    print(f"layout {plan['layout']}, rollback of {plan['max_draft_tokens']} draft tokens{longest}\n")
     print_table(
         "Pools",
         ["role", "format", "unit", "rows", "row B", "unit B", "padding B", "layers", "units", "total"],

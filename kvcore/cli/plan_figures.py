@@ -21,6 +21,7 @@ def describe(plan: CachePlan, *, budget: int | None = None) -> dict:
         "draft_layers": len(spec.draft_layers),
         "layout": plan.layout,
         "max_draft_tokens": plan.max_draft_tokens,
+        "max_request_tokens": plan.max_request_tokens,
         "slots": plan.slots,
         "slot_bytes": plan.slot_bytes,
         "blocks": plan.blocks,
@@ -32,7 +33,7 @@ def describe(plan: CachePlan, *, budget: int | None = None) -> dict:
         "unused_bytes": None if budget is None else budget - plan.nbytes,
         "bytes_per_token": {"logical": _number(logical), "padded": _number(padded)},
         "tokens_per_further_gib": int(GIB / padded) if padded else None,
-        "logical_bytes": logical_bytes(spec, plan.max_tokens or tokens or 0),
+        "logical_bytes": logical_bytes(spec, plan.longest or tokens or 0),
         "pools": _pools(plan),
         "layer_kinds": _layer_kinds(plan),
     }

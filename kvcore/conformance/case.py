@@ -43,7 +43,7 @@ class Case:
     def index(self) -> StepIndex:
         tokens = sum(row.new for row in self.rows) + self.shape.pad_tokens
         requests = len(self.rows) + self.shape.pad_requests
-        return build_index(self.rows, max_blocks=self.plan.blocks, pad_tokens=tokens, pad_requests=requests)
+        return build_index(self.rows, max_blocks=self.plan.max_blocks, pad_tokens=tokens, pad_requests=requests)
 
     @cached_property
     def left_padded(self) -> StepIndex:

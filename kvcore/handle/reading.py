@@ -29,7 +29,7 @@ class ReadingVerbs(LayerState):
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
         self._step._check_open()
         scores = check_float(self._ops, scores, "select: scores", (self._tokens, None))
-        check_count(ShapeError, "select: k", k, 0)
+        k = check_count(ShapeError, "select: k", k, 0)
         return self._ops.select(scores, k)
 
     def attend(

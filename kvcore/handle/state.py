@@ -178,7 +178,7 @@ class LayerState:
         """What ``_writing`` keeps: when rows may go to a ring of ``rows``, 0 where there is no ring."""
         if component.span is None:
             return AT_ONCE
-        step, longest = self._step, self._step.cache.plan.max_tokens
+        step, longest = self._step, self._step.cache.plan.longest
         # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
         # back on abort; a closing tail window needs all of its span.
         at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)

@@ -59,7 +59,7 @@ class Desk:
     def __init__(
         self, cache: "Cache", *, places: int = 64, on_device: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
-        check_count(SpecError, "places", places, 1)
+        places = check_count(SpecError, "places", places, 1)
         self.name = uuid.uuid4().hex
         self._cache = cache
         self._places = [_Place() for _ in range(places)]

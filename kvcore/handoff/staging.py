@@ -106,7 +106,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
 def stage_one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
     """Copy rows into pages component by component, on the host or on the device."""
     on_device = not isinstance(pages, np.ndarray)
-    index = cache.ops.index(build_index([row], max_blocks=cache.plan.blocks))
+    index = cache.ops.index(build_index([row], max_blocks=cache.plan.max_blocks))
     for strip in layout.paged:
         count = len(strip.numbers)
         raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=count)

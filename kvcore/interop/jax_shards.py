@@ -204,6 +204,7 @@ def create_cache(
     prefix: Policy = "off",
     layout: str = "packed",
     check: bool = False,
+    max_request_tokens: int | None = None,
 ) -> Cache:
     """A cache over a mesh with one axis, ``context``: history page by page on its devices, the rest on all of them.
 
@@ -225,6 +226,7 @@ def create_cache(
         max_draft_tokens=max_draft_tokens,
         layout=layout,
         context=shards,
+        max_request_tokens=max_request_tokens,
     )
     ops: Any = MeshOps(ShardedOps(backend, plan, JaxExchange(shards), device=None, check=check), mesh)
     return Cache(plan, backend, ops, prefix=policy, check=check)

@@ -55,6 +55,7 @@ class Kind:
             # Blocks are planned for all sequences together, contiguous rows for each slot.
             max_tokens=self.blocks * block_tokens * (batch if layer.kv and layer.kv.growth == "block" else 1),
             layout=backend.default_layout(None),
+            max_request_tokens=self.blocks * block_tokens,
         )
         self.ops = backend.create(plan)
         self.units = {

@@ -63,7 +63,7 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         """Refuse what cannot be spread."""
         for axis in AXES:
-            check_count(SpecError, axis, getattr(self, axis), 1)
+            msgspec.structs.force_setattr(self, axis, check_count(SpecError, axis, getattr(self, axis), 1))
         if self.heads > 1:
             self._check_heads()
         if self.context > 1:

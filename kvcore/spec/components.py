@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvcore.counts import check_count, is_count
+from kvcore.counts import as_count, check_count
 from kvcore.errors import SpecError
 from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format, tail_format
@@ -113,9 +113,17 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """``visible_bounds`` as a range."""
         return range(*self.visible_bounds(start, length, padding))
 
-    def ring_rows(self, drafts: int) -> int | None:
-        """Rows of a ring that survives a rollback of ``drafts`` tokens; None if the component is not a ring."""
-        return None if self.span is None else self.declared_rows or self.span + drafts
+    def ring_rows(self, drafts: int, longest: int | None = None) -> int | None:
+        """Rows of a ring that survives a rollback of ``drafts`` tokens; None if the component is not a ring.
+
+        ``longest``: most tokens that a request can hold, so that no more rows can be live; None: any number.
+        """
+        span = self.span_within(longest)
+        return None if span is None else self.declared_rows or span + drafts
+
+    def span_within(self, longest: int | None) -> int | None:
+        """Most rows of a ring that can be live at once in a request of at most ``longest`` tokens."""
+        return self.span if self.span is None or longest is None else min(self.span, longest)
 
     @property
     def declared_rows(self) -> int | None:
@@ -204,8 +212,8 @@ class Tail(Component, frozen=True, kw_only=True):
     def declared_rows(self) -> int | None:
         return self.rows
 
-    def ring_rows(self, drafts: int) -> int:
-        return self.rows or self.span + max(drafts, 1)
+    def ring_rows(self, drafts: int, longest: int | None = None) -> int | None:
+        return Component.ring_rows(self, max(drafts, 1), longest)
 
 
 class Entries(Component, frozen=True, kw_only=True):
@@ -362,7 +370,9 @@ def _is_scale(value: object) -> bool:
 
 def _positive(component: Component, *names: str) -> None:
     for name in names:
-        check_count(SpecError, name, getattr(component, name), 1)
+        count = check_count(SpecError, name, getattr(component, name), 1)
+        # JSON and equal digests need plain integers.
+        msgspec.structs.force_setattr(component, name, count)
 
 
 def _is_flag(value: object) -> bool:
@@ -383,9 +393,12 @@ def _row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "d
 
 
 def _check_share(component: Entries) -> None:
-    share = component.share
-    if share is not None and not is_count(share):
-        raise SpecError(got=share, where="share", allowed="a layer number, 0 or more, or null")
+    if component.share is None:
+        return
+    share = as_count(component.share)
+    if share is None:
+        raise SpecError(got=component.share, where="share", allowed="a layer number, 0 or more, or null")
+    msgspec.structs.force_setattr(component, "share", share)
 
 
 def _check_rows(component: Window | Tail) -> None:

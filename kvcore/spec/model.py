@@ -74,7 +74,8 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             msgspec.structs.force_setattr(self, group, _layer_specs(group, getattr(self, group)))
         if not self.layers and not self.draft_layers:
             raise SpecError(got="no layers", where="layers", allowed="one layer or more")
-        check_count(SpecError, "block_tokens", self.block_tokens, 1)
+        block_tokens = check_count(SpecError, "block_tokens", self.block_tokens, 1)
+        msgspec.structs.force_setattr(self, "block_tokens", block_tokens)
         for number, layer in enumerate(self.all_layers):
             self._check_layer(number, layer)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import msgspec
 
-from kvcore.counts import is_count
+from kvcore.counts import as_count
 from kvcore.errors import SpecError
 
 
@@ -38,8 +38,10 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         """An odd dim has no pairs; YaRN divides by ln theta."""
-        if not is_count(self.dim, 2) or self.dim % 2:
+        dim = as_count(self.dim, 2)
+        if dim is None or dim % 2:
             raise SpecError(got=self.dim, where="rope.dim", allowed="an even integer, 2 or more")
+        msgspec.structs.force_setattr(self, "dim", dim)
         if not _is_above(self.theta, 1):
             raise SpecError(got=self.theta, where="rope.theta", allowed="a finite number above 1")
 

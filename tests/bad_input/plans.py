@@ -27,6 +27,13 @@ PLANS = {
     "a budget as text": (SpecError, lambda: plan(max_tokens=None, budget_bytes="1 GiB")),
     "a budget of nothing": (SpecError, lambda: plan(max_tokens=None, budget_bytes=0)),
     "a budget too small for one block": (OutOfBlocks, lambda: plan(max_tokens=None, budget_bytes=1000)),
+    "requests of no tokens": (SpecError, lambda: plan(max_request_tokens=0)),
+    "requests of a boolean of tokens": (SpecError, lambda: plan(max_request_tokens=True)),
+    "requests of half a token": (SpecError, lambda: plan(max_request_tokens=0.5)),
+    "only the tokens of a request where layers are paged": (
+        SpecError,
+        lambda: plan(max_tokens=None, max_request_tokens=8),
+    ),
     "negative drafts": (SpecError, lambda: plan(max_draft_tokens=-1)),
     "drafts as a float": (SpecError, lambda: plan(max_draft_tokens=1.0)),
     "more drafts than a ring's rows allow": (

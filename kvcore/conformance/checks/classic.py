@@ -49,7 +49,7 @@ def borrow_kv(bench: Bench) -> list[Output]:
         for part, array in (("keys", keys), ("values", values)):
             found.append(exact(f"{part} of {name}", to_numpy(array), "request", "row", "head", "channel"))
 
-    alone = [bench.ops.index(build_index([row], max_blocks=bench.case.plan.blocks)) for row in bench.case.rows]
+    alone = [bench.ops.index(build_index([row], max_blocks=bench.case.plan.max_blocks)) for row in bench.case.rows]
     width = [len(kv.visible(row.start, row.length)) for row in bench.case.rows]
     for number, (index, wide) in enumerate(zip(alone, width, strict=True)):
         lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)

@@ -36,6 +36,7 @@ def create_cache(
     prefix: Policy = "off",
     layout: str = "auto",
     check: bool = False,
+    max_request_tokens: int | None = None,
 ) -> Cache:
     """This rank's cache: of its replica's requests, whole in windows and tails, its own pages of history.
 
@@ -53,6 +54,7 @@ def create_cache(
         prefix: blocks are published whole: a page on every context shard, ``block_tokens`` times their number.
         layout: of the pools.
         check: refuse non-finite input and unfinished steps.
+        max_request_tokens: the most tokens of one request.
 
     Raises:
         SpecError: the mesh has other dimensions, or the spec cannot be spread over its context shards.
@@ -69,6 +71,7 @@ def create_cache(
         max_draft_tokens=max_draft_tokens,
         layout=chosen.default_layout(device) if layout == "auto" else layout,
         context=plan.context,
+        max_request_tokens=max_request_tokens,
     )
     if plan.context == 1:
         return Cache(
