@@ -85,11 +85,19 @@ def check_number(value: object, where: str) -> float:
     """A finite number as a float; text, booleans and arrays with axes are none."""
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ShapeError(got=value, where=where, allowed="a finite number")
     return number
+
+
+def check_seconds(value: object, where: str) -> float:
+    """A time that ends: a finite number of seconds above 0."""
+    seconds = check_number(value, where)
+    if seconds <= 0:
+        raise ShapeError(got=value, where=where, allowed="a finite number of seconds above 0")
+    return seconds
 
 
 def check_finite(host: np.ndarray[Any, Any], where: str, component: Component, *, minus_infinity: bool = False) -> None:

@@ -5,26 +5,38 @@ the way, the name shows the old file or the new one, whole; once ``write_whole``
 
 A process that is killed on the way leaves its temporary file, ``.NAME.PROCESS.THREAD.tmp``. A writer keeps a lock on
 its own, which ends with the process, so that the next save to that name can tell what was left behind and removes it.
+
+Others may write to the folder too. A temporary file is always a new one: a link or a pipe of its name is never followed
+or waited for, and goes as what was left behind does. What is read must be a regular file, or nobody knows its end.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 1 << 22
 
+NO_DETOUR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is not followed, a pipe is not waited for."""
+
+
+class NotAFile(OSError):
+    """A folder, a pipe or a device in the place of a file: it may have no end, and nobody waits for it."""
+
 
 class Disk:
     """The real file system, one system call a method."""
 
     def create(self, path: Path) -> Any:
-        """An empty file, open for writing and locked until it is closed."""
+        """A new, empty file, open for writing and locked until it is closed."""
         while True:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_DETOUR, 0o666)
             with contextlib.suppress(OSError):  # some network disks know no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file).st_nlink:
@@ -65,7 +77,11 @@ class Disk:
         temporary = re.compile(rf"\.{re.escape(path.name)}\.\d+\.\d+\.tmp")
         for left in [file for file in path.parent.glob(".*.tmp") if temporary.fullmatch(file.name)]:
             with contextlib.suppress(OSError):
-                file = os.open(left, os.O_WRONLY)
+                if not stat.S_ISREG(left.lstat().st_mode):
+                    # No writer makes such a thing.
+                    left.unlink()
+                    continue
+                file = os.open(left, os.O_WRONLY | NO_DETOUR)
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     left.unlink()
@@ -73,8 +89,25 @@ class Disk:
                     os.close(file)
 
     def read(self, path: Path) -> bytes:
-        """All bytes of a file."""
-        return path.read_bytes()
+        """All bytes of a regular file."""
+        with open_regular(path) as file:
+            return file.read()
+
+
+def open_regular(path: Path, *, follow: bool = True) -> Any:
+    """A regular file, open for reading bytes; ``follow`` a link of that name.
+
+    Raises:
+        NotAFile: a folder, a pipe or a device. OSError: there is nothing of that name, or it cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def write_whole(disk: Disk, path: Path, data: bytes) -> None:

@@ -4,6 +4,8 @@ Each error is also the built-in that fits, so that callers who know nothing of k
 four parts: what was got, where, what is allowed, and what to do.
 """
 
+from kvcore.printable import printable
+
 
 class KvcoreError(Exception):
     """Base of all kvcore errors.
@@ -21,7 +23,8 @@ class KvcoreError(Exception):
         self.allowed = allowed
         self.hint = hint
         text = f"{where}: got {self.got}; allowed: {allowed}."
-        super().__init__(f"{text} {hint}" if hint else text)
+        # Some of it may have come from elsewhere, and messages go to terminals.
+        super().__init__(printable(f"{text} {hint}" if hint else text, lines=True))
 
     def __reduce__(self) -> tuple[object, ...]:
         parts = {"got": self.got, "where": self.where, "allowed": self.allowed, "hint": self.hint}

@@ -19,7 +19,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.content import HostRows, is_coherent, kept_positions, owned, page_digests, read_rows
 from kvcore.digest import region_salt
-from kvcore.disk import Disk, write_whole
+from kvcore.disk import Disk, NotAFile, write_whole
 from kvcore.errors import BackendError, KvcoreError, SnapshotError
 from kvcore.manager import Request
 from kvcore.ops import Ops
@@ -115,10 +115,15 @@ def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
     """Read a snapshot and check its header and root; pages are checked by ``damage``.
 
     Raises:
-        SnapshotError: not a snapshot, of another version, or its header does not match its root.
+        SnapshotError: not a snapshot, of another version, or its header does not match its root; no regular file.
         OSError: the file cannot be read.
     """
-    return parse((disk or Disk()).read(Path(path)), f"snapshot {path}")
+    where = f"snapshot {path}"
+    try:
+        data = (disk or Disk()).read(Path(path))
+    except NotAFile as error:
+        raise SnapshotError(got=error.strerror, where=where, allowed="a file that Cache.save wrote") from error
+    return parse(data, where)
 
 
 def parse(data: bytes, where: str = "snapshot") -> Saved:

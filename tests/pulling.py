@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 import stories
+import torch
 import torch.distributed as dist
 
 from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
 from kvcore.handoff import Desk, FileCarrier, Handle, decode_handle, pull
+from kvcore.handoff.desk import REASONS
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
 
@@ -78,6 +80,50 @@ def fetch_from_peer(handle: Handle, first: int, count: int) -> str | None:
         found = getattr(error, "reason", type(error).__name__)
     carrier.goodbye()
     return found
+
+
+NONSENSE = [[verb, 0, 0, 0, 1] for verb in (99, -2, -1, 4, 2**62, -(2**63))] + [
+    [1, -1, 0, 0, 1],
+    [1, 0, -1, 0, 1],
+    [1, 0, 0, -1, 1],
+    [1, 0, 0, 0, -1],
+    [1, 0, 0, 2**62, 2**62],
+    [0, 2**62, 2**62, 0, 0],
+]
+"""Verb, place, generation, first page, count: what no importer of ours would ask."""
+
+
+def ask_nonsense(handle: Handle) -> list[str]:
+    """Rank 1 asks what makes no sense: the answers; rank 0 must go on, with nothing changed."""
+    if dist.get_rank() == 0:
+        serve(_world["desk"], 1)
+        return []
+    name = np.frombuffer(bytes.fromhex(handle.exporter), np.int64).tolist()
+    found = []
+    for numbers in NONSENSE:
+        dist.send(torch.tensor([*numbers, *name], dtype=torch.int64), 0)
+        answer = torch.empty(2, dtype=torch.int64)
+        dist.recv(answer, 0)
+        status, size = answer.tolist()
+        found.append(REASONS[status - 1] if status and not size else "taken")
+    PeerCarrier(0).goodbye()
+    return found
+
+
+LIES = [[99, 0], [-5, 0], [0, -1], [0, 2**62], [0, 7]]
+"""Status and bytes: what no exporter of ours would answer."""
+
+
+def believe_lies(handle: Handle) -> list[str]:
+    """Rank 0 answers nonsense to every question of rank 1: what its pulls end with."""
+    if dist.get_rank() == 0:
+        for lie in LIES:
+            dist.recv(torch.empty(7, dtype=torch.int64), 1)
+            dist.send(torch.tensor(lie, dtype=torch.int64), 1)
+        # The last was 7 bytes of a manifest.
+        dist.send(torch.zeros(7, dtype=torch.uint8), 1)
+        return []
+    return [outcome(handle, PeerCarrier(0)) for _ in LIES]
 
 
 class Spoiled(FileCarrier):

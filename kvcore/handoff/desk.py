@@ -4,6 +4,8 @@ An export lies in a numbered place; a place is used again, with the next generat
 generation, and carries the root of its manifest, so that whatever comes through a stale one does not verify.
 """
 
+import math
+import re
 import threading
 import time
 import uuid
@@ -13,27 +15,41 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcore.counts import check_count
-from kvcore.errors import OutOfSlots, SpecError, TransferError
+from kvcore.arguments import check_seconds
+from kvcore.counts import check_count, is_count
+from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.handoff.layout import Array
-from kvcore.handoff.staging import Staged, root_of, stage
+from kvcore.handoff.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.manager import Request
+from kvcore.printable import shortened
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache
 
 
+NAME = re.compile("[0-9a-fA-F]{32}")
+"""What a desk may be called: its name becomes part of files' names and of messages."""
+
+LARGEST = 2**63 - 1
+
+REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
+"""Why an exporter may refuse a reference; one that says something else is not believed."""
+
+
 class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The reference to one export, to be sent to whoever pulls it.
+    """The reference to one export, to be sent to whoever pulls it. It comes from elsewhere, so every field is checked.
 
     Attributes:
-        exporter: the desk's own name, never used by another.
+        exporter: the desk's own name, 32 hexadecimal digits, never used by another.
         number: the place of the export.
         generation: how often that place had been used.
         root: sha256 of the manifest.
         pages: pages of the export.
         page_bytes: of each.
         deadline: of the lease, in seconds of the exporter's clock.
+
+    Raises:
+        TransferError: ``damaged``: a field that no desk gives.
     """
 
     exporter: str
@@ -43,6 +59,24 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pages: int
     page_bytes: int
     deadline: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exporter, str) or not NAME.fullmatch(self.exporter):
+            raise _no_handle("exporter", self.exporter, "32 hexadecimal digits")
+        if not isinstance(self.root, bytes) or len(self.root) != ROOT_BYTES:
+            raise _no_handle("root", self.root, f"{ROOT_BYTES} bytes")
+        for name, least in (("number", 0), ("generation", 0), ("pages", 0), ("page_bytes", 1)):
+            value = getattr(self, name)
+            if not is_count(value, least) or value > LARGEST:
+                raise _no_handle(name, value, f"an integer, {least} to {LARGEST}")
+        if isinstance(self.deadline, bool) or not isinstance(self.deadline, int | float):
+            raise _no_handle("deadline", self.deadline, "a finite number of seconds")
+        if not math.isfinite(self.deadline):
+            raise _no_handle("deadline", self.deadline, "a finite number of seconds")
+
+
+def _no_handle(field: str, got: object, allowed: str) -> TransferError:
+    return TransferError(reason="damaged", got=shortened(got), where=f"handle: {field}", allowed=allowed)
 
 
 @dataclass
@@ -72,7 +106,10 @@ class Desk:
 
         Raises:
             OutOfSlots: every place holds an export whose lease has not ended. RequestError: stale or foreign.
+            ShapeError: a lease that is not a finite number of seconds above 0, or fewer than one reader.
         """
+        lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
+        check_count(ShapeError, "export: readers", readers, 1)
         with self._lock:
             now = self._clock()
             free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]

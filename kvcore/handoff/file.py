@@ -1,9 +1,12 @@
 """Exports as files in a folder that both sides see: written whole, read page by page.
 
 The file of place n of an exporter is replaced when the place is used again, and by a tombstone when it was pulled, so
-that a stale or repeated reference is told so rather than read.
+that a stale or repeated reference is told so rather than read. Names are made of what a ``Handle`` may hold only, links
+are not followed, and sizes that a file declares are held against its own.
 """
 
+import math
+import os
 import time
 from collections.abc import Callable
 from os import PathLike
@@ -13,11 +16,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcore.disk import Disk, write_whole
-from kvcore.errors import TransferError
+from kvcore.counts import check_count
+from kvcore.disk import Disk, open_regular, write_whole
+from kvcore.errors import ShapeError, TransferError
+from kvcore.foreign import UNREADABLE
 from kvcore.handoff.carrier import reference
 from kvcore.handoff.desk import Desk, Handle, check_range, check_reference
 from kvcore.handoff.layout import Array
+from kvcore.handoff.staging import LARGEST_MANIFEST
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +41,9 @@ def publish(desk: Desk, handle: Handle, folder: str | PathLike[str], *, readers:
     """Put an export of a desk into the folder, whole or not at all.
 
     Raises:
-        TransferError: the handle is no longer good. OSError: the disk refused.
+        TransferError: the handle is no longer good. ShapeError: fewer than one reader. OSError: the disk refused.
     """
+    check_count(ShapeError, "publish: readers", readers, 1)
     staged = desk.staged(*reference(handle))
     head = Head(
         generation=handle.generation,
@@ -64,6 +71,8 @@ class FileCarrier:
         del timeout
         with self._open(handle) as file:
             head = self._head(file, handle)
+            if head.manifest_bytes > LARGEST_MANIFEST:
+                raise _damaged(f"a manifest of {head.manifest_bytes} bytes", f"{LARGEST_MANIFEST} bytes or fewer")
             return _read(file, head.manifest_bytes)
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
@@ -72,6 +81,8 @@ class FileCarrier:
         with self._open(handle) as file:
             head = self._head(file, handle)
             check_range(first, len(into), head.pages)
+            if head.page_bytes != into.shape[1]:
+                raise _damaged(f"pages of {head.page_bytes} bytes", f"pages of {into.shape[1]} bytes")
             file.seek(head.manifest_bytes + first * head.page_bytes, 1)
             data = np.frombuffer(_read(file, len(into) * head.page_bytes), np.uint8).reshape(len(into), head.page_bytes)
             into[:] = data if isinstance(into, np.ndarray) else into.new_tensor(data)
@@ -87,16 +98,29 @@ class FileCarrier:
 
     def _open(self, handle: Handle) -> Any:
         try:
-            return _path(self._folder, handle).open("rb")
-        except FileNotFoundError:
+            return open_regular(_path(self._folder, handle), follow=False)
+        except OSError as error:
+            # Also a link, a pipe or a folder of that name.
             raise TransferError(
-                reason="unknown", got="no such export", where="pull", allowed=f"an export in {self._folder}"
-            ) from None
+                reason="unknown",
+                got=error.strerror or "no such export",
+                where="pull",
+                allowed=f"an export in {self._folder}",
+            ) from error
 
     def _head(self, file: Any, handle: Handle) -> Head:
         """The head, if the file is what the handle refers to."""
         size = int.from_bytes(_read(file, 4), "little")
-        head = msgspec.msgpack.decode(_read(file, size), type=Head)
+        try:
+            head = msgspec.msgpack.decode(_read(file, size), type=Head)
+        except UNREADABLE as error:
+            raise _damaged(str(error), "a file of publish") from error
+        counts = head.manifest_bytes, head.pages, head.page_bytes
+        rest = os.fstat(file.fileno()).st_size - file.tell()
+        # A tombstone has nothing but its head.
+        declared = head.manifest_bytes + head.pages * head.page_bytes if head.readers > 0 else 0
+        if min(counts) < 0 or declared != rest or not math.isfinite(head.deadline):
+            raise _damaged(f"{rest} bytes after a head that declares others", "a file of publish")
         exporter, number, generation = reference(handle)
         check_reference(
             f"export {number} of {exporter[:8]}, generation {generation}",
@@ -109,6 +133,7 @@ class FileCarrier:
 
 
 def _path(folder: Path, handle: Handle) -> Path:
+    """Its place in the folder, and nowhere else: ``Handle`` refuses exporters that are no plain names."""
     return folder / f"{handle.exporter}.{handle.number}.kvexport"
 
 
@@ -118,7 +143,12 @@ def _encode(head: Head) -> bytes:
 
 
 def _read(file: Any, count: int) -> bytes:
-    data = file.read(count)
+    # Asked for more than there is, Python would make room for all of it first.
+    data = file.read(count) if count <= os.fstat(file.fileno()).st_size else b""
     if len(data) != count:
-        raise TransferError(reason="damaged", got="a file that was cut", where="pull", allowed="a file of publish")
+        raise _damaged("a file that was cut", "a file of publish")
     return data
+
+
+def _damaged(got: str, allowed: str) -> TransferError:
+    return TransferError(reason="damaged", got=got, where="pull", allowed=allowed)

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvcore.arguments import check_number
 from kvcore.content import write_rows
-from kvcore.errors import TransferError
+from kvcore.counts import check_count
+from kvcore.errors import ShapeError, TransferError
+from kvcore.foreign import UNREADABLE
 from kvcore.handoff.carrier import Carrier, begin
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.layout import PageLayout
@@ -57,7 +60,7 @@ def pull(
             ``peer_lost``, ``timeout``: it did not answer; ``damaged``: what came is not what was exported.
         SnapshotError: it is of another spec. OutOfSlots, OutOfBlocks: no room. Nothing is changed by any of them.
     """
-    end = time.monotonic() + timeout
+    end = time.monotonic() + check_number(timeout, "pull: timeout")
     received = receive(cache, handle, carrier, timeout=timeout, chunk_pages=chunk_pages, on_device=on_device)
     request = commit(cache, received)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
@@ -76,7 +79,8 @@ def receive(
     on_device: bool = False,
 ) -> Received:
     """Fetch an export and verify every page of it; arguments and errors as for ``pull``."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + check_number(timeout, "pull: timeout")
+    check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
     manifest = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
     check_spec(cache.spec, manifest.spec)
     layout = layout_of(cache.spec, manifest)
@@ -148,7 +152,7 @@ def decode_handle(data: bytes) -> Handle:
     """
     try:
         return msgspec.msgpack.decode(data, type=Handle)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise TransferError(reason="damaged", got=str(error), where="handle", allowed="bytes of a Handle") from error
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.content import is_coherent, read_rows
 from kvcore.errors import TransferError
+from kvcore.foreign import UNREADABLE
 from kvcore.handoff.layout import PageLayout, page_layout
 from kvcore.handoff.pages import Array, PageDigests
 from kvcore.handoff.strips import move_at_once
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from kvcore.base import CacheBase
 
 VERSION = 1
+
+ROOT_BYTES = 32
+"""Of a sha256."""
+
+LARGEST_MANIFEST = 1 << 26
+"""Bytes; ids and digests of ten million tokens take less."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,7 +144,7 @@ def parse(manifest: bytes, root: bytes) -> Manifest:
         )
     try:
         found = msgspec.msgpack.decode(manifest, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise TransferError(reason="damaged", got=str(error), where="manifest", allowed="as exported") from error
     if found.version != VERSION:
         raise TransferError(

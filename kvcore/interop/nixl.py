@@ -5,6 +5,7 @@ every reference before it gives out addresses; what is read although the export 
 digests of the handle. Pages of an export lie in one registered region, so a chunk is one descriptor for every page.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,11 @@ import msgspec
 import numpy as np
 
 from kvcore.errors import BackendError, TransferError
-from kvcore.handoff.desk import Desk, Handle
+from kvcore.foreign import UNREADABLE
+from kvcore.handoff.desk import REASONS, Desk, Handle, check_range
 from kvcore.handoff.layout import Array
+from kvcore.handoff.staging import LARGEST_MANIFEST
+from kvcore.printable import shortened
 
 if TYPE_CHECKING:
     from kvcore.handoff.staging import Staged
@@ -90,11 +94,14 @@ class NixlServer:
                 question = _decoded(message, Question)
                 if question is None:
                     continue
-                if question.agent not in self._known:
-                    self._nixl.add_remote_agent(question.metadata)
-                    self._known.add(question.agent)
-                self._nixl.send_notif(question.agent, msgspec.msgpack.encode(self._answer(question)))
-                answered += 1
+                # NIXL's own errors have no common base but Exception; who cannot be reached gets no answer, and the
+                # others do.
+                with contextlib.suppress(Exception):
+                    if question.agent not in self._known:
+                        self._nixl.add_remote_agent(question.metadata)
+                        self._known.add(question.agent)
+                    self._nixl.send_notif(question.agent, msgspec.msgpack.encode(self._answer(question)))
+                    answered += 1
         return answered
 
     def serve(self, seconds: float) -> int:
@@ -110,11 +117,14 @@ class NixlServer:
         try:
             if question.verb == "manifest":
                 manifest = self._desk.manifest(*reference)
+                check_range(question.first, 0, len(manifest))
                 piece = manifest[question.first : question.first + question.count]
                 return Answer(sequence=question.sequence, data=piece, stride=len(manifest))
             if question.verb == "finish":
                 self._desk.finish(*reference)
                 return Answer(sequence=question.sequence)
+            if question.verb != "pages":
+                return Answer(sequence=question.sequence, reason="unknown")
             pages = self._desk.pages(*reference, question.first, question.count)
             self._register(question.number, reference)
             address, memory, device = _address(pages)
@@ -155,6 +165,8 @@ class NixlCarrier:
         while len(data) < size:
             answer = self._ask("manifest", handle, len(data), PIECE_BYTES, end)
             size = answer.stride
+            if not 0 <= size <= LARGEST_MANIFEST or len(data) + len(answer.data) > size:
+                raise _error("damaged", f"{len(data) + len(answer.data)} of {size} bytes of a manifest")
             if not answer.data:
                 break
             data += answer.data
@@ -164,11 +176,15 @@ class NixlCarrier:
         """Read from the exporter's memory."""
         end = time.monotonic() + timeout
         answer = self._ask("pages", handle, first, len(into), end)
-        if answer.stride != handle.page_bytes:
+        # By this stride the own memory is written too.
+        if answer.stride != into.shape[1]:
             raise _error("damaged", f"pages of {answer.stride} bytes")
         if not len(into):
             return
-        self._nixl.add_remote_agent(answer.metadata)
+        try:
+            self._nixl.add_remote_agent(answer.metadata)
+        except Exception as error:
+            raise _error("peer_lost", f"{type(error).__name__}: {error}") from error
         address, memory, device = _address(into)
         registration = self._nixl.register_memory([(address, into.nbytes, device, "")], memory)
         transfer = None
@@ -224,7 +240,8 @@ class NixlCarrier:
                         # An answer to an earlier question that was given up is of no use any more.
                         if answer is not None and answer.sequence == self._sequence:
                             if answer.reason:
-                                raise _error(answer.reason, f"{verb} of export {handle.number}")
+                                told = answer.reason if answer.reason in REASONS else "damaged"
+                                raise _error(told, f"{verb} of export {handle.number}: {shortened(answer.reason)}")
                             return answer
         except TransferError:
             raise
@@ -249,7 +266,7 @@ def _decoded(message: Any, kind: Any) -> Any:
     """A notification of ours, or None."""
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.MsgspecError, TypeError):
+    except UNREADABLE:
         return None
 
 

@@ -189,6 +189,21 @@ def carrier_world(request, tmp_path):
         yield InProcess(tmp_path if request.param == "file" else None)
 
 
+def test_a_service_answers_nonsense_and_goes_on(pair):
+    world = TwoProcesses(pair)
+    handle = world.export(40)
+    assert world.run(pulling.ask_nonsense, handle)[1] == ["unknown"] * 8 + ["out_of_range"] * 3 + ["unknown"]
+    # None of it was taken for a verb: the export is still there, once.
+    assert [world.refusal(handle), world.refusal(handle)] == ["committed", "consumed"]
+
+
+def test_a_peer_that_answers_nonsense_is_not_believed(pair):
+    world = TwoProcesses(pair)
+    handle = world.export(40)
+    assert world.run(pulling.believe_lies, handle)[1] == ["damaged"] * len(pulling.LIES)
+    assert world.refusal(handle) == "committed"
+
+
 def test_context_shards_pull_all_or_none(pair, tmp_path):
     cache = stories.create(pulling.SPEC, "reference")
     request = cache.admit()

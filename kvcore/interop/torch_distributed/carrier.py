@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from kvcore.errors import TransferError
-from kvcore.handoff.desk import Desk, Handle
+from kvcore.handoff.desk import REASONS, Desk, Handle
 from kvcore.handoff.layout import Array
+from kvcore.handoff.staging import LARGEST_MANIFEST
 
 VERBS = ("manifest", "fetch", "finish", "goodbye")
-REASONS = ("unknown", "out_of_range", "consumed", "stale", "expired")
+"""By number. Any other is answered as an export that is not known."""
+
 FINE = 0
 SPIN_SECONDS, SOON_SECONDS, NAP_SECONDS = 0.005, 0.05, 0.0001
 """How long a device is asked without letting others run, how long without a pause, and the pauses afterwards."""
@@ -39,6 +41,8 @@ class PeerCarrier:
         """Asked for and received."""
         self._memory = None
         size = self._ask("manifest", handle, 0, 0, timeout)
+        if not 0 <= size <= LARGEST_MANIFEST:
+            raise _damaged(f"a manifest of {size} bytes", f"0 to {LARGEST_MANIFEST} bytes")
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._receive(data, timeout)
         return data.cpu().numpy().tobytes()
@@ -53,9 +57,7 @@ class PeerCarrier:
         with self._aside(into):
             size = self._ask("fetch", handle, first, len(into), timeout)
             if size != into.nbytes:
-                raise TransferError(
-                    reason="damaged", got=f"{size} bytes", where="pull", allowed=f"{into.nbytes} bytes of pages"
-                )
+                raise _damaged(f"{size} bytes", f"{into.nbytes} bytes of pages")
             data: Any = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
             wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
 
@@ -104,6 +106,8 @@ class PeerCarrier:
         for wait in waits:
             wait()
         status, size = answer.tolist()
+        if not FINE <= status <= len(REASONS):
+            raise _damaged(f"status {status}", f"{FINE} to {len(REASONS)}")
         if status != FINE:
             raise TransferError(
                 reason=REASONS[status - 1],
@@ -145,18 +149,22 @@ def serve(
     while time.monotonic() < end:
         _receive(question, peer, group, idle_seconds)
         verb, number, generation, first, count, *name = question.tolist()
-        if VERBS[verb] == "goodbye":
+        # A peer may send any numbers; one that is no verb's must not be taken for that of another.
+        asked = VERBS[verb] if 0 <= verb < len(VERBS) else ""
+        if asked == "goodbye":
             return served
         reference = np.array(name, np.int64).tobytes().hex(), number, generation
         answer, data = FINE, None
         try:
-            if VERBS[verb] == "manifest":
+            if asked == "manifest":
                 data = torch.frombuffer(bytearray(desk.manifest(*reference)), dtype=torch.uint8).to(device)
-            elif VERBS[verb] == "fetch":
+            elif asked == "fetch":
                 pages = desk.pages(*reference, first, count)
                 data = torch.from_numpy(pages).to(device) if isinstance(pages, np.ndarray) else pages.to(device)
-            else:
+            elif asked == "finish":
                 desk.finish(*reference)
+            else:
+                answer = 1 + REASONS.index("unknown")
         except TransferError as error:
             answer = 1 + REASONS.index(error.reason)
         told = torch.tensor([answer, 0 if data is None else data.numel()], dtype=torch.int64, device=device)
@@ -165,6 +173,10 @@ def serve(
             wait()
         served += 1
     return served
+
+
+def _damaged(got: str, allowed: str) -> TransferError:
+    return TransferError(reason="damaged", got=got, where="pull", allowed=allowed)
 
 
 def _send(data: torch.Tensor, peer: int, group: Any, timeout: float) -> None:
