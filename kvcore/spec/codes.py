@@ -4,9 +4,18 @@ A code says how one channel is written in bits; a scale rule says how the scale 
 largest magnitude. Neither knows any format, layout or framework.
 """
 
+import math
+import struct
+from collections.abc import Collection, Iterable
+from functools import cache
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from kvcore.errors import SpecError
+from kvcore.errors import BackendError, SpecError
+
+if TYPE_CHECKING:
+    from kvcore.spec.formats import Format
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +23,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bits: width of one element; 4-bit elements are packed two to a byte, the even one in the low nibble.
-        largest: largest finite magnitude; encoders clamp to it where a scale is in use. 0 for codes without values.
+        largest: largest finite magnitude, to which encoders clamp finite values. 0 for codes without values.
         significand: significant bits of a value, used to work out whether decoding is exact in bf16.
         nan: bits of the one NaN that encoders write, or None where the code has none.
     """
@@ -27,15 +36,17 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """How a group's scale follows from ``amax``, the group's largest magnitude (never below the format's floor).
+    """How a group's scale follows from ``amax``, the group's largest magnitude (never below the format's floors).
 
     Attributes:
         power_of_two: the scale is a power of two, so that it neither rounds values nor limits bf16 decoding.
+        scales: codes that can hold such a scale.
         meaning: the rule as a formula; ``largest`` is the element code's.
     """
 
     name: str
     power_of_two: bool
+    scales: tuple[str, ...]
     meaning: str
 
 
@@ -57,16 +68,52 @@ CODES: dict[str, Code] = {
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule(name="pow2", power_of_two=True, meaning="smallest power of two >= amax * fp32(1/largest), from bits"),
-        Rule(name="fp32", power_of_two=False, meaning="amax * fp32(1/largest), in fp32"),
+        Rule(
+            name="pow2",
+            power_of_two=True,
+            scales=("e8m0", "fp32"),
+            meaning="smallest power of two >= amax * fp32(1/largest), from bits",
+        ),
+        Rule(name="fp32", power_of_two=False, scales=("fp32",), meaning="amax * fp32(1/largest), in fp32"),
         Rule(
             name="e4m3",
             power_of_two=False,
+            scales=("e4m3",),
             meaning="e4m3(clip(amax * fp32(1/largest) / global_scale, 2^-9, 448)), to nearest",
         ),
-        Rule(name="absmax", power_of_two=False, meaning="amax, in fp32"),
+        Rule(name="absmax", power_of_two=False, scales=("fp32",), meaning="amax, in fp32"),
     )
 }
+
+
+@cache
+def largest_kept(code: str, rule: str | None) -> float:
+    """Largest magnitude that is finite when it is read back, an fp32 number; encoders clamp finite values to it.
+
+    A code without a scale reaches as far as its largest value. With one it reaches as far as code times scale does in
+    fp32: a scale that is rounded up may take the largest code beyond that.
+    """
+    largest, most = CODES[code].largest, CODES["fp32"].largest
+    if rule is None:
+        return largest
+    if RULES[rule].power_of_two:
+        # The largest number below 2^128 of the code's significant bits, with a scale that is no more than 2^127.
+        return min(largest * 2.0**127, 2.0**128 - 2.0 ** (128 - CODES[code].significand), most)
+    if rule != "fp32":
+        return most
+    kept, inverse = most, _fp32(1 / largest)
+    while not math.isfinite(_fp32(largest * _fp32(kept * inverse))):
+        kept = struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", kept))[0] - 1))[0]
+    return kept
+
+
+def _fp32(value: float) -> float:
+    """The nearest fp32 number, infinite beyond the largest."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.inf
+
 
 E4M3_SCALE_SMALLEST = 2.0**-9
 """Smallest e4m3 scale that is not zero: the lower clip of the ``e4m3`` rule."""
@@ -105,3 +152,25 @@ def code(name: str, *, where: str) -> Code:
             hint="e4m3 means e4m3fn (bias 7, no infinities); e4m3fnuz is another encoding and is not supported.",
         )
     return CODES[name]
+
+
+def unknown(what: str, name: object, where: str) -> BackendError:
+    """The error of an encoder, a decoder or a kernel that meets a code or rule it was not written for."""
+    return BackendError(
+        got=f"{what} {name!r}",
+        where=where,
+        allowed="what this backend was written for: nothing is stored as a code that is like it",
+        hint="Choose another format or backend.",
+    )
+
+
+def check_known(formats: Iterable["Format"], codes: Collection[str], backend: str) -> None:
+    """Refuse formats of which a backend does not know every element code, before a plan is bound to it.
+
+    Raises:
+        BackendError: with the code's name.
+    """
+    for format in formats:
+        for field in format.fields:
+            if field.is_value and field.code not in codes:
+                raise unknown("element code", field.code, f"format {format.name}: {backend}")

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 import msgspec
 
 from kvcore.errors import SpecError
-from kvcore.spec.codes import CODES, RULES, Code, code
+from kvcore.spec.codes import CODES, RULES, Code, code, largest_kept
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +57,11 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.group is None else -(-self.size // self.width)
 
     @property
+    def limit(self) -> float:
+        """Magnitude that finite values are clamped to before they are encoded; see ``codes.largest_kept``."""
+        return largest_kept(self.code, None if self.group is None else self.rule)
+
+    @property
     def element(self) -> Code:
         """The code of the elements."""
         return CODES[self.code]
@@ -82,6 +87,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             planes follow one another.
         page_alignment: a packed page is padded with zeros to a multiple of this, in bytes.
         amax_floor: smallest group maximum that a scale is made from, so that no scale is zero.
+        scale_floor: smallest ``amax * fp32(1/largest)`` that a scale is made from, in formats that have their floor
+            there; a power-of-two scale is rounded up from it.
         hadamard: encode rotates the row by the orthonormal Hadamard matrix first (decode does not undo it).
         global_scaled: the e4m3 scales are relative to a global fp32 scale given by the component.
     """
@@ -91,6 +98,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     planes: tuple[tuple[str, ...], ...]
     page_alignment: int = 1
     amax_floor: float = 0.0
+    scale_floor: float = 0.0
     hadamard: bool = False
     global_scaled: bool = False
 
@@ -116,16 +124,26 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise SpecError(
                 got=field.dims, where=f"{where}: dims", allowed="whole bytes: an even number of 4-bit codes"
             )
+        if field.is_value and not kind.largest:
+            values = ", ".join(name for name, known in CODES.items() if known.largest)
+            raise SpecError(got=field.code, where=f"{where}: code", allowed=f"a code of values: {values}")
         if field.group is None:
             return
         if field.rule not in RULES:
             raise SpecError(got=field.rule, where=f"{where}: rule", allowed=", ".join(RULES))
+        if field.scale not in RULES[field.rule].scales:
+            stored = " or ".join(RULES[field.rule].scales)
+            raise SpecError(got=field.scale, where=f"{where}: scale", allowed=f"{stored}, for rule {field.rule}")
         scales = self.field("scales") if any(other.name == "scales" for other in self.fields) else None
         if scales is None or scales.code != field.scale:
             raise SpecError(got=field.scale, where=f"{where}: scale", allowed="the code of a field named scales")
         if field.dims is not None and scales.dims != field.groups:
             raise SpecError(got=scales.dims, where=f"format {self.name}: scales: dims", allowed=f"{field.groups}")
-        if self.amax_floor <= 0:
+        if not 0 <= self.scale_floor < largest_kept("fp32", None):
+            raise SpecError(got=self.scale_floor, where=f"format {self.name}: scale_floor", allowed="0 or more")
+        if self.scale_floor and field.rule not in ("pow2", "fp32"):
+            raise SpecError(got=field.rule, where=f"format {self.name}: scale_floor", allowed="rule pow2 or fp32")
+        if not self.scale_floor and self.amax_floor <= 0:
             raise SpecError(got=self.amax_floor, where=f"format {self.name}: amax_floor", allowed="more than 0")
 
     @cached_property
@@ -312,12 +330,13 @@ FORMATS = Formats(
             page_alignment=256,
             amax_floor=6 * 2.0**-9,
         ),
-        # FlashMLA's V3.2 row, everything inline; its SM100 kernel needs power-of-two scales.
+        # FlashMLA's V3.2 row (tests/quant.py), everything inline; its SM100 kernel needs power-of-two scales. It floors
+        # the scale before it is rounded up, not the group's maximum.
         Format(
             name="v32_656",
             fields=(_codes(512, "e4m3", 128, "fp32", "pow2"), _scales(4, "fp32"), _ROPE),
             planes=(("codes", "scales", "rope"),),
-            amax_floor=_E4M3_FLOOR,
+            scale_floor=1e-4,
         ),
         # One fp32 scale a row, in three planes; the stored scale multiplies on decode.
         Format(

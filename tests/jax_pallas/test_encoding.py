@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import every_bf16
+from new_codes import NAME, layers_of, new_code
 
+import kvcore
 from kvcore.backends.jax_pallas import encoding
 from kvcore.backends.reference import encoding as reference
+from kvcore.errors import BackendError
 from kvcore.spec import FORMATS
 
 SCALES = {"index_nvfp4": 0.37, "index_nvfp4_h": 0.37}
@@ -71,3 +74,30 @@ def test_quotients_are_rounded_correctly(rng: np.random.Generator) -> None:
 def test_bf16_rounding_survives_the_simplifier(rng: np.random.Generator) -> None:
     values = rng.standard_normal(10_000).astype(np.float32)
     assert np.array_equal(np.asarray(jax.jit(encoding.to_bf16)(values)), reference.to_bf16(values))
+
+
+@pytest.mark.parametrize("layout", ["planar", "tpu_tile"])
+@pytest.mark.parametrize("role", ["window", "entries", "kv"])
+@pytest.mark.parametrize("kind", ["scaled", "plain"])
+def test_new_code_is_refused(kind: str, role: str, layout: str) -> None:
+    with new_code() as formats:
+        spec = layers_of(formats[kind])[role]
+        with pytest.raises(BackendError, match=NAME):
+            kvcore.create_cache(spec, backend="jax_pallas", max_requests=1, max_tokens=8, layout=layout)
+        with pytest.raises(BackendError, match=NAME):
+            encoding.encode(formats[kind], jnp.ones((1, 64)))
+        with pytest.raises(BackendError, match=NAME):
+            encoding.decode(formats[kind], jnp.ones((1, formats[kind].row_bytes), jnp.uint8))
+
+
+@pytest.mark.parametrize("value", [1e5, np.finfo(np.float32).max], ids=str)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].hadamard])
+def test_no_finite_value_reads_as_infinite(name: str, value: float) -> None:
+    dim = FORMATS[name].dim or 128
+    row = np.full((2, dim), 0.5, np.float32)
+    row[0, ::7], row[1, 1::7] = value, -value
+    stored = encoding.encode(name, jnp.asarray(row))
+    assert np.array_equal(np.asarray(stored), reference.encode(None, name, row))
+    decoded = np.asarray(encoding.decode(name, stored, dim)).astype(np.float32)
+    assert np.isfinite(decoded).all()
+    assert (decoded[0, ::7] > 0).all()

@@ -16,7 +16,7 @@ FIXED = {
     "v4_584": (512, 584, 576, 1e-4, "bf16"),
     "v41_528": (512, 528, 512, 1e-4, "bf16"),
     "v41_fp4_288": (512, 288, 256, 6 * 2.0**-9, "bf16"),
-    "v32_656": (576, 656, 1, 1e-4, "bf16"),
+    "v32_656": (576, 656, 1, 0.0, "bf16"),
     "row_580": (512, 580, 1, 1e-4, "fp32"),
     "mxfp4_368": (512, 368, 1, 6 * 2.0**-126, "bf16"),
     "index_fp8_132": (128, 132, 576, 1e-4, "bf16"),
@@ -55,6 +55,7 @@ def test_a_format_with_a_size_of_its_own(name):
     assert found == (dim, row_bytes, alignment, floor, exact)
     assert format.for_dim(dim) is format
     assert format.hadamard == name.endswith("_h")
+    assert format.scale_floor == (1e-4 if name == "v32_656" else 0.0)
 
 
 @pytest.mark.parametrize("name", SIZED_BY_COMPONENT)

@@ -78,7 +78,7 @@ def test_power_of_two_rule_over_all_mantissas(codec, code, floor, exponent, floo
         (3.5001, -6), (7, -6), (448, 0), (449, 1), (464, 1), (-464, 1), (-448, 0),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["v4_584", "v41_528", "v32_656", "index_fp8_132"])
+@pytest.mark.parametrize("name", ["v4_584", "v41_528", "index_fp8_132"])
 def test_e4m3_scales_written_out(codec, name, amax, exponent):
     row = np.zeros((1, FORMATS[name].dim), np.float32)
     row[0, 5] = amax
@@ -100,7 +100,7 @@ def test_e4m3_scales_written_out(codec, name, amax, exponent):
         pytest.param([2.0**-149, 0], 105, [0, 0], id="the smallest fp32 subnormal vanishes"),
         pytest.param([-(2.0**-149), 0], 105, [0x80, 0], id="and keeps its sign"),
         pytest.param([2.0**-31, 2.0**-32], 105, [0x01, 0x00], id="smallest code at the floor scale, and half of it"),
-        pytest.param([3.4028234663852886e38, 1], 247, [0x78, 0x00], id="the largest fp32"),
+        pytest.param([3.4028234663852886e38, 1], 247, [0x77, 0x00], id="the largest fp32: 240, as 256 would be inf"),
     ],
 )
 def test_edges_of_e4m3(codec, values, scale, codes):

@@ -26,6 +26,7 @@ from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, RawRows, StepIndex, VisibleRows
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
+from kvcore.spec.codes import check_known
 
 if TYPE_CHECKING:
     from jax import Array
@@ -502,8 +503,10 @@ class JaxBackend:
         """Bind the verbs to a plan and a device.
 
         Raises:
-            BackendError: JAX has no such device, or a slot is too large for 32-bit addresses.
+            BackendError: JAX has no such device, a slot is too large for 32-bit addresses, or an element code is not
+                known to the encoders.
         """
+        check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
         for region in plan.regions:
             if region.unit.nbytes >= 2**31:
                 raise BackendError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
 
 DTYPES = {
     "fp32": jnp.float32,
@@ -21,6 +21,8 @@ DTYPES = {
     "int8": jnp.int8,
 }
 BITS = {32: jnp.uint32, 16: jnp.uint16, 8: jnp.uint8}
+KNOWN = (*DTYPES, "e2m1", "nf4")
+"""Element codes that these encoders know."""
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(DTYPES["e4m3"]).astype(np.float32)
 """The number that each byte of e4m3 stands for."""
@@ -28,6 +30,7 @@ NF4 = np.array(NF4_LEVELS, np.float32)
 NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 SIGN, INFINITY, MANTISSA = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FFFFF)
+ABSOLUTE = np.int32(0x7FFFFFFF)
 FP32_ONE = 127  # biased exponent of 1.0
 RAISE = 64
 SUBNORMAL_RAISED = np.float32(2.0 ** (RAISE - 126))
@@ -106,8 +109,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     # The order of magnitudes is the order of their bits, and NaN comes last; XLA's fp32 maximum may pass over a NaN.
     amax = from_bits(jnp.max(bits_of(groups) & ~SIGN, axis=2))
     finite = bits_of(amax) < INFINITY
-    amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(format.amax_floor))
-    scales, scale_bits = scale_of(amax, field, global_scale)
+    groups = clamp(groups, field.limit)
+    amax = jnp.clip(jnp.where(finite, amax, 0), np.float32(format.amax_floor), np.float32(field.limit))
+    scales, scale_bits = scale_of(amax, field, format, global_scale)
     if field.rule == "pow2":
         ratios = over_power(groups, (bits_of(scales) >> 23)[:, :, None])
     else:
@@ -122,9 +126,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, bytes_of(scale_bits)
 
 
-def scale_of(amax, field: Field, global_scale):
+def scale_of(amax, field: Field, format: Format, global_scale):
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
-    product = amax * np.float32(1 / CODES[field.code].largest)
+    product = jnp.maximum(amax * np.float32(1 / CODES[field.code].largest), np.float32(format.scale_floor))
     if field.rule == "pow2":
         bits = bits_of(product)
         exponent = (bits >> 23) + ((bits & MANTISSA) != 0).astype(jnp.uint32)
@@ -136,6 +140,8 @@ def scale_of(amax, field: Field, global_scale):
         bits = lax.bitcast_convert_type(stored, jnp.uint8)
         # Looked up: converted back at once, XLA may leave out both conversions on a GPU, and with them the rounding.
         return jnp.asarray(E4M3_VALUES)[bits] * np.float32(global_scale), bits
+    if field.rule not in ("fp32", "absmax"):
+        raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, bits_of(scales)
 
@@ -145,10 +151,11 @@ def to_bytes(values, code: str, clamp: bool = False):
     if code == "nf4":
         # A value on a midpoint takes the lower level: only midpoints strictly below it count.
         return pack_nibbles(jnp.sum(values[:, :, None] > NF4_MIDPOINTS[None, None], axis=2, dtype=jnp.uint8))
-    if clamp:
-        values = jnp.clip(values, np.float32(-CODES[code].largest), np.float32(CODES[code].largest))
+    if code not in KNOWN:
+        raise unknown("element code", code, "encode")
+    values = within(values, code, keep=not clamp)
     if code == "int8":
-        return lax.bitcast_convert_type(jnp.rint(values).astype(jnp.int8), jnp.uint8)
+        return lax.bitcast_convert_type(jnp.rint(jnp.where(jnp.isnan(values), 0, values)).astype(jnp.int8), jnp.uint8)
     if code == "e2m1":
         return pack_nibbles(e2m1_codes(values).astype(jnp.uint8))
     if code == "fp32":
@@ -159,8 +166,26 @@ def to_bytes(values, code: str, clamp: bool = False):
     return bytes_of(jnp.where(jnp.isnan(values), CODES[code].nan or 0, bits).astype(bits.dtype))
 
 
+def within(values, code: str, *, keep: bool):
+    """Finite fp32 values clamped to a code's range; ``keep``: infinities and NaN stay where the code has any."""
+    if code == "fp32":
+        return values
+    clamped = clamp(values, CODES[code].largest)
+    special = (lax.bitcast_convert_type(values, jnp.int32) & ABSOLUTE) >= np.int32(INFINITY)
+    return jnp.where(special, values, clamped) if keep and code not in ("int8", "e2m1") else clamped
+
+
+def clamp(values, limit: float):
+    """fp32 values of a magnitude of at most ``limit``, by their bits: a comparison may read a subnormal as zero."""
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    most = np.float32(limit).view(np.int32)
+    return lax.bitcast_convert_type(jnp.minimum(bits & ABSOLUTE, most) | bits & ~ABSOLUTE, jnp.float32)
+
+
 def from_bytes(stored, code: str):
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
+    if code not in KNOWN:
+        raise unknown("element code", code, "decode")
     if code == "nf4":
         return jnp.asarray(NF4)[unpack_nibbles(stored)]
     if code == "e2m1":

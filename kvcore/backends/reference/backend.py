@@ -8,6 +8,7 @@ from kvcore.errors import BackendError
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
+from kvcore.spec.codes import check_known
 
 
 class ReferenceOps(ComposedVerbs):
@@ -110,6 +111,7 @@ class ReferenceBackend:
         """Bind the verbs to a plan."""
         if device not in (None, "cpu"):
             raise BackendError(got=device, where="device", allowed="None or 'cpu' for backend='reference'")
+        check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
         return ReferenceOps(plan)
 
     def default_layout(self, device):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, NF4_LEVELS
+from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
 
 DTYPES = {
     "fp32": np.dtype(np.float32),
@@ -20,6 +20,8 @@ DTYPES = {
     "e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
 }
 BITS = {32: np.uint32, 16: np.uint16, 8: np.uint8, 4: np.uint8}
+KNOWN = (*DTYPES, "nf4")
+"""Element codes that these encoders know."""
 
 NF4 = np.array(NF4_LEVELS, np.float32)
 NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
@@ -97,8 +99,10 @@ def quantise(channels, field: Field, format: Format, global_scale):
     groups = padded.reshape(len(channels), field.groups, field.width)
     amax = np.abs(groups).max(axis=2, initial=0)
     finite = np.isfinite(amax)
-    amax = np.maximum(np.where(finite, amax, 0), np.float32(format.amax_floor))
-    scales, scale_bits = scale_of(amax, field, global_scale)
+    limit = np.float32(field.limit)
+    groups = np.clip(groups, -limit, limit)
+    amax = np.clip(np.where(finite, amax, 0), np.float32(format.amax_floor), limit)
+    scales, scale_bits = scale_of(amax, field, format, global_scale)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
         ratios = np.where(finite[:, :, None], groups / scales[:, :, None], 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
@@ -110,9 +114,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
 
 
-def scale_of(amax, field: Field, global_scale):
+def scale_of(amax, field: Field, format: Format, global_scale):
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
-    product = amax * np.float32(1 / field.element.largest)
+    product = np.maximum(amax * np.float32(1 / field.element.largest), np.float32(format.scale_floor))
     if field.rule == "pow2":
         bits = product.view(np.uint32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
@@ -122,6 +126,8 @@ def scale_of(amax, field: Field, global_scale):
         relative = np.clip(product / np.float32(global_scale), np.float32(E4M3_SCALE_SMALLEST), np.float32(448))
         stored = relative.astype(DTYPES["e4m3"])
         return stored.astype(np.float32) * np.float32(global_scale), stored.view(np.uint8)
+    if field.rule not in ("fp32", "absmax"):
+        raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, scales.view(np.uint32)
 
@@ -140,12 +146,14 @@ def to_bytes(values, code: str, clamp: bool = False):
     if code == "nf4":
         # A value on a midpoint takes the lower level: "left" counts the midpoints strictly below it.
         return pack_nibbles(np.searchsorted(NF4_MIDPOINTS, values, side="left").astype(np.uint8))
-    if clamp:
-        values = np.clip(values, -CODES[code].largest, CODES[code].largest)
+    dtype = dtype_of(code)
+    within = np.clip(values, -np.float32(CODES[code].largest), np.float32(CODES[code].largest))
+    # Infinities stay what they are where the code has any: a plain field keeps them.
+    values = within if clamp or code in ("int8", "e2m1") else np.where(np.isinf(values), values, within)
     if code == "int8":
-        return np.rint(values).astype(np.int8).view(np.uint8)
+        return np.where(np.isnan(values), 0, np.rint(values)).astype(np.int8).view(np.uint8)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        bits = np.ascontiguousarray(values.astype(DTYPES[code])).view(BITS[CODES[code].bits])
+        bits = np.ascontiguousarray(values.astype(dtype)).view(BITS[CODES[code].bits])
     if code == "e2m1":
         return pack_nibbles(bits & 0xF)
     bits = np.where(np.isnan(values), bits.dtype.type(CODES[code].nan or 0), bits)
@@ -159,7 +167,18 @@ def from_bytes(stored, code: str):
         return NF4[unpack_nibbles(stored)]
     if code == "e2m1":
         return unpack_nibbles(stored).view(DTYPES["e2m1"]).astype(np.float32)
-    return stored.view(DTYPES[code]).astype(np.float32)
+    return stored.view(dtype_of(code)).astype(np.float32)
+
+
+def dtype_of(code: str):
+    """The dtype whose numbers a code's bits are.
+
+    Raises:
+        BackendError: this encoder does not know the code.
+    """
+    if code not in DTYPES:
+        raise unknown("element code", code, "encode or decode")
+    return DTYPES[code]
 
 
 def pack_nibbles(codes):

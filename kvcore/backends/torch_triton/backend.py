@@ -19,6 +19,7 @@ from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
+from kvcore.spec.codes import check_known
 
 
 def verb(function):
@@ -192,9 +193,10 @@ class TorchBackend:
         """Bind the verbs to a plan and a device: the CPU, or a CUDA device by its torch name.
 
         Raises:
-            BackendError: another device, or one that is not there.
+            BackendError: another device, or one that is not there; an element code that the encoders do not know.
         """
         device = checked_device(device)
+        check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
         return ops_for(device)(plan, device)
 
     def default_layout(self, device):

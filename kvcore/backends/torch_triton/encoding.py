@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kvcore.backends.torch_triton.rows import reinterpret
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
 
 DTYPES = {
     "fp32": torch.float32,
@@ -22,9 +22,8 @@ DTYPES = {
     "int8": torch.int8,
 }
 BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
-
-E4M3_OVERFLOW = 464.0
-"""Halfway from 448 to the next step of e4m3, still rounded to 448; anything larger has no code."""
+KNOWN = (*DTYPES, "e2m1", "nf4")
+"""Element codes that these encoders know."""
 
 
 def encode(ops, format, values, global_scale=1.0):
@@ -101,8 +100,10 @@ def quantise(channels, field: Field, format: Format, global_scale):
     groups = padded.reshape(len(channels), field.groups, field.width)
     amax = groups.abs().amax(dim=2)
     finite = amax.isfinite()
-    amax = torch.where(finite, amax, 0).clamp(min=format.amax_floor)
-    scales, scale_bits = scale_of(amax, field, global_scale)
+    limit = field.limit
+    groups = groups.clamp(-limit, limit)
+    amax = torch.where(finite, amax, 0).clamp(format.amax_floor, limit)
+    scales, scale_bits = scale_of(amax, field, format, global_scale)
     ratios = torch.where(finite[:, :, None], groups / scales[:, :, None], 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
@@ -113,9 +114,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, scale_bits.view(torch.uint8)
 
 
-def scale_of(amax, field: Field, global_scale):
+def scale_of(amax, field: Field, format: Format, global_scale):
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
-    product = amax * (1 / field.element.largest)
+    product = (amax * (1 / field.element.largest)).clamp(min=format.scale_floor)
     if field.rule == "pow2":
         bits = product.view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
@@ -125,6 +126,8 @@ def scale_of(amax, field: Field, global_scale):
         relative = (product / torch.full_like(product, global_scale)).clamp(E4M3_SCALE_SMALLEST, CODES["e4m3"].largest)
         stored = relative.to(DTYPES["e4m3"])
         return stored.to(torch.float32) * global_scale, stored.view(torch.uint8)
+    if field.rule not in ("fp32", "absmax"):
+        raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, scales.view(torch.int32)
 
@@ -149,10 +152,11 @@ def to_bytes(values, code: str, clamp: bool = False):
         # A value on a midpoint takes the lower level: bucketize counts the midpoints strictly below it.
         edges = nf4_midpoints(values.device)
         return pack_nibbles(torch.bucketize(values.contiguous(), edges, out_int32=True).to(torch.uint8))
-    if clamp:
-        values = values.clamp(-CODES[code].largest, CODES[code].largest)
+    if code not in KNOWN:
+        raise unknown("element code", code, "encode")
+    values = values.clamp(-CODES[code].largest, CODES[code].largest) if clamp else within(values, code)
     if code == "int8":
-        return values.round().to(torch.int8).view(torch.uint8)
+        return values.nan_to_num(nan=0.0).round().to(torch.int8).view(torch.uint8)
     if code == "e2m1":
         magnitude = torch.bucketize(values.abs(), e2m1_edges(values.device), out_int32=True)
         # NaN has no code; like ml_dtypes, an unscaled one becomes -0.
@@ -162,15 +166,26 @@ def to_bytes(values, code: str, clamp: bool = False):
     values = values.contiguous()  # only then can elements be seen as bytes
     bits = values.to(DTYPES[code]).view(BITS[CODES[code].bits])
     if code == "e4m3" and not clamp:
-        # The cast saturates; e4m3 itself has no code beyond its range but NaN of either sign.
-        bits = torch.where(values.abs() > E4M3_OVERFLOW, bits | 0x7F, bits)
+        # The cast saturates; e4m3 itself has no code for an infinity but NaN of either sign.
+        bits = torch.where(values.isinf(), bits | 0x7F, bits)
     return torch.where(values.isnan(), CODES[code].nan or 0, bits).view(torch.uint8)
+
+
+def within(values, code: str):
+    """Finite values clamped to the range of a code that is not theirs; NaN stays, as do infinities if it has any."""
+    if code == "fp32" or values.dtype == DTYPES.get(code):
+        return values
+    values, largest = values.to(torch.float32), CODES[code].largest
+    clamped = values.clamp(-largest, largest)
+    return clamped if code in ("int8", "e2m1") else torch.where(values.isinf(), values, clamped)
 
 
 def from_bytes(stored, code: str):
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
     if code in ("nf4", "e2m1"):
         return levels(code, stored.device)[unpack_nibbles(stored).int()]
+    if code not in DTYPES:
+        raise unknown("element code", code, "decode")
     return reinterpret(stored, DTYPES[code]).to(torch.float32)
 
 

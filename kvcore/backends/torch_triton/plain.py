@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from kvcore.backends.torch_triton.encoding import DTYPES, plain_code
+from kvcore.backends.torch_triton.encoding import DTYPES, plain_code, within
 from kvcore.pools import Pools
 
 
@@ -57,6 +57,8 @@ class Run(NamedTuple):
     line: int
     count: int
 
+
+PLAIN = {DTYPES[code]: code for code in ("fp32", "bf16", "fp16")}
 
 KINDS: dict[Any, int] = {}
 """What ``Lines.kind`` numbers: how a pool grows, rows and copies of a unit, its lines, and the rows' view."""
@@ -197,7 +199,7 @@ def append_and_borrow(ops, pools, layer, index, k, v, columns):
 
 
 def write(values, rows, places: list[Spot]) -> None:
-    """Store values [T, heads, dim] in all their copies: rounded to nearest even, NaN as the code's one NaN.
+    """Store values [T, heads, dim] in all their copies: clamped, rounded to nearest even, NaN as the code's one NaN.
 
     In place, and in one operation where no number has to be rounded: a decode step's rows cost what calls cost.
     """
@@ -205,7 +207,7 @@ def write(values, rows, places: list[Spot]) -> None:
         there = rows.as_strided(*copies)
         mine = values if count == values.shape[0] else values.narrow(0, token, count)
         if mine.dtype != rows.dtype:
-            there.copy_(mine).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+            there.copy_(within(mine, PLAIN[rows.dtype])).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
             continue
         mine = mine if mine.ndim == there.ndim else mine.as_strided(there.shape, (0, *mine.stride()))
         torch.nan_to_num(mine, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=there)

@@ -11,16 +11,21 @@ from kvcore.backends.jax_pallas import encoding
 from kvcore.backends.jax_pallas.pallas import codes
 from kvcore.backends.jax_pallas.pallas.lines import Buffer, buffers_of, byte_line, lanes, pick, window
 from kvcore.plan import Region
-from kvcore.spec import Field
+from kvcore.spec import Field, Format
+from kvcore.spec.codes import unknown
 from kvcore.spec.layout import LANES, Place
 
-SUPPORTED = ("e4m3", "e2m1", "bf16", "fp32")
+PLAIN = {"bf16": codes.to_bf16, "fp32": lambda line: line}
+TO_CODE = {"e4m3": codes.to_e4m3, "e2m1": codes.to_e2m1}
+SUPPORTED = (*TO_CODE, *PLAIN)
+SCALES = ("e8m0", "fp32", "e4m3")
 
 
 def supports(region: Region) -> bool:
     """True where the kernels know every field of the region's format, in tiles, one head a row."""
     values = [field for field in region.format.fields if field.is_value]
-    return region.heads == 1 and decodes(region) and all(field.code in SUPPORTED for field in values)
+    known = all(field.code in (PLAIN if field.group is None else TO_CODE) for field in values)
+    return region.heads == 1 and decodes(region) and known
 
 
 def decodes(region: Region) -> bool:
@@ -30,6 +35,7 @@ def decodes(region: Region) -> bool:
     values = [field for field in region.format.fields if field.is_value]
     fp32 = all(buffer.fp32 for buffer in buffers_of(region))
     known = all(field.code in (*SUPPORTED, "int8") and (field.code != "fp32" or fp32) for field in values)
+    known = known and all(field.group is None or field.scale in SCALES for field in values)
     # Lanes of nibbles are paired within lines, and fp32 lines are taken whole.
     rotated = not region.format.hadamard or region.format.dim == LANES
     whole = all(field.size % LANES == 0 for field in values if field.code == "fp32")
@@ -92,8 +98,10 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         values = codes.from_e4m3(at(place, first))
     elif field.code == "int8":
         values = ((at(place, first) ^ 0x80) - 0x80).astype(jnp.float32)
-    else:
+    elif field.code == "e2m1":
         values = codes.from_e2m1(codes.spread(at(place, first // 2)))
+    else:
+        raise unknown("element code", field.code, "decode")
     if field.group is None:
         return values
     scale = place_of(region, "scales")
@@ -109,6 +117,8 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         stored = one if group is None else jnp.where(group == number, one, stored)
     if field.scale == "e8m0":
         return encoding.times_power(values, stored)
+    if field.scale not in SCALES:
+        raise unknown("scale code", field.scale, "decode")
     scales = codes.of_bits(stored) if field.scale == "fp32" else codes.from_e4m3(stored)
     values = encoding.times(values, scales)
     return values * np.float32(global_scale) if region.format.global_scaled else values
@@ -146,9 +156,9 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
     channels = [window(lambda n: values[n], len(values), start + LANES * number) for number in range(count)]
     inside = [lanes(channels[0].shape) + LANES * number < field.size for number in range(count)]
     if field.group is None:
-        to_bits = codes.to_bf16 if field.code == "bf16" else (lambda line: line)
-        assert field.code in ("bf16", "fp32"), field.code
-        lines = [codes.int_bits(to_bits(line)) for line in channels]
+        if field.code not in PLAIN:
+            raise unknown("element code", field.code, "encode")
+        lines = [codes.int_bits(PLAIN[field.code](encoding.within(line, field.code, keep=True))) for line in channels]
         nan = np.int32(0x7FC00000)
         return {field.name: [jnp.where((bits & codes.ABSOLUTE) > codes.INFINITY, nan, bits) for bits in lines]}
     ratios = [jnp.zeros(line.shape, jnp.float32) for line in channels]
@@ -174,29 +184,32 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
             good = codes.of_bits(jnp.where(magnitude >= codes.INFINITY, 0, magnitude))
             amax = jnp.maximum(amax, jnp.max(good, axis=1, keepdims=True))
         finite = faulty == 0
-        amax = jnp.maximum(jnp.where(finite, amax, 0), np.float32(region.format.amax_floor))
-        scales, bits = _scale_of(amax, field, global_scale)
+        limit = np.float32(field.limit)
+        amax = jnp.minimum(jnp.maximum(jnp.where(finite, amax, 0), np.float32(region.format.amax_floor)), limit)
+        scales, bits = _scale_of(amax, field, region.format, global_scale)
         for line in touched:
             by = jnp.broadcast_to(scales, channels[line].shape)
+            clamped = encoding.clamp(channels[line], field.limit)
             if field.rule == "pow2":
                 exponent = encoding.bits_of(by) >> 23
-                quotient = encoding.over_power(channels[line], exponent)
+                quotient = encoding.over_power(clamped, exponent)
             else:
-                quotient = encoding.divide(channels[line], by)
+                quotient = encoding.divide(clamped, by)
             ratios[line] = jnp.where(mine[line] & finite, quotient, ratios[line])
             finite_lanes[line] = mine[line] & finite | finite_lanes[line]
         bits = jnp.where(finite, bits, np.int32(np.uint32(field.scale_element.nan or 0)))
         scale_bytes += [bits >> 8 * byte & 0xFF for byte in range(size)]
     largest = np.float32(encoding.CODES[field.code].largest)
     ratios = [jnp.clip(ratio, -largest, largest) for ratio in ratios]
-    to_code = codes.to_e4m3 if field.code == "e4m3" else codes.to_e2m1
-    return {field.name: [to_code(ratio) for ratio in ratios], "scales": scale_bytes}
+    if field.code not in TO_CODE:
+        raise unknown("element code", field.code, "encode")
+    return {field.name: [TO_CODE[field.code](ratio) for ratio in ratios], "scales": scale_bytes}
 
 
-def _scale_of(amax, field: Field, global_scale: float):
+def _scale_of(amax, field: Field, format: Format, global_scale: float):
     """The scales [K, 1] as fp32, and their stored bits as int32: ``encoding.scale_of`` without casts to e4m3."""
     if field.rule != "e4m3":
-        scales, bits = encoding.scale_of(amax, field, global_scale)
+        scales, bits = encoding.scale_of(amax, field, format, global_scale)
         return scales, bits.astype(jnp.int32)
     product = amax * np.float32(1 / encoding.CODES[field.code].largest)
     relative = product if global_scale == 1 else encoding.divide(product, jnp.full_like(product, global_scale))

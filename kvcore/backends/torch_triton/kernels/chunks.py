@@ -51,6 +51,7 @@ def load_chunk(at, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr)
         byte = FIRST // packed + tl.arange(0, S.chunk // packed)[None, :]
         raw = tl.load(codes_at[:, None] + byte, mask=keep, other=0)
     else:
+        tl.static_assert(R.plain == "fp32" or R.plain == "bf16" or R.plain == "fp16", "a plain code that is not known")
         dtype: tl.constexpr = tl.float32 if R.plain == "fp32" else tl.bfloat16 if R.plain == "bf16" else tl.float16
         channel = FIRST - R.quant + tl.arange(0, S.chunk)[None, :]
         if FIRST + S.chunk > R.dim:
@@ -73,6 +74,7 @@ def load_scales(at, valid, R: tl.constexpr):
         for g in tl.static_range(groups):
             scales = scales + (tl.load(scales_at.to(tl.pointer_type(tl.int32)) + g, mask=valid, other=0),)
     else:
+        tl.static_assert(R.scale == "e8m0" or R.scale == "e4m3", "a scale code that the kernels do not load")
         for g in tl.static_range(groups):
             scales = scales + (tl.load(scales_at + g, mask=valid, other=0).to(tl.int32),)
     return scales
@@ -85,8 +87,10 @@ def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
         value = stored.to(tl.float32, bitcast=True)
     elif R.scale == "e8m0":
         value = e8m0_value(stored)
-    else:
+    elif R.scale == "e4m3":
         value = e4m3_value(stored, NATIVE)
+    else:
+        tl.static_assert(False, "a scale code that the kernels do not read")
     return value
 
 
@@ -213,8 +217,10 @@ def code_value(code, R: tl.constexpr, NATIVE: tl.constexpr):
     """Codes of a byte (int32) -> fp32 before scaling."""
     if R.code == "e4m3":
         value = e4m3_value(code, NATIVE)
-    else:
+    elif R.code == "int8":
         value = code.to(tl.int8).to(tl.float32)
+    else:
+        tl.static_assert(False, "an element code that the kernels do not decode")
     return value
 
 

@@ -11,11 +11,15 @@ import numpy as np
 
 from kvcore.plan import Region
 from kvcore.spec import Field
-from kvcore.spec.codes import CODES, RULES
+from kvcore.spec.codes import CODES, RULES, unknown
 from kvcore.spec.layout import Place
 
 PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4}
+SCALED = ("e4m3", "e2m1", "int8", "nf4")
+KERNEL_CODES = (*PLAIN_BYTES, *SCALED)
+KERNEL_RULES = ("pow2", "fp32", "e4m3", "absmax")
+"""Codes, scales and rules that the kernels were written for. What is in no table is refused when a plan is bound."""
 
 
 class RowRecord(NamedTuple):
@@ -30,7 +34,9 @@ class RowRecord(NamedTuple):
         paged: unit = block, else slot.
         code, rule, scale: names from the format's scaled field, "" without one.
         groups: scales of a row; ``pad`` zero bytes follow them.
-        floor_bits: bits of the smallest group maximum, fp32.
+        floor_bits: bits of the smallest group maximum, fp32; ``scale_floor_bits`` of the least for a scale.
+        limit: magnitude to which finite scaled values are clamped, inf where that is every fp32 number; ``limit_bits``
+            of the largest group maximum.
         inverse: fp32(1 / largest magnitude of the code); ``largest`` is that magnitude.
         global_scale: of formats with two-level scales, else 1.
         hadamard: rows are rotated before they are encoded.
@@ -56,6 +62,9 @@ class RowRecord(NamedTuple):
     groups: int
     pad: int
     floor_bits: int
+    scale_floor_bits: int
+    limit: float
+    limit_bits: int
     inverse: float
     largest: float
     global_scale: float
@@ -87,7 +96,11 @@ class RegionBuffers(NamedTuple):
 
 @cache
 def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
-    """The record of a region and its pools' names, or None where the kernels do not cover its format or layout."""
+    """The record of a region and its pools' names, or None where the kernels do not cover its format or layout.
+
+    Raises:
+        BackendError: a code, a scale's code or a rule that the kernels were not written for.
+    """
     places = {place.field: place for place in region.unit.places}
     if any(place.split for place in places.values()) or (region.steps[1] > 1 and region.heads > 1):
         return None
@@ -98,7 +111,8 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
     plain = [field for field in values if field.group is None]
     if len(scaled) > 1 or len(plain) > 1 or values != scaled + plain:
         return None
-    if not all(field.code in PLAIN_BYTES for field in plain):
+    _check_known(region, values)
+    if not all(field.code in PLAIN_BYTES for field in plain) or not all(field.code in SCALED for field in scaled):
         return None
     dim = region.format.dim or 0
     tile = power_of_two(dim)
@@ -122,7 +136,10 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         scale=(quant.scale or "") if quant else "",
         groups=quant.groups if quant else 0,
         pad=pad,
-        floor_bits=int(np.float32(region.format.amax_floor).view(np.int32)),
+        floor_bits=_bits(region.format.amax_floor),
+        scale_floor_bits=_bits(region.format.scale_floor),
+        limit=float("inf") if quant is None or quant.limit == CODES["fp32"].largest else quant.limit,
+        limit_bits=0 if quant is None else _bits(quant.limit),
         inverse=float(np.float32(1 / CODES[quant.code].largest)) if quant else 1.0,
         largest=CODES[quant.code].largest if quant else 0.0,
         global_scale=float(np.float32(global_scale)) if region.format.global_scaled else 1.0,
@@ -157,6 +174,23 @@ def power_of_two(value: int) -> int:
 def power_of_two_scaled(record: RowRecord) -> bool:
     """True if the record's scales are powers of two."""
     return bool(record.rule) and RULES[record.rule].power_of_two
+
+
+def _check_known(region: Region, values: list[Field]) -> None:
+    """Refuse what no branch of the kernels was written for, which else might run into one that is like it."""
+    for field in values:
+        where = f"format {region.format.name}: Triton kernels"
+        if field.code not in KERNEL_CODES:
+            raise unknown("element code", field.code, where)
+        if field.group is not None and field.scale not in SCALE_BYTES:
+            raise unknown("scale code", field.scale, where)
+        if field.group is not None and field.rule not in KERNEL_RULES:
+            raise unknown("scale rule", field.rule, where)
+
+
+def _bits(value: float) -> int:
+    """Bits of an fp32 number."""
+    return int(np.float32(value).view(np.int32))
 
 
 def _places(region: Region, name: str, place: Place | None) -> dict[str, int]:

@@ -59,6 +59,8 @@ def hadamard(x, R: tl.constexpr, NATIVE: tl.constexpr):
 def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
     """Group maxima (fp32 bits, finite) -> (stored bits, fp32 scale) by the record's rule."""
     product = bits_float(tl.maximum(largest, R.floor_bits)) * R.inverse
+    if R.scale_floor_bits:
+        product = bits_float(tl.maximum(float_bits(product), R.scale_floor_bits))
     if R.rule == "pow2":
         exponent = (float_bits(product) + 0x7FFFFF) >> 23
         scale = bits_float(exponent << 23)
@@ -67,9 +69,11 @@ def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
         relative = tl.div_rn(product, tl.full(product.shape, R.global_scale, tl.float32))
         stored = e4m3_code(tl.minimum(tl.maximum(relative, 0.001953125), 448.0), NATIVE)
         scale = e4m3_value(stored, NATIVE) * R.global_scale
-    else:
+    elif R.rule == "fp32" or R.rule == "absmax":
         scale = bits_float(tl.maximum(largest, R.floor_bits)) if R.rule == "absmax" else product
         stored = float_bits(scale)
+    else:
+        tl.static_assert(False, "a scale rule that the kernels do not know")
     return stored, scale
 
 
@@ -84,7 +88,12 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
         magnitude = tl.where(inside, magnitude, 0)
     largest = tl.max(magnitude, axis=2)
     finite = largest < 0x7F800000
-    stored, scale = scale_of(tl.where(finite, largest, 0), R, NATIVE)
+    largest = tl.where(finite, largest, 0)
+    if R.limit < float("inf"):
+        # Values so large that code times scale would be infinite; clamped, a code never is above the code's largest.
+        largest = tl.minimum(largest, R.limit_bits)
+        x = tl.minimum(tl.maximum(x, -R.limit), R.limit)
+    stored, scale = scale_of(largest, R, NATIVE)
     if R.rule == "pow2":
         # No clamp: a power of two that is rounded up leaves at most the code's largest value, and a hair.
         ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
@@ -97,8 +106,11 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
         code = e2m1_code_of_narrow(ratio) if NARROW and R.rule == "pow2" else e2m1_code(ratio)
     elif R.code == "int8":
         code = int8_code(ratio)
-    else:
+    elif R.code == "nf4":
         code = nf4_code(ratio)
+    else:
+        tl.static_assert(False, "an element code that the kernels do not encode")
+    tl.static_assert(R.scale == "e8m0" or R.scale == "e4m3" or R.scale == "fp32", "a scale code that is not known")
     bad: tl.constexpr = 0xFF if R.scale == "e8m0" else (0x7F if R.scale == "e4m3" else 0x7FC00000)
     return code, tl.where(finite, stored, bad), finite
 
@@ -157,6 +169,15 @@ def store_words(pointer, at, word, mask):
 
 
 @triton.jit
+def within(x, R: tl.constexpr):
+    """Finite values clamped to the plain field's range; infinities and NaN as they are."""
+    if R.plain == "bf16" or R.plain == "fp16":
+        largest: tl.constexpr = 65504.0 if R.plain == "fp16" else 3.3895313892515355e38
+        x = tl.where((float_bits(x) & 0x7FFFFFFF) < 0x7F800000, tl.minimum(tl.maximum(x, -largest), largest), x)
+    return x
+
+
+@triton.jit
 def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
     """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong."""
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
@@ -164,16 +185,19 @@ def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE
         channel - R.quant
     )
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
+    x = within(x, R)
     if R.plain == "fp32":
         bits = tl.where(x != x, 0x7FC00000, float_bits(x))
         tl.store(plain_ptr.to(tl.pointer_type(tl.int32)) + at, bits, mask=keep)
     elif R.plain == "bf16":
         bits = bf16_bits(x, NATIVE).to(tl.int16)
         tl.store(plain_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=keep)
-    else:
+    elif R.plain == "fp16":
         bits = x.to(tl.float16).to(tl.int16, bitcast=True)
         bits = tl.where(x != x, 0x7E00, bits.to(tl.int32)).to(tl.int16)
         tl.store(plain_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=keep)
+    else:
+        tl.static_assert(False, "a plain code that the kernels do not store")
 
 
 @triton.jit
@@ -216,8 +240,10 @@ def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
         scale = bits_float(stored)
     elif R.scale == "e8m0":
         scale = e8m0_value(stored)
-    else:
+    elif R.scale == "e4m3":
         scale = e4m3_value(stored, NATIVE)
+    else:
+        tl.static_assert(False, "a scale code that the kernels do not read")
     return scale
 
 
@@ -230,8 +256,10 @@ def code_value(code, R: tl.constexpr, NATIVE: tl.constexpr):
         value = nf4_value(code)
     elif R.code == "e4m3":
         value = e4m3_value(code, NATIVE)
-    else:
+    elif R.code == "int8":
         value = ((code << 24) >> 24).to(tl.float32)
+    else:
+        tl.static_assert(False, "an element code that the kernels do not decode")
     return value
 
 
@@ -265,8 +293,10 @@ def load_plain(unit, row, valid, plain_ptr, R: tl.constexpr):
     elif R.plain == "bf16":
         bits = tl.load(plain_ptr.to(tl.pointer_type(tl.int16)) + at, mask=keep, other=0)
         value = bits_float(bits.to(tl.int32) << 16)
-    else:
+    elif R.plain == "fp16":
         value = tl.load(plain_ptr.to(tl.pointer_type(tl.float16)) + at, mask=keep, other=0.0).to(tl.float32)
+    else:
+        tl.static_assert(False, "a plain code that the kernels do not load")
     return value
 
 
@@ -296,9 +326,11 @@ def as_stored(x, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     if R.plain == "fp32":
         value = bits_float(tl.where(x != x, 0x7FC00000, float_bits(x)))
     elif R.plain == "bf16":
-        value = round_bf16(x, NATIVE)
+        value = round_bf16(within(x, R), NATIVE)
     elif R.plain == "fp16":
-        value = bits_float(tl.where(x != x, 0x7FC00000, float_bits(x.to(tl.float16).to(tl.float32))))
+        value = bits_float(tl.where(x != x, 0x7FC00000, float_bits(within(x, R).to(tl.float16).to(tl.float32))))
+    else:
+        tl.static_assert(R.plain == "", "a plain code that the kernels do not know")
     if R.quant:
         channel = channels(R)
         code, scale, finite = quantise(x, channel < R.quant, R, NARROW or R.hadamard, NATIVE)

@@ -122,6 +122,7 @@ E4M3 = tl.constexpr(
 @triton.jit
 def byte_parts(word, R: tl.constexpr):
     """Words of four codes -> four tensors of bf16 numbers like it: of the first code of each word, of the second ..."""
+    tl.static_assert(R.code == "int8" or R.code == "e4m3", "an element code of a byte that is not known")
     return tl.inline_asm_elementwise(
         INT8 if R.code == "int8" else E4M3, "=r,=r,=r,=r,r,r", [word],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -202,6 +203,7 @@ def unpack_chunk(
         elif R.code == "nf4":
             parts = nf4_sums(word) if S.twice else nf4_parts(word, NF4)
         else:
+            tl.static_assert(R.code == "e2m1", "an element code of four bits that is not known")
             some = chunk_scales(scales, FIRST, R, S, NATIVE)
             groups: tl.constexpr = some.shape[1]
             some = tl.broadcast_to(some[:, :, None], (n, groups, S.chunk // 8 // groups))
