@@ -5,14 +5,14 @@
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.blocks import BlockStatistics
-from kvcore.content import Content, write_rows
-from kvcore.errors import StepError
+from kvcore.content import Content, Left, write_rows
+from kvcore.errors import KvcoreError, OutOfBlocks, StepError
 from kvcore.growth import Growth
 from kvcore.manager import Manager, Request
 from kvcore.ops import Backend, Ops
@@ -24,19 +24,6 @@ from kvcore.step import Row
 
 if TYPE_CHECKING:
     from kvcore.open_step import Step
-
-
-class Left(Protocol):
-    """A request that left a cache: tokens, the smallest length it can be rolled back to, ids if known, its salt."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def floor(self) -> int: ...
-    @property
-    def tokens(self) -> list[int] | None: ...
-    @property
-    def salt(self) -> str | None: ...
 
 
 class CacheBase:
@@ -55,9 +42,10 @@ class CacheBase:
         self.ops = ops
         self._check = check
         self.damaged: tuple[str, ...] = ()
+        # Before anything that grows with the plan: whatever is too much for the machine is said at once.
+        self._pools = _allocated(ops)
         self._manager = Manager(plan)
         self._prefix = PrefixCache(plan.spec, prefix, self._manager)
-        self._pools = ops.allocate()
         self._step: Step | None = None
         self._stepping = 0
         self._turns = threading.Condition(threading.RLock())
@@ -122,7 +110,7 @@ class CacheBase:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self._manager.check_whole(request, where)
 
-    def _install(self, request: Request, left: "Left", rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
+    def _install(self, request: Request, left: Left, rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
         """Make a fresh request hold ``rows``, or what a function writes, as it was when it left another cache.
 
         Raises:
@@ -148,6 +136,11 @@ class CacheBase:
             self._manager.release(request)
             raise
         return request
+
+    def _empty(self, request: Request) -> None:
+        """Make a live request as it was when it was admitted: its blocks are taken back, its slot is clean."""
+        self._poison([], self._manager.empty(request))
+        self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
 
     def _give_back(self, request: Request) -> None:
         """Take a request's slot and blocks back."""
@@ -203,6 +196,26 @@ class CacheBase:
 
     def _integers(self, values: list[int]) -> Any:
         return self.ops.asarray(np.array(values, np.int32))
+
+
+def _allocated(ops: Ops) -> Pools:
+    """Fresh pools.
+
+    Raises:
+        OutOfBlocks: the device has no room for them.
+    """
+    try:
+        return ops.allocate()
+    except KvcoreError:
+        raise
+    except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
+        # NumPy, torch and JAX each have errors of their own for memory, and for sizes that are beyond any.
+        raise OutOfBlocks(
+            got=f"pools of {ops.plan.nbytes} bytes",
+            where="create_cache",
+            allowed=f"what {ops.device} has room for",
+            hint=(str(error).splitlines() or [""])[0][:200],
+        ) from error
 
 
 def _added(row: Row, growth: Growth) -> Sequence[int]:

@@ -5,11 +5,12 @@ nothing is named here, so nothing can be forgotten. Rows on the host are ``HostR
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
+from kvcore.foreign import LARGEST_ID, LONGEST
 from kvcore.ops import Array, Ops, RawRows
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
@@ -22,6 +23,19 @@ class HostRows(NamedTuple):
 
     rows: np.ndarray[Any, Any]
     positions: Sequence[int]
+
+
+class Left(Protocol):
+    """A request that left a cache: tokens, the smallest length it can be rolled back to, ids if known, its salt."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def tokens(self) -> list[int] | None: ...
+    @property
+    def salt(self) -> str | None: ...
 
 
 Content = Mapping[tuple[int, str], HostRows]
@@ -44,19 +58,43 @@ def kept_rows(component: Component, floor: int, length: int) -> range | tuple[in
     """
     if component.span is None:
         return component.live(length)
-    rows = sorted({row for at in range(floor, length + 1) for row in component.live(at)})
-    neighbours = range(rows[0], rows[-1] + 1) if rows else range(0)
-    return neighbours if len(neighbours) == len(rows) else tuple(rows)
+    if component.span == 0:
+        return range(0)
+    # What lives at ``floor``, and of the later rows those that live when they are the newest: the first live row never
+    # goes back.
+    older = component.live(floor)
+    newest = np.arange(floor, length)
+    first, _ = component.live_bounds(newest + 1, np.maximum)
+    later = newest[first <= newest].tolist()
+    start = older.start if older else later[0] if later else 0
+    neighbours = range(start, later[-1] + 1 if later else older.stop if older else 0)
+    return neighbours if len(neighbours) == len(older) + len(later) else (*older, *later)
 
 
-def is_coherent(length: int, floor: int, tokens: Sequence[int] | None) -> bool:
+def least_kept(component: Component, floor: int, length: int) -> int:
+    """Fewer than ``kept_rows`` are, or as many, without making them: what declares a length must have that many."""
+    if component.span is None:
+        return len(component.live(length))
+    # A tail without overlap keeps all but the rows that close a window, and such windows have two rows or more.
+    return len(component.live(floor)) + (length - floor) // 2 if component.span else 0
+
+
+def is_coherent(left: Left) -> bool:
     """Whether what a request that comes from elsewhere says of itself fits together."""
-    return 0 <= floor <= length and (tokens is None or len(tokens) == length)
+    tokens = left.tokens
+    if not 0 <= left.floor <= left.length <= LONGEST or left.salt == "":
+        return False
+    return tokens is None or (
+        len(tokens) == left.length and (not tokens or (min(tokens) >= 0 and max(tokens) <= LARGEST_ID))
+    )
 
 
-def kept_positions(component: Component, floor: int, length: int) -> list[int]:
+def kept_positions(component: Component, floor: int, length: int) -> Sequence[int]:
     """Positions of ``kept_rows``."""
-    return [number * component.tokens_per_row for number in kept_rows(component, floor, length)]
+    kept, step = kept_rows(component, floor, length), component.tokens_per_row
+    if isinstance(kept, range):
+        return range(kept.start * step, kept.stop * step, step)
+    return [number * step for number in kept]
 
 
 def read_rows(

@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
@@ -10,8 +11,19 @@ from kvcore.cache import Cache, create_cache
 from kvcore.content import owned
 from kvcore.counts import as_count
 from kvcore.errors import SnapshotError
+from kvcore.plan import plan_cache
 from kvcore.prefix import Policy
 from kvcore.snapshot import Saved, damage, read, rows_of
+from kvcore.spec import CacheSpec
+
+MOST_REQUESTS = 1 << 16
+"""That a file may ask room for at once."""
+
+UNIT_BYTES = 64
+"""Of Python's integers for every slot and block."""
+
+MOST_NAMED = 20
+"""Damaged pages in one message."""
 
 
 def load(
@@ -36,12 +48,14 @@ def load(
         backend, device, prefix, layout, check: as for ``create_cache``.
         requests: numbers of the saved requests to load, in the order wanted; None loads all.
         max_requests, max_tokens, max_draft_tokens, max_request_tokens: of the new cache; None takes the saved
-            cache's, or as much more as requests need that shared blocks.
+            cache's, or as much more as requests need that shared blocks. A file's word for them counts up to 65,536
+            requests and as many bytes as this host has.
         strict: False loads the undamaged requests, leaves the others out and names their damaged pages in
             ``cache.damaged``.
 
     Raises:
-        SnapshotError: not a snapshot, or damaged; the damaged pages of wanted requests are named.
+        SnapshotError: not a snapshot, or damaged; the damaged pages of wanted requests are named. Sizes that only the
+            file says, and that are more than its word counts for.
         ShapeError, SpecError, OutOfBlocks, OutOfSlots, BackendError: as for ``create_cache``.
     """
     saved = read(path)
@@ -68,9 +82,30 @@ def load(
         sizes["max_tokens"] = max(
             sizes["max_tokens"], sum(-(-saved.requests[n].length // block) * block for n in chosen)
         )
+    if None in (max_requests, max_tokens):
+        _check_word(saved.spec, sizes, f"snapshot {path}")
     cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
     take_in(cache, saved, chosen, where=f"snapshot {path}", strict=strict)
     return cache
+
+
+def _check_word(spec: CacheSpec, sizes: dict[str, Any], where: str) -> None:
+    """Refuse sizes that a file declares, before anything is made of them.
+
+    Raises:
+        SnapshotError: more requests than anybody serves at once, or more bytes than this host has.
+    """
+    plan = plan_cache(spec, **sizes)
+    # Beside its bytes, a unit has a few integers.
+    needed = plan.nbytes + UNIT_BYTES * (plan.slots + plan.blocks)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.slots > MOST_REQUESTS or needed > memory:
+        raise SnapshotError(
+            got=f"{plan.slots} requests and {plan.blocks} blocks, {needed} bytes",
+            where=where,
+            allowed=f"{MOST_REQUESTS} requests, {memory} bytes",
+            hint="Give max_requests and max_tokens to load it into a cache of your own size.",
+        )
 
 
 def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, strict: bool = True) -> None:
@@ -79,7 +114,7 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
     names = [str(page) for pages in damaged.values() for page in pages]
     if strict and names:
         raise SnapshotError(
-            got="; ".join(names),
+            got="; ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED)),
             where=where,
             allowed="pages of their digests",
             hint="strict=False loads the requests that are whole.",

@@ -242,6 +242,13 @@ class Manager:
         self._free_slots.append(place.slot)
         return self._keep_blocks(place, 0)
 
+    def empty(self, request: Request) -> list[int]:
+        """Make a live request as fresh as admission did. Returns the blocks that became free."""
+        place = self._places[request]
+        freed = self._keep_blocks(place, 0)
+        self._places[request] = Place(slot=place.slot, generation=place.generation, salt=place.salt)
+        return freed
+
     def take_over(
         self,
         request: Request,

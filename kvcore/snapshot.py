@@ -17,13 +17,16 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, owned, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
+from kvcore.counts import check_count
 from kvcore.digest import region_salt
 from kvcore.disk import Disk, NotAFile, write_whole
-from kvcore.errors import BackendError, KvcoreError, SnapshotError
+from kvcore.errors import BackendError, KvcoreError, SnapshotError, SpecError
+from kvcore.foreign import UNREADABLE
 from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
+from kvcore.printable import shortened
 from kvcore.spec import CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
@@ -133,33 +136,60 @@ def parse(data: bytes, where: str = "snapshot") -> Saved:
         header = data[: _header_end(data)]
         metadata = msgspec.json.decode(header[8:], type=dict[str, Any])["__metadata__"]
         version, root = metadata.get("kvcore.snapshot"), metadata.get("root")
-    except (msgspec.MsgspecError, ValueError, KeyError, AttributeError) as error:
+    except (*UNREADABLE, KeyError, AttributeError) as error:
         raise SnapshotError(got=f"no header ({error})", where=where, allowed="a file that Cache.save wrote") from error
     if version != VERSION:
-        raise SnapshotError(got=f"version {version}", where=where, allowed=f"kvcore.snapshot {VERSION}")
+        raise SnapshotError(got=f"version {shortened(version)}", where=where, allowed=f"kvcore.snapshot {VERSION}")
+    if not isinstance(root, str) or len(root) != len(NO_ROOT):
+        raise SnapshotError(got=f"root {shortened(root)}", where=where, allowed=f"{len(NO_ROOT)} hexadecimal digits")
     try:
         arrays = safetensors.load(data)
     except Exception as error:
         raise SnapshotError(got=f"damaged ({error})", where=where, allowed="a file that Cache.save wrote") from error
-    if root != _root(header.replace(str(root).encode(), NO_ROOT.encode()), arrays):
+    if root != _root(header.replace(root.encode(), NO_ROOT.encode()), arrays):
         raise SnapshotError(got="a damaged header or digest", where=where, allowed="bytes of their root")
     try:
         requests = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
         sizes = msgspec.json.decode(metadata["sizes"], type=Sizes)
-        if not all(is_coherent(saved.length, saved.floor, saved.tokens) for saved in requests):
+        # A request without any rows has an array for every component all the same.
+        if not all(map(is_coherent, requests)) or len(requests) > len(arrays):
             raise SnapshotError(got="lengths that don't fit together", where=where, allowed="what Cache.save wrote")
-        return Saved(from_json(metadata["spec"]), sizes, requests, arrays)
-    except (msgspec.MsgspecError, KeyError, KvcoreError) as error:
+        spec = from_json(metadata["spec"])
+        _check_sizes(spec, sizes)
+        return Saved(spec, sizes, requests, arrays)
+    except (*UNREADABLE, KeyError, KvcoreError) as error:
         raise SnapshotError(got=str(error), where=where, allowed="a header that Cache.save wrote") from error
+
+
+def _check_sizes(spec: CacheSpec, sizes: Sizes) -> None:
+    """Refuse sizes that no cache of the spec was created with.
+
+    Raises:
+        SpecError: the first of them.
+    """
+    for name, least in (("max_requests", 1), ("max_draft_tokens", 0)):
+        check_count(SpecError, name, getattr(sizes, name), least)
+    for name in ("max_tokens", "max_request_tokens"):
+        if getattr(sizes, name) is not None:
+            check_count(SpecError, name, getattr(sizes, name), 1)
+    if sizes.max_tokens is None and any(component.growth == "block" for _, _, component in spec.components()):
+        raise SpecError(got=None, where="max_tokens", allowed="an integer, 1 or more: the spec has paged components")
 
 
 def damage(saved: Saved, ops: Ops, number: int) -> list[Damage]:
     """The damaged pages of one request."""
     found: list[Damage] = []
+    request = saved.requests[number]
     for layer, role, component in owned(saved.spec):
-        held, stored = rows_of(saved, number, layer, role), saved.arrays.get(f"{number}.{layer}.{role}.digest")
-        shape = (len(held.positions), row_bytes(component))
-        if held.rows.shape != shape or held.rows.dtype != np.uint8 or stored is None:
+        name = f"{number}.{layer}.{role}"
+        rows, stored = saved.arrays.get(name), saved.arrays.get(f"{name}.digest")
+        # As many positions as a request says are made only where there are rows for them.
+        least = least_kept(component, request.floor, request.length)
+        if rows is None or stored is None or rows.dtype != np.uint8 or rows.ndim != 2 or len(rows) < least:
+            found.append(Damage(number, f"{layer}.{role}", None))
+            continue
+        held = rows_of(saved, number, layer, role)
+        if rows.shape != (len(held.positions), row_bytes(component)):
             found.append(Damage(number, f"{layer}.{role}", None))
             continue
         lanes = _lanes(ops, saved.spec, held, layer, role)
@@ -181,6 +211,8 @@ def rows_of(saved: Saved, number: int, layer: int, role: str) -> HostRows:
 
 def _lanes(ops: Ops, spec: CacheSpec, held: HostRows, layer: int, role: str) -> np.ndarray[Any, Any]:
     """Digest lanes [pages, 2]; a page has as many rows as a block holds of a paged component."""
+    if not held.positions:
+        return np.zeros((0, 2), np.int64)
     page = max(1, spec.block_tokens // getattr(spec.all_layers[layer], role).tokens_per_row)
     lanes = page_digests(ops, held.rows, held.positions, page, region_salt(layer, role))
     return to_numpy(lanes).astype(np.int64).reshape(-1, 2)

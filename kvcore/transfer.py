@@ -13,12 +13,14 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, owned, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
 from kvcore.digest import region_salt
-from kvcore.errors import RequestError, SnapshotError
+from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
+from kvcore.foreign import UNREADABLE
 from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
+from kvcore.printable import shortened
 from kvcore.spec import CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
         )
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
+    check_length(cache, found.length, "import_request")
     content = _content(cache, found)
     request = cache._fresh() if into is None else into
     try:
@@ -91,6 +94,8 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     except BaseException:
         if into is None:
             cache._give_back(request)
+        else:
+            cache._empty(into)
         raise
     return request
 
@@ -100,11 +105,13 @@ def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]
     content: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(cache.spec):
         name = f"{layer}.{role}"
-        positions = kept_positions(component, found.floor, found.length)
-        size = row_bytes(component)
-        if len(found.rows.get(name, b"")) != len(positions) * size or name not in found.digests:
-            allowed = f"{len(positions)} rows of {size} bytes"
-            raise SnapshotError(got=f"component {name} missing or cut", where="import_request", allowed=allowed)
+        size, held_bytes = row_bytes(component), len(found.rows.get(name, b""))
+        # As many positions as the blob says are made only where it has the rows.
+        fits = held_bytes >= least_kept(component, found.floor, found.length) * size and name in found.digests
+        positions = kept_positions(component, found.floor, found.length) if fits else ()
+        if not fits or held_bytes != len(positions) * size:
+            got, allowed = f"component {name} missing or cut", f"the rows of {found.length} tokens, {size} bytes each"
+            raise SnapshotError(got=got, where="import_request", allowed=allowed)
         held = HostRows(np.frombuffer(found.rows[name], np.uint8).reshape(len(positions), size), positions)
         if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):
             raise SnapshotError(got=f"damaged rows of {name}", where="import_request", allowed="rows of their digest")
@@ -112,7 +119,7 @@ def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]
     others = sorted((set(found.rows) | set(found.digests)) - {f"{layer}.{role}" for layer, role in content})
     if others:
         raise SnapshotError(
-            got=f"component {others[0]}", where="import_request", allowed="the spec's components, no others"
+            got=f"component {shortened(others[0])}", where="import_request", allowed="the spec's components, no others"
         )
     return content
 
@@ -130,13 +137,32 @@ def check_spec(spec: CacheSpec, text: str) -> None:
     """Refuse another spec than the cache's, naming the first difference."""
     if text == to_json(spec):
         return
-    other = from_json(text)
+    try:
+        other = from_json(text)
+    except SpecError as error:
+        raise SnapshotError(got=str(error), where="spec", allowed=f"digest {spec.digest[:16]}") from error
     if other.digest != spec.digest:
         raise SnapshotError(
             got=f"a spec with {first_difference(spec, other)}",
             where="spec",
             allowed=f"digest {spec.digest[:16]}",
             hint="Create the cache from the same spec.",
+        )
+
+
+def check_length(cache: "CacheBase", length: int, where: str) -> None:
+    """Refuse a request that is longer than one of this cache can be.
+
+    Raises:
+        OutOfBlocks: it is.
+    """
+    longest = cache.plan.longest
+    if longest is not None and length > longest:
+        raise OutOfBlocks(
+            got=f"{length} tokens",
+            where=where,
+            allowed=f"{longest} tokens in one request",
+            hint="Create the cache with a larger max_tokens, or max_request_tokens where that is less.",
         )
 
 
@@ -163,20 +189,20 @@ def _difference(ours: Any, theirs: Any, path: str) -> str | None:
             if found:
                 return found
         return None
-    return None if ours == theirs else f"{path} = {theirs!r} instead of {ours!r}"
+    return None if ours == theirs else f"{path} = {shortened(theirs)} instead of {ours!r}"
 
 
 def _decode(blob: bytes) -> Blob:
     try:
         found = msgspec.msgpack.decode(blob, type=Blob)
-    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise SnapshotError(
             got=str(error), where="import_request: blob", allowed="a blob from export_request"
         ) from error
     fields = {name: getattr(found, name) for name in Blob.__struct_fields__ if name != "root"}
     if found.version != VERSION:
         raise SnapshotError(got=f"version {found.version}", where="import_request: blob", allowed=f"version {VERSION}")
-    if _root(fields) != found.root or not is_coherent(found.length, found.floor, found.tokens):
+    if _root(fields) != found.root or not is_coherent(found):
         raise SnapshotError(got="a damaged blob", where="import_request: blob", allowed="bytes of their root digest")
     return found
 

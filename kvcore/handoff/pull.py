@@ -21,10 +21,14 @@ from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.pools import Pools
 from kvcore.step import Row
-from kvcore.transfer import check_spec
+from kvcore.transfer import check_length, check_spec
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache
+
+
+MOST_DRAFTS = 1 << 16
+"""Tokens to roll back that an exporter may keep more than the importer's smallest ring has rows."""
 
 
 class Received(NamedTuple):
@@ -83,7 +87,16 @@ def receive(
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
     manifest = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
     check_spec(cache.spec, manifest.spec)
+    check_length(cache, manifest.length, "pull")
+    _check_rollback(cache, manifest)
     layout = layout_of(cache.spec, manifest)
+    if len(manifest.digests) != layout.blocks + 1:
+        raise TransferError(
+            reason="damaged",
+            got=f"{len(manifest.digests)} digests",
+            where="manifest",
+            allowed=f"one for each of {layout.blocks} pages, and one for the record",
+        )
     if (layout.pages, layout.page_bytes) != (handle.pages, handle.page_bytes):
         raise TransferError(
             reason="damaged",
@@ -102,6 +115,23 @@ def receive(
         here = first
     _verify(digests.result(pages), manifest, layout)
     return Received(manifest, layout, pages)
+
+
+def _check_rollback(cache: "Cache", manifest: Manifest) -> None:
+    """Refuse an export that could be rolled back farther than rings are large: all those rows would be made room for.
+
+    Raises:
+        TransferError: ``damaged``.
+    """
+    rings = [region.rows for region in cache.plan.regions if region.growth == "slot"]
+    most = min(rings, default=manifest.length) + MOST_DRAFTS
+    if manifest.length - manifest.floor > most:
+        raise TransferError(
+            reason="damaged",
+            got=f"rows from {manifest.floor} on for {manifest.length} tokens",
+            where="manifest",
+            allowed=f"{most} tokens to roll back at most",
+        )
 
 
 def commit(cache: "Cache", received: Received) -> Request:

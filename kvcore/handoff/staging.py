@@ -150,7 +150,7 @@ def parse(manifest: bytes, root: bytes) -> Manifest:
         raise TransferError(
             reason="damaged", got=f"version {found.version}", where="manifest", allowed=f"version {VERSION}"
         )
-    if not is_coherent(found.length, found.floor, found.tokens):
+    if not is_coherent(found):
         got = f"{found.length} tokens, rows from {found.floor} on"
         raise TransferError(reason="damaged", got=got, where="manifest", allowed="numbers that fit together")
     return found

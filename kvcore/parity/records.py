@@ -1,16 +1,19 @@
 """What a parity report holds: data only, the same in memory and in the file."""
 
 import gzip
+import io
 import zlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from kvcore.conformance.locate import Mismatch
 from kvcore.conformance.verb import Rule
 from kvcore.errors import SpecError
+from kvcore.foreign import UNREADABLE
 from kvcore.parity.quality import Quality
+from kvcore.printable import shortened
 from kvcore.tolerances import Bound
 
 SCHEMA = "kvcore.parity/1"
@@ -130,7 +133,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return not self.failures and any(record.status == "agree" for record in self.checks)
 
 
+class _Head(msgspec.Struct):
+    """What a report begins with: the only field that is looked at before it is known to be one."""
+
+    schema: Any = None
+
+
 GZIP = b"\x1f\x8b"
+
+LARGEST_BYTES = 1 << 27
+"""Of a report as JSON: sixteen times the largest that there is."""
 
 
 def write(report: Report, *, packed: bool = False) -> bytes:
@@ -145,18 +157,34 @@ def read(path: str | Path) -> Report:
     Raises:
         SpecError: the file cannot be read or is not a report of this schema.
     """
-    allowed = f"a parity report of schema {SCHEMA}"
     try:
         content = Path(path).read_bytes()
-        document = msgspec.json.decode(gzip.decompress(content) if content.startswith(GZIP) else content)
-    except (gzip.BadGzipFile, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SpecError(got=str(error), where=str(path), allowed=allowed) from error
     except OSError as error:
+        allowed = f"a parity report of schema {SCHEMA}"
         raise SpecError(got=error.strerror or str(error), where=str(path), allowed=allowed) from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA:
-        raise SpecError(got=f"schema {schema!r}", where=str(path), allowed=allowed)
+    return parse(content, str(path))
+
+
+def parse(content: bytes, where: str = "record") -> Report:
+    """A report from a file's bytes; see ``read``."""
+    allowed = f"a parity report of schema {SCHEMA}"
     try:
-        return msgspec.convert(document, Report)
-    except msgspec.ValidationError as error:
-        raise SpecError(got=str(error), where=str(path), allowed=allowed) from error
+        text = _unpacked(content)
+        fits = len(text) <= LARGEST_BYTES
+        # What else there is is skipped until it is known to be a report: its objects take many times its bytes.
+        schema = msgspec.json.decode(text, type=_Head).schema if fits else None
+        report = msgspec.json.decode(text, type=Report) if schema == SCHEMA else None
+    except (gzip.BadGzipFile, EOFError, zlib.error, *UNREADABLE) as error:
+        raise SpecError(got=str(error), where=where, allowed=allowed) from error
+    if report is None:
+        got = f"schema {shortened(schema)}" if fits else f"more than {LARGEST_BYTES} bytes"
+        raise SpecError(got=got, where=where, allowed=allowed)
+    return report
+
+
+def _unpacked(content: bytes) -> bytes:
+    """The content, unpacked if it is packed: a little more than may be, at most, however much a file unpacks to."""
+    if not content.startswith(GZIP):
+        return content
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        return file.read(LARGEST_BYTES + 1)

@@ -8,6 +8,7 @@ import msgspec
 
 from kvcore.counts import is_count
 from kvcore.errors import SpecError
+from kvcore.foreign import UNREADABLE
 from kvcore.spec.model import CacheSpec
 
 SCHEMA_VERSION = 1
@@ -24,7 +25,7 @@ def from_json(text: str | bytes) -> CacheSpec:
     """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
     try:
         document = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
+    except UNREADABLE as error:
         raise SpecError(got=str(error), where="spec JSON", allowed="one JSON object") from error
     version = document.pop("schema_version", None)
     if not is_count(version) or version != SCHEMA_VERSION:
@@ -35,6 +36,8 @@ def from_json(text: str | bytes) -> CacheSpec:
         return msgspec.convert(document, CacheSpec)
     except msgspec.ValidationError as error:
         raise _with_path(error) from error
+    except (RecursionError, OverflowError) as error:
+        raise SpecError(got=str(error), where="spec JSON", allowed="the fields of the JSON Schema") from error
 
 
 def json_schema() -> dict[str, Any]:

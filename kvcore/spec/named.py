@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import SpecError
+from kvcore.foreign import UNREADABLE
 from kvcore.spec import presets
 from kvcore.spec.codec import from_json
 from kvcore.spec.hf_config import from_hf_config
@@ -39,6 +40,6 @@ def _configuration(content: bytes) -> Mapping[str, Any] | None:
     """The content of a model's ``config.json``; None for anything else, which a spec's reader judges."""
     try:
         found = msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+    except UNREADABLE:
         return None
     return found if "model_type" in found and "schema_version" not in found else None

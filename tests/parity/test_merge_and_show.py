@@ -115,7 +115,7 @@ def test_a_failure_in_words() -> None:
     [
         pytest.param(None, "No such file", id="no file"),
         pytest.param("{", "Input data was truncated", id="not JSON"),
-        pytest.param("[]", "schema None", id="not an object"),
+        pytest.param("[]", "Expected `object`", id="not an object"),
         pytest.param('{"schema": "kvcore.parity/2"}', "schema 'kvcore.parity/2'", id="another schema"),
         pytest.param('{"schema": "kvcore.parity/1"}', "missing required field", id="a field is missing"),
     ],

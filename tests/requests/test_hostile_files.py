@@ -1,15 +1,31 @@
 """What others may put in the place of files, and what snapshots and blobs may say that nobody would write."""
 
+import contextlib
+import gzip
 import os
 import threading
+import time
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
+import safetensors.numpy
+import scene
 import stories
+from stories import LATENT, MIXED
 
 import kvcore
+from kvcore import snapshot
+from kvcore.content import kept_rows, least_kept, owned
 from kvcore.disk import Disk, open_regular, write_whole
-from kvcore.errors import SnapshotError
+from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError, TransferError
+from kvcore.handoff import Desk, Direct, pull
+from kvcore.handoff.staging import root_of
+from kvcore.parity.records import LARGEST_BYTES, read
+from kvcore.plan import plan_cache
+from kvcore.spec import CacheSpec, Tail, from_json
+from kvcore.transfer import Blob, _root
 
 
 def temporary_of(path):
@@ -75,10 +91,264 @@ def test_only_a_regular_file_is_read_as_a_snapshot(tmp_path, kind):
 
 
 def test_a_snapshot_may_be_reached_by_a_link(tmp_path):
-    cache = stories.create(stories.MIXED, "reference")
+    cache = stories.create(MIXED, "reference")
     stories.tell(cache, {cache.admit(): [1, 2, 3]})
     cache.save(tmp_path / "one.kv")
     (tmp_path / "latest.kv").symlink_to("one.kv")
     assert kvcore.load(tmp_path / "latest.kv", backend="reference").digest() == cache.digest()
     with pytest.raises(OSError, match="symbolic link"):
         open_regular(Path(tmp_path / "latest.kv"), follow=False)
+
+
+def test_the_rows_that_a_rollback_needs_are_those_of_every_length():
+    components = [component for spec in (LATENT, MIXED, stories.STORED) for _, _, component in owned(spec)]
+    components += [Tail(dim=8, ratio=ratio, overlap=overlap) for ratio in (1, 2, 3) for overlap in (False, True)]
+    for component in components:
+        for length in (0, 1, 2, 3, 4, 5, 7, 8, 16, 23, 41):
+            for floor in range(length + 1):
+                lengths = range(floor, length + 1) if component.span is not None else [length]
+                rows = sorted({row for at in lengths for row in component.live(at)})
+                kept = kept_rows(component, floor, length)
+                assert list(kept) == rows
+                assert isinstance(kept, range) == (rows == list(range(rows[0], rows[-1] + 1)) if rows else True)
+                assert least_kept(component, floor, length) <= len(rows)
+
+
+@contextlib.contextmanager
+def unchanged_and_soon(cache, seconds=2.0):
+    """Whatever happens inside changes nothing and is over soon."""
+    before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+    assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests) == before
+
+
+def sealed_again(blob, **changes):
+    """A blob that says something else, its root worked out anew: whoever lies can do that too."""
+    fields = {name: msgspec.msgpack.decode(blob)[name] for name in Blob.__struct_fields__ if name != "root"} | changes
+    return msgspec.msgpack.encode({**fields, "root": _root(fields)})
+
+
+LIES = [
+    pytest.param({"length": 2**40, "tokens": None}, id="a length of 2**40"),
+    pytest.param({"length": 2**40, "floor": 2**40, "tokens": None}, id="and rows for the last only"),
+    pytest.param({"length": 2**31 - 1, "floor": 0, "tokens": None}, id="rows for every length"),
+    pytest.param({"length": 2**63 - 1, "floor": 2**63 - 1, "tokens": None}, id="the longest length"),
+    pytest.param({"floor": -1}, id="a negative floor"),
+    pytest.param({"length": -1, "floor": -1, "tokens": None}, id="a negative length"),
+    pytest.param({"tokens": [*range(36), -1]}, id="a negative id"),
+    pytest.param({"tokens": [2**63, *range(35), -(2**62)]}, id="ids of both ends"),
+    pytest.param({"salt": ""}, id="an empty salt"),
+    pytest.param({"spec": "[" * 100_000}, id="a spec nested too deep"),
+    pytest.param(
+        {"spec": '{"schema_version": 1, "layers": [{"window": {"dim": ' + "9" * 5000 + "}}]}"}, id="a huge dim"
+    ),
+    pytest.param({"spec": "\x1b[31m"}, id="a spec that drives a terminal"),
+]
+RINGS = CacheSpec(layers=[scene.ring(6, format="bf16"), scene.ring(4, format="fp16")], name="rings")
+"""No plan bounds what a request of it can be."""
+
+
+@pytest.mark.parametrize("change", LIES)
+@pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("into", [False, True], ids=["fresh", "into"])
+def test_a_blob_that_lies_is_refused_before_any_work(backend, spec, change, into):
+    cache = stories.create(spec, backend, prefix="full")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(37))})
+    bad = sealed_again(cache.export_request(request), **change)
+    waiting = cache.admit() if into else None
+    with unchanged_and_soon(cache):
+        with pytest.raises((SnapshotError, OutOfBlocks)) as caught:
+            cache.import_request(bad, into=waiting)
+        assert "\x1b" not in str(caught.value)
+        assert len(str(caught.value)) < 2000
+    if into:
+        assert (waiting.length, waiting.blocks, waiting.tokens) == (0, (), ())
+
+
+def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backend, monkeypatch):
+    cache = stories.create(MIXED, backend)
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(37))})
+    blob, waiting = cache.export_request(request), cache.admit()
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("kvcore.base.write_rows", fails)
+    free = cache.free_blocks
+    with pytest.raises(MemoryError):
+        cache.import_request(blob, into=waiting)
+    monkeypatch.undo()
+    assert (waiting.length, waiting.blocks, waiting.tokens, cache.free_blocks) == (0, (), (), free)
+    assert cache.digest([cache.import_request(blob, into=waiting)]) == cache.digest([request])
+
+
+MANIFEST_LIES = [
+    *LIES,
+    pytest.param({"digests": []}, id="no digests"),
+    pytest.param({"digests": [(0, 0)] * 10_000}, id="too many digests"),
+    pytest.param({"digests": [(0,)]}, id="a digest of one lane"),
+]
+
+
+@pytest.mark.parametrize("change", MANIFEST_LIES)
+@pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
+def test_a_manifest_that_lies_is_refused_before_any_page(spec, change):
+    cache = stories.create(spec, "reference", prefix="full")
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(37))})
+    desk = Desk(cache)
+    handle = desk.export(request)
+
+    class Lying(Direct):
+        def manifest(self, *_, **__):
+            return told
+
+        def fetch(self, *_, **__):
+            pytest.fail("asked for a page")
+
+    known = msgspec.msgpack.decode(desk.manifest(handle.exporter, handle.number, handle.generation))
+    told = msgspec.msgpack.encode(known | change)
+    with unchanged_and_soon(cache), pytest.raises((TransferError, SnapshotError, OutOfBlocks)):
+        pull(cache, msgspec.structs.replace(handle, root=root_of(told)), Lying(desk))
+
+
+def rewritten(cache, requests=None, sizes=None, **metadata):
+    """A snapshot of a cache that says something else, signed anew."""
+    data = snapshot.to_bytes(cache, list(cache.requests))
+    end = snapshot._header_end(data)
+    header = msgspec.json.decode(data[8:end])
+    told = header["__metadata__"]
+    for name, changes in (("requests", requests), ("sizes", sizes)):
+        if callable(changes):
+            told[name] = msgspec.json.encode(changes(msgspec.json.decode(told[name]))).decode()
+    told |= {**metadata, "root": snapshot.NO_ROOT}
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    arrays = safetensors.numpy.load(text + data[end:])
+    return text.replace(snapshot.NO_ROOT.encode(), snapshot._root(text, arrays).encode()) + data[end:]
+
+
+SNAPSHOT_LIES = [
+    pytest.param({"requests": lambda told: [told[0] | {"length": 2**40, "tokens": None}]}, id="a length of 2**40"),
+    pytest.param(
+        {"requests": lambda told: [told[0] | {"length": 2**31 - 1, "floor": 0, "tokens": None}]},
+        id="rows for every length",
+    ),
+    pytest.param({"requests": lambda told: [told[0] | {"tokens": [-1] * 37}]}, id="negative ids"),
+    pytest.param({"requests": lambda told: [told[0] | {"tokens": [2**64] * 37}]}, id="ids beyond 8 bytes"),
+    pytest.param({"requests": lambda told: [told[0] | {"salt": ""}]}, id="an empty salt"),
+    pytest.param(
+        {"requests": lambda told: told + [told[0] | {"length": 0, "floor": 0, "tokens": []}] * 100_000},
+        id="100,000 empty requests",
+    ),
+    pytest.param({"requests": lambda _: [0] * 100_000}, id="numbers for requests"),
+    pytest.param({"sizes": lambda told: told | {"max_tokens": None}}, id="no tokens"),
+    pytest.param({"sizes": lambda told: told | {"max_tokens": -1}}, id="negative tokens"),
+    pytest.param({"sizes": lambda told: told | {"max_tokens": 2**62}}, id="2**62 tokens"),
+    pytest.param({"sizes": lambda told: told | {"max_requests": 10**8}}, id="10**8 requests"),
+    pytest.param({"sizes": lambda told: told | {"max_requests": 0}}, id="no requests"),
+    pytest.param({"sizes": lambda told: told | {"max_draft_tokens": -1}}, id="negative drafts"),
+    pytest.param({"spec": "[" * 100_000}, id="a spec nested too deep"),
+    pytest.param(
+        {"requests": None, "sizes": None, "more": "\x1b[2J", "kvcore.snapshot": "\x1b[2J"}, id="another version"
+    ),
+]
+
+
+@pytest.mark.parametrize("change", SNAPSHOT_LIES)
+def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, change):
+    cache = stories.create(MIXED, backend)
+    stories.tell(cache, {cache.admit(): list(range(37))})
+    path = tmp_path / "cache.kv"
+    path.write_bytes(rewritten(cache))
+    assert kvcore.load(path, backend=backend).digest() == cache.digest()
+    path.write_bytes(rewritten(cache, **change))
+    for options in ({}, {"strict": False}, {"max_requests": 2, "max_tokens": 64}):
+        with unchanged_and_soon(cache):
+            said, damaged = "", ()
+            try:
+                damaged = kvcore.load(path, backend=backend, **options).damaged
+            except KvcoreError as error:
+                said = str(error)
+        # Sizes of one's own are what counts, and a damaged request is left out by its name.
+        assert said or damaged or "max_requests" in options
+        assert "\x1b" not in said
+
+
+def test_the_root_of_a_snapshot_is_not_what_its_header_grows_by(backend):
+    cache = stories.create(MIXED, backend)
+    data = snapshot.to_bytes(cache, [cache.admit()])
+    end = snapshot._header_end(data)
+    header = msgspec.json.decode(data[8:end])
+    for root in ("", "0", None, 5, "0" * 65):
+        header["__metadata__"]["root"] = root
+        text = msgspec.json.encode(header)
+        with pytest.raises(SnapshotError):
+            snapshot.parse(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"a":' * 100_000, b'{"__metadata__":[]}', b'{"__metadata__":{}}', b"\xff"]
+)
+def test_a_header_that_is_none_is_refused(header):
+    for size in (len(header), 2**63, 2**64 - 1, 0):
+        with pytest.raises(SnapshotError):
+            snapshot.parse(size.to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        pytest.param(MIXED, {"max_tokens": 2**50}, id="tokens"),
+        pytest.param(MIXED, {"max_requests": 2**50}, id="requests"),
+        pytest.param(RINGS, {"max_draft_tokens": 2**60, "max_tokens": None}, id="drafts"),
+    ],
+)
+def test_pools_beyond_any_memory_are_refused_by_type(backend, spec, sizes):
+    with pytest.raises(OutOfBlocks, match="room"):
+        stories.create(spec, backend, **sizes)
+
+
+def specs_of(text):
+    """A spec document with the text in the place of one value after another."""
+    document = msgspec.to_builtins(MIXED) | {"schema_version": 1}
+    plain = msgspec.json.encode(document).decode()
+    yield from (plain.replace(one, f"{one[:-1]}{text}", 1) for one in ('"block_tokens":8', '"window":6', '"dim":8'))
+
+
+@pytest.mark.parametrize("text", ["9" * 30, "9" * 5000, "1e400", "-1", "[" * 100_000, '"\\ud800"', "NaN", str(2**63)])
+def test_a_spec_of_impossible_values_is_refused_or_planned_soon(text):
+    for document in specs_of(text):
+        began, said = time.monotonic(), ""
+        try:
+            spec = from_json(document)
+            plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens)
+        except KvcoreError as error:
+            said = str(error)
+        assert time.monotonic() - began < 1
+        assert len(said) < 20_000
+
+
+def test_a_record_that_unpacks_to_too_much_is_refused(tmp_path):
+    path = tmp_path / "record.json.gz"
+    began = time.monotonic()
+    path.write_bytes(gzip.compress(b'{"schema":"kvcore.parity/1","more":"' + b" " * LARGEST_BYTES + b'"}', 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(SpecError, match="more than"):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * LARGEST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - began < 20
+    path.write_bytes(b"[" * 100_000)
+    with pytest.raises(SpecError):
+        read(path)
+    path.write_bytes(b'{"schema":' + b"[" * 100_000)
+    with pytest.raises(SpecError):
+        read(path)
