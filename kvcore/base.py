@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kvcore.open_step import Step
 
 
+MOST_BYTES = 1 << 62
+"""Of all pools: what frameworks can count."""
+
+
 class CacheBase:
     """A plan, its pools, a backend's verbs, and the requests that live in them.
 
@@ -205,10 +209,12 @@ def _allocated(ops: Ops) -> Pools:
         OutOfBlocks: the device has no room for them.
     """
     try:
+        if ops.plan.nbytes > MOST_BYTES:
+            raise MemoryError
         return ops.allocate()
     except KvcoreError:
         raise
-    except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
+    except (MemoryError, RuntimeError, ValueError) as error:
         # NumPy, torch and JAX each have errors of their own for memory, and for sizes that are beyond any.
         raise OutOfBlocks(
             got=f"pools of {ops.plan.nbytes} bytes",
