@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import kvcore
 from kvcore.content import HostRows, owned
-from kvcore.manager import Manager
+from kvcore.manager import Manager, TakenOver
 from kvcore.parity import environment
 from kvcore.plan import bytes_per_token, plan_cache, row_bytes
 from kvcore.prefix import Policy
@@ -113,32 +113,30 @@ def simulate(spec: CacheSpec, policy: Policy, trace: Iterator[Turn], blocks: int
     key = next((layer, role) for layer, role, _ in owned(spec))
     for turn in trace:
         turns += 1
-        request = manager.admit()
-        place = manager.place(request)
+        request, place = manager.reserve()
         hit = prefix.find(turn.prompt, limit=len(turn.prompt) - 1)
         if hit.length:
-            manager.take_over(
-                request,
-                length=hit.length,
-                floor=0,
-                stored=hit.stored,
-                blocks=hit.blocks,
-                tokens=turn.prompt[: hit.length],
-            )
-            prefix.publish(place)
+            taken = TakenOver(hit.length, 0, turn.prompt[: hit.length], hit.stored, hit.blocks)
+            manager.take_over(request, place, taken)
+            prefix.extend(place)
             hits += 1
             reused += hit.length
             replayed += max(0, hit.stored - hit.length)
+        manager.adopt(request, place)
+        prefix.publish(place)
         prompt_tokens += len(turn.prompt)
         tokens = turn.prompt + turn.answer
         first = (place.length // CHUNK + 1) * CHUNK
         ends = [*range(first, len(turn.prompt), CHUNK), len(turn.prompt), len(tokens)]
         for end in ends:
-            start = place.length
+            start, done = place.length, len(place.keys)
             grown = manager.grow([request], [end - start])
+            place = manager.after(request, end - start, tokens[start:end], grown[0])
+            prefix.extend(place, tokens[start:end])
+            manager.learn(place, tokens[start:end])
+            manager.adopt(request, place)
             manager.settle(grown)
-            manager.commit(request, end - start, tokens[start:end])
-            prefix.publish(place)
+            prefix.publish(place, done)
             lengths = set(prefix.boundaries(start, end))
             # Periodic policies keep semantic points beside: the ends of the prompt and of the answer.
             if policy not in ("zero", "full") and end >= len(turn.prompt):

@@ -3,9 +3,9 @@
 # pyright: reportPrivateUsage=false
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,16 +14,22 @@ from kvcore.blocks import BlockStatistics
 from kvcore.content import Content, Left, write_rows
 from kvcore.errors import KvcoreError, OutOfBlocks, StepError
 from kvcore.growth import Growth
-from kvcore.manager import Manager, Request
+from kvcore.manager import Manager, Place, Request, TakenOver
 from kvcore.ops import Backend, Ops
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, check_same_tree
 from kvcore.prefix import Policy
 from kvcore.reuse import PrefixCache
 from kvcore.step import Row
+from kvcore.turns import locked, owner
 
 if TYPE_CHECKING:
-    from kvcore.open_step import Step
+    from kvcore.step_state import StepState
+
+R = TypeVar("R")
+
+LOOK_SECONDS = 0.05
+"""How often a verb that waits for another thread's step looks whether somebody can still end it."""
 
 
 MOST_BYTES = 1 << 62
@@ -34,7 +40,7 @@ class CacheBase:
     """A plan, its pools, a backend's verbs, and the requests that live in them.
 
     What begins with an underscore here, on steps and on handles is for the library's own parts, which keep the rules
-    that the verbs keep for a user: ``_exclusive`` around every change, clean slots, whole requests.
+    that the verbs keep for a user: ``exclusive`` around every change, clean slots, whole requests.
     """
 
     def __init__(
@@ -50,9 +56,13 @@ class CacheBase:
         self._pools = _allocated(ops)
         self._manager = Manager(plan)
         self._prefix = PrefixCache(plan.spec, prefix, self._manager)
-        self._step: Step | None = None
-        self._stepping = 0
-        self._turns = threading.Condition(threading.RLock())
+        self.turn_timeout: float | None = None
+        self._lock = threading.RLock()
+        self._turns = threading.Condition(self._lock)
+        self._step: StepState | None = None
+        # The verb that is under way, or that did not get to its end; and the slot that it writes for a live request.
+        self._under_way = ""
+        self._filling: int | None = None
 
     @property
     def pools(self) -> Pools:
@@ -104,7 +114,10 @@ class CacheBase:
 
     def _row(self, request: Request) -> Row:
         """The request as it is now, as a part of a step without tokens."""
-        return self._rows([request], [0])[0]
+        return self._row_of(self._manager.place(request))
+
+    def _row_of(self, place: Place) -> Row:
+        return Row(place.slot, place.length, 0, place.blocks, place.stored)
 
     def _least_length(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts for the request."""
@@ -114,86 +127,167 @@ class CacheBase:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self._manager.check_whole(request, where)
 
-    def _install(self, request: Request, left: Left, rows: Content | Callable[[Ops, Pools, Row], Pools]) -> None:
-        """Make a fresh request hold ``rows``, or what a function writes, as it was when it left another cache.
+    def _take_in(
+        self, left: Left, rows: Content | Callable[[Ops, Pools, Row], Pools], into: Request | None = None
+    ) -> Request:
+        """A request that holds ``rows``, or what a function writes, as it was when it left another cache.
+
+        Args:
+            into: a request without tokens to fill; None admits one.
 
         Raises:
-            OutOfBlocks: no room; the request is still fresh.
+            OutOfSlots, OutOfBlocks: no room; nothing is changed.
         """
-        self._manager.take_over(request, length=left.length, floor=left.floor, tokens=left.tokens, salt=left.salt)
-        row = self._row(request)
-        self._pools = (
-            rows(self.ops, self._pools, row) if callable(rows) else write_rows(self.ops, self._pools, row, rows)
-        )
-        self._prefix.publish(self._manager.place(request))
+        taken = TakenOver(left.length, left.floor, left.tokens, salt=left.salt)
+        if into is None:
+            request, place = self._fresh(left.salt)
+        else:
+            request, place = into, self._manager.place(into).copy()
+            self._filling = place.slot
+        try:
+            self._manager.take_over(request, place, taken)
+            row = self._row_of(place)
+            self._pools = (
+                rows(self.ops, self._pools, row) if callable(rows) else write_rows(self.ops, self._pools, row, rows)
+            )
+            self._prefix.extend(place)
+        except BaseException:
+            if into is None:
+                self._discard(place)
+            else:
+                self._manager.blocks.drop(place.blocks[::-1])
+                self._clean()
+            raise
+        self._manager.adopt(request, place)
+        self._filling = None
+        self._prefix.publish(place)
+        return request
 
-    def _fresh(self, salt: str | None = None) -> Request:
-        """A request with a clean slot and nothing else.
+    def _fresh(self, salt: str | None = None) -> tuple[Request, Place]:
+        """A request with a clean slot that is not live yet: to be adopted, or discarded.
 
         Raises:
             OutOfSlots: ``max_requests`` requests are live.
         """
-        request = self._manager.admit(salt)
+        request, place = self._manager.reserve(salt)
         try:
-            self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
+            self._pools = self.ops.reset_slots(self._pools, self._integers([place.slot]))
         except BaseException:
-            self._manager.release(request)
+            self._manager.discard(place)
             raise
-        return request
+        return request, place
 
-    def _empty(self, request: Request) -> None:
-        """Make a live request as it was when it was admitted: its blocks are taken back, its slot is clean."""
-        self._poison([], self._manager.empty(request))
-        self._pools = self.ops.reset_slots(self._pools, self._integers([request.slot]))
+    def _discard(self, place: Place) -> None:
+        """Take back the slot and blocks of a place that nobody adopted."""
+        self._poison([place.slot], self._manager.discard(place))
 
-    def _give_back(self, request: Request) -> None:
-        """Take a request's slot and blocks back."""
-        slot = self._manager.place(request).slot
-        self._poison([slot], self._manager.release(request))
+    def _clean(self) -> None:
+        """Make the slot that was being filled for a live, empty request as if never used."""
+        if self._filling is not None:
+            self._pools = self.ops.reset_slots(self._pools, self._integers([self._filling]))
+            self._filling = None
 
-    def _begin_step(self, step: "Step") -> None:
-        """Let nobody but this thread touch the cache until the step ends."""
-        self._step, self._stepping = step, threading.get_ident()
+    @locked
+    def _take_turn(self, verb: str, act: Callable[[], R], *, in_step: bool = False, ends: bool = False) -> R:
+        """Do something alone: after whatever was interrupted is finished or undone, and outside other threads' steps.
+
+        Args:
+            verb: its name, for messages.
+            act: what to do. An error of kvcore's own says that it changed nothing; after any other, and after an
+                interruption, the next verb looks what is left to do.
+            in_step: whether the thread that has a step open may do it.
+            ends: it is the end of the open step.
+        """
+        if self._under_way:
+            self._mend()
+        if self._step is not None and not ends:
+            self._meet_step(verb, in_step=in_step)
+        self._under_way = verb
+        try:
+            done = act()
+        except KvcoreError:
+            self._under_way = ""
+            raise
+        self._under_way = ""
+        return done
+
+    def _meet_step(self, verb: str, *, in_step: bool) -> None:
+        """Wait for the end of another thread's step, or refuse; end a step that nobody can end any more.
+
+        Raises:
+            StepError: the step is this thread's own, or it did not end within ``turn_timeout``.
+        """
+        end = None if self.turn_timeout is None else time.monotonic() + self.turn_timeout
+        while (step := self._step) is not None:
+            if step.is_left:
+                step.ending = True
+                self._mend()
+                continue
+            if step.owner() is owner():
+                if in_step:
+                    return
+                raise StepError(
+                    got=f"{verb} while a step is open",
+                    where="cache",
+                    allowed="one step at a time, then others",
+                    hint="End the step first: leave its with block, or call its commit() or abort().",
+                )
+            left = LOOK_SECONDS if end is None else end - time.monotonic()
+            if left <= 0:
+                raise StepError(
+                    got=f"{verb} while a step of thread {step.owner_name!r} is open, for {self.turn_timeout} seconds",
+                    where="cache",
+                    allowed="verbs once the step has ended",
+                    hint="Leave its with block there, or call its commit() or abort() from any thread; "
+                    "cache.turn_timeout says how long others wait.",
+                )
+            self._turns.wait(min(left, LOOK_SECONDS))
+            if self._under_way:
+                self._mend()
+
+    def _mend(self) -> None:
+        """Finish or undo what a verb left that did not get to its end. May itself be interrupted: it begins anew."""
+        step, self._under_way = self._step, self._under_way or "mend"
+        # Nobody was given a step whose opening was interrupted.
+        if step is not None and (step.ending or self._under_way == "step"):
+            step.ending = True
+            if not self._manager.is_table(step.table) and not (step.try_undo() or step.try_undo()):
+                self._manager.lose(step.requests)
+            self._end_step()
+        step = self._step
+        self._manager.mend(*(((), ()) if step is None else (step.requests, step.grown)))
+        self._prefix.mend(map(self._manager.place_of, self._manager.requests))
+        self._clean()
+        self._under_way = ""
 
     def _end_step(self) -> None:
-        """Let the others go on; called by the step that ends, from any thread."""
-        with self._turns:
-            self._step = None
-            self._turns.notify_all()
+        """Let the others go on."""
+        self._step = None
+        self._turns.notify_all()
 
     def _poison(self, slots: list[int], blocks: list[int]) -> None:
         """Under ``check=True``, make what was freed unreadable."""
         if self._check and (slots or blocks):
             self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
 
-    @contextmanager
-    def _exclusive(self, verb: str, *, in_step: bool = False) -> Generator[None, None, None]:
-        """One verb at a time. Other threads wait until an open step has ended; its own thread is refused, or let in."""
-        with self._turns:
-            while self._step is not None and self._stepping != threading.get_ident():
-                self._turns.wait()
-            if self._step is not None and not in_step:
-                raise StepError(
-                    got=f"{verb} while a step is open", where="cache", allowed="one step at a time, then others"
-                )
-            yield
-
     def _rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
-        """The requests' parts in a step that brings ``new`` tokens."""
-        places = [self._manager.place(request) for request in requests]
+        """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
+        return [self._row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
+
+    def _grown_rows(self, requests: Sequence[Request], new: Sequence[int], grown: Sequence[Growth]) -> list[Row]:
+        """The same in the blocks that they will have."""
+        places = map(self._manager.place_of, requests)
         return [
-            Row(place.slot, place.length, count, tuple(place.blocks), place.stored)
-            for place, count in zip(places, new, strict=True)
+            Row(place.slot, place.length, count, growth.blocks, place.stored)
+            for place, count, growth in zip(places, new, grown, strict=True)
         ]
 
-    def _prepare_blocks(self, rows: Sequence[Row], grown: Sequence[Growth]) -> None:
+    def _prepare_blocks(self, grown: Sequence[Growth]) -> None:
         """Copy shared blocks into those that replaced them; under check, poison all others that are new."""
-        pairs = [
-            (old, row.blocks[column])
-            for row, growth in zip(rows, grown, strict=True)
-            for column, old in growth.replaced
-        ]
-        self._poison([], [block for row, growth in zip(rows, grown, strict=True) for block in _added(row, growth)])
+        if not any(growth.added or growth.replaced for growth in grown):
+            return
+        self._poison([], [block for growth in grown for block in growth.new])
+        pairs = [(old, growth.blocks[column]) for growth in grown for column, old in growth.replaced]
         if pairs:
             sources, targets = (self._integers(list(side)) for side in zip(*pairs, strict=True))
             self._pools = self.ops.copy_blocks(self._pools, sources, targets)
@@ -222,7 +316,3 @@ def _allocated(ops: Ops) -> Pools:
             allowed=f"what {ops.device} has room for",
             hint=(str(error).splitlines() or [""])[0][:200],
         ) from error
-
-
-def _added(row: Row, growth: Growth) -> Sequence[int]:
-    return row.blocks[len(row.blocks) - growth.added :]

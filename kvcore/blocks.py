@@ -5,7 +5,7 @@ holding it, so that it can be found again or evicted. Free, held and idle always
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcore.errors import OutOfBlocks, RequestError
@@ -127,6 +127,28 @@ class BlockAllocator:
         self._free += unheld
         return unheld
 
+    def mend(self, held: Iterable[int]) -> None:
+        """Count anew after a verb that did not get to its end: ``held`` are all blocks of all holders, repeated."""
+        holders = [0] * self.count
+        for block in held:
+            holders[block] += 1
+        self._holders = holders
+        keys = self._keys
+        found = {key: block for key, block in self._found.items() if keys[block] == key}
+        for block, key in enumerate(keys):
+            if key is not None:
+                found.setdefault(key, block)
+        self._found = found
+        idle = [block for block in self._idle if keys[block] is not None and not holders[block]]
+        idle += [block for block, key in enumerate(keys) if key is not None and not holders[block]]
+        self._idle = OrderedDict((block, key) for block in idle if (key := keys[block]))
+        free = [block for block in self._free if keys[block] is None and not holders[block]]
+        known = set(free)
+        free += [
+            block for block in range(self.count) if keys[block] is None and not holders[block] and block not in known
+        ]
+        self._free = list(dict.fromkeys(free))
+
     def is_shared(self, block: int, leaving: int = 0) -> bool:
         """True if writing to the block would change what somebody else, or a look-up by key, reads.
 
@@ -148,6 +170,10 @@ class BlockAllocator:
         else:
             self.statistics.hits += 1
         return block
+
+    def find_quietly(self, key: bytes) -> int | None:
+        """The same for the library itself: no look-up is counted."""
+        return self._found.get(key)
 
     def _evict(self, count: int) -> None:
         """Make ``count`` idle blocks free, those that became idle first."""

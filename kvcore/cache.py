@@ -15,7 +15,9 @@ from kvcore.prefix import Policy, check_policy
 from kvcore.sharing import SharingVerbs
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
+from kvcore.step_state import StepState
 from kvcore.tokens import as_mapping, check_salt, parse_tokens, token_ids
+from kvcore.turns import exclusive
 
 Tokens = int | Sequence[int]
 
@@ -73,6 +75,12 @@ class Cache(SharingVerbs, PortableVerbs):
     """Key-value caches of many requests over all layers of a model.
 
     Safe to use from several threads: verbs run one at a time, and while a step is open other threads wait for its end.
+    After ``turn_timeout`` seconds of that a ``StepError`` says who holds the cache, and how to end it.
+
+    A verb happens or it does not, whatever interrupts it (``KeyboardInterrupt``, ``MemoryError``, a device's error):
+    what it left half done is finished or undone by the next verb. So is a step that nobody can end any more: dropped,
+    or opened by a thread that has ended. If rows that a step overwrote cannot be put back, its requests are lost: they
+    can only be released, and say so.
 
     Attributes:
         spec: what each layer holds.
@@ -80,6 +88,7 @@ class Cache(SharingVerbs, PortableVerbs):
         ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
         backend: the backend; ``backend.name`` says which.
         damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
+        turn_timeout: seconds for which a verb waits for the end of another thread's step; None, as at first, has none.
     """
 
     def admit(self, tokens: Sequence[int] | None = None, *, salt: str | None = None) -> Request:
@@ -95,17 +104,23 @@ class Cache(SharingVerbs, PortableVerbs):
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
         salt = check_salt(salt, "admit: salt")
-        with self._exclusive("admit", in_step=True):
-            request = self._fresh(salt)
-            try:
-                hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
-                if hit.length:
-                    self._take_over(request, hit, ids)
-            except BaseException:
-                self._give_back(request)
-                raise
-            return request
+        return self._admit(ids, salt)
 
+    @exclusive("admit", in_step=True)
+    def _admit(self, ids: list[int], salt: str | None) -> Request:
+        request, place = self._fresh(salt)
+        try:
+            hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
+            if hit.length:
+                self._take_over(request, place, hit, ids)
+        except BaseException:
+            self._discard(place)
+            raise
+        self._manager.adopt(request, place)
+        self._prefix.publish(place)
+        return request
+
+    @exclusive("step")
     def step(
         self,
         tokens: Mapping[Request, Tokens],
@@ -132,36 +147,35 @@ class Cache(SharingVerbs, PortableVerbs):
             ShapeError: a count is not an integer >= 0, or left padding that a layer cannot have.
             Nothing is changed by any of them.
         """
-        with self._exclusive("step"):
-            given = as_mapping(tokens)
-            requests = [self._manager.check(request, "step") for request in given]
-            parsed = [
-                parse_tokens(value, f"step: request {request.id}")
-                for request, value in zip(requests, given.values(), strict=True)
-            ]
-            counts = [count for count, _ in parsed]
-            padding = left_padding_of(self.spec, requests, left_padding)
-            for request, (_, ids) in zip(requests, parsed, strict=True):
-                self._manager.check_replay(request, ids)
-            grown = self._manager.grow(requests, counts)
-            try:
-                rows = self._rows(requests, counts)
-                if padding is not None:
-                    rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
-                host = build_index(
-                    rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests
-                )
-                self._prepare_blocks(rows, grown)
-                # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
-                padded = pad_tokens is not None or pad_requests is not None
-                put = self.ops.padded_index if padded else self.ops.index
-                step = Step(self, self._manager, requests, rows, [ids for _, ids in parsed], grown, put(host))
-            except BaseException:
-                self._manager.shrink(requests, grown)
-                raise
-            self._begin_step(step)
-            return step
+        given = as_mapping(tokens)
+        requests = [self._manager.check(request, "step") for request in given]
+        parsed = [
+            parse_tokens(value, f"step: request {request.id}")
+            for request, value in zip(requests, given.values(), strict=True)
+        ]
+        counts = [count for count, _ in parsed]
+        padding = left_padding_of(self.spec, requests, left_padding)
+        for request, (_, ids) in zip(requests, parsed, strict=True):
+            self._manager.check_replay(request, ids)
+        grown = self._manager.grow(requests, counts)
+        try:
+            rows = self._grown_rows(requests, counts, grown)
+            if padding is not None:
+                rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
+            host = build_index(rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
+            self._prepare_blocks(grown)
+            # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
+            padded = pad_tokens is not None or pad_requests is not None
+            put = self.ops.padded_index if padded else self.ops.index
+            state = StepState(self, requests, rows, [ids for _, ids in parsed], grown, put(host))
+            step = Step(state)
+        except BaseException:
+            self._manager.shrink(grown)
+            raise
+        self._step = state
+        return step
 
+    @exclusive("truncate")
     def truncate(self, request: Request, length: int) -> None:
         """Shorten a request to ``length`` tokens, exactly, for every component; blocks beyond it are freed.
 
@@ -169,17 +183,17 @@ class Cache(SharingVerbs, PortableVerbs):
             RollbackError: ``length`` is out of range, or a ring has overwritten rows that would be needed.
             RequestError: stale or foreign. StepError: a step is open.
         """
-        with self._exclusive("truncate"):
-            self._poison([], self._manager.truncate(self._manager.check(request), length))
+        self._poison([], self._manager.truncate(self._manager.check(request), length))
 
+    @exclusive("release")
     def release(self, request: Request) -> None:
         """End a request: its slot and blocks become free.
 
         Raises:
             RequestError: already released, or foreign. StepError: a step is open.
         """
-        with self._exclusive("release"):
-            self._give_back(self._manager.check(request))
+        place = self._manager.place_of(self._manager.check(request, lost=True))
+        self._poison([place.slot], self._manager.release(request))
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.
@@ -189,20 +203,20 @@ class Cache(SharingVerbs, PortableVerbs):
         """
         return digest.combine(self._digest_lanes(requests))
 
+    @exclusive("digest")
     def _digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
-        with self._exclusive("digest"):
-            chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
-            rows = self._rows(chosen, [0] * len(chosen))
-            index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
-            lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
-            for layer, role, component in owned(self.spec):
-                columns = max((len(component.live(row.length)) for row in rows), default=0)
-                raw = self.ops.gather_rows(self._pools, layer, role, index, columns=columns)
-                found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
-                for request, pair in enumerate(found):
-                    lanes[request].append((int(pair[0]), int(pair[1])))
-            return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
+        chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
+        rows = self._rows(chosen, [0] * len(chosen))
+        index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
+        lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
+        for layer, role, component in owned(self.spec):
+            columns = max((len(component.live(row.length)) for row in rows), default=0)
+            raw = self.ops.gather_rows(self._pools, layer, role, index, columns=columns)
+            found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
+            for request, pair in enumerate(found):
+                lanes[request].append((int(pair[0]), int(pair[1])))
+        return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
     def __repr__(self) -> str:
         live = self.plan.slots - self.free_slots

@@ -8,15 +8,27 @@ from kvcore.request import Place
 
 
 class Growth(NamedTuple):
-    """What one request got for a step: blocks added, and shared blocks replaced by copies (place in the list, old one).
+    """What one request gets for a step: blocks added, and shared blocks replaced by copies.
 
     Attributes:
-        added: blocks appended to its list.
+        blocks: its list once the step is committed; until then the request keeps its own.
+        added: how many of the last ones are new.
         replaced: (column, old block) of blocks that others read too and that this step writes into.
     """
 
+    blocks: tuple[int, ...]
     added: int
     replaced: tuple[tuple[int, int], ...]
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """The blocks that were added."""
+        return self.blocks[len(self.blocks) - self.added :]
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """All that were taken from the free ones, those to give back first in front."""
+        return (*self.new[::-1], *(self.blocks[column] for column, _ in self.replaced))
 
 
 def shared_columns(

@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -124,4 +125,4 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache._install(cache.admit(), request, content)
+            cache._take_turn("load", partial(cache._take_in, request, content))

@@ -1,12 +1,15 @@
 """Requests over time, as host integers: slots, blocks, lengths. Knows no arrays.
 
-Everything is all-or-nothing: an error leaves every integer as it was. A request is a handle with an id that is never
-reused, and its slot has a generation, so that a stale one is refused rather than read as its slot's next owner.
+Everything is all-or-nothing: an error leaves every integer as it was. The table of live requests changes in one
+assignment each time; who else holds what follows from it, and ``mend`` works that out anew after an interruption. A
+request is a handle with an id that is never reused, and its slot has a generation, so that a stale one is refused
+rather than read as its slot's next owner.
 """
 
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvcore.blocks import BlockAllocator
 from kvcore.counts import as_count
@@ -15,7 +18,7 @@ from kvcore.growth import Growth, shared_columns
 from kvcore.plan import CachePlan
 from kvcore.request import Place, Request
 
-__all__ = ["Growth", "Manager", "Place", "Request"]
+__all__ = ["Growth", "Manager", "Place", "Request", "TakenOver"]
 
 
 class Manager:
@@ -27,6 +30,8 @@ class Manager:
         self.blocks = BlockAllocator(plan.blocks)
         self._generations = [0] * plan.slots
         self._places: dict[Request, Place] = {}
+        # What an open step's requests hold while it is open.
+        self._growing: dict[Request, tuple[int, ...]] = {}
         self._next_id = 0
         # Positions that the smallest ring can take before it overwrites any; None where there is no ring.
         self._unwrapped = min((region.rows for region in plan.regions if region.growth == "slot"), default=None)
@@ -50,11 +55,25 @@ class Manager:
         """True between admission and release."""
         return request in self._places
 
+    def is_lost(self, request: Request) -> bool:
+        """True for a live request whose rows could not be put back after a step that failed."""
+        return self._places[request].lost
+
     def admit(self, salt: str | None = None) -> Request:
         """Give out a slot. Blocks are taken by steps; ``salt`` tells whose prefixes are shared.
 
         Raises:
             OutOfSlots: none is free.
+        """
+        request, place = self.reserve(salt)
+        self.adopt(request, place)
+        return request
+
+    def reserve(self, salt: str | None = None) -> tuple[Request, Place]:
+        """A request that is not live yet, and its place: ``adopt`` or ``discard`` it.
+
+        Raises:
+            OutOfSlots: no slot is free.
         """
         if not self._free_slots:
             raise OutOfSlots(
@@ -64,17 +83,53 @@ class Manager:
                 hint="Release a request first.",
             )
         slot = self._free_slots.pop()
-        request = Request(self._next_id, self)
-        self._places[request] = Place(slot=slot, generation=self._generations[slot], salt=salt)
-        self._generations[slot] += 1
-        self._next_id += 1
-        return request
+        generation, id = self._generations[slot], self._next_id
+        self._generations[slot], self._next_id = generation + 1, id + 1
+        return Request(id, self), Place(slot=slot, generation=generation, salt=salt)
 
-    def check(self, request: object, where: str = "request") -> Request:
-        """The request, if it is a live one of this cache.
+    def adopt(self, request: Request, place: Place) -> None:
+        """Make a place the request's; a request without one becomes live."""
+        self._places[request] = place
+
+    def discard(self, place: Place) -> list[int]:
+        """Take back what a place has that nobody adopted. Returns the blocks that became free."""
+        self._free_slots.append(place.slot)
+        return self.blocks.drop(place.blocks[::-1])
+
+    def with_places(self, places: Mapping[Request, Place]) -> dict[Request, Place]:
+        """The table with some places exchanged, for ``become``."""
+        return {**self._places, **places}
+
+    def become(self, table: dict[Request, Place]) -> None:
+        """Exchange the table: all of a step's requests at once."""
+        self._places = table
+
+    def is_table(self, table: dict[Request, Place] | None) -> bool:
+        """Whether that table is the one that holds now."""
+        return self._places is table
+
+    def mend(self, requests: Sequence[Request], grown: Sequence[Growth]) -> None:
+        """Work out anew what follows from the table, after a verb that did not get to its end.
+
+        Args:
+            requests: those of the step that is open.
+            grown: what they got for it.
+        """
+        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
+        places = self._places.values()
+        slots = {place.slot for place in places}
+        self._free_slots = [slot for slot in range(self.plan.slots - 1, -1, -1) if slot not in slots]
+        for place in places:
+            if place.tokens is not None:
+                del place.tokens[place.length :]
+        held = [block for place in places for block in place.blocks]
+        self.blocks.mend([*held, *(block for growth in grown for block in growth.taken)])
+
+    def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
+        """The request, if it is a live one of this cache, and not a lost one unless ``lost``.
 
         Raises:
-            RequestError: it is something else, foreign, or released.
+            RequestError: it is something else, foreign, released, or lost.
         """
         if not isinstance(request, Request):
             raise RequestError(got=request, where=where, allowed="a Request from cache.admit()")
@@ -89,11 +144,27 @@ class Manager:
                 allowed="a live request",
                 hint="Admit a new one: a released request's slot belongs to others.",
             )
+        if self._places[request].lost and not lost:
+            raise RequestError(
+                got=f"request {request.id}, lost",
+                where=where,
+                allowed="a request whose rows are whole",
+                hint="A step failed and its rows could not be put back. Release it; others are untouched.",
+            )
         return request
 
     def place(self, request: Request) -> Place:
         """What a live request holds."""
         return self._places[self.check(request)]
+
+    def place_of(self, request: Request) -> Place:
+        """The same for requests that were checked, lost ones included."""
+        return self._places[request]
+
+    def blocks_of(self, request: Request) -> tuple[int, ...]:
+        """What a live request holds, in an open step what it got for it too."""
+        place = self.place(request)
+        return self._growing.get(request, place.blocks)
 
     def check_replay(self, request: Request, ids: Sequence[int] | None) -> None:
         """Refuse other tokens than those whose blocks the request took over and now runs through again.
@@ -145,54 +216,71 @@ class Manager:
         ]
         shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
         fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
-        grown: list[Growth] = []
-        for place, count, column in zip(places, added, shared, strict=True):
-            replaced = () if column is None else ((column, place.blocks[column]),)
-            if column is not None:
-                place.blocks[column] = next(fresh)
-            place.blocks += [next(fresh) for _ in range(count)]
-            grown.append(Growth(count, replaced))
+        grown = [
+            Growth(place.blocks, 0, ()) if column is None and not count else _grown(place.blocks, count, column, fresh)
+            for place, count, column in zip(places, added, shared, strict=True)
+        ]
+        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
         return grown
 
-    def shrink(self, requests: Sequence[Request], grown: Sequence[Growth]) -> None:
+    def shrink(self, grown: Sequence[Growth]) -> None:
         """Undo ``grow``."""
-        for request, growth in zip(reversed(requests), reversed(grown), strict=True):
-            place = self._places[request]
-            self._keep_blocks(place, len(place.blocks) - growth.added)
-            for column, old in growth.replaced:
-                self.blocks.drop([place.blocks[column]])
-                place.blocks[column] = old
+        self._growing = {}
+        for growth in reversed(grown):
+            self.blocks.drop(growth.taken)
 
     def settle(self, grown: Sequence[Growth]) -> list[int]:
         """Let go of the shared blocks that a committed step replaced. Returns those that became free."""
+        self._growing = {}
         return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]
 
-    def commit(
-        self, request: Request, new: int, tokens: Sequence[int] | None, touched: Mapping[str, bool] | None = None
-    ) -> None:
-        """Make a step's tokens part of the request.
+    def after(
+        self,
+        request: Request,
+        new: int,
+        tokens: Sequence[int] | None,
+        growth: Growth,
+        touched: Mapping[str, bool] | None = None,
+    ) -> Place:
+        """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
 
         Args:
             touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows; None:
                 the main layers did.
         """
-        place = self._places[request]
+        place = self._places[request].copy()
         start = place.length
         place.length += new
         place.high_water = max(place.high_water, place.length)
+        place.blocks = growth.blocks
         if tokens is None and new:
             place.tokens = None
-        elif tokens is not None and place.tokens is not None:
-            place.tokens += tokens
-        for group, done in (({"main": True} if touched is None else touched) if new else {}).items():
-            before = place.written.setdefault(group, place.given)
-            if done and before >= start:
-                place.written[group] = max(before, place.length)
+        if new:
+            place.written = dict(place.written)
+            for group, done in ({"main": True} if touched is None else touched).items():
+                before = place.written.setdefault(group, place.given)
+                if done and before >= start:
+                    place.written[group] = max(before, place.length)
+        return place
 
-    def disturb(self, request: Request, length: int) -> None:
-        """Note that rows up to ``length`` may have been written although the step did not commit."""
-        place = self._places[request]
-        place.high_water = max(place.high_water, length)
+    def learn(self, place: Place, tokens: Sequence[int] | None) -> None:
+        """Note a step's ids, right before its table becomes the one that holds."""
+        if tokens is not None and place.tokens is not None:
+            place.tokens += tokens
+
+    def disturb(self, lengths: Mapping[Request, int]) -> None:
+        """Note that rows up to these lengths may have been written although the step did not commit."""
+        places = {request: self._places[request].copy() for request in lengths}
+        for request, place in places.items():
+            place.high_water = max(place.high_water, lengths[request])
+        self._places = {**self._places, **places}
+
+    def lose(self, requests: Sequence[Request]) -> None:
+        """Mark requests whose rows a failed step overwrote and could not put back."""
+        places = {request: self._places[request].copy() for request in requests}
+        for place in places.values():
+            place.lost = True
+        self._places = {**self._places, **places}
 
     def truncate(self, request: Request, length: int) -> list[int]:
         """Shorten a request: exact for every component, or refused. Returns the blocks that became free.
@@ -216,13 +304,18 @@ class Manager:
         if length == place.length:
             # Also in the middle of a replay, which goes on.
             return []
+        held = place.blocks
+        place = place.copy()
         place.length = length
         place.stored, place.given = min(place.stored, length), min(place.given, length)
         place.written = {group: min(done, length) for group, done in place.written.items()}
+        place.blocks = held[: self.plan.blocks_for(length)]
+        if place.tokens is not None:
+            place.keys = place.keys[: length // self.plan.block_tokens]
+        self._places[request] = place
         if place.tokens is not None:
             del place.tokens[length:]
-            del place.keys[length // self.plan.block_tokens :]
-        return self._keep_blocks(place, self.plan.blocks_for(length))
+        return self.blocks.drop(held[len(place.blocks) :][::-1])
 
     def deepest_truncation(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts.
@@ -238,36 +331,16 @@ class Manager:
 
     def release(self, request: Request) -> list[int]:
         """Take back a request's slot and blocks. Returns the blocks that became free."""
-        place = self._places.pop(request)
-        self._free_slots.append(place.slot)
-        return self._keep_blocks(place, 0)
+        return self.discard(self._places.pop(request))
 
-    def empty(self, request: Request) -> list[int]:
-        """Make a live request as fresh as admission did. Returns the blocks that became free."""
-        place = self._places[request]
-        freed = self._keep_blocks(place, 0)
-        self._places[request] = Place(slot=place.slot, generation=place.generation, salt=place.salt)
-        return freed
-
-    def take_over(
-        self,
-        request: Request,
-        *,
-        length: int,
-        floor: int,
-        stored: int = 0,
-        blocks: Sequence[int] = (),
-        tokens: Sequence[int] | None,
-        prompt: Sequence[int] = (),
-        salt: str | None = None,
-    ) -> None:
-        """Start a fresh request from shared blocks, plus those of its own that ``length`` needs beyond them.
+    def take_over(self, request: Request, place: Place, taken: "TakenOver") -> None:
+        """Fill a place that is not in the table from shared blocks, plus those of its own that it needs beyond them.
 
         Raises:
             OutOfBlocks: they are not to be had; nothing was taken.
         """
-        place = self._places[request]
-        self._check_limit(request, max(length, stored))
+        length, blocks = taken.length, taken.blocks
+        self._check_limit(request, max(length, taken.stored))
         for block in blocks:
             self.blocks.hold(block)
         try:
@@ -275,30 +348,29 @@ class Manager:
         except OutOfBlocks:
             self.blocks.drop(blocks[::-1])
             raise
-        place.blocks = [*blocks, *own]
+        place.blocks = (*blocks, *own)
         place.length = place.high_water = length
-        place.floor, place.stored, place.prompt = floor, stored, prompt
-        place.given = place.written["main"] = max(length, stored)
-        place.tokens = None if tokens is None else list(tokens)
-        place.salt = salt
+        place.floor, place.stored, place.prompt = taken.floor, taken.stored, taken.prompt
+        place.given = max(length, taken.stored)
+        place.written = {**place.written, "main": place.given}
+        place.tokens = None if taken.tokens is None else list(taken.tokens)
+        place.salt = taken.salt
 
-    def fork(self, request: Request) -> Request:
-        """A request with the same history: blocks are held by both, the slot is a new one.
+    def fork(self, source: Place) -> tuple[Request, Place]:
+        """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
 
         Raises:
             OutOfSlots: none is free.
         """
-        source = self._places[request]
-        fork = self.admit(source.salt)
-        place = self._places[fork]
+        request, place = self.reserve(source.salt)
         for block in source.blocks:
             self.blocks.hold(block)
         place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
-        place.blocks, place.keys = list(source.blocks), list(source.keys)
+        place.blocks, place.keys = source.blocks, source.keys
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written = dict(source.written)
-        return fork
+        return request, place
 
     def _check_limit(self, request: Request, length: int) -> None:
         limit = self.plan.longest
@@ -311,7 +383,29 @@ class Manager:
                 hint=f"Create the cache with a larger {name}.",
             )
 
-    def _keep_blocks(self, place: Place, count: int) -> list[int]:
-        dropped = place.blocks[count:]
-        del place.blocks[count:]
-        return self.blocks.drop(dropped[::-1])
+
+class TakenOver(NamedTuple):
+    """What a request starts from that did not come through steps of its own.
+
+    Attributes:
+        length, floor, stored, prompt, tokens, salt: see ``Place``.
+        blocks: shared ones, in order of history.
+    """
+
+    length: int
+    floor: int
+    tokens: Sequence[int] | None
+    stored: int = 0
+    blocks: Sequence[int] = ()
+    prompt: Sequence[int] = ()
+    salt: str | None = None
+
+
+def _grown(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> Growth:
+    """One request's blocks for a step, with those that it gets from ``fresh``."""
+    blocks = list(held)
+    replaced = () if column is None else ((column, blocks[column]),)
+    if column is not None:
+        blocks[column] = next(fresh)
+    blocks += [next(fresh) for _ in range(added)]
+    return Growth(tuple(blocks), added, replaced)

@@ -2,67 +2,57 @@
 
 # pyright: reportPrivateUsage=false
 
+import weakref
 from collections.abc import Callable
-from functools import cached_property
-from types import TracebackType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcore.content import Own
 from kvcore.counts import as_count
-from kvcore.errors import ShapeError, StepError
-from kvcore.growth import Growth
+from kvcore.errors import ShapeError
 from kvcore.handle import LayerHandle
-from kvcore.manager import Manager, Request
 from kvcore.ops import StepIndex
 from kvcore.step import Row
-from kvcore.undo import Undo
+from kvcore.step_state import StepState
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from kvcore.cache import Cache
+
+
+class _Leaving:
+    """``Step.__exit__``, of which a ``with`` statement keeps hold for as long as it lasts.
+
+    A block that was left without a word, because an interruption came before the first line of its end, is seen by
+    that: the cache's next verb rolls the step back.
+    """
+
+    def __get__(self, step: "Step | None", kind: type["Step"]) -> Any:
+        if step is None:
+            return self
+        leave = partial(_leave, step._state)
+        step._leaving = weakref.ref(leave)
+        return leave
+
+    def __call__(self, step: "Step", *error: Any) -> None:
+        _leave(step._state, *error)
 
 
 class Step:
     """One step of a cache: new tokens of some requests, through all layers.
 
+    It ends with ``commit`` or ``abort``, or as a ``with`` block: committed at its end, rolled back by an exception. One
+    that is forgotten (dropped, or of a thread that has ended) is rolled back by the cache's next verb.
+
     Attributes:
         cache: the cache it belongs to.
     """
 
-    def __init__(
-        self,
-        cache: "Cache",
-        manager: Manager,
-        requests: list[Request],
-        rows: list[Row],
-        ids: list[list[int] | None],
-        grown: list[Growth],
-        index: StepIndex,
-    ) -> None:
-        self.cache = cache
-        # Each request's part as host integers, and the same on the device, as the handles use it.
-        self._rows = rows
-        self._device_index = index
-        # ``cache.pools`` was assigned during the step, so completeness is the caller's business.
-        self._pools_replaced = False
-        # What one layer worked out from the rows, for others of equal components: by its name and what it depends on.
-        self._kept: dict[Any, Any] = {}
-        self._manager = manager
-        self._requests = requests
-        self._ids = ids
-        self._grown = grown
-        self._layers: dict[int, LayerHandle] = {}
-        self._undo: Undo | None = None
-        self._open = True
-
-    @cached_property
-    def _most_new(self) -> int:
-        """Most new tokens of a request."""
-        return max((row.new for row in self._rows), default=0)
-
-    @cached_property
-    def _deepest(self) -> list[int]:
-        """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
-        return [self._manager.deepest_truncation(request) for request in self._requests]
+    def __init__(self, state: StepState) -> None:
+        self.cache: Cache = state.cache
+        self._state = state
+        self._leaving: weakref.ref[Any] | None = None
+        state.user = weakref.ref(self)
 
     @property
     def index(self) -> StepIndex:
@@ -71,10 +61,7 @@ class Step:
         Functional verbs write at once, so what they may overwrite is noted here, to be put back if the step fails. A
         padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written.
         """
-        padded = len(self._device_index.positions) > sum(row.new for row in self._rows)
-        if self._open and self._undo is None and not padded and any(row.new for row in self._rows):
-            self._undo = Undo(self.cache.ops, self.cache.pools, self._device_index)
-        return self._device_index
+        return self._state.functional_index()
 
     @property
     def positions(self) -> Any:
@@ -92,7 +79,7 @@ class Step:
         Raises:
             ShapeError: another number of requests, or fewer columns than a request has new tokens.
         """
-        self._check_open()
+        self._state._check_open()
         batch = self.cache.ops.asarray(batch)
         requests, width = len(self._device_index.slots), max((row.new for row in self._rows), default=0)
         if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
@@ -110,7 +97,7 @@ class Step:
         Raises:
             ShapeError: another number of rows, or a width that has no room for them.
         """
-        self._check_open()
+        self._state._check_open()
         rows = self.cache.ops.asarray(rows)
         tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
         if not rows.ndim or rows.shape[0] != tokens:
@@ -122,136 +109,77 @@ class Step:
 
     def layer(self, number: int) -> LayerHandle:
         """The handle of layer ``number``; draft layers follow the main ones."""
-        self._check_open()
+        self._state._check_open()
         count = len(self.cache.spec.all_layers)
         found = as_count(number)
         if found is None or found >= count:
             raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
-        if found not in self._layers:
-            self._layers[found] = LayerHandle(self, found)
-        return self._layers[found]
-
-    def _check_open(self) -> None:
-        """Refuse to go on after commit or abort."""
-        if not self._open:
-            raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
+        return self._state.layer(found)
 
     def commit(self) -> None:
         """Make the step's tokens part of their requests; refused, and rolled back, if a layer did not get them.
 
         Raises:
-            StepError: new tokens reached no window, tail or kv of some layer.
+            StepError: new tokens reached no window, tail or kv of some layer, or the step has ended.
         """
-        self._check_open()
-        try:
-            self._check_complete()
-            if not self._pools_replaced:
-                for number in range(len(self.cache.spec.all_layers)):
-                    # A layer that the step left out stays one that it did not touch.
-                    (self._layers.get(number) or LayerHandle(self, number))._blank()
-            states = [
-                self.cache._boundary_states(
-                    request, self._rows[number], self._ids[number], self._own_rows(number), written=self._pools_replaced
-                )
-                for number, request in enumerate(self._requests)
-            ]
-            for handle in self._layers.values():
-                handle._commit()
-        except BaseException:
-            self.abort()
-            raise
-        self._open = False
-        try:
-            freed = self._manager.settle(self._grown)
-            touched = self._touched()
-            for number, request in enumerate(self._requests):
-                self._manager.commit(request, self._rows[number].new, self._ids[number], touched)
-                self.cache._publish(request, states[number])
-            self.cache._poison([], freed)
-        finally:
-            self.cache._end_step()
+        self.cache._take_turn("commit", self._state.commit, ends=True)
 
     def abort(self) -> None:
-        """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
-        self._check_open()
-        undone = False
-        try:
-            if self._pools_replaced and self._undo is not None:
-                self.cache._replace_pools(self._undo.apply(self.cache.pools))
-                undone = self._undo.complete
-            for handle in self._layers.values():
-                handle._abort()
-        finally:
-            self._open = False
-            self._manager.shrink(self._requests, self._grown)
-            if self._pools_replaced and not undone:
-                for request, row in zip(self._requests, self._rows, strict=True):
-                    self._manager.disturb(request, row.length)
-            self.cache._end_step()
+        """Give everything back: lengths, blocks, and the bytes of every row that can still be read.
+
+        Raises:
+            StepError: the step has ended.
+        """
+        self.cache._take_turn("abort", partial(_abort, self._state), ends=True)
 
     def __enter__(self) -> "Step":
-        self._check_open()
-        return self
+        return _entered(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._open:
-            return
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
+    if TYPE_CHECKING:
 
-    def _own_rows(self, number: int) -> Callable[[int], Own]:
-        """Length -> one request's rows that still wait, cut at that length."""
-        first = sum(row.new for row in self._rows[:number])
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None: ...
 
-        def until(length: int) -> Own:
-            last = first + length - self._rows[number].start
-            waiting = [(layer, handle._waiting_rows()) for layer, handle in self._layers.items()]
-            return {
-                (layer, role): tuple(array[first:last] for array in arrays)
-                for layer, roles in waiting
-                for role, arrays in roles.items()
-            }
+    else:
+        __exit__ = _Leaving()
 
-        return until
+    @property
+    def _rows(self) -> list[Row]:
+        return self._state._rows
 
-    def _touched(self) -> dict[str, bool]:
-        """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
-        main = len(self.cache.spec.layers)
-        layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
-        touched = {"main": True} if self._pools_replaced else {}
-        for group, numbers in layers.items():
-            if any(number in self._layers for number in numbers):
-                touched[group] = self._pools_replaced or all(
-                    number in self._layers and not self._layers[number]._missing() for number in numbers
-                )
-        return touched
+    @property
+    def _device_index(self) -> StepIndex:
+        return self._state._device_index
 
-    def _check_complete(self) -> None:
-        if self._pools_replaced or not any(row.new for row in self._rows):
-            return
-        main = range(len(self.cache.spec.layers))
-        drafts = range(len(main), len(self.cache.spec.all_layers))
-        # A draft model may be stepped alone; then the main layers get their tokens in a step of their own.
-        if not any(number in self._layers for number in main) and any(number in self._layers for number in drafts):
-            return
-        for number in main:
-            layer = self._layers.get(number) or LayerHandle(self, number)
-            missing = layer._missing()
-            if missing:
-                raise StepError(
-                    got=f"no rows for {', '.join(missing)}",
-                    where=f"commit: {self.cache.spec.path(number)}",
-                    allowed="every window, tail and kv gets the step's tokens",
-                    hint="The step was rolled back. Call append_* for this layer before the step ends.",
-                )
-            unstored = layer._unstored() if self.cache._check else []
-            if unstored:
-                raise StepError(
-                    got=f"{', '.join(unstored)} closed but not stored",
-                    where=f"commit: {self.cache.spec.path(number)}",
-                    allowed="flush or store_entries before the step ends (check=True)",
-                )
+    @property
+    def _pools_replaced(self) -> bool:
+        return self._state._pools_replaced
+
+    @_pools_replaced.setter
+    def _pools_replaced(self, replaced: bool) -> None:
+        self._state._pools_replaced = replaced
+
+
+def _entered(step: Step) -> Step:
+    step._state._check_open()
+    # Whoever enters without a ``with`` statement has nothing that ends with the block.
+    step._state.block = step._leaving if step._leaving is not None and step._leaving() is not None else None
+    return step
+
+
+def _abort(state: StepState) -> None:
+    state._check_open()
+    state.roll_back()
+
+
+def _leave(state: StepState, kind: type[BaseException] | None, *_: object) -> None:
+    """The end of a ``with`` block."""
+    end: Callable[[], None] = state.commit if kind is None else state.roll_back
+    state.cache._take_turn("commit" if kind is None else "abort", partial(_if_open, state, end), ends=True)
+
+
+def _if_open(state: StepState, end: Callable[[], None]) -> None:
+    """End a step that has not ended."""
+    if state.is_open:
+        end()

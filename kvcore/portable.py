@@ -6,20 +6,22 @@ from os import PathLike
 from kvcore import snapshot, transfer
 from kvcore.base import CacheBase
 from kvcore.manager import Request
+from kvcore.turns import exclusive
 
 
 class PortableVerbs(CacheBase):
     """What leaves a cache is a finished copy in canonical form, the same from every backend and layout."""
 
+    @exclusive("export_request")
     def export_request(self, request: Request) -> bytes:
         """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
 
         Raises:
             RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
         """
-        with self._exclusive("export_request"):
-            return transfer.export(self, self._manager.check(request))
+        return transfer.export(self, self._manager.check(request))
 
+    @exclusive("import_request")
     def import_request(self, blob: bytes, into: Request | None = None) -> Request:
         """Take in an exported request, its salt included; generation goes on where it was.
 
@@ -31,8 +33,7 @@ class PortableVerbs(CacheBase):
             SnapshotError: the blob is damaged or of another spec (the first difference is named).
             OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` is stale, foreign or not empty. Nothing is changed.
         """
-        with self._exclusive("import_request"):
-            return transfer.import_(self, blob, into)
+        return transfer.import_(self, blob, into)
 
     def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
         """Write a verified snapshot of some or all requests; the file appears whole or not at all.
@@ -42,8 +43,10 @@ class PortableVerbs(CacheBase):
             OSError: the disk refused; a file of that name is as it was, or the new one, whole.
             BackendError: safetensors is not installed.
         """
-        with self._exclusive("save"):
-            chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
-            data = snapshot.to_bytes(self, chosen)
         # The bytes are a finished copy: others need not wait for the disk.
-        snapshot.write(path, data)
+        snapshot.write(path, self._snapshot(requests))
+
+    @exclusive("save")
+    def _snapshot(self, requests: Sequence[Request] | None) -> bytes:
+        chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
+        return snapshot.to_bytes(self, chosen)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class Place:
     """What a live request holds.
 
+    One that is in the manager's table is never changed, only replaced, so that a change has happened or has not. Its
+    tokens alone may run ahead of its length while a verb is under way.
+
     Attributes:
         slot: holds its windows and tails.
         generation: how often that slot had been taken before.
@@ -27,6 +30,7 @@ class Place:
         prompt: ids that the ``stored`` tokens were computed from.
         keys: keys of the full blocks of ``tokens``, as far as they were worked out.
         written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
+        lost: a step overwrote some of its rows, and they could not be put back.
     """
 
     slot: int
@@ -37,12 +41,19 @@ class Place:
     cached_tokens: int = 0
     stored: int = 0
     given: int = 0
-    blocks: list[int] = field(default_factory=list[int])
+    blocks: tuple[int, ...] = ()
     tokens: list[int] | None = field(default_factory=list[int])
     salt: str | None = None
     prompt: Sequence[int] = ()
     keys: list[bytes] = field(default_factory=list[bytes])
     written: dict[str, int] = field(default_factory=lambda: {"main": 0})
+    lost: bool = False
+
+    def copy(self) -> "Place":
+        """A place to change and put in this one's stead; lists are shared, and not changed below ``length``."""
+        other = object.__new__(Place)
+        other.__dict__.update(self.__dict__)
+        return other
 
     @property
     def complete(self) -> int:
@@ -86,13 +97,13 @@ class Request:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Block numbers, in order of history."""
-        return tuple(self._manager.place(self).blocks)
+        return self._manager.blocks_of(self)
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """Token ids so far, or None if some step gave only a count."""
-        known = self._manager.place(self).tokens
-        return None if known is None else tuple(known)
+        place = self._manager.place(self)
+        return None if place.tokens is None else tuple(place.tokens[: place.length])
 
     @property
     def salt(self) -> str | None:
@@ -106,4 +117,6 @@ class Request:
     def __repr__(self) -> str:
         if not self._manager.is_live(self):
             return f"Request({self.id}, released)"
+        if self._manager.is_lost(self):
+            return f"Request({self.id}, lost)"
         return f"Request({self.id}: {self.length} tokens in slot {self.slot})"

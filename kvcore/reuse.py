@@ -6,7 +6,7 @@ offered at a length for which every component is at hand. A checkpoint goes when
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.content import Content
@@ -82,16 +82,31 @@ class PrefixCache:
             return [length]
         return []
 
-    def publish(self, place: Place) -> None:
-        """Work out the keys of a request whose token ids are known, and seal its full blocks."""
-        if not self.on or place.tokens is None:
+    def extend(self, place: Place, tokens: Sequence[int] = ()) -> None:
+        """Work out the keys of a place that is not in the table yet, with ``tokens`` after those that it knows."""
+        size, done = self._block_tokens, len(place.keys)
+        if not self.on or place.tokens is None or place.complete // size <= done:
             return
-        size = self._block_tokens
-        done = len(place.keys)
         parent = place.keys[-1] if done else self._seed
-        place.keys += chain(parent, place.tokens[done * size : place.complete], size, None if done else place.salt)
-        for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
+        known = [*place.tokens[done * size :], *tokens][: place.complete - done * size]
+        place.keys = [*place.keys, *chain(parent, known, size, None if done else place.salt)]
+
+    def publish(self, place: Place, done: int = 0) -> None:
+        """Seal a request's full blocks whose keys are known, the first ``done`` of which are sealed already."""
+        for block, key in zip(place.blocks[done:], place.keys[done:], strict=False) if self.on else ():
             self._manager.blocks.seal(block, key)
+
+    def mend(self, places: Iterable[Place]) -> None:
+        """Work out anew what follows from blocks and checkpoints, after a verb that did not get to its end."""
+        for place in places if self.on else ():
+            self.publish(place)
+        self._beyond = {}
+        for key, kept in self._states.items():
+            self._beyond.setdefault(kept.parent, {})[key] = kept.length % self._block_tokens
+        find = self._manager.blocks.find_quietly
+        for parent in list(self._beyond) if self._manager.plan.blocks else ():
+            if parent != self._seed and find(parent) is None:
+                self._forget_beyond(parent)
 
     def keep(self, place: Place, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""

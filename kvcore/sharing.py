@@ -6,33 +6,36 @@ from kvcore.base import CacheBase
 from kvcore.content import Content, Own, owned, state_at, write_rows
 from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
-from kvcore.manager import Request
+from kvcore.manager import Place, Request, TakenOver
 from kvcore.prefix import Restorable
 from kvcore.reuse import Hit
 from kvcore.step import Row
 from kvcore.tokens import check_salt, token_ids
+from kvcore.turns import exclusive
 
 
 class SharingVerbs(CacheBase):
     """Blocks are shared by reference count and copied on write; slots are copied."""
 
+    @exclusive("fork")
     def fork(self, request: Request) -> Request:
         """A second request with the same history: blocks are shared until one of them writes, the slot is copied.
 
         Raises:
             OutOfSlots: none is free. RequestError: stale or foreign. StepError: a step is open.
         """
-        with self._exclusive("fork"):
-            source = self._manager.check(request)
-            fork = self._manager.fork(source)
-            try:
-                slots = [self._integers([slot]) for slot in (source.slot, fork.slot)]
-                self._pools = self.ops.copy_slots(self._pools, *slots)
-            except BaseException:
-                self._manager.release(fork)
-                raise
-            return fork
+        source = self._manager.place(request)
+        fork, place = self._manager.fork(source)
+        try:
+            slots = [self._integers([slot]) for slot in (source.slot, place.slot)]
+            self._pools = self.ops.copy_slots(self._pools, *slots)
+        except BaseException:
+            self._manager.discard(place)
+            raise
+        self._manager.adopt(fork, place)
+        return fork
 
+    @exclusive("checkpoint")
     def checkpoint(self, request: Request) -> None:
         """Make the request's present length a semantic point: later prompts that start with its tokens can begin there.
 
@@ -40,26 +43,25 @@ class SharingVerbs(CacheBase):
             RequestError: stale, foreign, its token ids are not known, or a layer did not get all of its tokens.
             StepError: a step is open. SpecError: the cache was created with ``prefix="off"``.
         """
-        with self._exclusive("checkpoint"):
-            place = self._manager.place(request)
-            if not self._prefix.on:
-                raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
-            if place.tokens is None:
-                raise RequestError(
-                    got=f"request {request.id}, token ids unknown",
-                    where="checkpoint",
-                    allowed="a request whose steps were given token ids",
-                    hint="Open steps with {request: ids} rather than counts.",
-                )
-            if max(place.length, place.stored) > place.complete:
-                raise RequestError(
-                    got=f"request {request.id}, {place.complete} tokens in every layer and {place.length} in some",
-                    where="checkpoint",
-                    allowed="a request whose layers got all of its tokens",
-                )
-            if place.length:
-                state = state_at(self.ops, self._pools, self._row(request), place.length, {})
-                self._prefix.keep(place, place.length, state)
+        place = self._manager.place(request)
+        if not self._prefix.on:
+            raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
+        if place.tokens is None:
+            raise RequestError(
+                got=f"request {request.id}, token ids unknown",
+                where="checkpoint",
+                allowed="a request whose steps were given token ids",
+                hint="Open steps with {request: ids} rather than counts.",
+            )
+        if max(place.length, place.stored) > place.complete:
+            raise RequestError(
+                got=f"request {request.id}, {place.complete} tokens in every layer and {place.length} in some",
+                where="checkpoint",
+                allowed="a request whose layers got all of its tokens",
+            )
+        if place.length:
+            state = state_at(self.ops, self._pools, self._row(request), place.length, {})
+            self._prefix.keep(place, place.length, state)
 
     def restorable(self, tokens: Sequence[int], n: int | None = None, *, salt: str | None = None) -> Restorable:
         """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
@@ -75,10 +77,12 @@ class SharingVerbs(CacheBase):
         most = len(ids) if n is None else as_count(n)
         if most is None or most > len(ids):
             raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
-        with self._exclusive("restorable", in_step=True):
-            ids = ids[:most]
-            hit = self._prefix.find(ids, limit=len(ids), salt=salt)
-            return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
+        return self._restorable(ids[:most], salt)
+
+    @exclusive("restorable", in_step=True)
+    def _restorable(self, ids: list[int], salt: str | None) -> Restorable:
+        hit = self._prefix.find(ids, limit=len(ids), salt=salt)
+        return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
 
     def _boundary_states(
         self, request: Request, row: Row, ids: Sequence[int] | None, own: Callable[[int], Own], *, written: bool
@@ -99,35 +103,20 @@ class SharingVerbs(CacheBase):
             if not written or length == row.length
         ]
 
-    def _publish(self, request: Request, states: Sequence[tuple[int, Content]] = ()) -> None:
-        """Seal the blocks that a committed step filled, and keep its checkpoints."""
-        place = self._manager.place(request)
-        self._prefix.publish(place)
-        for length, state in states:
-            if length <= place.complete:
-                self._prefix.keep(place, length, state)
-
-    def _take_over(self, request: Request, hit: Hit, ids: list[int]) -> None:
-        """Start a fresh request from a prefix hit; without room for its last, partial block it starts from nothing."""
+    def _take_over(self, request: Request, place: Place, hit: Hit, ids: list[int]) -> None:
+        """Fill a fresh place from a prefix hit; without room for its last, partial block it starts from nothing."""
         stored = hit.stored if self.plan.blocks else 0
+        floor = self._floor(max(hit.length, hit.stored))
+        tokens, prompt = ids[: hit.length], ids[:stored]
+        taken = TakenOver(hit.length, floor, tokens, stored, hit.blocks, prompt, place.salt)
         try:
-            self._manager.take_over(
-                request,
-                length=hit.length,
-                floor=self._floor(max(hit.length, hit.stored)),
-                stored=stored,
-                blocks=hit.blocks,
-                tokens=ids[: hit.length],
-                prompt=ids[:stored],
-                salt=request.salt,
-            )
+            self._manager.take_over(request, place, taken)
         except OutOfBlocks:
             return
-        place = self._manager.place(request)
         place.cached_tokens = hit.length
         if hit.state is not None:
-            self._pools = write_rows(self.ops, self._pools, self._row(request), hit.state)
-        self._prefix.publish(place)
+            self._pools = write_rows(self.ops, self._pools, self._row_of(place), hit.state)
+        self._prefix.extend(place)
 
     def _floor(self, length: int) -> int:
         """Smallest length that a request restored at ``length`` can go back to: 0 if nothing had left its rings."""

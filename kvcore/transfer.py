@@ -88,16 +88,7 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     check_spec(cache.spec, found.spec)
     check_length(cache, found.length, "import_request")
     content = _content(cache, found)
-    request = cache._fresh() if into is None else into
-    try:
-        cache._install(request, found, content)
-    except BaseException:
-        if into is None:
-            cache._give_back(request)
-        else:
-            cache._empty(into)
-        raise
-    return request
+    return cache._take_in(found, content, into)
 
 
 def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]:

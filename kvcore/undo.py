@@ -23,7 +23,8 @@ class Undo:
         self.complete = False
         self._ops = ops
         self._index = index
-        self._before = pools
+        # The arrays themselves: pools whose arrays were donated hold the new ones.
+        self._before = Pools(pools)
         self._saved: dict[tuple[int, str], Any] = {}
         if ops.in_place:
             self._saved = {
@@ -33,7 +34,7 @@ class Undo:
             }
 
     def apply(self, pools: Pools) -> Pools:
-        """The pools with the rings as they were."""
+        """The pools with the rings as they were; may be called again after an interruption."""
         if not self._ops.in_place:
             self.complete = not any(_is_gone(array) for array in self._before.values())
             return self._before if self.complete else pools

@@ -42,6 +42,7 @@ EXTENSIONS = {
     "Cache": {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
         "damaged": "the pages that load(strict=False) left out",
+        "turn_timeout": "a server's thread waits for another's step no longer than it may",
     },
     "Step": {
         "abort": "a step that spans several calls of a model cannot be a with block",

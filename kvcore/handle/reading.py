@@ -134,9 +134,9 @@ class ReadingVerbs(LayerState):
             if checked[0] is k and checked[1] is v and self._ops.in_place:
                 passed.append(likes)
             k, v = checked
-        self._own["kv"] = k, v
         pools, lent = self._ops.append_borrow_kv(cache.pools, self._layer, step._device_index, k, v, columns=columns)
         cache._replace_pools(pools)
+        self._own["kv"] = k, v
         return lent
 
     def mask(self) -> Array:

@@ -20,7 +20,7 @@ from kvcore.spec import ROLES, Component, LayerSpec, Tail
 from kvcore.step import at_start, closed_count
 
 if TYPE_CHECKING:
-    from kvcore.open_step import Step
+    from kvcore.step_state import StepState
 
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
@@ -39,15 +39,17 @@ AT_ONCE = Writing(waits=False, undone=False)
 class LayerState:
     """One layer's part in one step: what was appended, stored, overwritten, and what still waits for the commit."""
 
-    def __init__(self, step: "Step", layer: int) -> None:
+    def __init__(self, step: "StepState", layer: int) -> None:
         self._step = step
         self._layer = layer
         self._spec: LayerSpec = step.cache.spec.all_layers[layer]
         self._ops = step.cache.ops
-        # Role -> the step's own rows as given, one array a stream; present once the role was appended to.
+        # Role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
         self._own: dict[str, tuple[Array, ...]] = {}
-        self._waiting: list[str] = []
-        self._overwritten: dict[str, Array] = {}
+        # Those of them that the rings get at commit.
+        self._waiting: dict[str, tuple[Array, ...]] = {}
+        # Role -> the index and bytes of the rows that this step's take the place of.
+        self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
         # Paged roles whose closing entries were stored in this step.
         self._stored: set[str] = set()
 
@@ -64,11 +66,14 @@ class LayerState:
         """Rows that the rings do not hold yet, by role, one array a part (a tail's kv and score side by side)."""
         return {role: self._parts(role) for role in self._waiting}
 
-    def _commit(self) -> None:
-        """Write the ring rows that had to wait."""
+    def _store_waiting(self) -> None:
+        """Write the ring rows that had to wait, with what they take the place of kept for ``_put_back``."""
         for role in self._waiting:
-            self._write(role)
-        self._waiting.clear()
+            rows = self._step.cache.plan.region(self._layer, role)[0].rows
+            index = self._step.ring_index(rows)
+            if index is not None:
+                self._overwritten[role] = index, self._ops.read_ring(self._pools, self._layer, role, index)
+            self._write(role, self._waiting[role])
 
     def _blank(self) -> None:
         """Store NaN for paged rows that this step leaves out: seen, and never the bytes of the block's last owner.
@@ -90,11 +95,10 @@ class LayerState:
             entries, keys = blank.get("entries"), blank.get("index_keys")
             self._replace(self._ops.store_entries(self._pools, self._layer, self._index, entries, keys))
 
-    def _abort(self) -> None:
-        """Put back the ring rows that were overwritten."""
-        for role, saved in self._overwritten.items():
-            self._replace(self._ops.restore_ring(self._pools, self._layer, role, self._index, saved))
-        self._overwritten.clear()
+    def _put_back(self) -> None:
+        """Put back the ring rows that were overwritten; once more after it was interrupted."""
+        for role, (index, saved) in self._overwritten.items():
+            self._replace(self._ops.restore_ring(self._pools, self._layer, role, index, saved))
 
     @property
     def _tokens(self) -> int:
@@ -157,13 +161,15 @@ class LayerState:
         writing = self._writing(role, getattr(self._spec, role))
         if writing.waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
-            self._own[role] = copy.deepcopy(arrays)
-            self._waiting.append(role)
+            self._waiting[role] = copy.deepcopy(arrays)
+            self._own[role] = self._waiting[role]
             return
-        if writing.undone:
-            self._overwritten[role] = self._ops.read_ring(self._pools, self._layer, role, self._index)
+        # What an append left that failed is not what was there before the step.
+        if writing.undone and role not in self._overwritten:
+            saved = self._ops.read_ring(self._pools, self._layer, role, self._index)
+            self._overwritten[role] = self._index, saved
+        self._write(role, arrays)
         self._own[role] = arrays
-        self._write(role)
 
     def _writing(self, role: str, component: Component) -> Writing:
         """When the step's rows of a component are written."""
@@ -192,10 +198,10 @@ class LayerState:
         )
         return Writing(waits=False, undone=undone)
 
-    def _write(self, role: str) -> None:
+    def _write(self, role: str, arrays: tuple[Array, ...]) -> None:
         step = self._step
         append = getattr(self._ops, WRITERS[role])
-        step.cache._replace_pools(append(self._pools, self._layer, step._device_index, *self._own[role]))
+        step.cache._replace_pools(append(self._pools, self._layer, step._device_index, *arrays))
 
     def _unwritten(self, role: str) -> tuple[Array, ...] | None:
         """The step's own rows where the ring does not hold them yet; None: the pools have everything."""

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from kvcore.handoff.layout import Array
 from kvcore.handoff.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.manager import Request
 from kvcore.printable import shortened
+from kvcore.turns import locked
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache
@@ -99,7 +101,7 @@ class Desk:
         self._places = [_Place() for _ in range(places)]
         self._on_device = on_device
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def export(self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1) -> Handle:
         """Copy a request into pages that can be pulled ``readers`` times within the lease; it may go on, or end.
@@ -110,72 +112,74 @@ class Desk:
         """
         lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
         check_count(ShapeError, "export: readers", readers, 1)
-        with self._lock:
-            now = self._clock()
-            free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
-            if not free:
-                raise OutOfSlots(
-                    got=f"export number {len(self._places) + 1}", where="export", allowed=f"{len(self._places)} at once"
-                )
-            # The place that was used least often: a stale handle is then the likeliest to be told so.
-            number = min(free, key=lambda n: self._places[n].generation)
-            place = self._places[number]
-            generation = place.generation + 1
-            with self._cache._exclusive("export"):
-                staged = stage(self._cache, request, (self.name, number, generation), on_device=self._on_device)
-            place.generation, place.staged = generation, staged
-            place.deadline, place.readers = now + lease_seconds, readers
-            return self._handle(number)
+        # The cache's turn comes before the desk's: whoever waits for it keeps nobody from the desk.
+        return self._cache._take_turn("export", partial(self._export, request, lease_seconds, readers))
 
+    @locked
+    def _export(self, request: Request, lease_seconds: float, readers: int) -> Handle:
+        now = self._clock()
+        free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
+        if not free:
+            raise OutOfSlots(
+                got=f"export number {len(self._places) + 1}", where="export", allowed=f"{len(self._places)} at once"
+            )
+        # The place that was used least often: a stale handle is then the likeliest to be told so.
+        number = min(free, key=lambda n: self._places[n].generation)
+        generation = self._places[number].generation + 1
+        staged = stage(self._cache, request, (self.name, number, generation), on_device=self._on_device)
+        self._places[number] = _Place(generation, staged, now + lease_seconds, readers)
+        return self._handle(number)
+
+    @locked
     def manifest(self, exporter: str, number: int, generation: int) -> bytes:
         """The manifest of an export.
 
         Raises:
             TransferError: ``unknown``, ``stale``, ``consumed`` or ``expired``.
         """
-        with self._lock:
-            return self._staged(exporter, number, generation).manifest
+        return self._staged(exporter, number, generation).manifest
 
+    @locked
     def pages(self, exporter: str, number: int, generation: int, first: int, count: int) -> Array:
         """Pages ``first`` to ``first + count - 1`` of an export, as they lie.
 
         Raises:
             TransferError: as ``manifest``, or ``out_of_range``.
         """
-        with self._lock:
-            pages = self._staged(exporter, number, generation).pages
-            check_range(first, count, len(pages))
-            return pages[first : first + count]
+        pages = self._staged(exporter, number, generation).pages
+        check_range(first, count, len(pages))
+        return pages[first : first + count]
 
+    @locked
     def finish(self, exporter: str, number: int, generation: int) -> None:
         """One reader has it; after the last one it is gone.
 
         Raises:
             TransferError: as ``manifest``.
         """
-        with self._lock:
-            self._staged(exporter, number, generation)
-            place = self._places[number]
+        self._staged(exporter, number, generation)
+        place = self._places[number]
+        if place.readers > 1:
             place.readers -= 1
-            if place.readers <= 0:
-                place.staged = None
+        else:
+            place.staged = None
 
+    @locked
     def withdraw(self) -> int:
         """Drop every export whose lease has ended; returns how many."""
-        with self._lock:
-            ended = [place for place in self._places if place.staged is not None and place.deadline <= self._clock()]
-            for place in ended:
-                place.staged = None
-            return len(ended)
+        ended = [place for place in self._places if place.staged is not None and place.deadline <= self._clock()]
+        for place in ended:
+            place.staged = None
+        return len(ended)
 
+    @locked
     def staged(self, exporter: str, number: int, generation: int) -> Staged:
         """Manifest and pages of an export, for carriers that give out memory.
 
         Raises:
             TransferError: as ``manifest``.
         """
-        with self._lock:
-            return self._staged(exporter, number, generation)
+        return self._staged(exporter, number, generation)
 
     def _handle(self, number: int) -> Handle:
         place = self._places[number]

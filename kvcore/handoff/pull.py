@@ -147,14 +147,7 @@ def commit(cache: "Cache", received: Received) -> Request:
             return pools
         return write_rows(ops, pools, row, content_of(layout, pages))
 
-    with cache._exclusive("pull"):
-        request = cache._fresh()
-        try:
-            cache._install(request, manifest, write)
-        except BaseException:
-            cache._give_back(request)
-            raise
-        return request
+    return cache._take_turn("pull", lambda: cache._take_in(manifest, write))
 
 
 def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:

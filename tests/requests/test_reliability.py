@@ -75,10 +75,9 @@ def broken_check_whole(*_):
 
 def broken_truncate(self, request, length):
     """Keeps one block too many."""
-    place = self._places[request]
-    held = list(place.blocks)
+    held = self._places[request].blocks
     freed = TRUNCATE(self, request, length)
-    if len(held) > len(place.blocks):
+    if len(held) > len(self._places[request].blocks):
         self.blocks.hold(held[0])
     return freed
 
