@@ -2,6 +2,9 @@
 
 A block is free, held by one or more requests, or idle: sealed (its content is published under a key) with nobody
 holding it, so that it can be found again or evicted. Free, held and idle always add up to the capacity.
+
+One key may have several blocks, of requests that computed the same tokens at the same time. One of them is found; the
+others are its twins, all of them held: when it is dropped or evicted, a twin takes its place.
 """
 
 from collections import OrderedDict
@@ -38,7 +41,9 @@ class BlockAllocator:
         self._holders = [0] * count
         self._generations = [0] * count
         self._keys: list[bytes | None] = [None] * count
+        # Key -> the block that look-ups give; key -> further blocks of it, where there are any.
         self._found: dict[bytes, int] = {}
+        self._twins: dict[bytes, list[int]] = {}
         # Block -> its key, those that became idle first in front.
         self._idle: OrderedDict[int, bytes] = OrderedDict()
 
@@ -97,7 +102,9 @@ class BlockAllocator:
         self._holders[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> list[int]:
-        """One holder less for each block; returns those that became free (sealed ones become idle instead).
+        """One holder less for each block; returns those that became free.
+
+        The last block of its key becomes idle instead.
 
         Raises:
             RequestError: a block is not held as often as it is dropped; nothing was dropped.
@@ -115,15 +122,7 @@ class BlockAllocator:
                 unheld.append(block)
         self.statistics.dropped += len(blocks)
         if self._found:
-            keys, idle = self._keys, self._idle
-            freed: list[int] = []
-            for block in unheld:
-                key = keys[block]
-                if key is None:
-                    freed.append(block)
-                else:
-                    idle[block] = key
-            unheld = freed
+            unheld = [block for block in unheld if not self._is_kept(block)]
         self._free += unheld
         return unheld
 
@@ -138,7 +137,15 @@ class BlockAllocator:
         for block, key in enumerate(keys):
             if key is not None:
                 found.setdefault(key, block)
-        self._found = found
+        twins: dict[bytes, list[int]] = {}
+        for block, key in enumerate(keys):
+            if key is None or found[key] == block:
+                continue
+            if holders[block]:
+                twins.setdefault(key, []).append(block)
+            else:
+                keys[block] = None
+        self._found, self._twins = found, twins
         idle = [block for block in self._idle if keys[block] is not None and not holders[block]]
         idle += [block for block, key in enumerate(keys) if key is not None and not holders[block]]
         self._idle = OrderedDict((block, key) for block in idle if (key := keys[block]))
@@ -158,9 +165,11 @@ class BlockAllocator:
         return self._holders[block] - leaving > 1 or self._keys[block] is not None
 
     def seal(self, block: int, key: bytes) -> None:
-        """Publish a full block under a key; the first block of a key stays the one that is found."""
-        if self._keys[block] is None and self._found.setdefault(key, block) == block:
+        """Publish a full, held block under a key; the first block of a key stays the one that is found."""
+        if self._keys[block] is None:
             self._keys[block] = key
+            if self._found.setdefault(key, block) != block:
+                self._twins.setdefault(key, []).append(block)
 
     def find(self, key: bytes) -> int | None:
         """The sealed block of a key, or None; does not hold it."""
@@ -175,6 +184,37 @@ class BlockAllocator:
         """The same for the library itself: no look-up is counted."""
         return self._found.get(key)
 
+    def _is_kept(self, block: int) -> bool:
+        """Whether a block that nobody holds any more stays to be found; if not, it has no key any more."""
+        key = self._keys[block]
+        if key is None:
+            return False
+        twins = self._twins.get(key)
+        if self._found[key] != block:
+            self._remove_twin(key, block)
+            if self._found[key] in self._idle:
+                # Its content was used until now.
+                self._idle.move_to_end(self._found[key])
+        elif not twins or not self._hand_over(key, twins):
+            self._idle[block] = key
+            return True
+        self._keys[block] = None
+        return False
+
+    def _hand_over(self, key: bytes, twins: list[int]) -> bool:
+        """Let a held twin be found in the place of a block that goes; False where there is none."""
+        heir = next((twin for twin in twins if self._holders[twin]), None)
+        if heir is None:
+            return False
+        self._remove_twin(key, heir)
+        self._found[key] = heir
+        return True
+
+    def _remove_twin(self, key: bytes, block: int) -> None:
+        self._twins[key].remove(block)
+        if not self._twins[key]:
+            del self._twins[key]
+
     def _evict(self, count: int) -> None:
         """Make ``count`` idle blocks free, those that became idle first."""
         if count > len(self._idle):
@@ -188,8 +228,10 @@ class BlockAllocator:
         for _ in range(count):
             block, key = oldest(last=False)
             keys[block] = None
-            del found[key]
             free.append(block)
+            if (twins := self._twins.get(key)) and self._hand_over(key, twins):
+                continue
+            del found[key]
             if told is not None:
                 told(key)
         self.statistics.evicted += count

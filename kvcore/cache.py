@@ -95,7 +95,8 @@ class Cache(SharingVerbs, PortableVerbs):
         """Admit a request: it gets a clean slot; blocks are taken by its steps.
 
         Args:
-            tokens: the prompt's token ids, for prefix reuse.
+            tokens: the prompt's token ids, for prefix reuse. A step of the request may then say a number instead of
+                ids for as long as it stays within them; ``truncate`` forgets them beyond its length.
             salt: prefixes are shared among requests of the same salt only, so that nobody learns from a hit what
                 others asked. It stays with the request, its forks, exports and snapshots.
 
@@ -109,6 +110,7 @@ class Cache(SharingVerbs, PortableVerbs):
     @exclusive("admit", in_step=True)
     def _admit(self, ids: list[int], salt: str | None) -> Request:
         request, place = self._fresh(salt)
+        place.prompt = ids
         try:
             hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
             if hit.length:
@@ -154,8 +156,13 @@ class Cache(SharingVerbs, PortableVerbs):
             for request, value in zip(requests, given.values(), strict=True)
         ]
         counts = [count for count, _ in parsed]
+        # A number stands for the prompt's next ids as long as there are as many.
+        known = [
+            self._manager.known_ids(request, count) if ids is None else ids
+            for request, (count, ids) in zip(requests, parsed, strict=True)
+        ]
         padding = left_padding_of(self.spec, requests, left_padding)
-        for request, (_, ids) in zip(requests, parsed, strict=True):
+        for request, ids in zip(requests, known, strict=True):
             self._manager.check_replay(request, ids)
         grown = self._manager.grow(requests, counts)
         try:
@@ -167,7 +174,7 @@ class Cache(SharingVerbs, PortableVerbs):
             # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
             padded = pad_tokens is not None or pad_requests is not None
             put = self.ops.padded_index if padded else self.ops.index
-            state = StepState(self, requests, rows, [ids for _, ids in parsed], grown, put(host))
+            state = StepState(self, requests, rows, known, grown, put(host))
             step = Step(state)
         except BaseException:
             self._manager.shrink(grown)

@@ -175,7 +175,7 @@ class Manager:
         place = self._places[request]
         if ids is None or place.length >= place.stored:
             return
-        expected = list(place.prompt[place.length : place.length + len(ids)])
+        expected = list(place.prompt[place.length : min(place.length + len(ids), place.stored)])
         if list(ids[: len(expected)]) != expected:
             raise RequestError(
                 got=f"other token ids than the prompt of request {request.id}",
@@ -183,6 +183,12 @@ class Manager:
                 allowed=f"the prompt's ids up to token {place.stored}, whose blocks were taken over",
                 hint="Admit a request with the ids that it will be given.",
             )
+
+    def known_ids(self, request: Request, count: int) -> list[int] | None:
+        """Ids of the next ``count`` tokens, if they were given at admission; None where not all of them were."""
+        place = self._places[request]
+        end = place.length + count
+        return None if place.tokens is None or end > len(place.prompt) else list(place.prompt[place.length : end])
 
     def check_whole(self, request: Request, where: str) -> None:
         """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
@@ -255,6 +261,11 @@ class Manager:
         place.blocks = growth.blocks
         if tokens is None and new:
             place.tokens = None
+        elif tokens is not None:
+            expected = place.prompt[start : place.length]
+            if list(tokens[: len(expected)]) != list(expected):
+                # From here on it is another text than the prompt.
+                place.prompt = ()
         if new:
             place.written = dict(place.written)
             for group, done in ({"main": True} if touched is None else touched).items():
@@ -301,11 +312,13 @@ class Manager:
                 allowed=f"{deepest} to {place.length}",
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
+        held, place = place.blocks, place.copy()
         if length == place.length:
-            # Also in the middle of a replay, which goes on.
+            # In the middle of a replay, which goes on, the ids up to ``stored`` are still needed.
+            place.prompt = place.prompt[: max(length, place.stored)]
+            self._places[request] = place
             return []
-        held = place.blocks
-        place = place.copy()
+        place.prompt = place.prompt[:length]
         place.length = length
         place.stored, place.given = min(place.stored, length), min(place.given, length)
         place.written = {group: min(done, length) for group, done in place.written.items()}

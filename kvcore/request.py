@@ -27,7 +27,7 @@ class Place:
         blocks: block numbers in order of history.
         tokens: ids so far, or None once a step gave only a count.
         salt: text that its prefix must share to be found, or None.
-        prompt: ids that the ``stored`` tokens were computed from.
+        prompt: ids given at admission, as far as the request's tokens are those.
         keys: keys of the full blocks of ``tokens``, as far as they were worked out.
         written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
         lost: a step overwrote some of its rows, and they could not be put back.
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Token ids so far, or None if some step gave only a count."""
+        """Token ids so far, or None if some step gave only a number beyond the prompt."""
         place = self._manager.place(self)
         return None if place.tokens is None else tuple(place.tokens[: place.length])
 

@@ -50,8 +50,8 @@ class SharingVerbs(CacheBase):
             raise RequestError(
                 got=f"request {request.id}, token ids unknown",
                 where="checkpoint",
-                allowed="a request whose steps were given token ids",
-                hint="Open steps with {request: ids} rather than counts.",
+                allowed="a request whose ids were given to admit or to its steps",
+                hint="Give the prompt's ids to admit; beyond it, open steps with {request: ids}, not numbers.",
             )
         if max(place.length, place.stored) > place.complete:
             raise RequestError(
@@ -107,8 +107,7 @@ class SharingVerbs(CacheBase):
         """Fill a fresh place from a prefix hit; without room for its last, partial block it starts from nothing."""
         stored = hit.stored if self.plan.blocks else 0
         floor = self._floor(max(hit.length, hit.stored))
-        tokens, prompt = ids[: hit.length], ids[:stored]
-        taken = TakenOver(hit.length, floor, tokens, stored, hit.blocks, prompt, place.salt)
+        taken = TakenOver(hit.length, floor, ids[: hit.length], stored, hit.blocks, ids, place.salt)
         try:
             self._manager.take_over(request, place, taken)
         except OutOfBlocks:

@@ -42,17 +42,19 @@ class Left(NamedTuple):
 
 
 class Model:
-    """Requests by id; ``sealed`` maps a block to the tokens (from the start) that it was published for."""
+    """Requests by id; ``sealed`` maps a block to the tokens (from the start) that it was published for.
+
+    Several may be published for the same tokens while they are held; one of them is kept afterwards.
+    """
 
     def __init__(self, plan: CachePlan, *, publishes: bool) -> None:
         self.slots, self.blocks, self.block_tokens = plan.slots, plan.blocks, plan.spec.block_tokens
         self.ring = min(region.rows for region in plan.regions if region.growth == "slot")
         self.window = max(component.span or 0 for _, _, component in plan.spec.components())
-        self.drafts, self.limit = plan.rollback_tokens, plan.max_tokens
+        self.drafts, self.limit = plan.rollback_tokens, plan.longest
         self.publishes = publishes
         self.live: dict[int, Told] = {}
         self.sealed: dict[int, tuple[int, ...]] = {}
-        self.found: set[tuple[int, ...]] = set()
         self.holders: Counter[int] = Counter()
 
     @property
@@ -71,6 +73,8 @@ class Model:
             self.holders[block] -= 1
             if not self.holders[block]:
                 del self.holders[block]
+                if list(self.sealed.values()).count(self.sealed.get(block, ())) > 1:
+                    del self.sealed[block]
         told.blocks = list(blocks)
 
     def admitted(self, id: int, slot: int) -> None:
@@ -193,18 +197,15 @@ class Model:
     def took(self, blocks: list[int]) -> None:
         """Blocks were given out: what they were published for is gone."""
         for block in blocks:
-            if block in self.sealed:
-                self.found.remove(self.sealed.pop(block))
+            self.sealed.pop(block, None)
 
     def _publish(self, told: Told) -> None:
-        """Seal the blocks that became full; the first block of a history stays the one that is found."""
+        """Seal the blocks that became full."""
         size = self.block_tokens
         full = len(told.tokens) // size if self.publishes else 0
         for column in range(told.published, full):
             history = tuple(told.tokens[: (column + 1) * size])
-            if told.blocks[column] not in self.sealed and history not in self.found:
-                self.sealed[told.blocks[column]] = history
-                self.found.add(history)
+            self.sealed.setdefault(told.blocks[column], history)
         told.published = max(told.published, full)
 
     def _copies(self, told: Told, new: int, leaving: dict[int, list[int]]) -> int:
