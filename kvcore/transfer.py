@@ -98,7 +98,8 @@ def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]
         name = f"{layer}.{role}"
         size, held_bytes = row_bytes(component), len(found.rows.get(name, b""))
         # As many positions as the blob says are made only where it has the rows.
-        fits = held_bytes >= least_kept(component, found.floor, found.length) * size and name in found.digests
+        fits = name in found.rows and name in found.digests
+        fits = fits and held_bytes >= least_kept(component, found.floor, found.length) * size
         positions = kept_positions(component, found.floor, found.length) if fits else ()
         if not fits or held_bytes != len(positions) * size:
             got, allowed = f"component {name} missing or cut", f"the rows of {found.length} tokens, {size} bytes each"

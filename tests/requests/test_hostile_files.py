@@ -118,9 +118,9 @@ def test_the_rows_that_a_rollback_needs_are_those_of_every_length():
 def unchanged_and_soon(cache, seconds=2.0):
     """Whatever happens inside changes nothing and is over soon."""
     before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests
-    began = time.monotonic()
+    began = time.process_time()
     yield
-    assert time.monotonic() - began < seconds
+    assert time.process_time() - began < seconds
     assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests) == before
 
 
