@@ -16,6 +16,7 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import zlib
@@ -244,11 +245,14 @@ def take_manifest(data: bytes, number: int) -> None:
 
 
 @functools.cache
+def _folder() -> Any:
+    # Ends with this process; batches leave by _exit and remove nothing.
+    return tempfile.TemporaryDirectory()
+
+
 def folder() -> Path:
-    """Where exports lie as files; in memory, as a process's own."""
-    path = Path(f"/dev/shm/kvcore-mutate-{os.getpid()}")
-    path.mkdir(exist_ok=True)
-    return path
+    """Where exports lie as files."""
+    return Path(_folder().name)
 
 
 def take_handle(data: bytes, number: int) -> None:

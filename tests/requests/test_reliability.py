@@ -1,12 +1,14 @@
 """The figures' short forms hold, and each of them notices the faults that it is there for, with seed and trace."""
 
+import base64
 import json
+import zlib
 
 import pytest
 
 import kvcore
 from benchmarks import allocator, prefix_traces
-from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, replay, threads
+from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
 from benchmarks.reliability.shrink import shrink
 from kvcore import snapshot
 from kvcore.blocks import BlockAllocator
@@ -255,3 +257,54 @@ def test_a_checkpoint_of_flash_weighs_its_windows_and_its_last_csa_rows():
     spec = kvcore.spec.presets.deepseek_v4_flash(draft=False)
     assert prefix_traces.checkpoint_bytes(spec, 8192) == 3_214_336 + 2 * 430_080
     assert HostRows(prefix_traces.Weight(5), []).rows.nbytes == 5
+
+
+@pytest.mark.parametrize("kinds", [mutate.MAIN, "handle,file"])
+def test_r10_what_comes_from_elsewhere_is_taken_or_refused_by_type(kinds):
+    names = kinds.split(",")
+    record = command.work(mutate.FIGURE, len(names) * mutate.SEED_INPUTS, first_seed=0, kinds=kinds)
+    assert record["divergences"] == 0, record["failures"]
+    counts = record["counts"]
+    assert counts["kinds"] == dict.fromkeys(names, mutate.SEED_INPUTS)
+    # Most are refused; some were changed where nothing depends on it.
+    for name in names:
+        happened = counts["happened"][name]
+        assert sum(happened.values()) == mutate.SEED_INPUTS
+        assert 0 < happened["taken"] < mutate.SEED_INPUTS // 2
+
+
+def sleepless(*_):
+    """As if positions were made before it is known whether there are rows for them."""
+    while True:
+        pass
+
+
+def greedy(*_):
+    """Room for what is declared."""
+    return bytearray(1 << 40)
+
+
+def careless(*_):
+    """Anything fits together."""
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "said"),
+    [
+        pytest.param("kvcore.transfer.is_coherent", careless, "blob", id="no look at the numbers"),
+        pytest.param("kvcore.transfer.least_kept", sleepless, "TooLong", id="no end"),
+        pytest.param("kvcore.transfer.least_kept", greedy, "MemoryError", id="no bound"),
+    ],
+)
+def test_r10_notices_a_fault_and_keeps_the_input(monkeypatch, capsys, name, fault, said):
+    monkeypatch.setattr(name, fault)
+    monkeypatch.setattr(mutate, "SECONDS", 0.05)
+    record = command.work(mutate.FIGURE, 2 * mutate.SEED_INPUTS, kinds="blob")
+    assert record["divergences"] == len(record["failures"]) > 0
+    failure = record["failures"][0]
+    assert said in failure["error"]
+    assert f"seed {failure['seed']}: {failure['error']}" in capsys.readouterr().out
+    number = int(failure["error"].split(":")[0].split()[1])
+    packed = next(line for line in failure["trace"] if line.startswith("input, zlib: ")).removeprefix("input, zlib: ")
+    assert zlib.decompress(base64.b64decode(packed)) == mutate.mutated("blob", failure["seed"], number)[1]
