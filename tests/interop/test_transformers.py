@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 import kvcore
 from kvcore import to_numpy
-from kvcore.errors import OutOfBlocks, RequestError, RollbackError, SpecError
+from kvcore.errors import OutOfBlocks, RequestError, RollbackError, SpecError, StepError
 from kvcore.interop.transformers import KVCache, cache_spec
 
 BACKENDS = ["torch_triton", "reference"]
@@ -173,6 +173,9 @@ def test_failed_forward_leaves_no_trace(make, fault):
         logits(model, ids[:1] if not start else ids, [7], ours)
     hook.remove()
     assert ours.get_seq_length() == start
+    with pytest.raises(StepError, match=r"abort\(\)"):
+        logits(model, ids, [3], ours)
+    ours.abort()
     cuts = [13, 1, 1]
     expected = logits(model, ids[:, start:], cuts, plain)
     assert torch.equal(expected, logits(model, ids[:, start:], cuts, ours))
@@ -183,10 +186,9 @@ def test_too_many_tokens_are_refused_and_change_nothing():
     model, ids = models.llama(), models.token_ids(2, 30)
     ours = KVCache(model, batch=2, max_length=10)
     logits(model, ids, [10], ours)
-    room = ours.kv.plan.max_tokens
     before = ours.kv.digest()
-    with pytest.raises(OutOfBlocks):
-        logits(model, models.token_ids(2, room), [room], ours)
+    with pytest.raises(OutOfBlocks, match=r"got 11 tokens in a row; allowed: 10 \(max_length\)"):
+        logits(model, ids, [1], ours)
     assert (ours.get_seq_length(), ours.kv.digest()) == (10, before)
 
 

@@ -1,38 +1,51 @@
 """``KVCache``: a kvcore cache that a ``transformers`` model takes as ``cache=``.
 
 One forward of the model is one kvcore step over all rows of the batch. The step opens at the first layer's update and
-commits when the last layer has what it needs. A forward that fails in between leaves the cache as it was: at once if
-the cache itself refused, else when the next forward (or crop, reset, reorder) begins. Until the commit
+commits when the last layer has what it needs: when all layers have stored the forward's tokens. Until then
 ``get_seq_length`` answers with the length before the forward, which is what masks and positions are made from.
+
+A forward that the cache refuses is undone at once. One that fails elsewhere in the model leaves its step open, just as
+one does in which some layer does not store anything, and the cache cannot tell which it was. So it does not guess: what
+comes next is refused, and ``abort`` (or ``reset``) says that the forward failed and is to be undone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from transformers import Cache
 
-from kvcore import Request, create_cache, to_numpy
-from kvcore.errors import RequestError, SpecError, StepError
-from kvcore.interop.transformers.layers import ClassicLayer, CompressedLayer, LatentLayer, Layer, MlaLayer, StaticLayer
-from kvcore.interop.transformers.spec import cache_spec
+from kvcore import Request, load, to_numpy
+from kvcore.counts import as_integer
+from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
+from kvcore.interop.transformers import rows as wanted
+from kvcore.interop.transformers.kinds import layer_of
+from kvcore.interop.transformers.layers import Layer
+from kvcore.interop.transformers.settings import Settings, settings_of
+from kvcore.interop.transformers.spec import Formats
 from kvcore.interop.transformers.static import CACHES, NUMBERS
 from kvcore.interop.transformers.tensors import ACCEPTED, to_torch, uses_torch
-
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from kvcore.spec import CacheSpec
 
 
 class KVCache(Cache):
     """A preallocated, quantised, portable cache for one model and one batch at a time.
 
+    ``copy.deepcopy`` makes an independent cache with the same rows, for several questions about one prompt.
+
     Attributes:
         kv: the kvcore cache: its spec, plan, pools, digest, save and export.
         requests: one kvcore request for every row of the batch; empty before the first forward.
         rows: most rows of a batch.
-        max_length: tokens that every row can hold.
+        max_length: tokens that every row can hold; a forward that brings more is refused before it stores any.
+        dtype: the model's, of what is handed out.
+        layers: what the model calls, one for every layer of the spec.
     """
+
+    layers: list[Layer]
 
     def __init__(
         self,
@@ -41,7 +54,7 @@ class KVCache(Cache):
         batch: int,
         max_length: int,
         beams: int = 1,
-        formats: str | Mapping[str, str] | None = None,
+        formats: Formats | None = None,
         backend: str = "torch_triton",
         device: str | None = None,
         block_tokens: int | None = None,
@@ -50,73 +63,81 @@ class KVCache(Cache):
         storage: Literal["paged", "slot"] | None = None,
         lend: bool = True,
         check: bool = False,
+        spec: CacheSpec | None = None,
     ) -> None:
         """Plan and allocate.
 
         Args:
             model: a causal language model; its configuration, dtype and (for DeepSeek-V4) positional biases are read.
             batch: most sequences of a batch.
-            max_length: most tokens of a sequence, padding and generated ones included.
+            max_length: most tokens of a sequence, padding, generated ones and drafts under way included.
             beams: rows of a sequence: ``num_beams`` of ``generate``. Above 1, every row gets a spare block, since beams
                 that share a half-filled block copy it before they write.
-            formats: see ``cache_spec``; the model's own dtype unless given.
+            formats: by role, by layer or by both, see ``cache_spec``; the model's own dtype unless given.
             backend: any kvcore backend; where its arrays are not torch tensors, rows travel through the host.
             device: where the pools live; the model's device unless given.
             block_tokens: tokens of one block; rows are planned in whole blocks.
             max_draft_tokens: tokens that ``crop`` can undo in layers that overwrite old rows.
             static: shapes that do not depend on the number of tokens, so that ``torch.compile`` compiles a decode step
-                once; classic layers only. ``generate`` then makes masks outside of compiled code.
+                once; classic layers and latent attention without an indexer. ``generate`` then makes masks outside of
+                compiled code.
             storage: ``paged``: rows of full attention lie in blocks, which beams and forks share; ``slot``: every row
                 of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
                 Unless given, classic models without beams have slots for full attention, and rings for sliding layers,
-                which then take no more than their window: twice on the CPU in a format that is lent, else once.
+                which then take no more than their window, nor than ``max_length``: twice on the CPU in a format that
+                is lent, else once.
             lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
                 rings, in the model's own format. It holds what it held until the next forward, which may overwrite a
                 ring's oldest rows. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
+            spec: of a model that ``cache_spec`` does not know, or to say more than ``formats`` and ``storage`` can. It
+                is held against the model's configuration; heads and dims against the first keys and values.
 
         Raises:
-            SpecError: the model or a format is not supported. BackendError: the backend cannot run here.
+            SpecError: the model, a format, a size or the spec is not supported. BackendError: the backend cannot run
+            here.
         """
-        if model.dtype not in DTYPES:
-            raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
-        options: dict[str, Any] = {"default": DTYPES[model.dtype], "block_tokens": block_tokens}
-        spec = cache_spec(model.config, formats, **options)
-        classic = all(layer.kv is not None for layer in spec.layers)
-        if storage == "slot" or (storage is None and classic and beams == 1):
-            spec = cache_spec(model.config, formats, **options, storage="slot", rings=storage is None or static)
-        rows = batch * beams
-        blocks = -(-max_length // spec.block_tokens) + (beams > 1)
-        paged = any(component.growth == "block" for _, _, component in spec.components())
-        place = device or str(model.device)
-        self.kv = create_cache(
-            spec,
-            backend=backend,
-            device=place,
-            max_requests=rows,
-            # Blocks are planned for all rows together, contiguous rows for each slot.
-            max_tokens=blocks * spec.block_tokens * (rows if paged else 1),
-            max_draft_tokens=max_draft_tokens,
-            # A head's rows side by side are what attention on a CPU reads.
-            layout="by_head" if backend == "torch_triton" and place == "cpu" and classic else "auto",
-            check=check,
+        self._set_up(
+            settings_of(
+                model,
+                batch=batch,
+                max_length=max_length,
+                beams=beams,
+                formats=formats,
+                backend=backend,
+                device=device,
+                block_tokens=block_tokens,
+                max_draft_tokens=max_draft_tokens,
+                static=static,
+                storage=storage,
+                lend=lend,
+                check=check,
+                spec=spec,
+            )
         )
+
+    def _set_up(self, settings: Settings) -> None:
+        """Allocate, empty."""
+        self._settings = settings
+        self.kv = settings.new_cache()
         self.requests: list[Request] = []
-        self.rows = rows
-        self.max_length = max_length
-        rings = any(component.span is not None for _, _, component in spec.components())
-        self.static = static
-        self.lend = lend
+        self.rows = settings.rows
+        self.max_length = settings.max_length
+        self.static = settings.static
+        self.lend = settings.lend
+        self.dtype = settings.of.dtype
+        spans = [component.span for _, _, component in settings.spec.components()]
+        overwritten = any(span is not None and span < settings.max_length for span in spans)
+        self.can_undo = settings.max_draft_tokens > 0 or not overwritten
         self.number = next(NUMBERS)
         CACHES[self.number] = self
-        self.can_undo = max_draft_tokens > 0 or not rings
-        self._device = model.device
+        self._device = settings.device
         self._torch_pools = uses_torch(self.kv)
         self._step: Any = None
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
-        super().__init__(layers=[self._layer(model, number) for number in range(len(spec.layers))])
+        super().__init__(layers=[layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))])
 
     @property
     def length(self) -> int:
@@ -127,6 +148,31 @@ class KVCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all pools."""
         return self.kv.nbytes
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, or -1 before the first forward."""
+        return len(self.requests) or -1
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most rows of a batch: batch × beams."""
+        return self.rows
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether rows are stored: from the first forward until ``reset``."""
+        return all(layer.is_initialized for layer in self.layers)
+
+    def holds(self, layer: int) -> bool:
+        """Whether a layer has rows, those of a forward under way counted."""
+        return self.length > 0 or layer in self._begun
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """For every layer copies of its keys and values, and its window, each None where there is none."""
+        for layer in self.layers:
+            keys, values = layer.stored() or (None, None)
+            yield keys, values, None if layer.window is None else torch.tensor(layer.window)
 
     @contextmanager
     def forward(self, layer: int, states: torch.Tensor) -> Iterator[Any]:
@@ -142,10 +188,10 @@ class KVCache(Cache):
         """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
         batch, _, new, _ = states.shape
         shape = (batch, new)
-        if layer in self._begun:
-            self.abort()  # the forward that this layer began before never reached its end
         if self._step is None:
             self._step = self._open(*shape)
+        elif layer in self._begun:
+            self._refuse(f"layer {layer} again")
         if shape != self._shape:
             wanted = list(self._shape)
             self.abort()
@@ -178,42 +224,142 @@ class KVCache(Cache):
             step.commit()
 
     def abort(self) -> None:
-        """Undo a forward that did not reach its end; nothing happens if there is none."""
+        """Undo a forward that did not reach its end; nothing happens if there is none.
+
+        So it can be run again after an error in the model. ``reset`` undoes it as well.
+        """
         if self._step is not None:
             self._forget_step().abort()
+        if not self.length:
+            self._release()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of every row; 0 removes none.
+        """Remove the last ``-tokens_to_remove`` tokens of every row; 0 removes none, more than there are all of them.
 
         Raises:
             RollbackError: a layer has overwritten rows that would be needed; nothing is removed.
+            ShapeError: not a negative integer or 0. StepError: a forward is open.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the negative number of tokens to remove, got {tokens_to_remove}")
-        self.abort()
-        target = self.length + tokens_to_remove
-        for request in self.requests if tokens_to_remove else ():
+        removed = as_integer(tokens_to_remove)
+        if removed is None or removed > 0:
+            raise ShapeError(
+                got=tokens_to_remove, where="crop", allowed="the tokens to remove as a negative integer, or 0"
+            )
+        self._check_closed("crop")
+        target = max(self.length + removed, 0)
+        for request in self.requests if removed else ():
             self.kv.truncate(request, target)
+        if not target:
+            self._release()
 
     def reset(self) -> None:
         """Forget every row; the next forward starts a new batch."""
         self.abort()
-        for request in self.requests:
-            self.kv.release(request)
-        self.requests = []
+        self._release()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i what row ``beam_idx[i]`` was; a row that is wanted twice is forked."""
-        self._select(beam_idx.tolist())
+        """Make row i what row ``beam_idx[i]`` was; a row that is wanted twice is forked.
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows named by number or by a mask."""
-        numbers = torch.arange(len(self.requests), device=indices.device)[indices]
-        self._select(numbers.tolist())
+        Raises:
+            RequestError: a number of no row, or more rows than were planned. StepError: a forward is open.
+        """
+        self._check_closed("reorder_cache")
+        if self.requests:
+            self._select(wanted.in_order(beam_idx, len(self.requests)))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows that ``tensor[indices, ...]`` gives: of a tensor, list or tuple of numbers, or a mask.
+
+        Raises:
+            RequestError: no rows, or more than were planned. StepError: a forward is open.
+        """
+        self._check_closed("batch_select_indices")
+        if self.requests:
+            self._select(wanted.indexed(indices, len(self.requests)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        self._select([row for row in range(len(self.requests)) for _ in range(repeats)])
+        """Repeat every row ``repeats`` times.
+
+        Raises:
+            RequestError: more rows than were planned. StepError: a forward is open.
+        """
+        self._check_closed("batch_repeat_interleave")
+        if self.requests:
+            self._select(wanted.repeated(repeats, len(self.requests)))
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refused: see ``prefetch``."""
+        del only_non_sliding
+        self._refuse_to_move("offload", layer_idx)
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refused: pools are allocated once, on one device, and do not move.
+
+        Raises:
+            BackendError: always.
+        """
+        del only_non_sliding
+        self._refuse_to_move("prefetch", layer_idx)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all rows to a verified snapshot, which ``load`` reads; see ``kvcore.Cache.save``.
+
+        Raises:
+            StepError: a forward is open. OSError, BackendError: as for ``kvcore.Cache.save``.
+        """
+        self._check_closed("save")
+        self.kv.save(path, self.requests)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Take in the rows that a cache of the same spec saved, on any backend; this cache must be empty.
+
+        Masks, padding and token ids are the caller's to keep.
+
+        Raises:
+            SnapshotError: damaged, of another spec, or rows of several lengths. RequestError: this cache holds rows, or
+            is too small. StepError: a forward is open. Nothing is changed by any of them.
+        """
+        self._check_closed("load")
+        if self.length:
+            raise RequestError(
+                got=f"{self.length} tokens", where="KVCache.load", allowed="an empty cache", hint="reset() first."
+            )
+        saved = load(path, backend="reference")
+        lengths = sorted({request.length for request in saved.requests})
+        if len(lengths) > 1:
+            raise SnapshotError(got=f"rows of {lengths} tokens", where=f"snapshot {path}", allowed="rows of one length")
+        if len(saved.requests) > self.rows or lengths > [self.max_length]:
+            raise RequestError(
+                got=f"{len(saved.requests)} rows of {lengths[0]} tokens",
+                where=f"snapshot {path}",
+                allowed=f"at most {self.rows} rows (batch × beams) of {self.max_length} tokens (max_length)",
+            )
+        self._take_in(saved.export_request(request) for request in saved.requests)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """A cache of its own with the same rows, settings and room.
+
+        Raises:
+            StepError: a forward is open.
+        """
+        self._check_closed("copy.deepcopy")
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied._set_up(self._settings)
+        copied._take_in(self.kv.export_request(request) for request in self.requests)
+        return copied
+
+    def __copy__(self) -> NoReturn:
+        """Refused: two caches cannot share their rows' lengths."""
+        raise SnapshotError(got="copy.copy of a KVCache", where="KVCache", allowed="copy.deepcopy(cache)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: a cache is as large as its pools, and belongs to a device."""
+        raise SnapshotError(
+            got="pickle of a KVCache",
+            where="KVCache",
+            allowed="cache.save(path), and load(path) of a KVCache made for the same model",
+            hint="copy.deepcopy(cache) copies it in this process.",
+        )
 
     def give(self, tensor: torch.Tensor) -> Any:
         """A float tensor of the model as an array of the backend: fp32 and bf16 as they are, other dtypes as fp32."""
@@ -239,33 +385,35 @@ class KVCache(Cache):
     def __repr__(self) -> str:
         return f"KVCache({len(self.requests)} of {self.rows} rows, {self.length} tokens each, {self.kv!r})"
 
-    def _layer(self, model: Any, number: int) -> Layer:
-        spec = self.kv.spec.layers[number]
-        if spec.kv is not None:
-            return (StaticLayer if self.static else ClassicLayer)(self, number, spec.kv)
-        if self.static:
-            raise SpecError(got="static=True", where=self.kv.spec.path(number), allowed="classic layers with it")
-        if spec.entries is not None and spec.window is None:
-            return MlaLayer(self, number, spec)
-        if spec.window is None:
-            roles = ", ".join(role for role, _ in spec.components())
-            raise SpecError(
-                got=roles, where=self.kv.spec.path(number), allowed="kv, or a window with or without a tail"
-            )
-        if spec.tail is None:
-            return LatentLayer(self, number, spec.window)
-        return CompressedLayer(self, number, spec, model.get_decoder().layers[number].self_attn.compressor)
+    @contextmanager
+    def reading(self, layer: int) -> Iterator[Any]:
+        """A handle to read a layer with: of the forward under way, else of a step without tokens."""
+        if self._step is not None:
+            yield self._step.layer(layer)
+            return
+        step = self.kv.step(dict.fromkeys(self.requests, 0))
+        try:
+            yield step.layer(layer)
+        finally:
+            step.abort()
 
     def _open(self, batch: int, new: int) -> Any:
         """Open a step of ``new`` tokens for every row; the first one admits the rows."""
-        if self.length == 0:
-            self.reset()  # rows of a first forward that failed
+        if self.length + new > self.max_length:
+            raise OutOfBlocks(
+                got=f"{self.length + new} tokens in a row",
+                where="KVCache",
+                allowed=f"{self.max_length} (max_length)",
+                hint="Create the cache with a larger max_length.",
+            )
+        if batch > self.rows:
+            raise RequestError(got=f"{batch} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
+        if not self.length:
+            self._release()  # those of a forward without tokens
         if self.requests and batch != len(self.requests):
             raise RequestError(
                 got=f"{batch} rows", where="KVCache", allowed=f"{len(self.requests)}, as before", hint="reset() first."
             )
-        if batch > self.rows:
-            raise RequestError(got=f"{batch} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
         if not self.requests:
             self.requests = [self.kv.admit() for _ in range(batch)]
         self._shape = (batch, new)
@@ -276,19 +424,53 @@ class KVCache(Cache):
         self._begun, self._finished = set(), set()
         return step
 
-    def _select(self, rows: Iterable[int]) -> None:
-        rows = list(rows)
-        if not self.requests:
-            return
+    def _release(self) -> None:
+        for request in self.requests:
+            self.kv.release(request)
+        self.requests = []
+
+    def _check_closed(self, verb: str) -> None:
+        """Refuse to change or copy rows that a forward may or may not have added to."""
+        if self._step is not None:
+            self._refuse(verb)
+
+    def _refuse(self, what: str) -> NoReturn:
+        missing = sorted(set(range(len(self.layers))) - self._finished)
+        raise StepError(
+            got=f"{what} while a forward is open: layers {missing} have not stored its {self._shape[1]} tokens",
+            where="KVCache",
+            allowed="every layer's update once a forward, then the next",
+            hint="If it failed, call abort() and run it again. If the model leaves layers out, lower num_hidden_layers "
+            "of its configuration, or give a spec of the layers that it has (spec=).",
+        )
+
+    def _refuse_to_move(self, verb: str, layer: int) -> NoReturn:
+        raise BackendError(
+            got=f"{verb} of layer {layer}",
+            where="KVCache",
+            allowed=f"pools where they were planned: {self._settings.place}",
+            hint='device="cpu" keeps all rows on the host; smaller formats make them fit.',
+        )
+
+    def _take_in(self, blobs: Iterable[bytes]) -> None:
+        """Admit exported rows; all or none."""
+        try:
+            for blob in blobs:
+                self.requests.append(self.kv.import_request(blob))
+        except BaseException:
+            self._release()
+            raise
+
+    def _select(self, rows: list[int]) -> None:
         if len(rows) > self.rows:
             raise RequestError(got=f"{len(rows)} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
-        self.abort()
+        kept = set(rows)
         # Rows that nobody wants are released first, so that forks never need more slots than the batch has.
         for number, request in enumerate(self.requests):
-            if number not in rows:
+            if number not in kept:
                 self.kv.release(request)
         placed: set[int] = set()
-        chosen = []
+        chosen: list[Request] = []
         for number in rows:
             request = self.requests[number]
             chosen.append(self.kv.fork(request) if number in placed else request)

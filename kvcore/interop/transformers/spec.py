@@ -5,7 +5,7 @@ values that the model's own cache would hold.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -15,10 +15,18 @@ from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec, from_hf_config
 KEYS = {role: (role,) for role in ("window", "entries", "index_keys")} | {"kv": ("key", "value")}
 """Role -> what ``formats`` may name in it. Tails are always fp32."""
 
+Formats = str | Mapping[str, str | Mapping[str, str]]
+"""One format for everything, or by name: of a role, or of a layer, ``"layers[0]"``, one format or several by role."""
+
+
+def decoder_of(config: Any) -> Any:
+    """The part of a configuration that describes the text decoder."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
 
 def cache_spec(
     config: Any,
-    formats: str | Mapping[str, str] | None = None,
+    formats: Formats | None = None,
     *,
     default: str = "bf16",
     block_tokens: int | None = None,
@@ -29,7 +37,9 @@ def cache_spec(
 
     Args:
         config: the model's configuration; a multimodal one's text decoder counts.
-        formats: one format for everything, or by name: ``window``, ``entries``, ``index_keys``, ``key``, ``value``.
+        formats: one format for everything, or by role: ``window``, ``entries``, ``index_keys``, ``key``, ``value``; or
+            by layer, which goes before roles: ``{"key": "int8_row", "layers[0]": "bf16"}``, or by both:
+            ``{"layers[0]": {"value": "bf16"}}``.
         default: format of whatever ``formats`` leaves out.
         block_tokens: as for ``from_hf_config``.
         storage: of classic layers that keep every position.
@@ -38,17 +48,64 @@ def cache_spec(
     Raises:
         SpecError: the model type or a format is not supported, or ``formats`` names what the model does not have.
     """
-    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    spec = from_hf_config(decoder, block_tokens=block_tokens)
-    named = {key for layer in spec.layers for role, _ in layer.components() for key in KEYS.get(role, ())}
-    chosen = dict.fromkeys(named, formats) if isinstance(formats, str) else dict(formats or {})
-    for key in chosen:
-        if key not in named:
-            raise SpecError(got=key, where="formats", allowed=", ".join(sorted(named)))
-    choose = {**dict.fromkeys(named, default), **chosen}
-    layers = tuple(_adapted(layer, choose, storage, rings) for layer in spec.layers)
+    spec = from_hf_config(decoder_of(config), block_tokens=block_tokens)
+    chosen = _chosen(spec, formats, default)
+    layers = tuple(_adapted(layer, choose, storage, rings) for layer, choose in zip(spec.layers, chosen, strict=True))
     # The models of transformers do not run draft layers.
     return msgspec.structs.replace(spec, layers=layers, draft_layers=())
+
+
+def _chosen(spec: CacheSpec, formats: Formats | None, default: str) -> list[dict[str, str]]:
+    """The formats of every layer, by name."""
+    named = [{key for role in layer.roles for key in KEYS.get(role, ())} for layer in spec.layers]
+    chosen = [dict.fromkeys(names, default) for names in named]
+    if formats is None:
+        return chosen
+    if not isinstance(formats, (str, Mapping)):
+        raise SpecError(
+            got=formats,
+            where="formats",
+            allowed="a format's name, or names by role or by layer",
+            hint='For example {"key": "int8_row", "layers[0]": "bf16"}.',
+        )
+    by_role = formats if isinstance(formats, str) else {key: at for key, at in formats.items() if key not in _of(spec)}
+    for names, choose in zip(named, chosen, strict=True):
+        choose.update(_by_name(by_role, names, set().union(*named), "formats", layers=len(named)))
+    for place, at in () if isinstance(formats, str) else formats.items():
+        number = _of(spec).get(place)
+        if number is not None:
+            chosen[number].update(_by_name(at, named[number], named[number], f"formats[{place!r}]"))
+    return chosen
+
+
+def _of(spec: CacheSpec) -> dict[str, int]:
+    """What ``formats`` calls the layers -> their numbers."""
+    return {spec.path(number): number for number in range(len(spec.layers))}
+
+
+def _by_name(given: object, names: set[str], known: set[str], where: str, *, layers: int = 0) -> dict[str, str]:
+    """What a format, or a mapping of names to formats, says of those of ``known`` that a layer has: ``names``."""
+    allowed = ", ".join(sorted(known)) + (f", layers[0] to layers[{layers - 1}]" if layers else "")
+    if isinstance(given, str):
+        return dict.fromkeys(names, _checked(given, where))
+    if not isinstance(given, Mapping):
+        raise SpecError(got=given, where=where, allowed=f"a format's name, or a mapping of {allowed}")
+    by_name = cast("Mapping[object, object]", given)
+    for key in by_name:
+        if key not in known:
+            raise SpecError(got=key, where=where, allowed=allowed)
+    return {str(key): _checked(form, f"{where}[{key!r}]") for key, form in by_name.items() if key in names}
+
+
+def _checked(form: object, where: str) -> str:
+    """A format's name, known."""
+    if not isinstance(form, str):
+        raise SpecError(got=form, where=where, allowed="a format's name")
+    try:
+        FORMATS[form]
+    except SpecError as error:
+        raise SpecError(got=form, where=where, allowed=error.allowed, hint=error.hint) from None
+    return form
 
 
 def _adapted(layer: LayerSpec, choose: Mapping[str, str], storage: str, rings: bool) -> LayerSpec:

@@ -35,3 +35,8 @@ def _(
     return keys.new_empty(*keys.shape[:2], columns, keys.shape[3]), values.new_empty(
         *values.shape[:2], columns, values.shape[3]
     )
+
+
+def padded(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """[B, heads, n, dim] with zeros after its n rows, up to ``columns``."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, columns - rows.shape[2]))

@@ -7,8 +7,24 @@ import numpy as np
 import torch
 
 from kvcore import Cache, to_numpy
+from kvcore.errors import StepError
 
 ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
+
+
+def check_inference(*states: torch.Tensor) -> None:
+    """Refuse states through which gradients should flow: what comes back from a cache has none.
+
+    Raises:
+        StepError: gradients are recorded, and states require them.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+        raise StepError(
+            got="states that require gradients",
+            where="KVCache",
+            allowed="inference: no gradient flows through the cache",
+            hint="Run the model under torch.no_grad(); to train, use the model's own cache or none.",
+        )
 
 
 def by_token(states: torch.Tensor) -> torch.Tensor:

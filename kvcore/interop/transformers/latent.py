@@ -1,0 +1,199 @@
+"""Layers whose keys and values are one row a token: latent attention, and DeepSeek-V4's windows and entries."""
+# ruff: noqa: ARG002 - the signatures are those that models call
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcore.interop.transformers.layers import Layer, Pair
+from kvcore.interop.transformers.static import padded, stored_keys_and_values
+from kvcore.interop.transformers.tensors import check_inference, to_torch
+from kvcore.spec import Entries, LayerSpec, Tail, Window
+
+if TYPE_CHECKING:
+    from kvcore.interop.transformers.cache import KVCache
+
+
+class MlaLayer(Layer):
+    """Latent attention: one row a token for all heads, the compressed latent and the rotary key side by side.
+
+    With an indexer (V3.2) the model asks for its keys after ``update``, and the forward's part ends there.
+    """
+
+    component: Entries
+
+    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, rank: int | None) -> None:
+        assert spec.entries is not None
+        super().__init__(owner, number, spec.entries)
+        self._has_indexer = spec.index_keys is not None
+        self._rank = rank
+        self._rows: Any = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latents [B, 1, S, rank] and rotary keys [B, 1, S, rotary dim]; return all of both."""
+        check_inference(key_states, value_states)
+        owner, rank = self.owner, key_states.shape[-1]
+        with owner.forward(self.number, key_states) as handle:
+            self._rows = owner.give(torch.cat([key_states, value_states], dim=-1).flatten(0, 2))
+            handle.store_entries(self._rows)
+            found = owner.take(handle.gather_all_entries().values, key_states.dtype).unsqueeze(1)
+            self._rank = rank
+            if not self._has_indexer:
+                owner.finish(self.number)
+        return found[..., :rank], found[..., rank:]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store the indexer's keys [B, S, dim]; return all of them [B, n, dim]."""
+        check_inference(indexer_key_states)
+        owner = self.owner
+        with owner.forward_part(self.number) as handle:
+            handle.store_entries(self._rows, owner.give(indexer_key_states.flatten(0, 1)))
+            keys = owner.take(handle.gather_all_index_keys().values, indexer_key_states.dtype)
+            owner.finish(self.number)
+        return keys
+
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """A copy of the indexer's keys that are stored, [B, n, dim]; None if there are none."""
+        if not self._has_indexer or not self.is_initialized:
+            return None
+        with self.owner.reading(self.number) as handle:
+            return self.owner.take(handle.gather_all_index_keys().values, self.owner.dtype)
+
+    def _read(self, handle: Any) -> Pair:
+        rows = self._last(self.owner.take(handle.gather_all_entries().values, self.owner.dtype).unsqueeze(1))
+        return rows[..., : self._rank], rows[..., self._rank :]
+
+
+class StaticMlaLayer(MlaLayer):
+    """The same with ``max_length`` rows whatever there is, zeros after the last, for ``torch.compile``."""
+
+    is_compileable = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latents and rotary keys; return ``max_length`` rows of both [B, 1, max_length, dim]."""
+        check_inference(key_states, value_states)
+        owner = self.owner
+        return stored_keys_and_values(key_states, value_states, owner.number, self.number, owner.max_length)
+
+    def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
+        """What ``update`` does once compiled code runs."""
+        keys, values = super().update(key_states, value_states)
+        return padded(keys, columns), padded(values, columns)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(rows that ``update`` will return, position of the first)."""
+        return self.owner.max_length, 0
+
+    def _last(self, rows: torch.Tensor) -> torch.Tensor:
+        return padded(rows, self.owner.max_length)
+
+
+class LatentLayer(Layer):
+    """A window of latent rows that serve as key and value: DeepSeek-V4's sliding layers."""
+
+    component: Window
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice."""
+        check_inference(key_states)
+        with self.owner.forward(self.number, key_states) as handle:
+            rows = self._append(handle, key_states)
+            self.owner.finish(self.number)
+        return rows, rows
+
+    def _append(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
+        owner, (batch, _, new, _) = self.owner, latents.shape
+        held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
+        first = self._visible(new).start - (owner.length - held)
+        before = owner.take(handle.gather_window().values[:, first:held], latents.dtype)
+        rows = owner.give(latents.flatten(0, 2))
+        handle.append_window(rows)
+        ops, form = owner.kv.ops, self.component.parts[0].format
+        stored = owner.take(ops.decode(form, ops.encode(form, rows)), latents.dtype)
+        return torch.cat([before, stored.unflatten(0, (batch, new))], dim=1).unsqueeze(1)
+
+    def _read(self, handle: Any) -> Pair:
+        found = handle.gather_window()
+        held = int((to_torch(found.positions[0], device=torch.device("cpu")) >= 0).sum())
+        rows = self._last(self.owner.take(found.values, self.owner.dtype)[:, :held].unsqueeze(1))
+        return rows, rows
+
+
+class CompressedLayer(LatentLayer):
+    """A window, compressed entries and, with an indexer, its keys: DeepSeek-V4's CSA and HCA layers.
+
+    The model compresses and rotates: it asks for the tokens of the windows that close (``store_compression_weights``),
+    for the window before them (``update_overlap_state``), and hands over finished entries
+    (``update_compressor_states``). Tokens wait in the tails, whose score holds the positional bias as everywhere in
+    kvcore; the model adds the bias itself, so it is taken off again on the way out. In fp32 that may move a waiting
+    token's score by one rounding.
+    """
+
+    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, biases: dict[str, torch.Tensor]) -> None:
+        assert spec.window is not None
+        assert spec.tail is not None
+        super().__init__(owner, number, spec.window)
+        # transformers' names for the two compressors -> role, component and [ratio, width] bias of its tail.
+        self.tails: dict[str, tuple[str, Tail, torch.Tensor]] = {
+            "compressor": ("tail", spec.tail, biases["compressor"])
+        }
+        if spec.index_tail is not None:
+            self.tails["indexer"] = ("index_tail", spec.index_tail, biases["indexer"])
+        self._carry: dict[str, tuple[torch.Tensor, torch.Tensor] | tuple[None, None]] = {}
+        self._entries: Any = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice. The compressor follows."""
+        check_inference(key_states)
+        with self.owner.forward(self.number, key_states) as handle:
+            rows = self._append(handle, key_states)
+        return rows, rows
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Add new projections [B, S, width]; return those of the windows that close, and the first one's position."""
+        check_inference(kv, gate)
+        role, tail, bias = self.tails[name]
+        start, ratio = self.owner.length, tail.ratio
+        with self.owner.forward_part(self.number) as handle:
+            raw = self.owner.take(handle.gather_rows(role).rows)
+            live = raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
+            old_kv, old_score = live.split(tail.width, dim=-1)
+            positions = torch.arange(start, start + kv.shape[1], device=kv.device)
+            score = gate.float() + bias[positions % ratio]
+            append = handle.append_tail if role == "tail" else handle.append_index_tail
+            append(self.owner.give(kv.float().flatten(0, 1)), self.owner.give(score.flatten(0, 1)))
+        waiting = start % ratio
+        carried = live.shape[1] - waiting
+        self._carry[name] = (
+            (old_kv[:, :carried, : tail.dim], old_score[:, :carried, : tail.dim]) if carried else (None, None)
+        )
+        kv = torch.cat([old_kv[:, carried:].to(kv.dtype), kv], dim=1)
+        gate = torch.cat([(old_score[:, carried:] - bias[:waiting]).to(gate.dtype), gate], dim=1)
+        usable = kv.shape[1] // ratio * ratio
+        return kv[:, :usable], gate[:, :usable], start - waiting
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """What the window before the closing ones adds to the first: kv and biased score [B, ratio, dim], or Nones."""
+        return self._carry[name]
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Store finished entries (or index keys) [B, closed, dim]; return all of them [B, n, dim]."""
+        check_inference(compressed)
+        rows = self.owner.give(compressed.flatten(0, 1))
+        with self.owner.forward_part(self.number) as handle:
+            if name == "compressor":
+                self._entries = rows
+                handle.store_entries(rows)
+                gathered = handle.gather_all_entries()
+            else:
+                handle.store_entries(self._entries, rows)
+                gathered = handle.gather_all_index_keys()
+            values = self.owner.take(gathered.values, compressed.dtype)
+            if name == next(reversed(self.tails)):
+                self.owner.finish(self.number)
+        return values

@@ -1,0 +1,126 @@
+"""What a cache is made with: the plan's figures and what its layers need of the model, so that a copy is made alike."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from kvcore import Cache, create_cache
+from kvcore.counts import check_count
+from kvcore.errors import SpecError
+from kvcore.interop.transformers.given import check_given
+from kvcore.interop.transformers.kinds import OfModel, of_model
+from kvcore.interop.transformers.spec import Formats, cache_spec
+from kvcore.spec import CacheSpec
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Settings(NamedTuple):
+    """Arguments of ``KVCache``, checked and filled in; see there.
+
+    Attributes:
+        rows: most rows of a batch, beams counted.
+        spare: each row has a block more than ``max_length`` needs.
+        place: where the pools live.
+        device: where the model is.
+    """
+
+    spec: CacheSpec
+    of: OfModel
+    rows: int
+    max_length: int
+    spare: bool
+    backend: str
+    place: str
+    device: torch.device
+    max_draft_tokens: int
+    static: bool
+    lend: bool
+    check: bool
+
+    def new_cache(self) -> Cache:
+        """A kvcore cache with room for all rows."""
+        spec = self.spec
+        blocks = -(-self.max_length // spec.block_tokens) + self.spare
+        paged = any(component.growth == "block" for _, _, component in spec.components())
+        classic = all(layer.kv is not None for layer in spec.layers)
+        return create_cache(
+            spec,
+            backend=self.backend,
+            device=self.place,
+            max_requests=self.rows,
+            # Blocks are planned for all rows together, contiguous rows for each slot.
+            max_tokens=blocks * spec.block_tokens * (self.rows if paged else 1),
+            max_request_tokens=self.max_length,
+            max_draft_tokens=self.max_draft_tokens,
+            # A head's rows side by side are what attention on a CPU reads.
+            layout="by_head" if self.backend == "torch_triton" and self.place == "cpu" and classic else "auto",
+            check=self.check,
+        )
+
+
+def settings_of(
+    model: Any,
+    *,
+    batch: int,
+    max_length: int,
+    beams: int,
+    formats: Formats | None,
+    backend: str,
+    device: str | None,
+    block_tokens: int | None,
+    max_draft_tokens: int,
+    static: bool,
+    storage: Literal["paged", "slot"] | None,
+    lend: bool,
+    check: bool,
+    spec: CacheSpec | None,
+) -> Settings:
+    """The arguments of ``KVCache``, checked."""
+    if model.dtype not in DTYPES:
+        raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
+    batch, beams = (check_count(SpecError, *given, 1) for given in (("batch", batch), ("beams", beams)))
+    if spec is None:
+        spec = _derived(model, formats, block_tokens, storage, static, beams)
+    else:
+        for name, value in (("formats", formats), ("block_tokens", block_tokens), ("storage", storage)):
+            if value is not None:
+                raise SpecError(got=value, where=name, allowed="None beside spec, which says it")
+        spec = check_given(spec, model)
+    return Settings(
+        spec=spec,
+        of=of_model(model, spec),
+        rows=batch * beams,
+        max_length=check_count(SpecError, "max_length", max_length, 1),
+        spare=beams > 1,
+        backend=backend,
+        place=device or str(model.device),
+        device=model.device,
+        max_draft_tokens=max_draft_tokens,
+        static=static,
+        lend=lend,
+        check=check,
+    )
+
+
+def _derived(
+    model: Any,
+    formats: Formats | None,
+    block_tokens: int | None,
+    storage: Literal["paged", "slot"] | None,
+    static: bool,
+    beams: int,
+) -> CacheSpec:
+    """The spec that the model's configuration gives."""
+    options: dict[str, Any] = {"default": DTYPES[model.dtype], "block_tokens": block_tokens}
+    try:
+        spec = cache_spec(model.config, formats, **options)
+    except SpecError as error:
+        if not error.where.endswith("model_type"):
+            raise
+        hint = "Compose a CacheSpec from LayerSpec and components, and give it as KVCache(model, ..., spec=...)."
+        raise SpecError(got=error.got, where=error.where, allowed=error.allowed, hint=hint) from None
+    classic = all(layer.kv is not None for layer in spec.layers)
+    if storage == "slot" or (storage is None and classic and beams == 1):
+        spec = cache_spec(model.config, formats, **options, storage="slot", rings=storage is None or static)
+    return spec

@@ -1,0 +1,202 @@
+"""What a forward may store: no more than ``max_length``, all of it or nothing, and nothing that gradients need."""
+
+import pytest
+import tiny_models as models
+import torch
+from rows_by_hand import held, update, update_layer
+from transformers import DynamicCache
+
+from kvcore.errors import KvcoreError, OutOfBlocks, StepError
+from kvcore.interop.transformers import KVCache
+
+STATIC = [pytest.param(False, id="growing"), pytest.param(True, id="static")]
+KINDS = [
+    pytest.param(models.llama, id="full"),
+    pytest.param(models.sliding, id="sliding"),
+    pytest.param(models.gemma3, id="mixed"),
+    pytest.param(models.deepseek_v3, id="latent"),
+]
+BLOCKS = [pytest.param(None, id="blocks as they are"), pytest.param(4, id="blocks of 4")]
+
+
+def run(model, ids, cache):
+    with torch.no_grad():
+        return model(ids, cache=cache).logits
+
+
+@pytest.mark.parametrize("block_tokens", BLOCKS)
+@pytest.mark.parametrize("static", STATIC)
+def test_the_limit_is_exactly_max_length(backend, static, block_tokens):
+    """Whatever the blocks, in which room for more tokens is planned."""
+    cache = KVCache(models.llama(), batch=1, max_length=4, backend=backend, static=static, block_tokens=block_tokens)
+    assert cache.get_max_length() == 4
+    for token in range(1, 5):
+        keys, values = update(cache, token, 1)
+    assert held(keys) == [1, 2, 3, 4]
+    assert held(values) == [-1, -2, -3, -4]
+    before = cache.kv.digest(cache.requests)
+    with pytest.raises(OutOfBlocks, match=r"5 tokens in a row; allowed: 4 \(max_length\)"):
+        update(cache, 5, 1)
+    assert (cache.length, cache.kv.digest(cache.requests)) == (4, before)
+    assert held(cache.layers[0].keys) == [1, 2, 3, 4]
+    cache.crop(-1)
+    assert held(update(cache, 9, 1)[0]) == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 255, 256, 257, 300])
+@pytest.mark.parametrize("static", STATIC)
+def test_a_prompt_of_max_length_fits_and_one_more_does_not(static, length):
+    cache = KVCache(models.sliding(), batch=2, max_length=length, static=static)
+    with pytest.raises(OutOfBlocks):
+        update(cache, 1, length + 1, rows=2)
+    assert (cache.length, cache.batch_size, cache.kv.free_slots) == (0, -1, 2)
+    update(cache, 1, length, rows=2)
+    assert cache.length == length
+
+
+@pytest.mark.parametrize("static", STATIC)
+@pytest.mark.parametrize("make", KINDS)
+def test_generate_ends_in_an_error_where_the_cache_ends(make, static):
+    model, ids = make(), models.token_ids(2, 9)
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    room = KVCache(model, batch=2, max_length=16, static=static)
+    # The last token is chosen, not fed.
+    options["min_new_tokens"] = options["max_new_tokens"] = 8
+    assert torch.equal(model.generate(ids, cache=room, **options), model.generate(ids, **options))
+    assert room.length == 16
+    options["min_new_tokens"] = options["max_new_tokens"] = 9
+    short = KVCache(model, batch=2, max_length=16, static=static)
+    with pytest.raises(OutOfBlocks, match="max_length"):
+        model.generate(ids, cache=short, **options)
+    assert short.length == 16
+
+
+@pytest.mark.parametrize("max_length", [6, 20])
+def test_a_static_window_is_no_wider_than_max_length(max_length):
+    cache = KVCache(models.sliding(), batch=1, max_length=max_length, static=True)
+    columns = {}
+    for start, new in ((0, 3), (3, 1), (4, 1), (5, 1)):
+        keys, _ = update(cache, start + 1, new)
+        columns[start] = keys.shape[2]
+        assert held(keys)[: start + new] == list(range(1, start + new + 1))
+    assert columns == ({0: 6, 3: 6, 4: 6, 5: 6} if max_length == 6 else {0: 10, 3: 8, 4: 8, 5: 8})
+
+
+@pytest.mark.parametrize("static", STATIC)
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_layer_that_stores_nothing_is_named_at_the_next_forward(missing, static, backend):
+    cache = KVCache(models.llama(), batch=1, max_length=8, static=static, backend=backend)
+    others = [layer for layer in range(3) if layer != missing]
+    update(cache, 1, 1, layers=others)
+    for _ in range(2):  # however often
+        with pytest.raises(StepError, match=rf"layers \[{missing}\] have not stored") as caught:
+            update(cache, 2, 1, layers=others)
+        assert "num_hidden_layers" in caught.value.hint
+        assert "spec=" in caught.value.hint
+    # What the layer misses can still come.
+    assert held(update_layer(cache, missing, 1, 1)[0])[:1] == [1]
+    assert cache.length == 1
+
+
+def test_a_model_that_lost_its_last_layer_is_told_at_its_second_forward():
+    model, ids = models.llama(), models.token_ids(1, 9)
+    model.model.layers = model.model.layers[:2]
+    cache = KVCache(model, batch=1, max_length=32)
+    with pytest.raises(StepError, match=r"layers \[2\]"):
+        model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.config.num_hidden_layers = 2
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(ids, cache=KVCache(model, batch=1, max_length=32), **options)
+    assert torch.equal(found, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(lambda cache: cache.crop(-1), id="crop"),
+        pytest.param(lambda cache: cache.crop(0), id="crop of nothing"),
+        pytest.param(lambda cache: cache.reorder_cache(torch.tensor([0])), id="reorder_cache"),
+        pytest.param(lambda cache: cache.batch_select_indices([0]), id="batch_select_indices"),
+        pytest.param(lambda cache: cache.batch_repeat_interleave(1), id="batch_repeat_interleave"),
+        pytest.param(lambda cache: cache.save("nowhere"), id="save"),
+        pytest.param(lambda cache: cache.__deepcopy__({}), id="deepcopy"),
+    ],
+)
+def test_nothing_else_forgets_an_open_forward(verb):
+    cache = KVCache(models.llama(), batch=1, max_length=8)
+    update(cache, 1, 2)
+    update(cache, 3, 1, layers=[0, 1])
+    with pytest.raises(StepError, match="while a forward is open"):
+        verb(cache)
+    update(cache, 3, 1, layers=[2])
+    assert held(cache.layers[0].keys) == [1, 2, 3]
+
+
+def test_a_forward_begun_again_is_refused_until_it_is_given_up(backend):
+    cache = KVCache(models.llama(), batch=1, max_length=8, backend=backend)
+    update_layer(cache, 0, 1, 2)
+    for _ in range(2):
+        with pytest.raises(StepError, match=r"layer 0 again while a forward is open: layers \[1, 2\]"):
+            update_layer(cache, 0, 3, 1)
+    cache.abort()
+    assert (cache.length, cache.batch_size) == (0, -1)
+    update(cache, 3, 1)
+    assert held(cache.layers[0].keys) == [3]
+
+
+@pytest.mark.parametrize("given_up", ["abort", "reset"])
+@pytest.mark.parametrize("make", KINDS)
+def test_a_forward_that_failed_runs_again_once_it_is_given_up(make, given_up):
+    model, ids = make(), models.token_ids(2, 12)
+    cache = KVCache(model, batch=2, max_length=16)
+    own = DynamicCache(config=model.config)
+    expected = torch.cat([run(model, ids[:, :9], own), run(model, ids[:, 9:], own)], dim=1)
+    start = 9 if given_up == "abort" else 0
+    run(model, ids[:, :9], cache)
+
+    def fail(*_):
+        raise RuntimeError("out of memory, say")
+
+    hook = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(model, ids[:, 9:11], cache)
+    hook.remove()
+    getattr(cache, given_up)()
+    assert cache.length == start
+    assert torch.allclose(run(model, ids[:, start:], cache)[:, -3:], expected[:, -3:], atol=1e-5)
+
+
+GRADIENTS = [*KINDS, pytest.param(models.deepseek_v32, id="indexed"), pytest.param(models.deepseek_v4, id="compressed")]
+
+
+@pytest.mark.parametrize("make", GRADIENTS)
+def test_gradients_are_refused_before_anything_is_stored(make):
+    model, ids = make(), models.token_ids(1, 9)
+    cache = KVCache(model, batch=1, max_length=16)
+    with pytest.raises(StepError, match=r"no gradient flows .* torch\.no_grad"):
+        model(ids, cache=cache)
+    assert (cache.length, cache.batch_size) == (0, -1)
+    run(model, ids, cache)
+    with torch.inference_mode():
+        model(ids[:, :1], cache=cache)
+    model.requires_grad_(False)
+    model(ids[:, :1], cache=cache)
+    assert cache.length == 11
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("static", STATIC)
+def test_gradients_of_either_are_refused(static, part):
+    cache = KVCache(models.llama(), batch=1, max_length=16, static=static)
+    states = {name: torch.ones(1, 2, 1, 8, requires_grad=name == part) for name in ("keys", "values")}
+    with pytest.raises(StepError, match="require gradients"):
+        cache.update(states["keys"], states["values"], 0)
+    with torch.no_grad():
+        cache.update(states["keys"], states["values"], 0)
+
+
+@pytest.mark.parametrize("make", [models.deepseek_v32, models.deepseek_v4], ids=["indexed", "compressed"])
+def test_static_shapes_that_are_not_to_be_had_are_refused_with_the_reason(make):
+    with pytest.raises(KvcoreError, match="static=True") as caught:
+        KVCache(make(), batch=1, max_length=40, static=True)
+    assert caught.value.hint
