@@ -12,7 +12,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.blocks import BlockStatistics
 from kvcore.content import Content, Left, write_rows
-from kvcore.errors import KvcoreError, OutOfBlocks, StepError
+from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
 from kvcore.growth import Growth
 from kvcore.manager import Manager, Place, Request, TakenOver
 from kvcore.ops import Backend, Ops
@@ -128,22 +128,35 @@ class CacheBase:
         self._manager.check_whole(request, where)
 
     def _take_in(
-        self, left: Left, rows: Content | Callable[[Ops, Pools, Row], Pools], into: Request | None = None
+        self,
+        left: Left,
+        rows: Content | Callable[[Ops, Pools, Row], Pools],
+        into: Request | None = None,
+        *,
+        salt: str | None = None,
+        shares: bool | None = None,
     ) -> Request:
         """A request that holds ``rows``, or what a function writes, as it was when it left another cache.
 
         Args:
             into: a request without tokens to fill; None admits one.
+            salt: under which its prefixes may be found, whatever it says of itself.
+            shares: whether they may be found at all; None: if there is a salt.
 
         Raises:
-            OutOfSlots, OutOfBlocks: no room; nothing is changed.
+            OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` has another salt. Nothing is changed.
         """
-        taken = TakenOver(left.length, left.floor, left.tokens, salt=left.salt)
+        shares = salt is not None if shares is None else shares
         if into is None:
-            request, place = self._fresh(left.salt)
+            request, place = self._fresh(salt)
         else:
             request, place = into, self._manager.place(into).copy()
+            if salt not in (None, place.salt):
+                raise RequestError(
+                    got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
+                )
             self._filling = place.slot
+        taken = TakenOver(left.length, left.floor, left.tokens, salt=place.salt, shares=shares)
         try:
             self._manager.take_over(request, place, taken)
             row = self._row_of(place)

@@ -16,6 +16,7 @@ from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
 from kvcore.spec.components import Growth
 from kvcore.step import Row, build_index
+from kvcore.tokens import is_salt
 
 
 class HostRows(NamedTuple):
@@ -82,7 +83,7 @@ def least_kept(component: Component, floor: int, length: int) -> int:
 def is_coherent(left: Left) -> bool:
     """Whether what a request that comes from elsewhere says of itself fits together."""
     tokens = left.tokens
-    if not 0 <= left.floor <= left.length <= LONGEST or left.salt == "":
+    if not 0 <= left.floor <= left.length <= LONGEST or not (left.salt is None or is_salt(left.salt)):
         return False
     return tokens is None or (
         len(tokens) == left.length and (not tokens or (min(tokens) >= 0 and max(tokens) <= LARGEST_ID))

@@ -44,6 +44,9 @@ def load(
 ) -> Cache:
     """Read a snapshot into a new cache on any backend; ``cache.requests`` are in saved order.
 
+    A file is taken at its word for ids and salts: with a ``prefix`` policy its requests serve others as they did where
+    they were saved, so load only what you saved yourself, or leave ``prefix`` off.
+
     Args:
         path: a file that ``Cache.save`` wrote.
         backend, device, prefix, layout, check: as for ``create_cache``.
@@ -125,4 +128,4 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache._take_turn("load", partial(cache._take_in, request, content))
+            cache._take_turn("load", partial(cache._take_in, request, content, salt=request.salt, shares=True))

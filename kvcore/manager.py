@@ -367,7 +367,7 @@ class Manager:
         place.given = max(length, taken.stored)
         place.written = {**place.written, "main": place.given}
         place.tokens = None if taken.tokens is None else list(taken.tokens)
-        place.salt = taken.salt
+        place.salt, place.shares = taken.salt, taken.shares
 
     def fork(self, source: Place) -> tuple[Request, Place]:
         """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
@@ -380,7 +380,7 @@ class Manager:
             self.blocks.hold(block)
         place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
-        place.blocks, place.keys = source.blocks, source.keys
+        place.blocks, place.keys, place.shares = source.blocks, source.keys, source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written = dict(source.written)
         return request, place
@@ -401,7 +401,7 @@ class TakenOver(NamedTuple):
     """What a request starts from that did not come through steps of its own.
 
     Attributes:
-        length, floor, stored, prompt, tokens, salt: see ``Place``.
+        length, floor, stored, prompt, tokens, salt, shares: see ``Place``.
         blocks: shared ones, in order of history.
     """
 
@@ -412,6 +412,7 @@ class TakenOver(NamedTuple):
     blocks: Sequence[int] = ()
     prompt: Sequence[int] = ()
     salt: str | None = None
+    shares: bool = True
 
 
 def _grown(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> Growth:

@@ -6,6 +6,7 @@ from os import PathLike
 from kvcore import snapshot, transfer
 from kvcore.base import CacheBase
 from kvcore.manager import Request
+from kvcore.tokens import check_salt
 from kvcore.turns import exclusive
 
 
@@ -22,18 +23,24 @@ class PortableVerbs(CacheBase):
         return transfer.export(self, self._manager.check(request))
 
     @exclusive("import_request")
-    def import_request(self, blob: bytes, into: Request | None = None) -> Request:
-        """Take in an exported request, its salt included; generation goes on where it was.
+    def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
+        """Take in an exported request; generation goes on where it was.
+
+        Digests tell damage, not deceit: whoever made the blob may have written any rows beside any ids. So it is you
+        who says whom its prefixes may serve; the blob's own salt counts for nothing.
 
         Args:
             blob: from ``export_request`` of a cache with the same spec, on any backend.
             into: a request without tokens to fill; None admits one.
+            salt: as for ``admit``: prefixes of the request, and of what follows it, may be found by requests of this
+                salt. None: they are not published. With ``into`` it is that request's own salt.
 
         Raises:
             SnapshotError: the blob is damaged or of another spec (the first difference is named).
-            OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` is stale, foreign or not empty. Nothing is changed.
+            OutOfSlots, OutOfBlocks: no room. ShapeError: the salt is no text. RequestError: ``into`` is stale, foreign,
+            not empty or of another salt. Nothing is changed.
         """
-        return transfer.import_(self, blob, into)
+        return transfer.import_(self, blob, into, check_salt(salt, "import_request: salt"))
 
     def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
         """Write a verified snapshot of some or all requests; the file appears whole or not at all.

@@ -30,6 +30,7 @@ class Place:
         prompt: ids given at admission, as far as the request's tokens are those.
         keys: keys of the full blocks of ``tokens``, as far as they were worked out.
         written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
+        shares: whether what it computes may be found by others; not what came from elsewhere under no salt.
         lost: a step overwrote some of its rows, and they could not be put back.
     """
 
@@ -47,6 +48,7 @@ class Place:
     prompt: Sequence[int] = ()
     keys: list[bytes] = field(default_factory=list[bytes])
     written: dict[str, int] = field(default_factory=lambda: {"main": 0})
+    shares: bool = True
     lost: bool = False
 
     def copy(self) -> "Place":

@@ -85,7 +85,7 @@ class PrefixCache:
     def extend(self, place: Place, tokens: Sequence[int] = ()) -> None:
         """Work out the keys of a place that is not in the table yet, with ``tokens`` after those that it knows."""
         size, done = self._block_tokens, len(place.keys)
-        if not self.on or place.tokens is None or place.complete // size <= done:
+        if not self.on or not place.shares or place.tokens is None or place.complete // size <= done:
             return
         parent = place.keys[-1] if done else self._seed
         known = [*place.tokens[done * size :], *tokens][: place.complete - done * size]

@@ -53,6 +53,13 @@ class SharingVerbs(CacheBase):
                 allowed="a request whose ids were given to admit or to its steps",
                 hint="Give the prompt's ids to admit; beyond it, open steps with {request: ids}, not numbers.",
             )
+        if not place.shares:
+            raise RequestError(
+                got=f"request {request.id}, which was imported under no salt",
+                where="checkpoint",
+                allowed="a request whose prefixes may be found",
+                hint="Say salt= to import_request.",
+            )
         if max(place.length, place.stored) > place.complete:
             raise RequestError(
                 got=f"request {request.id}, {place.complete} tokens in every layer and {place.length} in some",
@@ -94,7 +101,7 @@ class SharingVerbs(CacheBase):
             written: outside code put the step's rows into the pools, so only the end of the step is known.
         """
         place = self._manager.place(request)
-        if place.tokens is None or ids is None:
+        if place.tokens is None or ids is None or not place.shares:
             return []
         lengths = self._prefix.boundaries(row.start, row.length)
         return [

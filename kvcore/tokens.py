@@ -5,6 +5,10 @@ from typing import Any, cast
 
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError
+from kvcore.printable import shortened
+
+LONGEST_SALT = 4096
+"""Bytes of UTF-8: a name or a digest; it is hashed at every look-up."""
 
 
 def parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
@@ -36,10 +40,21 @@ def token_ids(value: object, where: str) -> list[int]:
 
 
 def check_salt(salt: object, where: str) -> str | None:
-    """A salt: text that is not empty, or None."""
-    if salt is None or (isinstance(salt, str) and salt):
-        return salt
-    raise ShapeError(got=salt, where=where, allowed="text that is not empty, or None")
+    """A salt, or None for none; see ``is_salt``."""
+    if salt is None or is_salt(salt):
+        return cast("str | None", salt)
+    allowed = f"text of 1 to {LONGEST_SALT:,} bytes in UTF-8, or None"
+    raise ShapeError(got=shortened(salt), where=where, allowed=allowed)
+
+
+def is_salt(salt: object) -> bool:
+    """Whether keys can be made of a salt: text that is not empty, can be encoded, and is not huge."""
+    if not isinstance(salt, str) or not 0 < len(salt) <= LONGEST_SALT:
+        return False
+    try:
+        return len(salt.encode()) <= LONGEST_SALT
+    except UnicodeEncodeError:
+        return False
 
 
 def as_mapping(value: object) -> Mapping[object, object]:

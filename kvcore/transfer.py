@@ -78,7 +78,7 @@ def export(cache: "CacheBase", request: Request) -> bytes:
     return msgspec.msgpack.encode(Blob(**fields, root=_root(fields)))
 
 
-def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
+def import_(cache: "CacheBase", blob: bytes, into: Request | None, salt: str | None) -> Request:
     """Check a blob, then make a request of it."""
     if into is not None and cache._row(into).length:
         raise RequestError(
@@ -88,7 +88,7 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None) -> Request:
     check_spec(cache.spec, found.spec)
     check_length(cache, found.length, "import_request")
     content = _content(cache, found)
-    return cache._take_in(found, content, into)
+    return cache._take_in(found, content, into, salt=salt)
 
 
 def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]:

@@ -170,7 +170,7 @@ class World:
 
     def point(self, id: int, _: Operation) -> None:
         told = self.model.live[id]
-        if self.model.publishes and len(told.tokens) >= told.stored:
+        if self.model.publishes and told.shares and len(told.tokens) >= told.stored:
             self.cache.checkpoint(self.requests[id])
 
     def export(self, id: int, operation: Operation) -> None:
@@ -214,7 +214,8 @@ class World:
             return
         if into is None:
             self.model.admitted(request.id, request.slot)
-        self.model.imported(request.id, left, list(request.blocks))
+        # No salt was said: nobody may find it.
+        self.model.imported(request.id, left, list(request.blocks), shares=False)
         self.requests[request.id], self.scripts[request.id] = request, which
 
     def save(self, id: int, operation: Operation) -> None:
@@ -244,7 +245,7 @@ class World:
         for number, request in zip(order, self.cache.requests, strict=True):
             require(list(request.tokens or ()) == lefts[number].tokens, "other tokens were loaded")
             self.model.admitted(request.id, request.slot)
-            self.model.imported(request.id, lefts[number], list(request.blocks))
+            self.model.imported(request.id, lefts[number], list(request.blocks), shares=True)
             self.requests[request.id], self.scripts[request.id] = request, which[number]
 
     def stale_uses(self, request: kvcore.Request) -> list[Any]:

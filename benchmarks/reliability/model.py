@@ -32,6 +32,7 @@ class Told:
     floor: int = 0
     published: int = 0
     stored: int = 0
+    shares: bool = True
 
 
 class Left(NamedTuple):
@@ -166,7 +167,7 @@ class Model:
         self.holds(fork, told.blocks)
         fork.tokens = list(told.tokens)
         fork.highest, fork.floor = told.highest, told.floor
-        fork.published, fork.stored = told.published, told.stored
+        fork.published, fork.stored, fork.shares = told.published, told.stored, told.shares
 
     def replays(self, id: int) -> bool:
         """Whether the request is still running through tokens whose blocks it took over."""
@@ -177,8 +178,8 @@ class Model:
         """What an export or a snapshot of the request holds."""
         return Left(list(self.live[id].tokens), self.deepest(id))
 
-    def imported(self, id: int, left: Left, blocks: list[int]) -> None:
-        """An empty request got what left another one."""
+    def imported(self, id: int, left: Left, blocks: list[int], *, shares: bool) -> None:
+        """An empty request got what left another one; ``shares``: others may find it."""
         told = self.live[id]
         require(not told.tokens, "imported over tokens")
         require(len(blocks) == -(-len(left.tokens) // self.block_tokens), "wrong block count after an import")
@@ -188,6 +189,7 @@ class Model:
         self.holds(told, blocks)
         told.tokens, told.floor, told.highest = list(left.tokens), left.floor, len(left.tokens)
         told.stored = told.published = 0
+        told.shares = shares
         self._publish(told)
 
     def released(self, id: int) -> None:
@@ -202,7 +204,7 @@ class Model:
     def _publish(self, told: Told) -> None:
         """Seal the blocks that became full."""
         size = self.block_tokens
-        full = len(told.tokens) // size if self.publishes else 0
+        full = len(told.tokens) // size if self.publishes and told.shares else 0
         for column in range(told.published, full):
             history = tuple(told.tokens[: (column + 1) * size])
             self.sealed.setdefault(told.blocks[column], history)

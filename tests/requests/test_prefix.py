@@ -346,7 +346,7 @@ def test_a_point_before_the_first_block_is_of_its_salt(backend):
     assert [cache.restorable(PROMPT, salt=salt).length for salt in (None, "a", "b")] == [0, 9, 0]
 
 
-def test_a_salt_stays_with_forks_exports_and_snapshots(backend, tmp_path):
+def test_a_salt_stays_with_forks_and_snapshots_and_imports_are_given_theirs(backend, tmp_path):
     cache = stories.create(LATENT, backend, prefix="full")
     request = cache.admit(PROMPT, salt="a")
     stories.tell(cache, {request: PROMPT})
@@ -355,14 +355,81 @@ def test_a_salt_stays_with_forks_exports_and_snapshots(backend, tmp_path):
     blob = cache.export_request(fork)
     cache.save(tmp_path / "cache.kv", [fork])
     moved = stories.create(LATENT, backend, prefix="zero")
-    moved.import_request(blob)
+    moved.import_request(blob, salt="a")
     loaded = kvcore.load(tmp_path / "cache.kv", backend=backend, prefix="zero")
     into = stories.create(LATENT, backend, prefix="zero")
-    into.import_request(blob, into=into.admit(salt="b"))
+    into.import_request(blob, into=into.admit(salt="a"), salt="a")
     for other in (cache, moved, loaded, into):
         lengths = [other.restorable([*PROMPT, *OTHER], salt=salt).length for salt in (None, "a", "b")]
         assert lengths == [0, 80, 0]
     assert [r.salt for r in (fork, *moved.requests, *loaded.requests, *into.requests)] == ["a"] * 4
+
+
+SALTS = (None, "alice", "bob", "mallory")
+
+
+@pytest.mark.parametrize("policy", ["full", "zero", kvcore.Periodic(1)], ids=str)
+@pytest.mark.parametrize("claimed", [None, "alice"])
+@pytest.mark.parametrize("into", [None, "fresh", "admitted for bob"])
+def test_a_blob_that_names_a_salt_serves_those_whom_its_importer_says(backend, claimed, into, policy):
+    source = stories.create(MIXED, backend, prefix="full")
+    request = source.admit(PROMPT, salt=claimed)
+    stories.tell(source, {request: PROMPT[:40]})
+    blob = source.export_request(request)
+    cache = stories.create(MIXED, backend, prefix=policy)
+
+    def target():
+        return None if into is None else cache.admit(salt=None if into == "fresh" else "bob")
+
+    before = cache.digest(), len(cache.requests)
+    for salt in SALTS:
+        if into is not None and salt not in (None, None if into == "fresh" else "bob"):
+            waiting = target()
+            with pytest.raises(RequestError, match="salt"):
+                cache.import_request(blob, waiting, salt=salt)
+            cache.release(waiting)
+    assert (cache.digest(), len(cache.requests)) == before
+    # Nobody finds what no salt was said for, nor what is computed on from there.
+    hidden = cache.import_request(blob, target())
+    stories.tell(cache, {hidden: PROMPT[40:48]})
+    fork = cache.fork(hidden)
+    stories.tell(cache, {fork: PROMPT[48:64]})
+    assert fork.tokens == tuple(PROMPT[:64])
+    with pytest.raises(RequestError, match="salt"):
+        cache.checkpoint(fork)
+    assert [cache.restorable(PROMPT, salt=salt).length for salt in SALTS] == [0] * 4
+    if into != "fresh":
+        seen = cache.import_request(blob, target(), salt="bob")
+        assert seen.salt == "bob"
+        stories.tell(cache, {seen: PROMPT[40:48]})
+        assert [cache.restorable(PROMPT, salt=salt).length for salt in SALTS] == [0, 0, 48, 0]
+
+
+NO_SALTS = ["", 7, b"alice", True, ["alice"], "\ud800", "a\udfff", "x" * 4097, "é" * 2049]
+
+
+@pytest.mark.parametrize("salt", NO_SALTS, ids=lambda salt: ascii(salt)[:12])
+def test_what_no_key_can_be_made_of_is_refused_at_the_door(backend, salt):
+    cache = stories.create(PAGED, backend, prefix="full")
+    request = cache.admit(PROMPT)
+    stories.tell(cache, {request: PROMPT})
+    blob, free = cache.export_request(request), (cache.free_slots, cache.free_blocks)
+    for act in (
+        lambda: cache.admit([1], salt=salt),
+        lambda: cache.restorable([1], salt=salt),
+        lambda: cache.import_request(blob, salt=salt),
+    ):
+        with pytest.raises(ShapeError) as caught:
+            act()
+        assert len(str(caught.value).encode()) < 800
+    assert (cache.free_slots, cache.free_blocks) == free
+
+
+@pytest.mark.parametrize("salt", ["x" * 4096, "é" * 2048, "\0", " ", "\U0001f511"], ids=lambda salt: ascii(salt)[:12])
+def test_any_other_text_is_a_salt(backend, salt):
+    cache = stories.create(PAGED, backend, prefix="full")
+    stories.tell(cache, {cache.admit(PROMPT, salt=salt): PROMPT})
+    assert (cache.restorable(PROMPT, salt=salt).length, cache.restorable(PROMPT).length) == (64, 0)
 
 
 WITH_DRAFT = CacheSpec(
