@@ -12,7 +12,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
-from kvcore.spec.components import KV, Component, Growth
+from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import CacheSpec
@@ -325,7 +325,7 @@ def _unit_rows(
     if rows is None:
         assert longest is not None
         return longest
-    rows += layout == "by_head" and isinstance(component, KV) and (longest is None or rows < longest)
+    rows += layout == "by_head" and component.headed and (longest is None or rows < longest)
     return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
 
 
@@ -335,7 +335,7 @@ def _copies(component: Component, format: Format, rows: int, longest: int | None
     Rows that must be decoded are not lent, and a ring that no request can fill does not wrap.
     """
     wraps = component.span is not None and (longest is None or rows < longest)
-    return 2 if layout == "by_head" and isinstance(component, KV) and format.is_plain and wraps else 1
+    return 2 if layout == "by_head" and component.headed and format.is_plain and wraps else 1
 
 
 def _is_bounded(component: Component) -> bool:

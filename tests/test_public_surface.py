@@ -52,6 +52,7 @@ EXTENSIONS = {
         "to_batch": "and back",
     },
     "LayerHandle": {
+        "append_rows": "components that outside code defines have no verb of their own",
         "append_borrow_kv": "a decode step whose attention is the caller's, without copies",
         "borrow_kv": "rows to read in place",
         "visible_rows": "the mask with the positions that it was made from",

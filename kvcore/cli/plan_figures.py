@@ -1,10 +1,12 @@
 """The figures of a plan that ``kvcore plan`` shows, as plain data: all sizes in bytes, padding never hidden."""
 
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvcore.plan import CachePlan, Region, bytes_per_token, logical_bytes
-from kvcore.spec import ROLES, Component, LayerSpec
+
+if TYPE_CHECKING:
+    from kvcore.spec import Component, LayerSpec
 
 GIB = 2**30
 
@@ -56,7 +58,8 @@ def _pools(plan: CachePlan) -> list[dict]:
         key = region.role, region.part, region.format, region.heads, region.rows
         groups.setdefault(key, []).append(region)
     found = []
-    for regions in sorted(groups.values(), key=lambda regions: ROLES.index(regions[0].role)):
+    order = list(dict.fromkeys(role for layer in plan.spec.all_layers for role in layer.every_role))
+    for regions in sorted(groups.values(), key=lambda regions: order.index(regions[0].role)):
         region, unit = regions[0], regions[0].unit
         stored = unit.rows * sum(place.nbytes for place in unit.places)
         found.append(
@@ -87,33 +90,13 @@ def _layer_kinds(plan: CachePlan) -> list[dict]:
         own = [region for region in plan.regions if region.layer == numbers[0]]
         found.append(
             {
-                "kind": " + ".join(_describe(role, component) for role, component in layer.components()),
+                "kind": " + ".join(component.summary(role) for role, component in layer.components()),
                 "layers": numbers,
                 "slot_bytes": sum(region.unit.nbytes for region in own if region.growth == "slot"),
                 "block_bytes": sum(region.unit.nbytes for region in own if region.growth == "block"),
             }
         )
     return found
-
-
-def _describe(role: str, component: Any) -> str:
-    """A component in a word or two: ``window 128``, ``entries m=4``, ``kv 8x128 ring 512``."""
-    if component.shared_from is not None:
-        return f"{role} of layer {component.shared_from}"
-    if role == "kv":
-        key, value = component.parts
-        heads = f"{key.heads}x{key.format.dim}"
-        other = (
-            ""
-            if (value.heads, value.format.dim) == (key.heads, key.format.dim)
-            else f"/{value.heads}x{value.format.dim}"
-        )
-        return f"{role} {heads}{other} {component.storage}" + (f" {component.span}" if component.span else "")
-    if component.growth == "block":
-        return f"{role} m={component.tokens_per_row}"
-    if role == "window":
-        return f"{role} {component.span}"
-    return f"{role} m={component.ratio}" + (" overlap" if component.overlap else "")
 
 
 def _number(value: Fraction) -> dict:

@@ -14,7 +14,7 @@ import msgspec
 from kvcore.conformance.shapes import SHAPES, Sizes
 from kvcore.conformance.verb import Verb
 from kvcore.plan import CachePlan, plan_cache
-from kvcore.spec import KV, CacheSpec, Component, Entries, LayerSpec, Tail, Window
+from kvcore.spec import CacheSpec, Component, LayerSpec
 
 TARGET = 1
 """Layer number of the layer under test in a cut."""
@@ -49,35 +49,19 @@ def cuts(spec: CacheSpec, verb: Verb) -> Iterator[Cut]:
     for layer in spec.all_layers:
         kept = {role: component for role, component in layer.components() if role in verb.roles}
         shares = any(component.shared_from is not None for component in kept.values())
-        if any(role not in kept for role in verb.needs) or any(getattr(layer, role) for role in verb.lacks):
+        if any(role not in kept for role in verb.needs) or any(role in layer.roles for role in verb.lacks):
             continue
         # A writer has no business in a pool that belongs to another layer.
         if verb.writes and shares:
             continue
-        small = _two_layers(kept, spec.block_tokens)
+        small = _two_layers(type(layer), kept, spec.block_tokens)
         if small in seen:
             continue
         seen.add(small)
-        label = "+".join(describe(role, kept[role]) for role in verb.named or (verb.role,) if role in kept)
+        label = "+".join(kept[role].label(role) for role in verb.named or (verb.role,) if role in kept)
         # Layers may differ in what the label leaves out, a window's size say: number them in order.
         labels[label] = labels.get(label, 0) + 1
         yield Cut(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")
-
-
-def describe(role: str, component: Component) -> str:
-    """A component in a check's id: a window as ``v4_584``, entries as ``v4_584.m4``, a tail as ``tail.m4.overlap``."""
-    if isinstance(component, Window):
-        return component.format
-    if isinstance(component, Tail):
-        return f"{role}.m{component.ratio}" + (".overlap" if component.overlap else "")
-    if isinstance(component, Entries):
-        shared = "" if component.share is None else ".shared"
-        return f"{component.format}.m{component.ratio}{shared}"
-    assert isinstance(component, KV)
-    value = component.value_format or component.key_format
-    formats = component.key_format if value == component.key_format else f"{component.key_format}-{value}"
-    seen = "window" if component.window else "chunk" if component.chunk else "full"
-    return f"{formats}.{seen}.{component.storage}"
 
 
 def sizes(cut: Cut, role: str) -> Sizes:
@@ -112,7 +96,7 @@ def drafts(spec: CacheSpec) -> int:
     return min([DRAFTS, *[limit for limit in declared if limit is not None]])
 
 
-def _two_layers(kept: dict[str, Any], block_tokens: int) -> CacheSpec:
+def _two_layers(kind: type[LayerSpec], kept: dict[str, Any], block_tokens: int) -> CacheSpec:
     owned = {
         role: component if component.shared_from is None else msgspec.structs.replace(component, share=None)
         for role, component in kept.items()
@@ -121,4 +105,4 @@ def _two_layers(kept: dict[str, Any], block_tokens: int) -> CacheSpec:
         role: component if component.shared_from is None else msgspec.structs.replace(component, share=0)
         for role, component in kept.items()
     }
-    return CacheSpec(layers=(LayerSpec(**owned), LayerSpec(**target)), block_tokens=block_tokens)
+    return CacheSpec(layers=(kind(**owned), kind(**target)), block_tokens=block_tokens)

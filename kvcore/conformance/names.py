@@ -70,9 +70,4 @@ def whose(spec: CacheSpec, value: float) -> str:
 
 def _streams(spec: CacheSpec) -> Iterator[Stream]:
     for layer, role, component in spec.components():
-        if isinstance(component, Tail):
-            yield from (Stream(layer, role, part) for part in ("kv", "score"))
-        elif isinstance(component, KV):
-            yield from (Stream(layer, role, part) for part in ("key", "value"))
-        else:
-            yield Stream(layer, role)
+        yield from (Stream(layer, role, part) for part in component.streams)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from kvcore.conformance.case import Bench, Case
-from kvcore.conformance.checks import FORMAT_CHECKS, VERBS, FormatBench
+from kvcore.conformance.checks import FORMAT_CHECKS, FormatBench, verbs_of
 from kvcore.conformance.cuts import Cut, cuts, plan_of, sizes
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.shapes import SHAPES, Shape
@@ -79,13 +79,13 @@ def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:
 def _any_plan(spec: CacheSpec) -> CachePlan:
     """A plan to bind verbs to that touch no pool."""
     _, role, _ = next(spec.components())
-    cut = next(iter(cuts(spec, next(verb for verb in VERBS if verb.role == role))))
+    cut = next(iter(cuts(spec, next(verb for verb in verbs_of(spec) if verb.role == role))))
     return plan_of(cut.spec, sizes(cut, role).full, LAYOUTS[0])
 
 
 def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
     seen: set[str] = set()
-    for verb in VERBS:
+    for verb in verbs_of(spec):
         for cut in cuts(spec, verb):
             for layout in _layouts(cut) if verb.layouts else (ANY_LAYOUT,):
                 for shape in SHAPES if not verb.shapes else [one for one in SHAPES if one.name in verb.shapes]:

@@ -6,9 +6,10 @@ The handle is the door: it checks every argument, then calls the backend's verbs
 from kvcore.handle.inspect import InspectionVerbs
 from kvcore.handle.latent import LatentVerbs
 from kvcore.handle.reading import ReadingVerbs
+from kvcore.handle.rows import RowVerbs
 
 
-class LayerHandle(LatentVerbs, ReadingVerbs, InspectionVerbs):
+class LayerHandle(LatentVerbs, ReadingVerbs, RowVerbs, InspectionVerbs):
     """One layer's cache during one step, from ``step.layer(i)``; it ends with the step."""
 
 

@@ -19,11 +19,11 @@ class InspectionVerbs(LayerState):
         Tail rows are fp32 kv then score; K-V rows are the key heads, then the value heads; entries are at position m·i.
         """
         component = self._component(role)
-        if isinstance(component, Entries):
-            index, rows = self._paged_index(role), None
-        else:
+        if component.written_by_step:
             index, rows = self._state(role)
             rows = None if rows is None else self._parts(role)
+        else:
+            index, rows = self._paged_index(role), None
         columns = max((len(component.live(length)) for length in self._lengths(index)), default=0)
         return self._ops.gather_rows(self._pools, self._layer, role, index, rows, columns=columns)
 

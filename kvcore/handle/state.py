@@ -14,9 +14,10 @@ import numpy as np
 
 from kvcore.arguments import check_finite
 from kvcore.errors import StepError
+from kvcore.handle.storing import store_own
 from kvcore.ops import Array, StepIndex
 from kvcore.pools import Pools
-from kvcore.spec import ROLES, Component, LayerSpec, Tail
+from kvcore.spec import ROLES, Component, LayerSpec
 from kvcore.step import at_start, closed_count
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
+"""The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
 
 
 class Writing(NamedTuple):
@@ -124,7 +126,7 @@ class LayerState:
     def _component(self, role: str, kind: type = Component) -> Any:
         """The layer's component of that role and kind, or a StepError that lists what the layer has."""
         self._step._check_open()
-        component = getattr(self._spec, role) if role in ROLES else None
+        component = getattr(self._spec, role) if role in self._spec.every_role else None
         if not isinstance(component, kind):
             has = ", ".join(found for found, _ in self._spec.components())
             raise StepError(got=f"role {role!r}", where=self._where, allowed=f"a component of the layer: {has}")
@@ -152,7 +154,7 @@ class LayerState:
         return self._step.layer(self._step.cache.spec.owner(self._layer, role))
 
     def _awaits_entries(self, role: str) -> bool:
-        return role not in self._stored and closed_count(self._step._rows, getattr(self._spec, role).ratio) > 0
+        return role not in self._stored and closed_count(self._step._rows, getattr(self._spec, role).tokens_per_row) > 0
 
     def _append(self, role: str, arrays: tuple[Array, ...]) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe."""
@@ -182,12 +184,12 @@ class LayerState:
 
     def _new_writing(self, component: Component, rows: int) -> Writing:
         """What ``_writing`` keeps: when rows may go to a ring of ``rows``, 0 where there is no ring."""
-        if component.span is None:
+        if component.reach is None:
             return AT_ONCE
         step, longest = self._step, self._step.cache.plan.longest
-        # A window's queries see one row less than what an aborted step must leave readable, and that one row is put
-        # back on abort; a closing tail window needs all of its span.
-        at_once = rows - component.span + (0 if isinstance(component, Tail) else 1)
+        # The step's own queries and entries read ``reach`` older rows; what an aborted step must leave readable beyond
+        # that is put back.
+        at_once = rows - component.reach
         if (longest is None or rows < longest) and step._most_new > at_once:
             return Writing(waits=True, undone=False)
         # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
@@ -200,6 +202,11 @@ class LayerState:
 
     def _write(self, role: str, arrays: tuple[Array, ...]) -> None:
         step = self._step
+        if role not in WRITERS:
+            component: Component = getattr(self._spec, role)
+            regions = step.cache.plan.region(self._layer, role)
+            self._replace(store_own(self._ops, self._pools, regions, component, self._index, step._rows, arrays))
+            return
         append = getattr(self._ops, WRITERS[role])
         step.cache._replace_pools(append(self._pools, self._layer, step._device_index, *arrays))
 
@@ -210,7 +217,8 @@ class LayerState:
     def _parts(self, role: str) -> tuple[Array, ...]:
         """The step's own rows as ``gather_rows`` takes them: one array for every part of the component."""
         own = self._own[role]
-        return (self._ops.join(*own),) if isinstance(getattr(self._spec, role), Tail) else own
+        component: Component = getattr(self._spec, role)
+        return own if len(own) == len(component.parts) else (self._ops.join(*own),)
 
     def _state(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
         """(index, own rows) to read a role with: the start of the step before its append, the end after it."""

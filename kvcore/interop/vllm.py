@@ -50,7 +50,8 @@ def kv_cache_specs(spec: CacheSpec) -> list[VllmSpec]:
     """Every cache of every layer, in canonical order.
 
     Raises:
-        SpecError: a classic layer has formats that vLLM has no dense dtype for, or keys and values of different heads.
+        SpecError: a classic layer has formats that vLLM has no dense dtype for, or keys and values of different heads;
+            or a component is of a class that vLLM has no spec for.
     """
     return [_record(spec, layer, role, component) for layer, role, component in spec.components()]
 
@@ -60,9 +61,11 @@ def _record(spec: CacheSpec, layer: int, role: str, component: Component) -> Vll
         kind, arguments, page = _classic(spec, layer, component)
     elif isinstance(component, Tail):
         kind, arguments, page = _tail(component)
-    else:
-        assert isinstance(component, (Entries, Window))
+    elif isinstance(component, (Entries, Window)):
         kind, arguments, page = _latent(spec, component)
+    else:
+        where = f"{spec.path(layer)}.{role}"
+        raise SpecError(got=type(component).__name__, where=where, allowed="Window, Tail, Entries, IndexKeys or KV")
     return VllmSpec(f"{layer}.{role}", kind, arguments, page, component.shared_from)
 
 

@@ -155,8 +155,12 @@ def check_backends(check: Check, subjects: Sequence[Subject]) -> list[Record]:
             records.append(not_run)
             continue
         if driven is None:
-            drive = check.prepare()
-            driven = drive, drive(ReferenceBackend().create(check.plan))
+            try:
+                drive = check.prepare()
+                driven = drive, drive(ReferenceBackend().create(check.plan))
+            except Exception as error:  # noqa: BLE001 - a component of outside code may fail in any way
+                detail = f"the reference failed: {first_line(error)}"
+                return [*records, *(_record(check, one, "error", detail=detail) for one in subjects[len(records) :])]
         records.append(with_known_gaps(_compared(check, subject, *driven), subject.info))
     return records
 

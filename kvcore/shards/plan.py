@@ -11,7 +11,7 @@ from kvcore.errors import SpecError
 from kvcore.shards.heads import Heads
 from kvcore.shards.layers import Layers, stages
 from kvcore.shards.pages import Pages
-from kvcore.spec import KV, CacheSpec, LayerSpec
+from kvcore.spec import CacheSpec, LayerSpec
 
 AXES = ("requests", "layers", "context", "heads")
 """Axes of a mesh of shards, slowest first: neighbours exchange most."""
@@ -110,7 +110,7 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
     def parts(self, layer: int, role: str) -> tuple[Heads, ...]:
         """How the heads of every part of a role are grouped."""
         component = getattr(self.spec.all_layers[layer], role)
-        return tuple(Heads(part.heads, self.heads if isinstance(component, KV) else 1) for part in component.parts)
+        return tuple(Heads(part.heads, self.heads if component.headed else 1) for part in component.parts)
 
     def local(self, at: Canonical, part: int = 0) -> Local:
         """Owner and place of a row (of its ``part``: 0 keys, 1 values)."""
@@ -156,15 +156,14 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
         for role, component in layer.components():
             if component.shared_from is not None:
                 changes[role] = msgspec.structs.replace(component, share=self.stages.local(component.shared_from))
-            elif isinstance(component, KV) and self.heads > 1:
-                keys, values = (heads.per_shard for heads in self.parts(number, role))
-                changes[role] = msgspec.structs.replace(component, key_heads=keys, value_heads=values)
+            elif component.headed and self.heads > 1:
+                changes[role] = component.with_heads(tuple(heads.per_shard for heads in self.parts(number, role)))
         return msgspec.structs.replace(layer, **changes)
 
     def _check_heads(self) -> None:
         for number, layer in enumerate(self.spec.all_layers):
             for role, component in layer.components():
-                if not isinstance(component, KV):
+                if not component.headed:
                     raise SpecError(
                         got=f"heads={self.heads}",
                         where=f"{self.spec.path(number)}.{role}",
@@ -179,7 +178,7 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
                 got=f"context={self.context}", where="spec", allowed="context=1: no component grows with history"
             )
         for number, role, component in paged:
-            if isinstance(component, KV) and (component.window or component.chunk) is not None:
+            if component.sight is not None:
                 raise SpecError(
                     got=f"context={self.context}",
                     where=f"{self.spec.path(number)}.{role}",

@@ -56,6 +56,44 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return None
 
     @property
+    def reach(self) -> int | None:
+        """Most rows older than a new token that its step reads in a ring; None where ``span`` is None."""
+        return None if self.span is None else self.span - 1
+
+    @property
+    def written_by_step(self) -> bool:
+        """True if its rows are the step's own tokens, one for each; False if rows are made of several as they close."""
+        return True
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What a caller gives for a row, by name: one array for each part, unless a part holds several side by side."""
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def headed(self) -> bool:
+        """True if rows are keys and values of heads, each for a group of query heads; else one row is for all."""
+        return False
+
+    @property
+    def sight(self) -> int | None:
+        """Most positions that a query sees; None if it may see the whole history."""
+        return None
+
+    def label(self, role: str) -> str:
+        """What it is in a few words without spaces, as ids of checks say it: formats, and what else tells it apart."""
+        return f"{role}." + "-".join(dict.fromkeys(part.format.name for part in self.parts))
+
+    def summary(self, role: str) -> str:
+        """The same for people: ``window 128``, ``entries m=4``, ``kv 8x128 ring 512``."""
+        bound = "" if self.span is None else f" {self.span}"
+        return f"{role} m={self.tokens_per_row}" if self.tokens_per_row > 1 else f"{role}{bound}"
+
+    def with_heads(self, heads: tuple[int, ...]) -> "Component":
+        """The same with other numbers of heads, one for each part; only where it is ``headed``."""
+        raise SpecError(got=f"{heads} heads", where=type(self).__name__, allowed="a component of keys and values")
+
+    @property
     def shared_from(self) -> int | None:
         """Layer whose pool this component reads; None if it owns its pool."""
         return None
@@ -160,6 +198,14 @@ class Window(Component, frozen=True, kw_only=True):
     def span(self) -> int:
         return self.window
 
+    @property
+    def sight(self) -> int:
+        return self.window
+
+    def label(self, role: str) -> str:
+        del role
+        return self.format
+
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         return maximum(length - self.window, 0), length
 
@@ -201,8 +247,23 @@ class Tail(Component, frozen=True, kw_only=True):
         return (Part("", 1, tail_format(self.width)),)
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        return ("kv", "score")
+
+    @property
     def span(self) -> int:
         return 2 * self.ratio - 1 if self.overlap else self.ratio - 1
+
+    @property
+    def reach(self) -> int:
+        # A token that closes a window is pooled with all the others of it.
+        return self.span
+
+    def label(self, role: str) -> str:
+        return f"{role}.m{self.ratio}" + (".overlap" if self.overlap else "")
+
+    def summary(self, role: str) -> str:
+        return f"{role} m={self.ratio}" + (" overlap" if self.overlap else "")
 
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         first = length // self.ratio - (1 if self.overlap else 0)
@@ -243,6 +304,17 @@ class Entries(Component, frozen=True, kw_only=True):
     @property
     def tokens_per_row(self) -> int:
         return self.ratio
+
+    @property
+    def written_by_step(self) -> bool:
+        return False
+
+    def label(self, role: str) -> str:
+        del role
+        return f"{self.format}.m{self.ratio}" + ("" if self.share is None else ".shared")
+
+    def summary(self, role: str) -> str:
+        return f"{role} m={self.ratio}" if self.share is None else f"{role} of layer {self.share}"
 
     @property
     def shared_from(self) -> int | None:
@@ -337,7 +409,31 @@ class KV(Component, frozen=True, kw_only=True):
 
     @property
     def span(self) -> int | None:
-        return (self.window or self.chunk) if self.storage == "ring" else None
+        return self.sight if self.storage == "ring" else None
+
+    @property
+    def headed(self) -> bool:
+        return True
+
+    @property
+    def sight(self) -> int | None:
+        return self.window or self.chunk
+
+    def label(self, role: str) -> str:
+        del role
+        seen = "window" if self.window else "chunk" if self.chunk else "full"
+        value = self.value_format or self.key_format
+        formats = self.key_format if value == self.key_format else f"{self.key_format}-{value}"
+        return f"{formats}.{seen}.{self.storage}"
+
+    def summary(self, role: str) -> str:
+        (_, keys, _, key_dim), (_, values, _, value_dim) = self._named_parts()
+        other = "" if (values, value_dim) == (keys, key_dim) else f"/{values}x{value_dim}"
+        return f"{role} {keys}x{key_dim}{other} {self.storage}" + (f" {self.span}" if self.span else "")
+
+    def with_heads(self, heads: tuple[int, ...]) -> "KV":
+        keys, values = heads
+        return msgspec.structs.replace(self, key_heads=keys, value_heads=values)
 
     @property
     def restore(self) -> Literal["retain", "checkpoint", "replay"]:
@@ -406,7 +502,7 @@ def _check_rows(component: Window | Tail) -> None:
     if component.rows is None:
         return
     _positive(component, "rows")
-    least = component.span + (1 if isinstance(component, Tail) else 0)
+    least = (component.reach or 0) + 1
     if component.rows < least:
         raise SpecError(
             got=component.rows, where="rows", allowed=f"{least} or more", hint=f"{least} rows allow max_draft_tokens=0."

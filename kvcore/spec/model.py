@@ -5,8 +5,8 @@ Cross-component rules are checked here, once, with the full path in the error; a
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import cast
+from functools import cache, cached_property
+from typing import cast, get_args
 
 import msgspec
 
@@ -16,7 +16,10 @@ from kvcore.spec.components import KV, Component, Entries, IndexKeys, Tail, Wind
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """What one layer holds: at most one component for every role."""
+    """What one layer holds: at most one component for every role.
+
+    A subclass with a further field, ``state: State | None = None``, has a further role; see CONTRIBUTING.md.
+    """
 
     window: Window | None = None
     tail: Tail | None = None
@@ -28,12 +31,19 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def roles(self) -> tuple[str, ...]:
         """The roles that the layer has a component for, in role order."""
-        return tuple(role for role in ROLES if getattr(self, role) is not None)
+        return tuple(role for role in self.every_role if getattr(self, role) is not None)
+
+    @property
+    def every_role(self) -> tuple[str, ...]:
+        """The roles that a layer of this class can have, in role order."""
+        return self.__struct_fields__
 
     @cached_property
     def written(self) -> tuple[str, ...]:
-        """Those of them whose rows are the step's own tokens."""
-        return tuple(role for role in self.roles if role in ("window", "tail", "kv"))
+        """Those that a step's tokens must reach; an indexer's tail may be left out, its keys given instead."""
+        return tuple(
+            role for role in self.roles if getattr(self, role).written_by_step and role != TAIL_OF["index_keys"]
+        )
 
     @cached_property
     def compressed(self) -> tuple[str, ...]:
@@ -108,21 +118,15 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _check_layer(self, number: int, layer: LayerSpec) -> None:
         path = self.path(number)
-        kinds = {
-            "window": Window,
-            "tail": Tail,
-            "entries": Entries,
-            "index_tail": Tail,
-            "index_keys": IndexKeys,
-            "kv": KV,
-        }
+        kinds = _kinds(type(layer))
         components = dict(layer.components())
         if not components:
-            raise SpecError(got="no components", where=path, allowed="at least one of " + ", ".join(ROLES))
+            raise SpecError(got="no components", where=path, allowed="at least one of " + ", ".join(kinds))
         for role, component in components.items():
             # IndexKeys are Entries, but not in the place of entries: JSON could not tell them apart.
             if type(component) is not kinds[role]:
                 raise SpecError(got=component, where=f"{path}.{role}", allowed=f"a {kinds[role].__name__}")
+            _check_declared(f"{path}.{role}", component)
             if self.block_tokens % component.tokens_per_row:
                 raise SpecError(
                     got=self.block_tokens,
@@ -170,6 +174,39 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(got=source, where=where, allowed=f"a layer that owns {role}")
         if msgspec.structs.replace(owner, share=source) != component:
             raise SpecError(got=component, where=f"{path}.{role}", allowed=f"the fields of layer {source}: {owner}")
+
+
+@cache
+def _kinds(layer: type[LayerSpec]) -> dict[str, type[Component]]:
+    """Role -> class of its component, from the fields of a class of layers."""
+    found: dict[str, type[Component]] = {}
+    for field in msgspec.structs.fields(layer):
+        kinds = [kind for kind in get_args(field.type) if kind is not type(None)]
+        if len(kinds) != 1 or not isinstance(kinds[0], type) or not issubclass(kinds[0], Component):
+            where = f"{layer.__name__}.{field.name}"
+            raise SpecError(got=field.type, where=where, allowed="one class of components, or None: Window | None")
+        found[field.name] = kinds[0]
+    return found
+
+
+def _check_declared(path: str, component: Component) -> None:
+    """A class of components that lacks what everything else asks is refused here, before anything is planned."""
+    try:
+        first, end = component.live_bounds(0)
+        parts = len(component.parts)
+    except NotImplementedError:
+        raise SpecError(
+            got=f"{type(component).__name__} without live_bounds or parts",
+            where=path,
+            allowed="a component that says what its rows are and which are live",
+            hint="Override Component.parts and Component.live_bounds.",
+        ) from None
+    if not parts or (first, end) != (0, 0):
+        raise SpecError(
+            got=f"{parts} parts, rows {first} to {end} live without tokens",
+            where=path,
+            allowed="one part or more, and no rows without tokens",
+        )
 
 
 def _layer_specs(group: str, given: object) -> tuple[LayerSpec, ...]:

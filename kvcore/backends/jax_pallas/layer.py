@@ -10,7 +10,7 @@ import msgspec
 
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.plan import CachePlan, Region
-from kvcore.spec import ROLES, TAIL_OF, Component
+from kvcore.spec import TAIL_OF, Component
 
 
 class Layer:
@@ -24,7 +24,7 @@ class Layer:
             interpreted).
     """
 
-    def __init__(self, plan: CachePlan, number: int, kernels: str, roles: tuple[str, ...] = ROLES) -> None:
+    def __init__(self, plan: CachePlan, number: int, kernels: str, roles: tuple[str, ...] | None = None) -> None:
         self.kernels = kernels
         self.regions: dict[str, tuple[Region, ...]] = {}
         self.names: dict[str, str] = {}
@@ -33,7 +33,7 @@ class Layer:
         self._parts: dict[tuple[str, ...], Layer] = {}
         self._origin = plan, number
         for role, component in plan.spec.all_layers[number].components():
-            if role not in roles:
+            if roles is not None and role not in roles:
                 continue
             if component.shared_from is not None:
                 component = msgspec.structs.replace(component, share=None)

@@ -6,7 +6,7 @@ One table for all who check a backend. To add a verb is to add a row here; a tes
 from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
 from kvcore.conformance.verb import Verb
-from kvcore.spec import ROLES, TAIL_OF
+from kvcore.spec import ROLES, TAIL_OF, CacheSpec
 
 _INDEXED = ("entries", "index_keys")
 _COMPRESSED = (*TAIL_OF, *TAIL_OF.values())
@@ -153,4 +153,24 @@ VERBS: tuple[Verb, ...] = (
 )
 """Checks of verbs on layers, in the order in which a report shows them."""
 
-__all__ = ["FORMAT_CHECKS", "VERBS", "FormatBench", "FormatCheck", "Verb"]
+
+def verbs_of(spec: CacheSpec) -> tuple[Verb, ...]:
+    """The table for a spec: further roles, which layers of outside code have, are checked by what all roles share."""
+    roles = dict.fromkeys(role for layer in spec.all_layers for role in layer.roles if role not in ROLES)
+    return (*VERBS, *(verb for role in roles for verb in _shared_by_all(role)))
+
+
+def _shared_by_all(role: str) -> tuple[Verb, ...]:
+    """What holds for every component, whatever it is: its rows are stored, moved, put back, reset and digested."""
+    whole = (life.allocate, life.reset_slots, life.poison, life.copy_slots, life.copy_blocks)
+    return (
+        _role("store_rows", rings.store_own_rows(role), role, writes=True, variant="step"),
+        _role("gather_rows", life.gather_rows(role), role),
+        _role("store_rows", life.store_rows(role), role, writes=True, shapes=("ragged", "padded")),
+        _role("digest_rows", life.digest_rows(role), role, layouts=False),
+        _role("restore_ring", rings.restore_ring(role), role, also=("read_ring",)),
+        *(_role(verb.__name__, verb, role, shapes=("padded",)) for verb in whole),
+    )
+
+
+__all__ = ["FORMAT_CHECKS", "VERBS", "FormatBench", "FormatCheck", "Verb", "verbs_of"]

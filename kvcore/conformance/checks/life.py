@@ -76,7 +76,7 @@ def gather_rows(role: str) -> Callable[[Bench], list[Output]]:
         case, ops = bench.case, bench.ops
         columns = case.columns(role) + 1
         calls: dict[str, tuple[Pools, tuple[object, ...] | None]] = {"stored": (bench.pools(end=(role,)), None)}
-        if case.component(role).growth == "slot" or role == "kv":
+        if case.component(role).written_by_step:
             calls["with the step's own"] = (bench.pools(start=(role,)), own_rows(bench, role))
         found: list[Output] = []
         for name, (pools, own) in calls.items():

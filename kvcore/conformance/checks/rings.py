@@ -9,6 +9,10 @@ from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
 from kvcore.conformance.outputs import Output, exact
 from kvcore.conformance.shapes import FP32
+from kvcore.handle.storing import store_own
+from kvcore.plan import Region
+from kvcore.pools import Pools
+from kvcore.spec import TAIL_OF
 
 
 def append_window(bench: Bench) -> list[Output]:
@@ -62,12 +66,29 @@ def restore_ring(role: str) -> Callable[[Bench], list[Output]]:
         elif role == "kv":
             k, v = kv_inputs(bench)
             pools = ops.append_kv(pools, layer, index, k, v)
-        else:
+        elif role in TAIL_OF.values():
             append = ops.append_tail if role == "tail" else ops.append_index_tail
             pools = append(pools, layer, index, *tail_inputs(bench, role))
+        else:
+            pools = _store_own(bench, pools, role)
         return bench.stored(ops.restore_ring(pools, layer, role, index, saved))
 
     return drive
+
+
+def store_own_rows(role: str) -> Callable[[Bench], list[Output]]:
+    """A step's own rows of a role without a verb of its own, as a handle stores them."""
+
+    def drive(bench: Bench) -> list[Output]:
+        return bench.stored(_store_own(bench, bench.pools(), role))
+
+    return drive
+
+
+def _store_own(bench: Bench, pools: Pools, role: str) -> Pools:
+    case, own = bench.case, own_rows(bench, role)
+    regions = case.plan.region(bench.layer, role)
+    return store_own(bench.ops, pools, regions, case.component(role), bench.index, case.rows, own)
 
 
 def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype = FP32) -> tuple[object, object]:
@@ -91,8 +112,17 @@ def own_rows(bench: Bench, role: str) -> tuple[object, ...]:
         return (bench.put(bench.case.token_floats("rows", bench.case.component(role).dim, wild=True)),)
     if role == "kv":
         return kv_inputs(bench, wild=True)
-    kv, score = tail_inputs(bench, role, wild=True)
-    return (bench.ops.join(kv, score),)
+    if role in TAIL_OF.values():
+        kv, score = tail_inputs(bench, role, wild=True)
+        return (bench.ops.join(kv, score),)
+    return tuple(
+        bench.put(bench.case.token_floats(f"{role} {region.part}", *_heads(region), region.format.dim or 0, wild=True))
+        for region in bench.case.plan.region(bench.layer, role)
+    )
+
+
+def _heads(region: Region) -> tuple[int, ...]:
+    return (region.heads,) if region.heads > 1 else ()
 
 
 def join(bench: Bench) -> list[Output]:
