@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import KvcoreError, SnapshotError
+from kvcore.printable import printable
 
 if TYPE_CHECKING:
     from kvcore.spec import CacheSpec
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"file": str(args.file), "whole": False, "error": str(error)}, indent=2))
         else:
-            print(f"kvcore check: {error}", file=sys.stderr)
+            print(f"kvcore check: {printable(str(error), lines=True)}", file=sys.stderr)
         return NO_SNAPSHOT
-    print(json.dumps(findings, indent=2) if args.json else _text(findings))
+    print(printable(json.dumps(findings, indent=2) if args.json else _text(findings), lines=True))
     return WHOLE if findings["whole"] else DAMAGED
 
 

@@ -4,7 +4,7 @@ Each error is also the built-in that fits, so that callers who know nothing of k
 four parts: what was got, where, what is allowed, and what to do.
 """
 
-from kvcore.printable import printable
+from kvcore.printable import printable, written
 
 
 class KvcoreError(Exception):
@@ -18,7 +18,7 @@ class KvcoreError(Exception):
     """
 
     def __init__(self, *, got: object, where: str, allowed: str, hint: str = "") -> None:
-        self.got = got if isinstance(got, str) and got else repr(got)
+        self.got = got if isinstance(got, str) and got else written(got)
         self.where = where
         self.allowed = allowed
         self.hint = hint

@@ -17,16 +17,21 @@ def printable(text: str, *, lines: bool = False) -> str:
     return "".join(one if one.isprintable() or one in kept else _escape(one) for one in text)
 
 
+def written(value: object) -> str:
+    """A value as ``repr`` writes it, or what it is where that is refused: integers of many digits, deep lists."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError) as error:
+        return f"{type(value).__name__} that cannot be written: {error}"
+
+
 def shortened(value: object) -> str:
     """A foreign value as ``repr`` writes it, printable and of bounded length."""
-    if isinstance(value, (str, bytes)):
-        value = value[: MOST + 1]
-    elif isinstance(value, int) and value.bit_length() > MOST:
-        return f"an integer of {value.bit_length()} bits"
-    text = printable(repr(value))
+    text = printable(written(value[: MOST + 1] if isinstance(value, (str, bytes)) else value))
     return text if len(text) <= MOST else f"{text[:MOST]}…"
 
 
 def _escape(one: str) -> str:
-    """As in a literal: backslash, x, two digits, or u and four."""
-    return repr(one)[1:-1] if ord(one) < 0x80 else one.encode("unicode_escape").decode()
+    """As JSON writes it, so that JSON stays what it is: backslash, u, four digits; twice beyond 16 bits."""
+    units = one.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcore.disk import Disk, write_whole
 from kvcore.parity import environment
 
 SEEDS_A_JOB = 1_000_000
@@ -175,9 +176,7 @@ def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(record: dict[str, Any], out: Path) -> None:
     """Put a record in place of a file, whole."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(out)
+    write_whole(Disk(), out, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def run_figure(description: str, figure: Figure) -> None:

@@ -7,6 +7,7 @@ The environment variable KVCORE_COMMIT, where it is set, says in the record whic
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from kvcore.errors import BackendError
@@ -45,12 +46,12 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
 def keep(record: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the record as JSON and as a picture, where that was asked for."""
     from kvcore.bench.report import as_svg, write_json
+    from kvcore.disk import Disk, write_whole
 
     if args.out:
         write_json(record, args.out)
     if args.svg:
-        with open(args.svg, "w", encoding="utf-8") as file:
-            file.write(as_svg(record))
+        write_whole(Disk(), Path(args.svg), as_svg(record).encode())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,11 @@
 """A record as a table, as JSON, and as a picture: time against the floor."""
 
 import json
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from kvcore.disk import Disk, write_whole
 
 COLUMNS = ("graph_us", "single_us", "floor_us", "copy_us", "goal_here_us", "goal_us", "best_peer_us")
 HEADS = ("graph µs", "single µs", "floor µs", "copy µs", "goal here", "goal µs", "best peer µs")
@@ -26,9 +29,7 @@ def as_table(record: dict[str, Any]) -> str:
 
 def write_json(record: dict[str, Any], path: str) -> None:
     """The record as it is."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1, ensure_ascii=False)
-        file.write("\n")
+    write_whole(Disk(), Path(path), (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def as_svg(record: dict[str, Any]) -> str:

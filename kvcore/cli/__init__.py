@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvcore import checkfile
 from kvcore.cli import bench, info, parity, plan
 from kvcore.errors import KvcoreError
+from kvcore.printable import printable
 
 AGREE, DISAGREE, USAGE = 0, 1, 2
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except KvcoreError as error:
-        print(f"kvcore: {error}", file=sys.stderr)
+        print(f"kvcore: {printable(str(error), lines=True)}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
         # The reader of our output has seen enough: `kvcore info | head`.

@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write what was asked for."""
     for name in ("out", "svg"):
         path = getattr(options, name)
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        file = Path(path or ".")
+        if path and ((file.exists() and not file.is_file()) or not file.absolute().parent.is_dir()):
             raise SpecError(got=path, where=f"--{name}", allowed="a file in a folder that exists")
     # What is printed on the way is for people.
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from kvcore.cli.tables import print_table
+from kvcore.cli.tables import print_table, say
 
 PROBE_SECONDS = 60
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Gather and print."""
     found = gather(probe=options.probe, timeout=options.timeout)
     if options.json:
-        print(json.dumps(found, indent=1))
+        say(json.dumps(found, indent=1))
     else:
         _print(found)
     return 0
@@ -147,10 +147,10 @@ def _probe(name: str, timeout: float) -> tuple[str | None, str]:
 
 def _print(found: dict) -> None:
     commit = f", commit {found['commit'][:12]}{found['commit'][40:]}" if found["commit"] else ""
-    print(f"kvcore {found['kvcore']}{commit}, Python {found['python']}, {found['platform']}")
-    print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    say(f"kvcore {found['kvcore']}{commit}, Python {found['python']}, {found['platform']}")
+    say(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
     for name, value in found["environment"].items():
-        print(f"{name}={value}")
+        say(f"{name}={value}")
     print()
     print_table(
         "Backends",

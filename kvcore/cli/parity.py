@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcore.cli.tables import print_table, progress
+from kvcore.cli.tables import print_table, progress, say
 from kvcore.errors import BackendError, SpecError
+from kvcore.printable import printable
 from kvcore.spec.named import load_spec
 
 EXAMPLES = """\
@@ -114,7 +115,7 @@ def show(options: argparse.Namespace) -> int:
     if options.json:
         import msgspec
 
-        print(msgspec.json.format(msgspec.json.encode(parity.summarise(report)), indent=1).decode())
+        say(msgspec.json.format(msgspec.json.encode(parity.summarise(report)), indent=1).decode())
         return _verdict(report)
     return _print(report)
 
@@ -126,7 +127,7 @@ def html(options: argparse.Namespace) -> int:
 
     _check_writable(options.out)
     report = parity.read(options.file)
-    options.out.write_text(render(report), encoding="utf-8")
+    _write(options.out, render(report).encode())
     if options.json:
         import json
 
@@ -163,20 +164,28 @@ def _backends(names: Sequence[str] | None, device: str | None) -> list:
 
 def _check_writable(path: Path) -> None:
     """Refuse an impossible file before the work, not after it."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    # Written whole and given its name: nothing that is no file is opened, or waits to be read.
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise SpecError(got=str(path), where="--out", allowed="a file in a folder that exists")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Put what was made in place of the file, whole."""
+    from kvcore.disk import Disk, write_whole
+
+    try:
+        write_whole(Disk(), path, data)
+    except OSError as error:
+        raise SpecError(got=error.strerror or str(error), where="--out", allowed="a file to write to") from error
 
 
 def _finish(report, options: argparse.Namespace) -> int:
     from kvcore import parity
 
     if options.out is not None:
-        try:
-            options.out.write_bytes(parity.write(report, packed=options.out.suffix == ".gz"))
-        except OSError as error:
-            raise SpecError(got=error.strerror or str(error), where="--out", allowed="a file to write to") from error
+        _write(options.out, parity.write(report, packed=options.out.suffix == ".gz"))
     if options.json:
-        print(parity.write(report).decode())
+        say(parity.write(report).decode())
         return _verdict(report)
     code = _print(report)
     if options.out is not None:
@@ -207,9 +216,9 @@ def _print(report) -> int:
         for run in report.runs
     ]
     for line in dict.fromkeys(runs):  # parts of a run that was split are one line
-        print(line)
+        print(printable(line))
     for record in report.failures[:FAILURES_SHOWN]:
-        print(f"\n{failure_text(record)}")
+        say(f"\n{failure_text(record)}")
     if len(report.failures) > FAILURES_SHOWN:
         print(f"\n… and {len(report.failures) - FAILURES_SHOWN} more; the report file has them all")
     print("\nagree" if report.agrees else "\ndisagree")

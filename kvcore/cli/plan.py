@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvcore.cli.plan_figures import describe
 from kvcore.cli.sizes import parse_bytes, parse_count, show_bytes, show_fraction
-from kvcore.cli.tables import print_table
+from kvcore.cli.tables import print_table, say
 from kvcore.plan import plan_cache
 from kvcore.spec import LAYOUTS
 from kvcore.spec.named import load_spec
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     )
     described = describe(plan, budget=budget)
     if options.json:
-        print(json.dumps(described, indent=1))
+        say(json.dumps(described, indent=1))
     else:
         _print(described)
     return 0
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(plan: dict) -> None:
     name = plan["spec"] or "unnamed spec"
-    print(f"{name}: {plan['layers']} layers + {plan['draft_layers']} draft, digest {plan['digest'][:16]}")
+    say(f"{name}: {plan['layers']} layers + {plan['draft_layers']} draft, digest {plan['digest'][:16]}")
     longest = (
         "" if plan["max_request_tokens"] is None else f", requests of {plan['max_request_tokens']:,} tokens or less"
     )

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from kvcore.printable import printable
+
 PIPED_WIDTH = 200
 """Columns when nobody's terminal says otherwise, so that tables in a log are not folded."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:
     """Print a table; the first ``left`` columns are words, the others are figures."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    title, cells = printable(title), [[printable(str(cell)) for cell in row] for row in rows]
+    columns = [printable(column, lines=True) for column in columns]
     if find_spec("rich") is None:
         print(plain_table(title, columns, cells, left=left))
         return
@@ -25,6 +28,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in cells:
         table.add_row(*row)
     _console().print(table, markup=False)
+
+
+def say(text: str) -> None:
+    """Print lines whose text may come from elsewhere: nothing in it drives the terminal."""
+    print(printable(text, lines=True))
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -11,6 +11,7 @@ from kvcore.parity.groups import grouped, single
 from kvcore.parity.picture import draw
 from kvcore.parity.records import FAILING, STATUSES, Record, Report
 from kvcore.parity.show import Column, summarise
+from kvcore.printable import printable
 
 TPU_BACKEND = "jax"
 """What the name of a backend with TPU kernels contains."""
@@ -61,6 +62,7 @@ def render(report: Report) -> str:
         loader=jinja2.PackageLoader("kvcore.parity"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -75,6 +77,11 @@ def render(report: Report) -> str:
         ladder=[Rung(name, meaning, *_reached(report, fits)) for name, meaning, fits in LADDER],
         picture=draw(report.quality),
     )
+
+
+def _shown(value: Any) -> Any:
+    """What the page shows of a value: text without control characters; markup is the page's own."""
+    return printable(value, lines=True) if type(value) is str else value
 
 
 def _verdict(report: Report) -> str:

@@ -145,6 +145,10 @@ LARGEST_BYTES = 1 << 27
 """Of a report as JSON: sixteen times the largest that there is."""
 
 
+MOST_QUALITIES = 64
+"""Formats that a picture has room for."""
+
+
 def write(report: Report, *, packed: bool = False) -> bytes:
     """The report as JSON, packed by gzip on request (to a thirtieth) and then the same bytes for the same report."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=1)
@@ -179,6 +183,14 @@ def parse(content: bytes, where: str = "record") -> Report:
     if report is None:
         got = f"schema {shortened(schema)}" if fits else f"more than {LARGEST_BYTES} bytes"
         raise SpecError(got=got, where=where, allowed=allowed)
+    for record in report.checks:
+        if record.check.count("/") < 3:
+            raise SpecError(
+                got=f"check {shortened(record.check)}", where=where, allowed="ids of verb/formats/layout/shape"
+            )
+    if len(report.quality) > MOST_QUALITIES or not all(quality.bits > 0 for quality in report.quality):
+        got = f"{len(report.quality)} formats for the picture"
+        raise SpecError(got=got, where=where, allowed=f"{MOST_QUALITIES} or fewer, each of more than 0 bits")
     return report
 
 

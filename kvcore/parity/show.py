@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvcore.parity.records import STATUSES, Record, Report
+from kvcore.printable import printable
 
 FAILURES_SHOWN = 20
 
@@ -18,7 +19,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """As a table heads it."""
-        return f"{self.backend}\n{self.how or 'did not run'}"
+        return f"{printable(self.backend)}\n{printable(self.how) or 'did not run'}"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +83,14 @@ def cell_text(cell: Cell | None) -> str:
 
 
 def failure_text(record: Record) -> str:
-    """A failed record as a short paragraph: the check, the place, both bytes, both values, the likely cause."""
+    """A failed record as a short paragraph: the check, the place, both bytes, both values, the likely cause.
+
+    Whatever the record says, it is one line each.
+    """
     head = f"{record.status}: {record.check} on {record.backend}" + (f" ({record.how})" if record.how else "")
     mismatch = record.first_mismatch
     if mismatch is None:
-        return f"{head}\n    {record.detail}"
+        return f"{printable(head)}\n    {printable(record.detail)}"
     lines = [head, f"    {record.mismatches} mismatches, the first in {mismatch.output}: {mismatch.where}"]
     if mismatch.want_value or mismatch.got_value:
         lines.append(
@@ -95,7 +99,7 @@ def failure_text(record: Record) -> str:
         )
     if mismatch.cause:
         lines.append(f"    likely cause: {mismatch.cause}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _cell(records: Sequence[Record]) -> Cell | None:
