@@ -51,6 +51,9 @@ LONGEST_WAIT = 60.0
 """Of the clock, for one input: a machine may be busy, and a process that waits uses no processor time."""
 
 HTML_EVERY = 50
+SMALL_BYTES, LARGE_BYTES = 1 << 22, 1 << 34
+"""Pools in between may be right or too large: that is the machine's."""
+
 LENGTHS = (37, 9, 0, 64)
 RECORDS = Path(__file__).parents[2] / "records"
 
@@ -151,7 +154,7 @@ def take_blob(data: bytes, number: int) -> None:
     """Imported into a fresh request, or into one that waits."""
     cache = cache_of()
     with unchanged(cache, waits=bool(number % 2)) as waiting:
-        cache.import_request(data, into=waiting)
+        cache.import_request(data, into=waiting, salt="tenant" if number % 4 == 0 else None)
 
 
 @functools.cache
@@ -241,7 +244,8 @@ def take_manifest(data: bytes, number: int) -> None:
     made, handles = desk()
     handle, cache = handles[number % len(handles)], cache_of()
     with unchanged(cache):
-        pull(cache, msgspec.structs.replace(handle, root=root_of(data)), Lying(made, data), timeout=100)
+        believed = msgspec.structs.replace(handle, root=root_of(data))
+        pull(cache, believed, Lying(made, data), timeout=100, salt="tenant" if number % 2 else None)
 
 
 @functools.cache
@@ -296,13 +300,13 @@ def specs() -> list[bytes]:
 
 
 def take_spec(data: bytes, number: int) -> None:
-    """Read, written, planned; now and then a cache is made of it."""
+    """Read, written, planned; a cache is made of it where it is small, or too large for anything."""
     spec = from_json(data)
     if from_json(to_json(spec)).digest != spec.digest:
         raise Changed("a spec is another one once it was written and read")
     sizes = {"max_requests": 1 + number % 3, "max_tokens": spec.block_tokens * (1 + number % 5)}
-    plan = plan_cache(spec, **sizes) if number % 2 else None
-    if plan is None:
+    plan = plan_cache(spec, **sizes)
+    if not SMALL_BYTES < plan.nbytes < LARGE_BYTES:
         kvcore.create_cache(spec, backend="reference", **sizes).admit()
 
 

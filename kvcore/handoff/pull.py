@@ -21,6 +21,7 @@ from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.pools import Pools
 from kvcore.step import Row
+from kvcore.tokens import check_salt
 from kvcore.transfer import check_length, check_spec
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ def pull(
     timeout: float = 10.0,
     chunk_pages: int = 1024,
     on_device: bool = False,
+    salt: str | None = None,
 ) -> Request:
     """Make a request of an export; generation goes on where it was.
+
+    Digests tell damage, not deceit: an exporter may have put any rows beside any ids. So it is you who says whom its
+    prefixes may serve; the salt that its manifest names counts for nothing.
 
     Args:
         cache: with the exporter's spec, on any backend and layout. Context shards pull with
@@ -58,15 +63,19 @@ def pull(
         timeout: seconds until the last page has to be here.
         chunk_pages: pages to ask for at a time; many, since every question costs a round trip.
         on_device: receive into the device memory of a torch cache.
+        salt: as for ``Cache.admit``: prefixes of the request, and of what follows it, may be found by requests of this
+            salt. None: they are not published.
 
     Raises:
         TransferError: ``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired``: the exporter refused;
             ``peer_lost``, ``timeout``: it did not answer; ``damaged``: what came is not what was exported.
-        SnapshotError: it is of another spec. OutOfSlots, OutOfBlocks: no room. Nothing is changed by any of them.
+        SnapshotError: it is of another spec. OutOfSlots, OutOfBlocks: no room. ShapeError: the salt is no text.
+            Nothing is changed by any of them.
     """
+    salt = check_salt(salt, "pull: salt")
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     received = receive(cache, handle, carrier, timeout=timeout, chunk_pages=chunk_pages, on_device=on_device)
-    request = commit(cache, received)
+    request = commit(cache, received, salt)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
     with contextlib.suppress(TransferError):
         carrier.finish(handle, timeout=_left(end))
@@ -134,8 +143,8 @@ def _check_rollback(cache: "Cache", manifest: Manifest) -> None:
         )
 
 
-def commit(cache: "Cache", received: Received) -> Request:
-    """Make a request of what was verified.
+def commit(cache: "Cache", received: Received, salt: str | None = None) -> Request:
+    """Make a request of what was verified, its prefixes for requests of the salt, or for nobody.
 
     Raises:
         OutOfSlots, OutOfBlocks: no room; nothing is changed.
@@ -147,7 +156,7 @@ def commit(cache: "Cache", received: Received) -> Request:
             return pools
         return write_rows(ops, pools, row, content_of(layout, pages))
 
-    return cache._take_turn("pull", lambda: cache._take_in(manifest, write))
+    return cache._take_turn("pull", lambda: cache._take_in(manifest, write, salt=salt))
 
 
 def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import time
 
 import fake_nixl
@@ -288,6 +289,57 @@ def test_a_peers_stride_is_that_of_the_pages_asked_for(desk, tmp_path):
     with pytest.raises(TransferError, match="pages of") as caught:
         agents.carrier.fetch(handle, 0, into, timeout=2)
     assert caught.value.reason == "damaged"
+
+
+PROMPT = list(range(21))
+
+
+def found(cache, *salts):
+    """How much of the prompt requests of these salts find."""
+    return [cache.restorable(PROMPT, salt=salt).length for salt in salts]
+
+
+@pytest.mark.parametrize("named", [None, "alice"])
+@pytest.mark.parametrize("carried", ["direct", "file", "nixl"])
+def test_the_importer_says_whom_prefixes_serve(backend, tmp_path, named, carried):
+    """What a manifest names is its exporter's word: with it, anybody could answer for anybody."""
+    cache = stories.create(stories.PAGED, backend, prefix="zero")
+    request = cache.admit(salt=named)
+    stories.tell(cache, {request: PROMPT})
+    desk = Desk(cache)
+    handle = desk.export(request, readers=9)
+    publish(desk, handle, tmp_path, readers=9)
+    agents = Agents(desk, tmp_path)
+    if carried == "nixl":
+        serving = threading.Event()
+        thread = threading.Thread(target=lambda: [agents.server.serve(0.01) for _ in iter(serving.is_set, True)])
+        thread.start()
+    carrier = {"direct": Direct(desk), "file": FileCarrier(tmp_path), "nixl": agents.carrier}[carried]
+    salts = (None, "alice", "bob")
+    try:
+        other = stories.create(stories.PAGED, backend, prefix="zero")
+        moved = pull(other, handle, carrier)
+        stories.tell(other, {moved: [1, 2, 3] * 5, other.fork(moved): [4] * 9})
+        assert found(other, *salts) == [0, 0, 0]
+        assert moved.salt is None
+        third = stories.create(stories.PAGED, backend, prefix="zero")
+        theirs = pull(third, handle, carrier, salt="bob")
+        assert theirs.salt == "bob"
+        assert third.digest([theirs]) == cache.digest([request])
+        assert found(third, *salts) == [0, 0, 16]
+    finally:
+        if carried == "nixl":
+            serving.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("salt", ["", b"alice", 7, "\ud800", "x" * 10**6])
+def test_a_salt_that_is_none_is_refused_before_anything_is_asked(desk, salt):
+    handle = desk.export(desk.request)
+    cache = stories.create(SPEC, "reference")
+    with pytest.raises(ShapeError, match="pull: salt"):
+        pull(cache, handle, Direct(desk), salt=salt)
+    assert pull(cache, handle, Direct(desk)).length == 21
 
 
 def test_a_handle_travels(desk):

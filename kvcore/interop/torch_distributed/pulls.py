@@ -7,17 +7,25 @@ import torch
 import torch.distributed as dist
 
 from kvcore.cache import Cache
-from kvcore.errors import KvcoreError, OutOfBlocks, OutOfSlots, TransferError
+from kvcore.errors import OutOfBlocks, OutOfSlots, TransferError
 from kvcore.handoff.carrier import Carrier
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.pull import commit, receive
 from kvcore.manager import Request
+from kvcore.tokens import check_salt
 
 
 def pull(
-    cache: Cache, handle: Handle, carrier: Carrier, *, mesh: Any, timeout: float = 10.0, **options: Any
+    cache: Cache,
+    handle: Handle,
+    carrier: Carrier,
+    *,
+    mesh: Any,
+    timeout: float = 10.0,
+    salt: str | None = None,
+    **options: Any,
 ) -> Request:
-    """``kvcore.handoff.pull`` on every rank along ``context``; each keeps its own pages.
+    """``kvcore.handoff.pull`` on every rank along ``context``; each keeps its own pages, and says the same ``salt``.
 
     Export with as many ``readers`` as there are context shards.
 
@@ -25,12 +33,13 @@ def pull(
         TransferError: as ``kvcore.handoff.pull``; ``peer_lost`` where it was another rank that failed.
         SnapshotError, OutOfSlots, OutOfBlocks: likewise. Nothing is changed on any rank.
     """
-    failed: KvcoreError | None = None
+    failed: Exception | None = None
     received = None
     try:
+        salt = check_salt(salt, "pull: salt")
         received = receive(cache, handle, carrier, timeout=timeout, **options)
         _check_room(cache, received.manifest.length)
-    except KvcoreError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         failed = error
     group = mesh["context"].get_group()
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -42,7 +51,7 @@ def pull(
         raise TransferError(
             reason="peer_lost", got="a failed pull on another rank", where="pull", allowed="all context shards or none"
         )
-    request = commit(cache, received)
+    request = commit(cache, received, salt)
     with contextlib.suppress(TransferError):
         carrier.finish(handle, timeout=timeout)
     return request
