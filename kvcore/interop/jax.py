@@ -1,7 +1,8 @@
 """Proof that a compiled JAX function updates its pools in place, for the device here or for TPUs that are not.
 
 Donation is a wish: XLA copies a whole pool where the donation was lost on an inner ``jit``, a layout does not fit, a
-scan returns pools as outputs, or a kernel reads what another one writes. ``assert_in_place`` compiles and looks.
+scan returns pools as outputs, a kernel reads what another one writes, or a pool is read as it was before the step's
+rows. ``assert_in_place`` compiles and looks; ``read_first`` is for the one read that can't wait for the write.
 """
 
 import os
@@ -12,6 +13,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding, use_abstract_mesh
+
+from kvcore.backends.jax_pallas.order import read_first
+
+__all__ = ["InPlace", "assert_in_place", "inspect_in_place", "read_first"]
 
 TOPOLOGIES = {
     "v4": "v4:2x2x1",

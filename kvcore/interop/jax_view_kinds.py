@@ -49,11 +49,12 @@ class Kind:
             self.units: dict[str, int] = self.local.units
             return
         backend = choose_backend("jax_pallas", None)
+        paged = any(component.growth == "block" for _, component in layer.components())
         plan = plan_cache(
             CacheSpec(layers=(layer,), block_tokens=block_tokens),
             max_requests=batch,
             # Blocks are planned for all sequences together, contiguous rows for each slot.
-            max_tokens=self.blocks * block_tokens * (batch if layer.kv and layer.kv.growth == "block" else 1),
+            max_tokens=self.blocks * block_tokens * (batch if paged else 1),
             layout=backend.default_layout(None),
             max_request_tokens=self.blocks * block_tokens,
         )
@@ -63,6 +64,17 @@ class Kind:
             for region in plan.regions
             for name, _ in region.buffers.values()
         }
+
+    @property
+    def ring_rows(self) -> int | None:
+        """Rows that the layer's ring holds of each sequence; None: every row is kept."""
+        kv = self.layer.kv
+        return None if kv is None or kv.span is None else self.ops.plan.region(0, "kv")[0].rows
+
+    @property
+    def latent_roles(self) -> tuple[str, ...]:
+        """Roles of a latent layer's rows, one row a token in each; none where the layer has keys and values."""
+        return () if self.layer.kv is not None else tuple(role for role, _ in self.layer.components())
 
     @property
     def _key(self) -> tuple[Any, ...]:

@@ -12,119 +12,32 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
+from kvcore.errors import ShapeError, SnapshotError, SpecError
+from kvcore.interop.jax_layer_view import (
+    Appended,
+    AppendedLatents,
+    LayerView,
+    check_lengths,
+    check_range,
+    component_of,
+    numbers,
+)
 from kvcore.interop.jax_rules import RULES, Rules, Table
-from kvcore.interop.jax_view_kinds import Kind, index_of
-from kvcore.spec import KV, CacheSpec, LayerSpec, from_json, to_json
+from kvcore.interop.jax_view_kinds import Kind
+from kvcore.spec import CacheSpec, LayerSpec, from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from jax import Array
     from jax.sharding import Mesh
-    from jaxtyping import Bool, Float, Int
 
-
-class Appended(NamedTuple):
-    """What a layer attends to after an append.
-
-    Attributes:
-        keys: [B, n, key heads, dim]: rows that some query may see, in position order, the new ones among them.
-        values: [B, n, value heads, dim].
-        mask: [B, S, n] bool: what each query sees: causal, window or chunk, starts and padding.
-        positions: [B, n] int32 column of each row, -1 where there is none; ``positions >= 0`` says which are valid.
-        view: the layer with the new rows.
-    """
-
-    keys: Float[Array, "batch columns key_heads key_dim"]
-    values: Float[Array, "batch columns value_heads value_dim"]
-    mask: Bool[Array, "batch new columns"]
-    positions: Int[Array, "batch columns"]
-    view: LayerView
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts"], meta_fields=["kind"])
-class LayerView:
-    """One layer's cache of a batch of B sequences.
-
-    Attributes:
-        pools: the layer's buffers by name.
-        lengths: [B] int32 columns written so far, left padding included.
-        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees, and
-            chunks begin with it.
-        kind: what the layer is; static.
-    """
-
-    def __init__(
-        self, pools: dict[str, Array], lengths: Int[Array, " batch"], starts: Int[Array, " batch"], kind: Kind
-    ) -> None:
-        self.pools, self.lengths, self.starts, self.kind = pools, lengths, starts, kind
-
-    @property
-    def component(self) -> KV:
-        """The layer's K-V component."""
-        kv = self.kind.layer.kv
-        assert kv is not None
-        return kv
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was written yet; not to be asked inside ``jit``."""
-        return not bool(self.lengths.any())
-
-    @property
-    def overflowed(self) -> Bool[Array, " batch"]:
-        """[B] bool: more columns were appended than there is room for; those beyond were dropped."""
-        return self.lengths > self.kind.length
-
-    def append(
-        self,
-        keys: Float[Array, "batch new key_heads key_dim"],
-        values: Float[Array, "batch new value_heads value_dim"],
-        new: Int[Array, " batch"] | Sequence[int] | None = None,
-    ) -> Appended:
-        """Store keys [B, S, key heads, dim] and values, and return all that the S queries may see.
-
-        Args:
-            keys: fp32 or bf16.
-            values: likewise.
-            new: [B] tokens of each sequence where the batch is padded on the right: columns from there on are neither
-                stored nor counted, and their queries see nothing. None: all S.
-
-        Raises:
-            ShapeError: of another batch or of other heads.
-            OutOfBlocks: no room; nothing is stored. Inside ``jit`` what has no room is dropped: see ``overflowed``.
-        """
-        kv = self.component
-        for name, array, part in zip(("keys", "values"), (keys, values), kv.parts, strict=True):
-            wanted = (self.kind.batch, keys.shape[1], part.heads, part.format.dim)
-            if array.shape != wanted:
-                raise ShapeError(got=list(array.shape), where=f"append: {name}", allowed=f"shape {list(wanted)}")
-        count = jnp.full(self.kind.batch, keys.shape[1], jnp.int32) if new is None else jnp.asarray(new, jnp.int32)
-        count = self.kind.put(count, self.kind.partition("requests"))
-        if not isinstance(self.lengths, Tracer) and not isinstance(count, Tracer):
-            longest = int((self.lengths + count).max())
-            if longest > self.kind.length:
-                raise OutOfBlocks(got=f"{longest} columns", where="append", allowed=f"{self.kind.length} or fewer")
-        return _append(self, keys, values, count)
-
-    def replace(self, **changed: Any) -> LayerView:
-        """The view with some of ``pools``, ``lengths``, ``starts`` exchanged."""
-        return LayerView(
-            **{"pools": self.pools, "lengths": self.lengths, "starts": self.starts, "kind": self.kind, **changed}
-        )
-
-    def __repr__(self) -> str:
-        kv, kind = self.component, self.kind
-        reach = f"window {kv.window}" if kv.window else f"chunk {kv.chunk}" if kv.chunk else "full"
-        sizes = f"{kv.key_heads} × {kv.key_dim} {kv.key_format}"
-        return f"LayerView({kind.batch} sequences of {kind.length}, {reach}, {kv.storage}, keys {sizes})"
+__all__ = ["Appended", "AppendedLatents", "CacheViews", "LayerView", "init_views"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["views"], meta_fields=["spec"])
@@ -166,28 +79,49 @@ class CacheViews:
         return self._each(
             lambda view, layer: view.replace(
                 pools=view.kind.placed(view.pools, other.views[layer].pools, slot),
-                lengths=view.kind.exchanged(view.lengths, other.views[layer].lengths, slot),
-                starts=view.kind.exchanged(view.starts, other.views[layer].starts, slot),
+                **{
+                    name: view.kind.exchanged(getattr(view, name), getattr(other.views[layer], name), slot)
+                    for name in numbers(view)
+                },
             )
         )
 
     def insert_starts(self, starts: Any, slot: int) -> CacheViews:
-        """Other first columns for the sequences from ``slot`` on."""
-        return self._exchanged("insert_starts", "starts", starts, slot)
+        """Other first columns for the sequences from ``slot`` on.
+
+        Raises:
+            ShapeError: a slot that does not fit, or columns that are not 0 to ``max_length``; inside ``jit`` they are
+                moved there.
+        """
+        starts = self._inserted("insert_starts", starts, slot)
+        length = self.views[0].kind.length
+        if not isinstance(starts, Tracer):
+            check_range("insert_starts: starts", starts, length)
+        starts = jnp.clip(starts, 0, length)
+        return self._each(lambda view, _: view.replace(starts=view.kind.exchanged(view.starts, starts, slot)))
 
     def insert_index(self, lengths: Any, slot: int) -> CacheViews:
-        """Other lengths for the sequences from ``slot`` on; rows beyond a shorter length are no longer seen.
+        """Shorter lengths for the sequences from ``slot`` on; rows beyond a length are no longer seen.
 
-        A ring that has wrapped does not hold the rows that a shorter length would need; nothing here can know.
+        A ring of C rows at length L has the rows of L - C to L - 1. At a shorter length a query needs rows from its
+        window's or chunk's first on: a window W goes back by up to C - W + 1 columns, or to where it needs nothing.
+        Inside ``jit``, where nothing is known and nothing can be refused, a query sees those rows that are left, and a
+        length beyond the present one is the present one.
+
+        Raises:
+            RollbackError: a ring no longer holds what the length needs.
+            ShapeError: a slot that does not fit; a length below 0, or beyond what was written. All is as before.
         """
-        return self._exchanged("insert_index", "lengths", lengths, slot)
+        lengths = self._inserted("insert_index", lengths, slot)
+        found = [view.kind.exchanged(view.lengths, lengths, slot) for view in self.views]
+        for number, (view, new) in enumerate(zip(self.views, found, strict=True)):
+            check_lengths(view, f"insert_index: layer {number}", new)
+        return self._each(lambda view, n: view.replace(lengths=jnp.clip(found[n], 0, view.lengths)))
 
     def to_pure(self) -> tuple[list[dict[str, jax.Array]], dict[str, Any]]:
         """(arrays of every layer by name, plain metadata): what ``from_pure`` makes the same cache of, on any mesh."""
         kind = self.views[0].kind
-        arrays = [
-            {**view.kind.joined(view.pools), "lengths": view.lengths, "starts": view.starts} for view in self.views
-        ]
+        arrays = [{**view.kind.joined(view.pools), **numbers(view)} for view in self.views]
         sizes = {"batch": kind.batch, "max_length": kind.length, "layout": kind.ops.plan.layout}
         return arrays, {"spec": json.loads(to_json(self.spec)), **sizes}
 
@@ -217,27 +151,27 @@ class CacheViews:
         for number, (kind, view, given) in enumerate(
             zip(_kinds(spec, **sizes, mesh=mesh, rules=rules), fresh.views, arrays, strict=True)
         ):
-            wanted = {**view.pools, "lengths": view.lengths, "starts": view.starts}
+            wanted = {**view.pools, **numbers(view)}
             described = [
                 {name: (tuple(array.shape), str(array.dtype)) for name, array in some.items()}
                 for some in (given, wanted)
             ]
             if described[0] != described[1]:
                 raise SnapshotError(got=described[0], where=f"from_pure: layer {number}", allowed=str(described[1]))
-            put = {name: kind.put(array, kind.partition("requests")) for name, array in given.items()}
-            lengths, starts = put.pop("lengths"), put.pop("starts")
-            views.append(LayerView(kind.shared_out(put), lengths, starts, kind))
+            # Copies: arrays of JAX may be in use elsewhere, and these are donated.
+            put = {name: kind.put(jnp.array(array), kind.partition("requests")) for name, array in given.items()}
+            own = {name: put.pop(name) for name in numbers(view)}
+            views.append(LayerView(kind.shared_out(put), **own, kind=kind))
         return cls(views, spec)
 
     def __repr__(self) -> str:
         return "CacheViews(\n  " + "\n  ".join(map(repr, self.views)) + "\n)"
 
-    def _exchanged(self, verb: str, name: str, values: Any, slot: int) -> CacheViews:
+    def _inserted(self, verb: str, values: Any, slot: int) -> jax.Array:
+        """Values of as many sequences from ``slot`` on."""
         values = jnp.atleast_1d(jnp.asarray(values, jnp.int32))
         self._check_slot(verb, slot, len(values))
-        return self._each(
-            lambda view, _: view.replace(**{name: view.kind.exchanged(getattr(view, name), values, slot)})
-        )
+        return values
 
     def _each(self, change: Any) -> CacheViews:
         return CacheViews([change(view, number) for number, view in enumerate(self.views)], self.spec)
@@ -271,16 +205,20 @@ def init_views(
     Raises:
         SpecError: a layer is not classic, a table that cannot hold, or one that cuts ``blocks``.
     """
+    first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
+    if first.shape != (batch,):
+        raise ShapeError(got=list(first.shape), where="init_views: starts", allowed=f"shape {[batch]}")
+    if starts is not None and not isinstance(first, Tracer):
+        check_range("init_views: starts", first, max_length)
     views = []
     for kind in _kinds(spec, batch, max_length, mesh, rules):
-        lengths, first = (kind.put(array, kind.partition("requests")) for array in _begin(batch, starts))
-        views.append(LayerView(kind.allocate(), lengths, first, kind))
+        # Arrays of its own for every layer, so that each can be donated.
+        own = {"lengths": jnp.zeros(batch, jnp.int32), "starts": jnp.array(first)}
+        if kind.ring_rows is not None:
+            own["floors"] = jnp.zeros(batch, jnp.int32)
+        placed = {name: kind.put(array, kind.partition("requests")) for name, array in own.items()}
+        views.append(LayerView(kind.allocate(), **placed, kind=kind))
     return CacheViews(views, spec)
-
-
-def _begin(batch: int, starts: Any) -> tuple[jax.Array, jax.Array]:
-    none = jnp.zeros(batch, jnp.int32)
-    return none, none if starts is None else jnp.asarray(starts, jnp.int32)
 
 
 def _kinds(spec: CacheSpec, batch: int, max_length: int, mesh: Mesh | None, rules: Table) -> list[Kind]:
@@ -292,38 +230,7 @@ def _kinds(spec: CacheSpec, batch: int, max_length: int, mesh: Mesh | None, rule
         raise SpecError(got=str(table.axes("blocks")), where="rules: blocks", allowed=allowed, hint=hint)
     kinds: dict[LayerSpec, Kind] = {}
     for number, layer in enumerate(spec.layers):
-        if layer.kv is None:
-            raise SpecError(got="no kv", where=spec.path(number), allowed="classic layers")
+        component_of(layer, spec.path(number))
         if layer not in kinds:
             kinds[layer] = Kind(layer, batch, max_length, spec.block_tokens, table)
     return [kinds[layer] for layer in spec.layers]
-
-
-@jax.jit
-def _append(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
-    kind = view.kind
-
-    def append(pools: Any, lengths: Any, starts: Any, *new: Any) -> Any:
-        return tuple(_append_local(LayerView(pools, lengths, starts, kind.local), *new))
-
-    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
-    after = LayerView(kind.pools, each, each, kind.local)  # type: ignore[arg-type]
-    run = kind.on_shards(append, (kind.pools, each, each, rows, rows, each), (rows, rows, each, each, after))
-    keys, values, mask, positions, local = run(view.pools, view.lengths, view.starts, keys, values, count)
-    return Appended(keys, values, mask, positions, LayerView(local.pools, local.lengths, local.starts, kind))
-
-
-def _append_local(view: LayerView, keys: jax.Array, values: jax.Array, count: jax.Array) -> Appended:
-    kind, kv = view.kind, view.component
-    new = keys.shape[1]
-    with jax.named_scope("kvcore.LayerView.append"):
-        start = jnp.minimum(view.lengths, kind.length)
-        end = jnp.minimum(view.lengths + count, kind.length)
-        index = index_of(kind, start, end, view.starts, new)
-        rows = [kind.ops.from_batch(index, array) for array in (keys, values)]
-        most = kind.length if kv.span is None else min(kind.length, kv.span + new)
-        # A ring's new rows may overwrite what the first queries still see: read it as it was, and the new rows beside.
-        k, v, positions = kind.ops.gather_kv(view.pools, 0, index, *rows, columns=most)
-        mask = kind.ops.to_batch(index, kind.ops.mask(0, index, columns=most), new)
-        pools = kind.ops.append_kv(view.pools, 0, index, *rows)
-        return Appended(k, v, mask, positions, view.replace(pools=dict(pools), lengths=view.lengths + count))

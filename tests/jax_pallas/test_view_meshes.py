@@ -8,11 +8,12 @@ def test_views_on_eight_devices_hold_and_show_what_views_on_one_do() -> None:
     for one in running:
         assert finished(one).splitlines() == [
             "appended: 60 arrays",
-            "pure form: 14 arrays",
-            "inserted one: 36 arrays",
-            "what they were inserted into: 14 arrays",
-            "inserted all, other starts and lengths: 36 arrays",
-            "pure form of no mesh: 14 arrays",
-            "pure form of another mesh: 14 arrays",
-            "pure form of the batch over all: 14 arrays",
+            "pure form: 15 arrays",
+            "donated: 15 of 15 arrays",
+            "inserted one: 37 arrays",
+            "what they were inserted into: 15 arrays",
+            "inserted all, other starts and lengths: 37 arrays",
+            "pure form of no mesh: 15 arrays",
+            "pure form of another mesh: 15 arrays",
+            "pure form of the batch over all: 15 arrays",
         ]

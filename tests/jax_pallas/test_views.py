@@ -109,7 +109,8 @@ def seen_values(appended):
 
 def test_starts_and_lengths_of_single_sequences():
     views = init_views(SPEC, batch=3, max_length=LENGTH)
-    views = views.with_layer(0, views[0].append(*rows([range(5)] * 3)).view)
+    for layer in range(len(SPEC.layers)):
+        views = views.with_layer(layer, views[layer].append(*rows([range(5)] * 3)).view)
     changed = views.insert_starts(3, 1).insert_index([2, 4], 1)
     assert changed[0].lengths.tolist() == [5, 2, 4]
     assert changed[0].starts.tolist() == changed[3].starts.tolist() == [0, 3, 0]

@@ -114,6 +114,7 @@ def main() -> None:
     same(wanted, shown, "appended")
     lies(many, 4)
     same(one.to_pure()[0], pure(many)[0], "pure form")
+    donated(many)
 
     # Sequences from elsewhere: one, which is on every data shard, and four, which are cut as these are.
     lone = [init_views(SPEC, batch=1, max_length=LENGTH, starts=[1], mesh=on) for on in (None, mesh)]
@@ -152,6 +153,17 @@ def main() -> None:
     refused(
         lambda: init_views(SPEC, batch=4, max_length=LENGTH, mesh=mesh, rules={"batch": "data"}), SpecError, "rules"
     )
+
+
+def donated(views: CacheViews) -> None:
+    """A step of all layers takes every array that it is given, a copy of these, and leaves as many."""
+    step = jax.jit(
+        lambda views, new: [view.append(*rows).view for view, rows in zip(views, new, strict=True)], donate_argnums=0
+    )
+    copies = jax.tree.map(jnp.copy, list(views))
+    leaves = jax.tree.leaves(copies)
+    after = step(copies, [[jnp.asarray(array) for array in rows(layer, 50, 1)] for layer in range(len(views))])
+    print(f"donated: {sum(leaf.is_deleted() for leaf in leaves)} of {len(jax.tree.leaves(after))} arrays", flush=True)
 
 
 def refused(call, error, where: str) -> None:

@@ -8,11 +8,15 @@ from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.tail import rotate
 from kvcore.ops import Attention
 
 CHUNK_VALUES = 1 << 24
 """Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
+
+LARGEST_EXPONENT = 88.0
+"""Above it an fp32 ``exp`` is infinite, and what is divided by it is 0."""
 
 ENTRIES_A_ROUND = 128
 """Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
@@ -42,6 +46,9 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, rope=Non
         if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):
             out, lse = fused.attend(pools, q.astype(jnp.float32) * scale, sources, sink)
             return finished(Attention(out.astype(q.dtype), lse))
+    if entries is not None and selected is None:
+        # As many rounds as there are entries: a loop that JAX differentiates forwards only.
+        q = constant("attend: q", q, "Select entries: gradients go through those that are given as selected.")
     own = None
     if window is not None and rows is not None:
         own = place.encode_rows(layer.regions["window"][0], rows)
@@ -184,10 +191,15 @@ def finish(state, sink, dtype):
     The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse.
     """
     largest, total, out = state
-    out = out / jnp.where(total == 0, 1, total)[:, :, None]
-    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+    # Where there is no key, or the sink takes everything, log and exp get what they have a finite derivative at: it is
+    # multiplied by 0.
+    nothing = total == 0
+    out = out / jnp.where(nothing, 1, total)[:, :, None]
+    lse = largest + jnp.log(jnp.where(nothing, 1, total))
     if sink is not None:
         # out · sigmoid(lse - sink), written so that neither exponential overflows.
-        shrunk = out / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[:, :, None]
-        out = jnp.where(total[:, :, None] == 0, 0, shrunk)
-    return Attention(out.astype(dtype), lse)
+        over = sink.astype(jnp.float32)[None] - lse
+        hidden = nothing | (over > LARGEST_EXPONENT)
+        shrunk = out / (1 + jnp.exp(jnp.where(hidden, 0, over)))[:, :, None]
+        out = jnp.where(hidden[:, :, None], 0, shrunk)
+    return Attention(out.astype(dtype), jnp.where(nothing, -jnp.inf, lse))

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, programs, tail, window
 from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
@@ -267,8 +269,37 @@ class JaxOps(ComposedVerbs):
             options = {"closed": 1, "eps": eps, "append": True, "newest": newest}
             return self._write(tail.flush, pools, layer, (*roles, *tails), arrays, **options)
         weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
-        options = {"closed": closed, "eps": eps, "rope": rope, **weights}
-        return super().append_flush(pools, layer, index, kv, score, index_kv, index_score, **options)
+        if self.kernels != "portable" or not isinstance(next(iter(pools.values())), Tracer):
+            options = {"closed": closed, "eps": eps, "rope": rope, **weights}
+            return super().append_flush(pools, layer, index, kv, score, index_kv, index_score, **options)
+        # In one program the tails are read first: beside the write, XLA would read a copy of them.
+        streams = {"entries": (kv, score, norm_weight), "index_keys": (index_kv, index_score, index_norm_weight)}
+        closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
+        if closed:
+            options, frequencies = {"closed": self._bucket(closed, index), "eps": eps}, tail.frequencies_of(rope)
+
+            def read(pools):
+                return [
+                    self._read(
+                        tail.flush_latents,
+                        pools,
+                        layer,
+                        (role, TAIL_OF[role]),
+                        (index, *streams[role], frequencies),
+                        role=role,
+                        **options,
+                    )
+                    for role in roles
+                ]
+
+            latents, after = read_first(read, pools, index)
+            pools = self.store_entries(pools, layer, index, *latents)
+        else:
+            after = index
+        pools = self.append_tail(pools, layer, after, kv, score)
+        if index_kv is None or index_score is None:
+            return pools
+        return self.append_index_tail(pools, layer, after, index_kv, index_score)
 
     def store_entries(
         self,

@@ -1,5 +1,6 @@
 """Compiled functions of the verbs: one for each, which JAX keeps a trace of for every kind of layer and every shape."""
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import classic, encoding, indexer, life
+from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, tail
+from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
 from kvcore.ops import StepIndex
@@ -16,6 +18,16 @@ from kvcore.pools import Pools
 
 SMALLEST_BUCKET = (64, 8)
 """Rows that an eager verb is compiled for at least; few in the interpreter, where each row costs more than a trace."""
+
+
+DIFFERENTIABLE = {
+    attention.attend: ("q", "sink", "scale", "rope"),
+    classic.attend_kv: ("q", "sink", "scale"),
+    indexer.index_scores: ("q", "weights"),
+    tail.compress: ("norm_weight",),
+}
+"""Verb -> the arguments that gradients go through in ``jax.numpy``, as through the same sums over what is stored.
+Nothing goes through any other argument, and nothing at all through kernels."""
 
 
 def exchanged(pools: Any, changed: Any) -> Any:
@@ -36,9 +48,17 @@ def bucket(count: int, index: StepIndex, smallest: int) -> int:
 @cache
 def program(verb, writes=False):
     """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
+    names = [*inspect.signature(verb).parameters][2:]
+    passed = DIFFERENTIABLE.get(verb, ())
+
+    def constants(kernels, given, arrays):
+        kept = {place for place, name in enumerate(names[: len(arrays)]) if kernels == "portable" and name in passed}
+        rest = [None if place in kept else array for place, array in enumerate(arrays)]
+        given, rest = constant(verb.__name__, (given, rest))
+        return given, [array if place in kept else rest[place] for place, array in enumerate(arrays)]
 
     def run(layer, options, written, read, arrays):
-        given = {**written, **read}
+        given, arrays = constants(layer.kernels, {**written, **read}, arrays)
         with jax.named_scope(f"kvcore.{verb.__name__}"):
             held = {name: as_elements(pool, *layer.elements[name]) for name, pool in given.items()}
             found = verb(layer, Held(held, layer.kernels), *arrays, **dict(options))
@@ -73,5 +93,7 @@ copy_units = jax.jit(life.copy_units, donate_argnums=0)
 select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
 from_batch = jax.jit(classic.from_batch)
 to_batch = jax.jit(classic.to_batch, static_argnums=2)
-encode = jax.jit(encoding.encode, static_argnums=(0, 2))
+encode = jax.jit(
+    lambda format, values, scale: encoding.encode(format, constant("encode", values), scale), static_argnums=(0, 2)
+)
 decode = jax.jit(lambda format, rows, scale: encoding.decode(format, rows, None, scale), static_argnums=(0, 2))

@@ -82,14 +82,22 @@ def flush(
                 layer, pools, index, stream_kv, stream_score, weight, rope, closed=closed, role=role, eps=eps
             )
             continue
-        latents = compress(layer, pools, index, stream_kv, stream_score, weight, closed=closed, role=role, eps=eps)
-        component = layer.component(role)
-        if rope is not None:
-            _, entries = paged.closed(layer, index, count=closed, role=role)
-            latents = rotate(latents, entries * component.ratio, rope)
-            latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
+        latents = flush_latents(
+            layer, pools, index, stream_kv, stream_score, weight, rope, closed=closed, role=role, eps=eps
+        )
         pools = paged.store_role(layer, pools, index, latents, role=role)
     return pools
+
+
+def flush_latents(layer, pools, index, kv, score, norm_weight=None, rope=None, *, closed, role, eps=1e-6):
+    """``compress``, rotated at position m·i where there is a ``rope``: what ``flush`` stores."""
+    latents = compress(layer, pools, index, kv, score, norm_weight, closed=closed, role=role, eps=eps)
+    component = layer.component(role)
+    if rope is None:
+        return latents
+    _, entries = paged.closed(layer, index, count=closed, role=role)
+    latents = rotate(latents, entries * component.ratio, rope)
+    return latents if component.parts[0].format.is_fp32 else to_bf16(latents)
 
 
 def _flush_fused(layer, pools, index, kv, score, weight, rope, *, closed, role, eps):

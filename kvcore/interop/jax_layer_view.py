@@ -1,0 +1,275 @@
+"""One layer's view: its arrays, and what is appended to it; see ``kvcore.interop.jax_views``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from kvcore.arguments import check_float
+from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError, StepError
+from kvcore.interop.jax_view_steps import Seen, State, append_kv, append_latents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax import Array
+    from jaxtyping import Bool, Float, Int
+
+    from kvcore.interop.jax_view_kinds import Kind
+    from kvcore.spec import KV, Entries, LayerSpec
+
+
+class Appended(NamedTuple):
+    """What a layer attends to after an append.
+
+    Attributes:
+        keys: [B, n, key heads, dim]: rows that some query may see, in position order, the new ones among them.
+        values: [B, n, value heads, dim].
+        mask: [B, S, n] bool: what each query sees: causal, window or chunk, starts and padding.
+        positions: [B, n] int32 column of each row, -1 where there is none; ``positions >= 0`` says which are valid.
+        view: the layer with the new rows.
+    """
+
+    keys: Float[Array, "batch columns key_heads key_dim"]
+    values: Float[Array, "batch columns value_heads value_dim"]
+    mask: Bool[Array, "batch new columns"]
+    positions: Int[Array, "batch columns"]
+    view: LayerView
+
+
+class AppendedLatents(NamedTuple):
+    """The same for latent rows: ``rows`` [B, n, dim], and ``index_keys`` [B, n, index dim] where the layer has them."""
+
+    rows: Float[Array, "batch columns dim"]
+    mask: Bool[Array, "batch new columns"]
+    positions: Int[Array, "batch columns"]
+    view: LayerView
+    index_keys: Float[Array, "batch columns index_dim"] | None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts", "floors"], meta_fields=["kind"])
+class LayerView:
+    """One layer's cache of a batch of B sequences.
+
+    Attributes:
+        pools: the layer's buffers by name.
+        lengths: [B] int32 columns written so far, left padding included.
+        starts: [B] int32 first column that is a token; those before it are left padding, which no query sees, and
+            chunks begin with it.
+        floors: [B] int32 first column whose row a ring still holds, which a shorter length does not bring back; None
+            where no column's row is ever overwritten by another's.
+        kind: what the layer is; static.
+    """
+
+    def __init__(
+        self,
+        pools: dict[str, Array],
+        lengths: Int[Array, " batch"],
+        starts: Int[Array, " batch"],
+        kind: Kind,
+        floors: Int[Array, " batch"] | None = None,
+    ) -> None:
+        self.pools, self.lengths, self.starts, self.floors, self.kind = pools, lengths, starts, floors, kind
+
+    @property
+    def component(self) -> KV | Entries:
+        """The layer's keys and values, or its latent rows."""
+        return component_of(self.kind.layer, "layer")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet; not to be asked inside ``jit``."""
+        return not bool(self.lengths.any())
+
+    @property
+    def overflowed(self) -> Bool[Array, " batch"]:
+        """[B] bool: more columns were appended than there is room for; those beyond were dropped."""
+        return self.lengths > self.kind.length
+
+    def append(
+        self,
+        keys: Float[Array, "batch new key_heads key_dim"],
+        values: Float[Array, "batch new value_heads value_dim"],
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+    ) -> Appended:
+        """Store keys [B, S, key heads, dim] and values, and return all that the S queries may see.
+
+        Args:
+            keys: fp32 or bf16.
+            values: likewise.
+            new: [B] tokens of each sequence where the batch is padded on the right: columns from there on are neither
+                stored nor counted, and their queries see nothing. None: all S. Inside ``jit`` more than S is S.
+
+        Raises:
+            ShapeError: of another batch or of other heads; ``new`` that is not 0 to S; or, wherever JAX differentiates,
+                keys or values that a gradient is asked of.
+            OutOfBlocks: no room; nothing is stored. Inside ``jit`` what has no room is dropped: see ``overflowed``.
+            StepError: a latent layer, which has ``append_latents``.
+        """
+        kv = self.kind.layer.kv
+        if kv is None:
+            raise StepError(got="append", where=repr(self), allowed="append_latents")
+        rows = [(part.heads, part.format.dim) for part in kv.parts]
+        given = self._given("append", {"keys": keys, "values": values}, rows)
+        (keys, values), mask, positions, view = _append(self, given, self._count("append", given[0].shape[1], new))
+        return Appended(keys, values, mask, positions, view)
+
+    def append_latents(
+        self,
+        rows: Float[Array, "batch new dim"],
+        index_keys: Float[Array, "batch new index_dim"] | None = None,
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+    ) -> AppendedLatents:
+        """``append`` for latent attention (MLA): rows [B, S, dim], one a token for all heads.
+
+        Args:
+            rows: fp32 or bf16: the compressed latent and the rotary key side by side, as the spec's ``dim`` has them.
+            index_keys: likewise, [B, S, index dim]: of every token, if the layer has an indexer.
+            new: as for ``append``.
+
+        Raises:
+            ShapeError: as ``append``; also index keys that are missing, or of a layer without an indexer.
+            OutOfBlocks: as ``append``.
+            StepError: a layer of keys and values, which has ``append``.
+        """
+        roles = self.kind.latent_roles
+        if not roles:
+            raise StepError(got="append_latents", where=repr(self), allowed="append")
+        given = {"rows": rows} if index_keys is None else {"rows": rows, "index_keys": index_keys}
+        if len(given) != len(roles):
+            allowed = "rows and index_keys" if len(roles) == 2 else "rows alone: the layer has no indexer"
+            raise ShapeError(got=", ".join(given), where="append_latents", allowed=allowed)
+        dims = [(component.parts[0].format.dim,) for _, component in self.kind.layer.components()]
+        arrays = self._given("append_latents", given, dims)
+        count = self._count("append_latents", arrays[0].shape[1], new)
+        parts, mask, positions, view = _append(self, arrays, count)
+        return AppendedLatents(parts[0], mask, positions, view, parts[1] if len(parts) == 2 else None)
+
+    def _given(self, verb: str, arrays: dict[str, Any], rows: Sequence[tuple[int | None, ...]]) -> tuple[Array, ...]:
+        """Arrays [B, S, *row], all of the first one's S."""
+        found: list[Array] = []
+        for (name, array), row in zip(arrays.items(), rows, strict=True):
+            columns = found[0].shape[1] if found else None
+            shape = (self.kind.batch, columns, *row)
+            found.append(check_float(self.kind.ops, array, f"{verb}: {name}", shape))
+        return tuple(found)
+
+    def _count(self, verb: str, columns: int, new: Any) -> jax.Array:
+        """[B] tokens of each sequence, checked where their values are known."""
+        batch, length = self.kind.batch, self.kind.length
+        count = jnp.full(batch, columns, jnp.int32) if new is None else jnp.asarray(new, jnp.int32)
+        if count.shape != (batch,):
+            raise ShapeError(got=list(count.shape), where=f"{verb}: new", allowed=f"shape {[batch]}")
+        count = self.kind.put(count, self.kind.partition("requests"))
+        if isinstance(count, Tracer):
+            return jnp.clip(count, 0, columns)
+        if new is not None:
+            check_range(f"{verb}: new", count, columns)
+        if not isinstance(self.lengths, Tracer):
+            longest = int((self.lengths + count).max())
+            if longest > length:
+                raise OutOfBlocks(got=f"{longest} columns", where=verb, allowed=f"{length} or fewer")
+        return count
+
+    def replace(self, **changed: Any) -> LayerView:
+        """The view with some of ``pools``, ``lengths``, ``starts``, ``floors`` exchanged; nothing is looked at."""
+        now = {"pools": self.pools, "lengths": self.lengths, "starts": self.starts, "floors": self.floors}
+        return LayerView(**{**now, "kind": self.kind, **changed})
+
+    def __repr__(self) -> str:
+        kind, kv = self.kind, self.kind.layer.kv
+        if kv is None:
+            formats = [(role, component.parts[0].format) for role, component in kind.layer.components()]
+            rows = ", ".join(f"{role} {format.dim} {format.name}" for role, format in formats)
+            return f"LayerView({kind.batch} sequences of {kind.length}, latent, {rows})"
+        reach = f"window {kv.window}" if kv.window else f"chunk {kv.chunk}" if kv.chunk else "full"
+        sizes = f"{kv.key_heads} × {kv.key_dim} {kv.key_format}"
+        return f"LayerView({kind.batch} sequences of {kind.length}, {reach}, {kv.storage}, keys {sizes})"
+
+
+def numbers(view: LayerView) -> dict[str, jax.Array]:
+    """The view's [B] arrays by name."""
+    found = {"lengths": view.lengths, "starts": view.starts}
+    return found if view.floors is None else {**found, "floors": view.floors}
+
+
+def check_range(where: str, given: jax.Array, most: int) -> None:
+    """Whether integers are 0 to ``most``.
+
+    Raises:
+        ShapeError: one is not.
+    """
+    least, largest = (int(given.min()), int(given.max())) if given.size else (0, 0)
+    if least < 0 or largest > most:
+        raise ShapeError(got=f"{least} to {largest}", where=where, allowed=f"0 to {most}")
+
+
+def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
+    """Whether a view's sequences may be so long [B], where that is known: not inside ``jit``.
+
+    Raises:
+        ShapeError: below 0, or beyond what was written. RollbackError: a ring no longer holds what is needed.
+    """
+    if isinstance(lengths, Tracer) or isinstance(view.lengths, Tracer):
+        return
+    beyond = int((lengths - view.lengths).max())
+    if beyond > 0:
+        got = f"a length {beyond} beyond the present one"
+        raise ShapeError(got=got, where=where, allowed="the present length or less: no other columns were written")
+    if int(lengths.min()) < 0:
+        raise ShapeError(got=int(lengths.min()), where=where, allowed="0 or more")
+    if view.floors is None:
+        return
+    # Where the next query has nothing before it, nothing is needed.
+    needed = component_of(view.kind.layer, where).first_visible(lengths, view.starts, jnp.maximum)
+    lost = jnp.minimum(view.floors, lengths) - needed
+    if int(jnp.where(lengths < view.lengths, lost, 0).max()) > 0:
+        back = int((view.lengths - lengths).max())
+        raise RollbackError(
+            got=f"{back} columns back",
+            where=where,
+            allowed=f"a length that needs no row that a ring of {view.kind.ring_rows} no longer holds",
+            hint="Keep the views of before, which hold them, or append those columns anew.",
+        )
+
+
+def component_of(layer: LayerSpec, where: str) -> KV | Entries:
+    """Keys and values, or latent rows.
+
+    Raises:
+        SpecError: a layer that has more than views hold.
+    """
+    if layer.kv is not None and layer.roles == ("kv",):
+        return layer.kv
+    latents, others = layer.entries, set(layer.roles) - {"entries", "index_keys"}
+    plain = all(part.tokens_per_row == 1 and part.shared_from is None for _, part in layer.components())
+    if latents is None or others or not plain:
+        raise SpecError(
+            got=", ".join(layer.roles) or "no component",
+            where=where,
+            allowed="kv alone, or entries of one token each (MLA), with index keys or without",
+            hint="kvcore.create_cache(spec, backend='jax_pallas') has every layer; its ops run inside jit.",
+        )
+    return latents
+
+
+@jax.jit
+def _append(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array) -> Seen:
+    """A step of every shard; the state that it leaves is a view."""
+    kind = view.kind
+    step = append_latents if kind.latent_roles else append_kv
+    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
+
+    def local(pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, *given: Any) -> Seen:
+        return step(kind.local, State(pools, lengths, starts, floors), given, count)
+
+    lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]
+    outs = Seen((rows,) * len(given), each, each, lies)  # type: ignore[arg-type]
+    run = kind.on_shards(local, (kind.pools, each, each, each, each, *[rows] * len(given)), outs)
+    with jax.named_scope("kvcore.LayerView.append"):
+        seen = run(view.pools, view.lengths, view.starts, view.floors, count, *given)
+    return seen._replace(state=view.replace(**seen.state._asdict()))
