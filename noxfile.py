@@ -146,10 +146,15 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def types(session: nox.Session) -> None:
-    """Types: strict in the core, basic in backends and interop."""
+    """Types: strict in the core and for whoever copies the README's ten lines, basic in backends and interop."""
     install(session, "torch", "transformers", "report", "conformance", groups=("types",), torch=True)
     session.install(TRITON, JAX, *SHAPES)
     session.run("pyright", *session.posargs)
+    folder = Path(session.create_tmp())
+    ten_lines = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
+    (folder / "ten_lines.py").write_text(ten_lines)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    session.run("pyright", "-p", str(folder))
 
 
 @nox.session(venv_backend="virtualenv")

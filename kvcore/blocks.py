@@ -184,6 +184,19 @@ class BlockAllocator:
         """The same for the library itself: no look-up is counted."""
         return self._found.get(key)
 
+    def forget(self) -> list[int]:
+        """Take back every key. Returns the blocks that became free, which nobody held."""
+        freed = list(self._idle)
+        self._keys = [None] * self.count
+        self._found, self._twins = {}, {}
+        self._idle = OrderedDict()
+        self._free += freed
+        return freed
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of the blocks are idle."""
+        return sum(block in self._idle for block in blocks)
+
     def _is_kept(self, block: int) -> bool:
         """Whether a block that nobody holds any more stays to be found; if not, it has no key any more."""
         key = self._keys[block]

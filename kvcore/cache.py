@@ -16,10 +16,8 @@ from kvcore.sharing import SharingVerbs
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
 from kvcore.step_state import StepState
-from kvcore.tokens import as_mapping, check_salt, parse_tokens, token_ids
+from kvcore.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
 from kvcore.turns import exclusive
-
-Tokens = int | Sequence[int]
 
 
 def create_cache(
@@ -91,7 +89,7 @@ class Cache(SharingVerbs, PortableVerbs):
         turn_timeout: seconds for which a verb waits for the end of another thread's step; None, as at first, has none.
     """
 
-    def admit(self, tokens: Sequence[int] | None = None, *, salt: str | None = None) -> Request:
+    def admit(self, tokens: TokenIds | None = None, *, salt: str | None = None) -> Request:
         """Admit a request: it gets a clean slot; blocks are taken by its steps.
 
         Args:

@@ -286,6 +286,13 @@ class Manager:
             place.high_water = max(place.high_water, lengths[request])
         self._places = {**self._places, **places}
 
+    def hide(self) -> None:
+        """Let no live request share what it computes, now or later."""
+        places = {request: place.copy() for request, place in self._places.items()}
+        for place in places.values():
+            place.keys, place.shares = [], False
+        self._places = places
+
     def lose(self, requests: Sequence[Request]) -> None:
         """Mark requests whose rows a failed step overwrote and could not put back."""
         places = {request: self._places[request].copy() for request in requests}

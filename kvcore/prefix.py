@@ -69,9 +69,9 @@ def point_key(parent: bytes, rest: Sequence[int], salt: str | None = None) -> by
     return hashlib.sha256(cbor([parent, list(rest), ["point", *([salt] if salt else [])]])).digest()
 
 
-def seed_of(spec: CacheSpec) -> bytes:
-    """Start of every chain: caches of other specs never find each other's blocks."""
-    return hashlib.sha256(cbor(["kvcore", spec.digest])).digest()
+def seed_of(spec: CacheSpec, resets: int = 0) -> bytes:
+    """Start of every chain: caches of other specs never find each other's blocks, nor what came before a reset."""
+    return hashlib.sha256(cbor(["kvcore", spec.digest, *([resets] if resets else [])])).digest()
 
 
 def replay_tokens(spec: CacheSpec) -> int | None:

@@ -49,6 +49,8 @@ class PrefixCache:
         self.policy = policy
         self._block_tokens = manager.plan.block_tokens
         self._manager = manager
+        self._spec = spec
+        self._resets = 0
         self._seed = seed_of(spec)
         self._replay = replay_tokens(spec)
         self._states: OrderedDict[bytes, Kept] = OrderedDict()
@@ -107,6 +109,17 @@ class PrefixCache:
         for parent in list(self._beyond) if self._manager.plan.blocks else ():
             if parent != self._seed and find(parent) is None:
                 self._forget_beyond(parent)
+
+    def reset(self) -> list[int]:
+        """Find nothing of what was published so far; one assignment, the rest is tidying. Returns freed blocks.
+
+        Requests that are live do not share from here on: what they compute follows from what is forgotten.
+        """
+        self._manager.hide()
+        self._resets += 1
+        self._seed = seed_of(self._spec, self._resets)
+        self._states, self._beyond = OrderedDict(), {}
+        return self._manager.blocks.forget()
 
     def keep(self, place: Place, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""

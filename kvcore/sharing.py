@@ -1,16 +1,17 @@
 """The verbs of a cache that let requests share what they hold: forks, checkpoints, prefix reuse."""
 
 from collections.abc import Callable, Sequence
+from typing import SupportsIndex
 
 from kvcore.base import CacheBase
 from kvcore.content import Content, Own, owned, state_at, write_rows
-from kvcore.counts import as_count
+from kvcore.counts import as_count, check_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
 from kvcore.manager import Place, Request, TakenOver
 from kvcore.prefix import Restorable
 from kvcore.reuse import Hit
 from kvcore.step import Row
-from kvcore.tokens import check_salt, token_ids
+from kvcore.tokens import TokenIds, Tokens, check_salt, parse_tokens, token_ids
 from kvcore.turns import exclusive
 
 
@@ -55,7 +56,7 @@ class SharingVerbs(CacheBase):
             )
         if not place.shares:
             raise RequestError(
-                got=f"request {request.id}, which was imported under no salt",
+                got=f"request {request.id}, which was imported under no salt or is older than a reset",
                 where="checkpoint",
                 allowed="a request whose prefixes may be found",
                 hint="Say salt= to import_request.",
@@ -70,7 +71,7 @@ class SharingVerbs(CacheBase):
             state = state_at(self.ops, self._pools, self._row(request), place.length, {})
             self._prefix.keep(place, place.length, state)
 
-    def restorable(self, tokens: Sequence[int], n: int | None = None, *, salt: str | None = None) -> Restorable:
+    def restorable(self, tokens: TokenIds, n: SupportsIndex | None = None, *, salt: str | None = None) -> Restorable:
         """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
 
         Args:
@@ -90,6 +91,46 @@ class SharingVerbs(CacheBase):
     def _restorable(self, ids: list[int], salt: str | None) -> Restorable:
         hit = self._prefix.find(ids, limit=len(ids), salt=salt)
         return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
+
+    def fits(self, tokens: Tokens, new_tokens: SupportsIndex = 0, *, salt: str | None = None) -> bool:
+        """Whether a prompt could be admitted and stepped through now: a slot is free, and as many blocks as it needs.
+
+        Args:
+            tokens: the prompt's ids, whose blocks are not needed where prefix reuse has them; or how many there are.
+            new_tokens: tokens to be generated after it.
+            salt: as for ``admit``.
+
+        ``cache.plan.blocks_for(n)`` says how many blocks n tokens take.
+
+        Raises:
+            ShapeError: tokens are neither ids nor a count, ``new_tokens`` is no count, or the salt is no text.
+        """
+        count, ids = parse_tokens(tokens, "fits: tokens")
+        count += check_count(ShapeError, "fits: new_tokens", new_tokens, 0)
+        return self._fits(ids or [], count, check_salt(salt, "fits: salt"))
+
+    @exclusive("fits", in_step=True)
+    def _fits(self, ids: list[int], length: int, salt: str | None) -> bool:
+        longest = self.plan.longest
+        if not self.free_slots or (longest is not None and length > longest):
+            return False
+        hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
+        blocks = hit.blocks if hit.length else ()
+        # Blocks that are taken over are no longer there for others.
+        there = self.free_blocks - self._manager.blocks.idle_among(blocks)
+        return self.plan.blocks_for(length) - len(blocks) <= there
+
+    @exclusive("reset_prefix_cache")
+    def reset_prefix_cache(self) -> None:
+        """Forget every published prefix and checkpoint, as after an update of the model's weights.
+
+        Live requests go on, but what they hold was computed before: neither it nor what follows from it is found again.
+        What is admitted from now on is published as before.
+
+        Raises:
+            StepError: a step is open.
+        """
+        self._poison([], self._prefix.reset())
 
     def _boundary_states(
         self, request: Request, row: Row, ids: Sequence[int] | None, own: Callable[[int], Own], *, written: bool

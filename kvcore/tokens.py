@@ -1,11 +1,23 @@
 """What callers give as tokens, checked: counts, token ids, and the mapping that opens a step."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, SupportsIndex, cast
 
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError
 from kvcore.printable import shortened
+
+
+class TokenIds(Protocol):
+    """Ids of tokens: a sequence or an array of integers of any kind."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Tokens = SupportsIndex | TokenIds
+"""A number of tokens, or their ids."""
 
 LONGEST_SALT = 4096
 """Bytes of UTF-8: a name or a digest; it is hashed at every look-up."""

@@ -41,6 +41,8 @@ ERRORS = {
 EXTENSIONS = {
     "Cache": {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
+        "fits": "a scheduler asks before it admits",
+        "reset_prefix_cache": "after an update of the weights nothing old may be found",
         "damaged": "the pages that load(strict=False) left out",
         "turn_timeout": "a server's thread waits for another's step no longer than it may",
     },

@@ -23,6 +23,7 @@ from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.spec import CacheSpec
 
 DIM = 6
+SALT = "one tenant"
 SPECS = (
     CacheSpec(
         layers=[
@@ -136,7 +137,7 @@ class Story:
         start = known[operation.a % len(known)] if known and operation.a % 10 < 7 else []
         prompt = start[: len(start) - operation.b % (len(start) // 3 + 1)]
         prompt = prompt + list(range(self.next, self.next + 1 + operation.c % 5))
-        request = self.cache.admit(prompt)
+        request = self.cache.admit(prompt, salt=SALT)
         self.name(prompt[-1 - operation.c % 5 :], request, len(prompt) - 1 - operation.c % 5)
         replaying = self.cache._row(request).stored > request.length
         self.held[request] = Owner(
@@ -218,7 +219,7 @@ class Story:
         if self.parked:
             number = operation.a % len(self.parked)
             blob, owner = self.parked[number]
-            self.held[self.cache.import_request(blob)] = owner
+            self.held[self.cache.import_request(blob, salt=SALT)] = owner
             del self.parked[number]
 
     def read(self) -> None:

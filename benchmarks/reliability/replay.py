@@ -30,6 +30,9 @@ CLASSIC = CacheSpec(
     ],
     block_tokens=8,
 )
+SALT = "one tenant"
+"""Of all requests, wherever they are."""
+
 CHECKPOINT = 5
 """Operations between two digests of everything."""
 
@@ -137,7 +140,7 @@ class Twins:
         at = a % len(held) if held else 0
         if what == "admit":
             prompt = [(token if token < 15 * (b % 4) else 100 * b + token) % 1000 for token in range(1 + c % 60)]
-            self._add(which, cache.admit(prompt))
+            self._add(which, cache.admit(prompt, salt=SALT))
             request = self._rows[-1][which]
             self.rest[request] = prompt[request.length :]
             return request.cached_tokens, cache._row(request).stored
@@ -176,7 +179,7 @@ class Twins:
             cache.release(request)
             # Without room for blocks that it shared before, it is gone, in every cache alike.
             self._rows[at][which] = None
-            self._rows[at][which] = cache.import_request(blob)
+            self._rows[at][which] = cache.import_request(blob, salt=SALT)
             return (blob,)
         else:
             path = self.folder / f"{which}.kv"

@@ -35,6 +35,9 @@ SPECS = (stories.LATENT, stories.STORED, MIXED)
 PLANS = {"DP2": (2, 1), "CP2": (1, 2), "CP4": (1, 4), "DP2×CP4": (2, 4)}
 """Name -> (replicas, context shards)."""
 
+SALT = "one tenant"
+"""Of all requests, wherever they are."""
+
 CHECKPOINT = 5
 """Operations between two digests of everything."""
 
@@ -132,7 +135,7 @@ class Life:
         prompt = prompt[: self.choice.randrange(1, 90)]
         self.ids[number] = prompt
         if self.rank.mine(number):
-            request = self.cache.admit(prompt)
+            request = self.cache.admit(prompt, salt=SALT)
             self.own[number] = request
             self._tell(turn, {number: prompt[request.length :]})
 
@@ -178,7 +181,7 @@ class Life:
         if self.rank.mine(number):
             blob = self.cache.export_request(self.own[number])
             self.cache.release(self.own[number])
-            self.own[number] = self.cache.import_request(blob)
+            self.own[number] = self.cache.import_request(blob, salt=SALT)
 
     def _some(self) -> int:
         return self.choice.choice(sorted(self.ids))

@@ -6,7 +6,7 @@ Cross-component rules are checked here, once, with the full path in the error; a
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from typing import cast, get_args
+from typing import TYPE_CHECKING, SupportsIndex, cast, get_args
 
 import msgspec
 
@@ -77,6 +77,18 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     block_tokens: int = 256
     draft_layers: tuple[LayerSpec, ...] = ()
     name: str = ""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            layers: Sequence[LayerSpec],
+            block_tokens: SupportsIndex = 256,
+            draft_layers: Sequence[LayerSpec] = (),
+            name: str = "",
+        ) -> None:
+            """Any sequence of layers; they are kept as tuples."""
 
     def __post_init__(self) -> None:
         """Check every rule that spans components."""
@@ -210,8 +222,8 @@ def _check_declared(path: str, component: Component) -> None:
 
 
 def _layer_specs(group: str, given: object) -> tuple[LayerSpec, ...]:
-    """The layers as a tuple, from a list or a tuple of LayerSpec."""
-    if not isinstance(given, (list, tuple)):
+    """The layers as a tuple, from any sequence of LayerSpec."""
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise SpecError(got=given, where=group, allowed="a sequence of LayerSpec")
     layers: list[LayerSpec] = []
     for number, layer in enumerate(cast("Sequence[object]", given)):
