@@ -1,0 +1,324 @@
+"""Faults of the Triton kernels, interpreted, and of the Pallas TPU kernels, in their interpreter."""
+
+TRITON = {
+    "address.py": [
+        ("    row = number % R.rows\n", "    row = (number + 1) % R.rows\n", "every row lies one further"),
+        (
+            "        known = known & (column < table_columns)\n",
+            "",
+            "entries beyond the table lie in another request's block",
+        ),
+        (
+            "        unit = tl.load(slots_ptr + request, mask=known, other=-1)\n",
+            "        unit = tl.load(slots_ptr + request, mask=known, other=0)\n",
+            "padding writes to slot 0",
+        ),
+        (
+            "passed = (end[None, :] <= number[:, None]) & real[None, :]",
+            "passed = (end[None, :] < number[:, None]) & real[None, :]",
+            "the next request's first entry is the last one's",
+        ),
+        (
+            "    return tl.where(found, request, -1), tl.where(found, entry, -1)\n",
+            "    return request, entry\n",
+            "rows beyond the last entry name a request",
+        ),
+    ],
+    "append.py": [
+        (
+            "    least = bound if R.paged else bound - R.rows\n",
+            "    least = bound - R.rows\n",
+            "what was taken over is written again",
+        ),
+        (
+            "    valid = (unit >= 0) & (position >= bound - R.rows)\n",
+            "    valid = unit >= 0\n",
+            "rows that the step overwrites are written, in any order",
+            "interpreted programs run one after another in token order, so the last one stays; on a GPU they race, which the"
+            " byte checks on the device see",
+        ),
+        (
+            "    place = place * R.heads + row % R.heads\n",
+            "    place = place * R.heads\n",
+            "every head writes to the first one's place",
+        ),
+        (
+            "    valid = (unit >= 0) & ((entry + 1) * RATIO > stored)\n",
+            "    valid = (unit >= 0) & (entry * RATIO > stored)\n",
+            "the first entry of a step is not stored",
+        ),
+        (
+            "        x = x * scale[:, None, None] * weight\n",
+            "        x = x * scale[:, None, None]\n",
+            "the norm's weight is forgotten",
+        ),
+    ],
+    "tail.py": [
+        (
+            "(position % T.rows).to(tl.int64) * T.row\n",
+            "((position + 1) % T.rows).to(tl.int64) * T.row\n",
+            "a tail's rows lie one further",
+        ),
+        (
+            "    save_rows(score, column + T.score, mask, slot, position, score_tail, T)\n",
+            "    save_rows(score, column + T.kv, mask, slot, position, score_tail, T)\n",
+            "scores are written over kv",
+        ),
+        (
+            "    bits = tl.where(x != x, 0x7FC00000, float_bits(x))\n",
+            "    bits = float_bits(x)\n",
+            "a tail keeps the payload of a NaN",
+        ),
+    ],
+    "pool.py": [
+        (
+            "    return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)\n",
+            "    return (1 - r // T.ratio) * T.dim if T.overlap else tl.zeros_like(r)\n",
+            "carry and cur are swapped",
+        ),
+        (
+            "    inside = ((r < window) & (p >= 0))[:, None]",
+            "    inside = (r < window)[:, None]",
+            "rows before the first window take part",
+        ),
+        (
+            "    pooled = tl.where(kept == 0.0, 0.0, pooled * kept) + tl.where(weight == 0.0, 0.0, weight * kv)\n",
+            "    pooled = pooled * kept + weight * kv\n",
+            "a NaN row of weight 0 spreads",
+        ),
+        (
+            "    total = total * kept + weight\n",
+            "    total = total + weight\n",
+            "earlier rows are weighted by an old maximum",
+        ),
+    ],
+    "close.py": [
+        (
+            "turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)\n        score = widened(score)",
+            "turns(entry, frequencies_ptr, size, R.dim, PAIRS)\n        score = widened(score)",
+            "entries are rotated by their number in a prefill",
+        ),
+        (
+            "    valid = (unit >= 0) & (one + position >= one + stored)\n",
+            "    valid = unit >= 0\n",
+            "entries that were taken over are written again",
+        ),
+        (
+            "    if R.rounded:\n        x = round_bf16(x, NATIVE)\n    if WHOLE",
+            "    if WHOLE",
+            "no rounding after pooling",
+        ),
+    ],
+    "latent.py": [
+        (
+            "        x = x * inverse_rms(tl.sum(x * x, axis=1), eps, R.dim)[:, None] * weight[None, :]\n        if R.rounded:\n            x = round_bf16(x, NATIVE)\n",
+            "        x = x * inverse_rms(tl.sum(x * x, axis=1), eps, R.dim)[:, None] * weight[None, :]\n",
+            "no rounding after the norm",
+        ),
+        ("tl.sqrt_rn(mean + eps)", "tl.sqrt_rn(mean)", "eps is forgotten"),
+        (
+            "    new_odd = tl.where(turned, even * sin + odd * cos, odd)\n",
+            "    new_odd = tl.where(turned, odd * cos - even * sin, odd)\n",
+            "pairs are sheared",
+        ),
+    ],
+    "rows.py": [
+        (
+            "        exponent = (float_bits(product) + 0x7FFFFF) >> 23\n",
+            "        exponent = (float_bits(product) + 0x3FFFFF) >> 23\n",
+            "power-of-two scales round to nearest",
+        ),
+        (
+            "    finite = largest < 0x7F800000\n",
+            "    finite = largest <= 0x7F800000\n",
+            "an infinite group counts as finite",
+        ),
+        (
+            "    return code, tl.where(finite, stored, bad), finite\n",
+            "    return code, stored, finite\n",
+            "a faulty group's scale is not NaN",
+        ),
+        (
+            "tl.where(finite[:, :, None], low | (high << 4), 0)",
+            "tl.where(finite[:, :, None], high | (low << 4), 0)",
+            "nibbles are swapped",
+        ),
+        (
+            "        word = tl.where(finite[:, :, None], words(code, 4), 0)\n",
+            "        word = words(code, 4)\n",
+            "a faulty group keeps codes",
+        ),
+        (
+            "        tl.store(target, scale, mask=valid[:, None] & (group < R.groups))\n",
+            "        tl.store(target, scale, mask=group < R.groups)\n",
+            "scales of rows that are not written are written",
+        ),
+        (
+            "        bits = tl.where(x != x, 0x7E00, bits.to(tl.int32)).to(tl.int16)\n",
+            "",
+            "fp16 keeps the payload of a NaN",
+        ),
+        (
+            "        value = value * scale[:, :, None] * R.global_scale\n",
+            "        value = value * scale[:, :, None]\n",
+            "the global scale is forgotten",
+        ),
+        (
+            "        value = ((code << 24) >> 24).to(tl.float32)\n",
+            "        value = code.to(tl.float32)\n",
+            "int8 codes are read without a sign",
+        ),
+        (
+            "    return round_bf16(x * (R.dim**-0.5), NATIVE)\n",
+            "    return x * (R.dim**-0.5)\n",
+            "rotated rows are not rounded to bf16",
+        ),
+    ],
+    "codes.py": [
+        (
+            "        code += (x > MIDPOINTS[k]).to(tl.int32)\n",
+            "        code += (x >= MIDPOINTS[k]).to(tl.int32)\n",
+            "an NF4 midpoint takes the upper level",
+        ),
+        ("    return tl.where(x != x, 0x7FC0, bits)\n", "    return bits\n", "bf16 keeps the payload of a NaN"),
+        ("((raw >> 16) & 1)) >> 16) & 0xFFFF", "1) >> 16) & 0xFFFF", "bf16 ties go up"),
+    ],
+    "gather.py": [
+        (
+            "    position = tl.maximum(length - WINDOW, 0) + row % R.rows\n",
+            "    position = tl.maximum(length - R.rows, 0) + row % R.rows\n",
+            "a window's rows begin with its spare ones",
+        ),
+        (
+            "    tl.store(valid_out_ptr + row, valid.to(tl.int8), mask=inside)\n",
+            "    tl.store(valid_out_ptr + row, (entry >= -1).to(tl.int8), mask=inside)\n",
+            "every pick counts as valid",
+        ),
+        ("tl.where(valid, entry * RATIO, -1)", "tl.where(valid, entry, -1)", "entries say their number for a position"),
+        (
+            "            first = query // CHUNK * CHUNK\n",
+            "            first = query // CHUNK\n",
+            "a chunk begins at its number",
+        ),
+        (
+            "    start = length if LAST else tl.load",
+            "    start = tl.load",
+            "own rows of a window lie by the first query",
+        ),
+    ],
+    "topk.py": [
+        ('tl.where(score != score, float("-inf"), score + 0.0)', "score + 0.0", "NaN is picked"),
+        ("(0x7FFFFFFF - column).to(tl.int64)", "column.to(tl.int64)", "ties go to the highest entry"),
+        (
+            "        rank = tl.sum(above, axis=1)\n",
+            "        rank = tl.sum(above, axis=1) // 2 * 2\n",
+            "two picks share a rank",
+        ),
+    ],
+    "scores.py": [
+        (
+            "    return tl.maximum(request, 0), (position + 1) // RATIO, weight, q\n",
+            "    return tl.maximum(request, 0), position // RATIO, weight, q\n",
+            "a query does not see the entry it completes",
+        ),
+    ],
+    "attend.py": [
+        (
+            "        valid = number <= position\n",
+            "        valid = number < position\n",
+            "a query does not see its own row",
+        ),
+        (
+            "        valid = asked & (entry >= 0) & (entry < visible)\n",
+            "        valid = asked & (entry >= 0) & (entry <= visible)\n",
+            "a query sees an entry of the future",
+        ),
+        (
+            "    total = total * kept + tl.sum(weight, axis=1)\n",
+            "    total = total + tl.sum(weight, axis=1)\n",
+            "earlier keys are weighted by an old maximum",
+        ),
+    ],
+    "merge.py": [
+        (
+            "        out *= beside_sink(sink_ptr, head, True, lse)\n",
+            "        out *= 1.0\n",
+            "the sink is ignored where keys are split",
+        ),
+        (
+            "    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))\n",
+            "    lse = tl.log2(tl.where(total == 0.0, 1.0, total))\n",
+            "lse of split keys lacks the maximum",
+        ),
+    ],
+    "units.py": [
+        ("    mask = at < tl.where(unit >= 0, size, 0)\n", "    mask = at < size\n", "unit -1 is filled"),
+        (
+            "((sources, targets, False), (targets, sources, True))",
+            "((targets, sources, False), (sources, targets, True))",
+            "sources and targets are swapped",
+        ),
+    ],
+}
+
+PALLAS = {
+    "store_rows.py": [
+        (
+            "        kept = words_of(old[...], buffer) & ~(mine << shift)\n",
+            "        kept = words_of(old[...], buffer)\n",
+            "a row's old bits stay",
+        ),
+        (
+            "            pl.when(unit >= 0)(lambda i=i, unit=unit, row=row: copy(i, unit, row).start())\n",
+            "            pl.when(unit >= -1)(lambda i=i, unit=unit, row=row: copy(i, jnp.maximum(unit, 0), row).start())\n",
+            "padding is written to unit 0",
+        ),
+    ],
+    "gather_rows.py": [
+        (
+            "        kept = jnp.where(jnp.broadcast_to(exists, line.shape), line, 0.0)\n",
+            "        kept = line\n",
+            "rows that do not exist are no zeros",
+        ),
+    ],
+    "flush.py": [
+        (">= skipped[step]", ">= skipped[step] + 1", "the first row of a window is left out"),
+        (
+            "    return jnp.where(lax.broadcasted_iota(jnp.int32, first.shape, 0) < len(first) // 2, first, second)\n",
+            "    return jnp.where(lax.broadcasted_iota(jnp.int32, first.shape, 0) < len(first) // 2, second, first)\n",
+            "carry and cur are swapped",
+        ),
+        (
+            "    return jnp.where(odd, other * sin + line * cos, line * cos - other * sin)\n",
+            "    return jnp.where(odd, line * cos - other * sin, line * cos + other * sin)\n",
+            "pairs are rotated the wrong way",
+        ),
+        (
+            "        lines.append(line if exact else codes.to_bf16(line))\n    if weight",
+            "        lines.append(line)\n    if weight",
+            "no rounding after pooling",
+        ),
+    ],
+    "top_k.py": [
+        ("    score = jnp.where(score != score, -jnp.inf, score)\n", "", "NaN is picked"),
+        ("(index < other_index))", "(index > other_index))", "ties go to the highest entry"),
+    ],
+    "softmax.py": [
+        (
+            "    weights = jnp.where(exists, jnp.exp(logits - base), 0)\n",
+            "    weights = jnp.exp(logits - base)\n",
+            "keys that do not exist weigh",
+            "their logits are -inf and the base is finite, so their weight is 0 either way",
+        ),
+        (
+            "    total[...] = total[...] * kept + ",
+            "    total[...] = total[...] + ",
+            "earlier keys are weighted by an old maximum",
+        ),
+        (
+            "        rest = jnp.where(sums == 0, -jnp.inf, largest[...] + jnp.log(sums))\n",
+            "        rest = largest[...] + jnp.log(sums + 1)\n",
+            "lse counts one key too many",
+        ),
+    ],
+}

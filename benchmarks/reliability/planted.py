@@ -1,0 +1,335 @@
+"""Faults planted one at a time, one line each: does the conformance kit notice, and if not, the test suite?
+
+    python -m benchmarks.reliability.planted --jobs 2 --out planted.json
+    python -m benchmarks.reliability.planted --only 'kvcore/prefix.py' --part 0/4
+
+The faults are the tables in ``faults/``. Each is written into a copy of the tree in a temporary folder, never into the
+tree itself, and what judges it runs there in processes of its own: first the kit on the backend that the file belongs
+to, then, where the kit noticed nothing, the tests that belong to the file (``WAYS``). A fault that only the suite
+notices counts as the suite's; a fault that changes nothing that can be observed says why in its table.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.reliability import command
+from benchmarks.reliability.faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("kvcore", "tests", "benchmarks", "examples", "docs", "README.md", "pyproject.toml")
+KIT = ("--pyargs", "kvcore.conformance")
+QUIET = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore")
+SECONDS = 900
+"""After which a run is taken for a hang, which is noticed."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+class Run(NamedTuple):
+    """One run of pytest: its arguments, its environment, and whether it is the kit."""
+
+    arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    kit: bool
+
+
+def kit(backend: str, checks: str = "", device: str = "", **environment: str) -> Run:
+    """The kit on a backend: all of it, or the checks that an expression of pytest's -k names."""
+    chosen = ("-k", checks) if checks else ()
+    on = ("--kv-device", device) if device else ()
+    return Run((*KIT, f"--kv-backend={backend}", *on, *chosen), tuple(environment.items()), kit=True)
+
+
+def suite(*paths: str, **environment: str) -> Run:
+    """Tests of the suite."""
+    return Run(paths, tuple(environment.items()), kit=False)
+
+
+ROWS = "(v4_584 or index_fp4_68_h or index_nvfp4 or int8_row or nf4_b64 or mxfp4 or fp32 or bf16 or fp16 or tail)"
+"""Formats that between them have every code and rule of scales."""
+
+
+def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged or padded or one_over)") -> str:
+    """Checks of some verbs on a backend that compiles, or is interpreted, for every shape."""
+    return f"({verbs}) and {layouts} and {shapes} and {ROWS}"
+
+
+FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
+TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
+PORTABLE = ("tests/requests", "tests/handoff", "tests/shards", "tests/conformance", "tests/backends")
+
+TRITON_CHECKS = {
+    "address": sampled("append_window or store_entries or gather_all or append_kv"),
+    "append": sampled("append_window or append_rotated or append_kv or store_entries"),
+    "tail": sampled("append_tail or append_index_tail or flush", "(packed or planar or tpu_tile)"),
+    "pool": sampled("flush or compress"),
+    "close": sampled("flush"),
+    "latent": sampled("flush or append_rotated"),
+    "rows": sampled("append_window or append_kv or gather_kv or gather_window or store_entries or gather_all"),
+    "codes": sampled("append_window or append_kv or store_entries"),
+    "gather": sampled("gather"),
+    "topk": sampled("select"),
+    "scores": sampled("index_scores or index_select"),
+    "attend": sampled("attend and not attend_kv"),
+    "merge": sampled("attend"),
+    "units": "copy_slots or copy_blocks or reset_slots or poison",
+}
+JAX_CHECKS = {
+    "rows": sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged"),
+    "window": sampled("window", shapes="(ragged or longer)"),
+    "tail": sampled("flush or compress or append_rotated"),
+    "entries": sampled("entries or flush or closed"),
+    "classic": sampled("kv or mask or batch", shapes="(ragged or padded)"),
+    "life": "reset_slots or poison or copy_ or digest_rows or gather_rows or store_rows",
+    "indexer": sampled("index_scores or select"),
+    "attention": sampled("attend and not attend_kv"),
+    "encoding": f"{FORMATS_ALONE} or (append_kv and ragged and packed)",
+}
+PALLAS_CHECKS = {
+    "store_rows": sampled("append_window or store_entries", "tpu_tile", "(ragged or padded)"),
+    "gather_rows": sampled("gather_window or gather_entries or gather_all", "tpu_tile", "ragged"),
+    "flush": sampled("flush", "tpu_tile", "ragged"),
+    "top_k": "select and not index_select",
+    "softmax": sampled("attend", "tpu_tile", "ragged"),
+}
+WAYS: dict[str, tuple[Run, ...]] = {
+    **{
+        f"{TORCH}/kernels/{name}.py": (
+            kit("torch_triton", checks, **INTERPRETED),
+            suite("tests/triton_kernels/test_interpreter.py"),
+        )
+        for name, checks in TRITON_CHECKS.items()
+    },
+    f"{TORCH}/*": (
+        kit("torch_triton", "ragged or any"),
+        kit("torch_triton", "not ragged and not any"),
+        suite("tests/backends", "tests/interop/test_transformers.py", "tests/requests", "tests/shards"),
+    ),
+    **{
+        f"{JAX}/pallas/{name}.py": (kit("jax_pallas", checks, "cpu:interpret", **QUICK_COMPILES),)
+        for name, checks in PALLAS_CHECKS.items()
+    },
+    **{
+        f"{JAX}/{name}.py": (
+            kit("jax_pallas", checks, **QUICK_COMPILES),
+            suite("tests/jax_pallas", **QUICK_COMPILES),
+        )
+        for name, checks in JAX_CHECKS.items()
+    },
+    "kvcore/*": (
+        kit("reference", "not test_check or digest or life"),
+        kit("torch_triton", "not test_check"),
+        suite(*PORTABLE, "tests/test_lifecycle.py", "tests/test_chunk_invariance.py"),
+    ),
+}
+"""Pattern of files -> what judges their faults, in order; the first pattern that fits counts.
+
+A backend that compiles or is interpreted for every shape is judged by the kit's checks of the verbs that the file is
+behind, in formats that have every code between them; the others by the whole kit.
+"""
+
+
+def ways_of(file: str) -> tuple[Run, ...]:
+    """What judges a fault of that file.
+
+    Raises:
+        KeyError: no pattern of ``WAYS`` fits.
+    """
+    return next(runs for pattern, runs in WAYS.items() if fnmatch.fnmatchcase(file, pattern))
+
+
+def planted(source: str, fault: Fault) -> str:
+    """The file's text with the fault in it.
+
+    Raises:
+        ValueError: what the fault replaces is not there, or more than once.
+    """
+    found = source.count(fault.old)
+    if found != 1:
+        raise ValueError(f"{fault.file}: {found} times {fault.old!r}")
+    return source.replace(fault.old, fault.new)
+
+
+def judge(fault: Fault) -> dict[str, Any]:
+    """Plant one fault and say what noticed it: ``kit``, ``suite`` or nothing, with the first line that failed."""
+    start = time.perf_counter()
+    noticed, by, ran = "", "", []
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        tree = copied_tree(Path(folder) / "tree")
+        if fault.new != fault.old:
+            place = tree / fault.file
+            text = planted(place.read_text(encoding="utf-8"), fault)
+            place.unlink()  # a hard link: the tree's own file must not be written to
+            place.write_text(text, encoding="utf-8")
+        for run in ways_of(fault.file):
+            code, output = pytest(tree, run)
+            ran.append(" ".join(run.arguments))
+            if code:
+                noticed, by = ("kit" if run.kit else "suite"), first_failure(output, code)
+                break
+    told = {"file": fault.file, "old": fault.old, "new": fault.new, "why": fault.why, "noticed": noticed, "by": by}
+    if fault.equivalent:
+        told["equivalent"] = fault.equivalent
+    return {**told, "ran": ran, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def copied_tree(tree: Path) -> Path:
+    """A copy of what tests need, by hard links where the file system has them."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.gz")
+            shutil.copytree(ROOT / name, tree / name, copy_function=_link, ignore=ignored)
+        else:
+            _link(str(ROOT / name), str(tree / name))
+    return tree
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def pytest(tree: Path, run: Run) -> tuple[int, str]:
+    """(exit code, output) of pytest in a copy of the tree; the code of a hang is 124."""
+    where = tree / "elsewhere" if run.kit else tree
+    where.mkdir(exist_ok=True)
+    environment = {**os.environ, **ONE_THREAD, **dict(run.environment), "PYTHONPATH": str(tree)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    line = [sys.executable, "-m", "pytest", *run.arguments, *QUIET]
+    try:
+        done = subprocess.run(
+            line, cwd=where, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "no end"
+    output = done.stdout.decode(errors="replace")
+    if done.returncode == 5:
+        raise RuntimeError(f"no test is chosen by {' '.join(run.arguments)}\n{output[-2000:]}")
+    return done.returncode, output
+
+
+def first_failure(output: str, code: int) -> str:
+    """The line that names what failed first."""
+    for line in output.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            return line.split(" - ")[0][:200]
+    last = [line for line in output.splitlines() if line.strip()][-1:] or [""]
+    return f"exit code {code}: {last[0][:160]}"
+
+
+def unplanted(files: list[str]) -> list[Fault]:
+    """For every way that judges these files a fault that changes nothing: what must notice nothing."""
+    by_way = {ways_of(file): file for file in files}
+    return [Fault(file, "", "", "nothing planted") for file in by_way.values()]
+
+
+def record_of(told: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The record: counts by area with kit and suite apart, and every fault."""
+    counted = [one for one in told if one["old"] != one["new"]]
+    alarms = [one for one in told if one["old"] == one["new"] and one["noticed"]]
+    survivors = [one for one in counted if not one["noticed"] and "equivalent" not in one]
+    wrong = [one for one in counted if one["noticed"] and "equivalent" in one]
+    return {
+        "figure": "planted faults",
+        "faults": len(counted),
+        "areas": {area: tally(some) for area, some in areas(counted).items()},
+        "all": tally(counted),
+        "survivors": len(survivors),
+        "divergences": len(survivors) + len(alarms) + len(wrong),
+        "failures": [*survivors, *alarms, *wrong],
+        "seconds": round(seconds, 1),
+        **command.versions({}),
+        "told": sorted(told, key=lambda one: (one["file"], one["old"])),
+    }
+
+
+def areas(told: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Faults by what they are planted in: a backend, or everything else."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in told:
+        parts = Path(one["file"]).parts
+        area = f"backend {parts[2]}" if parts[1] == "backends" else "cache, requests, files and shards"
+        found.setdefault(area, []).append(one)
+    return dict(sorted(found.items()))
+
+
+def tally(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many were noticed by what; shares are of those that are not equivalent."""
+    counts = Counter(one["noticed"] or ("equivalent" if "equivalent" in one else "nothing") for one in told)
+    real = len(told) - counts["equivalent"]
+    shares = {
+        "kit_share": round(counts["kit"] / real, 4) if real else 1.0,
+        "kit_and_suite_share": round((counts["kit"] + counts["suite"]) / real, 4) if real else 1.0,
+    }
+    return {"faults": len(told), **{name: counts[name] for name in ("kit", "suite", "equivalent", "nothing")}, **shares}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: %(default)s)")
+    parser.add_argument("--only", default="*", help="files whose faults are planted, a pattern")
+    parser.add_argument("--part", default="0/1", help="part I of N, from 0; merge parts with --merge")
+    parser.add_argument("--out", type=Path, help="write the record there, as JSON")
+    parser.add_argument("--merge", type=Path, nargs="+", help="records of parts, to one; nothing is run")
+    parser.add_argument("--json", action="store_true", help="print the record instead of a summary")
+    given = parser.parse_args()
+    start = time.perf_counter()
+    if given.merge:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in given.merge]
+        told = list({(one["file"], one["old"], one["new"]): one for part in parts for one in part["told"]}.values())
+        record = {**parts[0], **record_of(told, sum(part["seconds"] for part in parts))}
+        record["command"] = parts[0]["command"]
+    else:
+        number, _, total = given.part.partition("/")
+        faults = [fault for fault in FAULTS if fnmatch.fnmatchcase(fault.file, given.only)][int(number) :: int(total)]
+        told = run_all([*unplanted([fault.file for fault in faults]), *faults], given.jobs)
+        record = record_of(told, time.perf_counter() - start)
+    if given.out:
+        command.write(record, given.out)
+    print(json.dumps(record, indent=2) if given.json else summary(record))
+    return 1 if record["divergences"] else 0
+
+
+def run_all(faults: list[Fault], jobs: int) -> list[dict[str, Any]]:
+    """Judge all, some at a time; a line for each as it ends."""
+    told = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for job in as_completed([pool.submit(judge, fault) for fault in faults]):
+            one = job.result()
+            told.append(one)
+            verdict = one["noticed"] or ("equivalent" if "equivalent" in one else "NOT NOTICED")
+            print(f"[{len(told)}/{len(faults)}] {verdict}: {one['file']}: {one['why']}", file=sys.stderr, flush=True)
+    return told
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A table for people."""
+    lines = [f"{'':36}{'faults':>8}{'kit':>6}{'suite':>7}{'equivalent':>12}{'nothing':>9}{'kit alone':>11}"]
+    for area, counts in [*record["areas"].items(), ("all", record["all"])]:
+        numbers = (counts[name] for name in ("faults", "kit", "suite", "equivalent", "nothing"))
+        row = "".join(f"{number:>{width}}" for number, width in zip(numbers, (8, 6, 7, 12, 9), strict=True))
+        lines.append(f"{area:36}{row}{counts['kit_share']:>11.1%}")
+    lines += [
+        f"{'noticed' if one['noticed'] else 'not noticed'}: {one['file']}: {one['why']} {one['by']}"
+        for one in record["failures"]
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
