@@ -5,14 +5,14 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.blocks import BlockStatistics
 from kvcore.content import Content, Left, write_rows
-from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
+from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, SnapshotError, StepError
 from kvcore.growth import Growth
 from kvcore.manager import Manager, Place, Request, TakenOver
 from kvcore.ops import Backend, Ops
@@ -74,6 +74,14 @@ class CacheBase:
         self._pools = check_same_tree(pools, self._pools)
         if self._step is not None:
             self._step._pools_replaced = True
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: requests are alive in one cache, and pools belong to a device."""
+        raise SnapshotError(
+            got=f"pickle or copy of a {type(self).__name__}",
+            where="cache",
+            allowed="save(path) and kvcore.load(path), or export_request and import_request into a cache of its own",
+        )
 
     def _replace_pools(self, pools: Pools) -> None:
         """Take what a handle's verb returned; nothing is checked."""

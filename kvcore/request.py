@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvcore.errors import RequestError
 
 if TYPE_CHECKING:
     from kvcore.manager import Manager
@@ -115,6 +117,14 @@ class Request:
     def _of(self, manager: "Manager") -> bool:
         """True if this manager admitted the request."""
         return self._manager is manager
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: a request is a place in one cache, and a copy would be none."""
+        raise RequestError(
+            got=f"pickle or copy of request {self.id}",
+            where="request",
+            allowed="cache.fork(request), or export_request and import_request",
+        )
 
     def __repr__(self) -> str:
         if not self._manager.is_live(self):

@@ -269,6 +269,28 @@ def test_what_is_refused_changes_nothing(what):
     assert held(update(cache, 5, 1, rows=3)[0]) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("verb", ["fork", "release", "admit"])
+def test_an_interrupted_call_leaves_a_cache_that_can_be_used(monkeypatch, verb):
+    cache = KVCache(models.llama(), batch=3, max_length=8)
+    if verb != "admit":
+        update(cache, 1, 4, rows=3)
+    calls, original = [], getattr(cache.kv, verb)
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(cache.kv, verb, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        update(cache, 1, 4, rows=3) if verb == "admit" else cache.reorder_cache(torch.tensor([1, 1, 1]))
+    monkeypatch.undo()
+    cache.reset()
+    assert (cache.batch_size, cache.kv.free_slots) == (-1, 3)
+    assert held(update(cache, 1, 4, rows=3)[0]) == [1, 2, 3, 4]
+
+
 def test_what_is_read_is_a_copy():
     cache = KVCache(models.llama(), batch=1, max_length=8)
     update(cache, 1, 4)

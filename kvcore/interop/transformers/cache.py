@@ -414,8 +414,8 @@ class KVCache(Cache):
             raise RequestError(
                 got=f"{batch} rows", where="KVCache", allowed=f"{len(self.requests)}, as before", hint="reset() first."
             )
-        if not self.requests:
-            self.requests = [self.kv.admit() for _ in range(batch)]
+        while len(self.requests) < batch:
+            self.requests.append(self.kv.admit())
         self._shape = (batch, new)
         return self.kv.step(dict.fromkeys(self.requests, new))
 
@@ -425,9 +425,11 @@ class KVCache(Cache):
         return step
 
     def _release(self) -> None:
-        for request in self.requests:
-            self.kv.release(request)
-        self.requests = []
+        live = set(self.kv.requests)
+        while self.requests:
+            if self.requests[-1] in live:  # else an interrupted call has released it
+                self.kv.release(self.requests[-1])
+            self.requests.pop()
 
     def _check_closed(self, verb: str) -> None:
         """Refuse to change or copy rows that a forward may or may not have added to."""
@@ -464,15 +466,19 @@ class KVCache(Cache):
     def _select(self, rows: list[int]) -> None:
         if len(rows) > self.rows:
             raise RequestError(got=f"{len(rows)} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
-        kept = set(rows)
-        # Rows that nobody wants are released first, so that forks never need more slots than the batch has.
-        for number, request in enumerate(self.requests):
-            if number not in kept:
-                self.kv.release(request)
-        placed: set[int] = set()
-        chosen: list[Request] = []
-        for number in rows:
-            request = self.requests[number]
-            chosen.append(self.kv.fork(request) if number in placed else request)
-            placed.add(number)
+        kept, chosen, placed = set(rows), list[Request](), set[int]()
+        try:
+            # Rows that nobody wants are released first, so that forks never need more slots than the batch has.
+            for number, request in enumerate(self.requests):
+                if number not in kept:
+                    self.kv.release(request)
+            for number in rows:
+                request = self.requests[number]
+                chosen.append(self.kv.fork(request) if number in placed else request)
+                placed.add(number)
+        except BaseException:
+            # Interrupted half-way, when some rows are gone: an empty cache rather than one that is neither.
+            self.requests = list(dict.fromkeys([*self.requests, *chosen]))
+            self._release()
+            raise
         self.requests = chosen

@@ -1,0 +1,23 @@
+"""Python's ways to copy an object: refused for what lives in a cache, in words that say which verb copies it."""
+
+import copy
+import pickle
+
+import pytest
+
+from kvcore.errors import RequestError, SnapshotError
+from kvcore.spec import presets
+
+WAYS = [copy.copy, copy.deepcopy, pickle.dumps]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cache_and_its_requests_are_copied_by_its_verbs_alone(build, way):
+    cache = build(presets.classic(layers=1, key_heads=1, key_dim=8, block_tokens=16), max_requests=2, max_tokens=32)
+    request = cache.admit()
+    with pytest.raises(SnapshotError, match=r"kvcore\.load"):
+        way(cache)
+    with pytest.raises(RequestError, match=r"cache\.fork"):
+        way(request)
+    assert cache.requests == (request,)
+    cache.release(cache.fork(request))
