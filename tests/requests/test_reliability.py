@@ -300,7 +300,7 @@ def careless(*_):
 def test_r10_notices_a_fault_and_keeps_the_input(monkeypatch, capsys, name, fault, said):
     monkeypatch.setattr(name, fault)
     monkeypatch.setattr(mutate, "SECONDS", 0.05)
-    record = command.work(mutate.FIGURE, 2 * mutate.SEED_INPUTS, kinds="blob")
+    record = command.work(mutate.FIGURE, 6 * mutate.SEED_INPUTS, kinds="blob")
     assert record["divergences"] == len(record["failures"]) > 0
     failure = record["failures"][0]
     assert said in failure["error"]
