@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.reliability.faults import jax_cpu, kernels, torch_cpu
+from benchmarks.reliability.faults import core, jax_cpu, kernels, torch_cpu
 
 Rows = Sequence[tuple[str, str, str] | tuple[str, str, str, str]]
 """(old text, new text, what goes wrong), and for a change that nothing can notice the reason."""
@@ -32,6 +32,7 @@ def _faults(folder: str, table: Mapping[str, Rows]) -> list[Fault]:
 
 
 FAULTS: list[Fault] = [
+    *_faults("kvcore", core.TABLE),
     *_faults("kvcore/backends/torch_triton", torch_cpu.TABLE),
     *_faults("kvcore/backends/torch_triton/kernels", kernels.TRITON),
     *_faults("kvcore/backends/jax_pallas", jax_cpu.TABLE),

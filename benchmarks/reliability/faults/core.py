@@ -1,0 +1,391 @@
+"""Faults of what is above the backends: requests over time, steps, files, the hand-off, shards."""
+
+TABLE = {
+    "manager.py": [
+        ("        self._free_slots.append(place.slot)\n", "", "a released slot is lost"),
+        ("generation + 1, id + 1\n", "generation, id + 1\n", "a slot's generation stays"),
+        (
+            "            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))\n",
+            "            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks) + 1)\n",
+            "a step takes a block too many",
+        ),
+        (
+            "        for growth in reversed(grown):\n            self.blocks.drop(growth.taken)\n",
+            "        pass\n",
+            "blocks of a step that failed are lost",
+        ),
+        (
+            "        return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]\n",
+            "        return []\n",
+            "shared blocks that were replaced are lost",
+        ),
+        (
+            "        place.high_water = max(place.high_water, place.length)\n        place.blocks",
+            "        place.blocks",
+            "what was written is forgotten, and a rollback goes too deep",
+        ),
+        (
+            "        if tokens is None and new:\n            place.tokens = None\n",
+            "        if False:\n            pass\n",
+            "ids go on although some are unknown",
+        ),
+        (
+            "            place.high_water = max(place.high_water, lengths[request])\n",
+            "            pass\n",
+            "rows of a failed step are taken for unwritten",
+        ),
+        ("        if length < deepest:\n", "        if length < deepest - 1:\n", "a rollback goes one token too deep"),
+        (
+            "        place.stored, place.given = min(place.stored, length), min(place.given, length)\n",
+            "        place.given = min(place.given, length)\n",
+            "a truncated request does not write what it took over again",
+        ),
+        ("        if self._places[request].lost and not lost:\n", "        if False:\n", "a lost request is read"),
+        ("        if not request._of(self):\n", "        if False:\n", "a request of another cache is taken"),
+    ],
+    "blocks.py": [
+        ("            generations[block] += 1\n", "", "a block's generation stays"),
+        (
+            "        self._idle.pop(block, None)\n        self._holders[block] += 1\n",
+            "        self._holders[block] += 1\n",
+            "a block that is held can be evicted",
+        ),
+        (
+            "            left = holders[block] - 1\n",
+            "            left = holders[block] - (holders[block] > 1)\n",
+            "a block's last holder never goes",
+        ),
+        (
+            "                self._idle.move_to_end(self._found[key])\n",
+            "                pass\n",
+            "a block that was used is evicted first",
+        ),
+        (
+            "        self._found[key] = heir\n        return True\n",
+            "        return True\n",
+            "a twin does not take the place of what goes",
+        ),
+        ("            del found[key]\n", "", "an evicted block is still found"),
+        (
+            "            block, key = oldest(last=False)\n",
+            "            block, key = oldest(last=True)\n",
+            "the newest idle block is evicted first",
+        ),
+        ("                told(key)\n", "                pass\n", "what depends on an evicted block stays"),
+    ],
+    "prefix.py": [
+        (
+            "        keys = [salt] if salt and start == 0 else None\n",
+            "        keys = None\n",
+            "salts do not separate prefixes",
+        ),
+        (
+            "sha256(cbor([parent, block, keys]))",
+            'sha256(cbor([b"", block, keys]))',
+            "a block's key does not follow from those before it",
+        ),
+        (
+            'sha256(cbor([parent, list(rest), ["point"',
+            'sha256(cbor([parent, [], ["point"',
+            "checkpoints beyond a block are one",
+        ),
+        ('cbor(["kvcore", spec.digest,', 'cbor(["kvcore", "",', "caches of other specs have the same keys"),
+        ("        total += max((span", "        total = max((span", "a replay is as long as one layer's"),
+        (
+            "        if value < 1 << 8 * size:\n",
+            "        if value < 1 << 8 * size - 1:\n",
+            "integers are not written in the fewest bytes",
+        ),
+    ],
+    "reuse.py": [
+        (
+            "list(range((start // size + 1) * size, length + 1, size))",
+            "list(range((start // size + 1) * size, length, size))",
+            "a boundary at the end of a step is not kept",
+        ),
+        (
+            "and length % self.policy.tokens == 0:",
+            "and length >= self.policy.tokens:",
+            "checkpoints are kept off the period",
+        ),
+        (
+            "        if key in self._states:\n            self._states.move_to_end(key)\n            return\n",
+            "",
+            "a checkpoint is kept twice",
+            "the second has the same key and the same rows, and takes the first one's place",
+        ),
+        (
+            "                if 0 < length <= limit and key in self._states:\n",
+            "                if 0 < length and key in self._states:\n",
+            "a hit is longer than was asked",
+        ),
+        (
+            "            if block is None:\n                break\n",
+            "            if block is None:\n                continue\n",
+            "a hit skips a block that is not there",
+        ),
+        (
+            "            length = min(stored - self._replay, limit)\n",
+            "            length = min(stored, limit)\n",
+            "nothing is replayed under zero",
+        ),
+        (
+            "        for key in list(self._beyond.get(parent, ())):\n            self._forget(key)\n",
+            "        pass\n",
+            "checkpoints outlive their blocks",
+        ),
+        ("        self._manager.hide()\n", "", "live requests publish what was forgotten"),
+    ],
+    "sharing.py": [
+        (
+            "            self._pools = self.ops.copy_slots(self._pools, *slots)\n",
+            "            pass\n",
+            "a fork has empty rings",
+        ),
+        (
+            "        return 0 if all(component.live(length).start == 0 for component in rings) else length\n",
+            "        return 0\n",
+            "a restored request goes back to rows that it never had",
+        ),
+        (
+            "            self._pools = write_rows(self.ops, self._pools, self._row_of(place), hit.state)\n",
+            "            pass\n",
+            "a hit's rings are empty",
+        ),
+        ("        place.cached_tokens = hit.length\n", "", "a hit says that nothing was cached"),
+        (
+            "        there = self.free_blocks - self._manager.blocks.idle_among(blocks)\n",
+            "        there = self.free_blocks\n",
+            "blocks that are taken over count as free",
+        ),
+    ],
+    "step_state.py": [
+        (
+            "            for handle in self._layers.values():\n                handle._store_waiting()\n        except",
+            "            pass\n        except",
+            "rows that waited are never stored",
+        ),
+        (
+            "        first = sum(row.new for row in self._rows[:number])\n",
+            "        first = 0\n",
+            "checkpoints are of the first request's rows",
+        ),
+        (
+            "        freed = manager.settle(self.grown)\n",
+            "        freed = []\n",
+            "shared blocks that were replaced are lost",
+        ),
+        ("        self._manager.shrink(self.grown)\n", "", "blocks of a step that failed are lost"),
+        (
+            "        for handle in self._layers.values():\n            handle._put_back()\n",
+            "",
+            "ring rows are not put back",
+        ),
+        (
+            "            self.cache._replace_pools(self._undo.apply(self.cache.pools))\n",
+            "            pass\n",
+            "functional verbs are not undone",
+        ),
+        (
+            "            missing = layer._missing()\n",
+            "            missing = []\n",
+            "a layer that was left out is committed",
+        ),
+        (
+            "(self._layers.get(number) or LayerHandle(self, number))._blank()",
+            "pass",
+            "a block's last owner's bytes are read as entries",
+        ),
+        (
+            "                if length <= place.complete:\n                    prefix.keep",
+            "                if True:\n                    prefix.keep",
+            "checkpoints are kept of layers that got nothing",
+        ),
+        (
+            "starts = [max(row.start, row.length - rows) if row.start else row.length for row in self._rows]",
+            "starts = [row.length for row in self._rows]",
+            "what a commit overwrites is not kept for a failure in the commit itself",
+        ),
+    ],
+    "undo.py": [
+        (
+            "            self.complete = not any(_is_gone(array) for array in self._before.values())\n",
+            "            self.complete = True\n",
+            "arrays that were donated are put back",
+        ),
+        (
+            "                if component.span is not None\n",
+            "                if component.span is None\n",
+            "paged rows are kept and rings are not",
+        ),
+    ],
+    "handle/state.py": [
+        (
+            "            self._waiting[role] = copy.deepcopy(arrays)\n",
+            "            self._waiting[role] = arrays\n",
+            "the caller's buffer is read at commit",
+        ),
+        (
+            "        at_once = rows - component.reach\n",
+            "        at_once = rows\n",
+            "rows are overwritten that the step's own queries need",
+        ),
+        (
+            "            row.new and row.length - rows > component.live(deepest).start\n",
+            "            row.new and row.length - rows > component.live(row.length).start\n",
+            "rows that a rollback needs are not put back",
+        ),
+        (
+            "        if writing.undone and role not in self._overwritten:\n",
+            "        if False:\n",
+            "nothing is kept for an abort",
+        ),
+        (
+            "        return self._own[role] if role in self._waiting else None\n",
+            "        return None\n",
+            "a long step's own rows are read from the ring",
+        ),
+        (
+            "            return self._index._replace(lengths=self._index.starts)\n",
+            "            return self._index\n",
+            "entries are read before they are stored",
+        ),
+    ],
+    "content.py": [
+        (
+            "        first = 0 if component.in_checkpoint else aligned\n",
+            "        first = 0\n",
+            "a checkpoint holds whole blocks again",
+        ),
+        (
+            "            first = sum(position < row.length - region.rows for position in positions)\n",
+            "            first = 0\n",
+            "older rows of a ring are written over later ones",
+        ),
+        (
+            "    older = component.live(floor)\n",
+            "    older = component.live(length)\n",
+            "rows that a rollback needs are left behind",
+        ),
+        ("        first = first[found >= 0]\n", "        first = first[found >= -1]\n", "a row that is none is read"),
+        (
+            "    if not 0 <= left.floor <= left.length <= LONGEST or",
+            "    if",
+            "lengths that do not fit together are taken",
+        ),
+        ("        len(tokens) == left.length and", "", "ids of another length are taken"),
+    ],
+    "snapshot.py": [
+        (
+            '            name = f"{number}.{layer}.{role}"\n            arrays[name] = held.rows\n',
+            '            name = f"0.{layer}.{role}"\n            arrays[name] = held.rows\n',
+            "every saved request is the last one",
+        ),
+        (
+            "    if root != _root(header.replace(root.encode(), NO_ROOT.encode()), arrays):\n",
+            "    if False:\n",
+            "a header that was changed is taken",
+        ),
+        (
+            "        bad = np.flatnonzero((lanes != stored).any(axis=1))\n",
+            "        bad = np.flatnonzero((lanes != stored).all(axis=1))\n",
+            "a page counts as damaged only if both lanes say so",
+        ),
+        ('        cache._check_whole(request, "save")\n', "", "a request in the middle of a replay is saved"),
+        (
+            '        if name.endswith(".digest"):\n',
+            '        if name.endswith(".digests"):\n',
+            "digests are not covered by the root",
+        ),
+    ],
+    "transfer.py": [
+        ('    cache._check_whole(request, "export_request")\n', "", "a request in the middle of a replay is exported"),
+        (
+            "        if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):\n",
+            "        if False:\n",
+            "rows that were changed are taken",
+        ),
+        ("    if others:\n", "    if False:\n", "components that the spec does not have are taken"),
+        ("    check_spec(cache.spec, found.spec)\n", "", "a blob of another spec is taken"),
+    ],
+    "handoff/pull.py": [
+        ("    if found == manifest.digests:\n", "    if True:\n", "pages are not verified"),
+        ("    check_spec(cache.spec, manifest.spec)\n", "", "an export of another spec is taken"),
+        (
+            "        here = first\n",
+            "        here = 0\n",
+            "pages are digested twice",
+            "pages that were added before are not added again",
+        ),
+        (
+            "    return Received(manifest, layout, pages)\n",
+            "    return Received(manifest, layout, pages * 0)\n",
+            "other pages than were verified are stored",
+        ),
+    ],
+    "handoff/desk.py": [
+        (
+            "    if not 0 <= generation <= current:\n",
+            "    if not 0 <= generation:\n",
+            "a reference of the future is taken",
+        ),
+        ("    elif generation < current:\n", "    elif False:\n", "a stale reference gives another export"),
+        (
+            "    if first < 0 or count < 0 or first + count > pages:\n",
+            "    if first < 0 or first + count > pages + 1:\n",
+            "pages beyond the last are asked for",
+        ),
+    ],
+    "shards/pages.py": [
+        (
+            "        return row // self.rows % self.shards\n",
+            "        return row % self.shards\n",
+            "rows go round the shards one by one",
+        ),
+        ("* self.rows + row % self.rows\n", "* self.rows\n", "a page has one row"),
+        (
+            "_clip(count % whole - shard * self.rows, self.rows)",
+            "_clip(count % whole, self.rows)",
+            "every shard holds the last page",
+        ),
+    ],
+    "shards/heads.py": [
+        (
+            "        first = head // self.per_shard * self.replicas\n",
+            "        first = head // self.per_shard\n",
+            "a head's owner is another shard",
+        ),
+        ("        return head % self.per_shard\n", "        return head\n", "heads keep their number on a shard"),
+    ],
+    "shards/index.py": [
+        (
+            "    pages = (table[:, :, None] + 1) * mine[None, None] - 1\n",
+            "    pages = table[:, :, None] * mine[None, None]\n",
+            "pages of others are block 0",
+        ),
+        (
+            "        positions=pages.held(shard, (index.positions + 1) // ratio) * ratio - 1,\n",
+            "        positions=pages.held(shard, index.positions // ratio) * ratio - 1,\n",
+            "a query does not see the last row here",
+        ),
+    ],
+    "shards/plan.py": [
+        (
+            "        owner = at.request % self.requests,",
+            "        owner = at.request // self.requests,",
+            "requests are not dealt out in turn",
+        ),
+        (
+            "            rank = rank * size + place\n",
+            "            rank = rank * size + place % 1\n",
+            "every rank is the first",
+        ),
+    ],
+    "shards/assemble.py": [
+        (
+            "        starts = [start + heads.per_shard * size for start in starts]\n",
+            "",
+            "values are taken from the keys' bytes",
+        ),
+    ],
+}
