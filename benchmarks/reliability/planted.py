@@ -164,7 +164,7 @@ def planted(source: str, fault: Fault) -> str:
     return source.replace(fault.old, fault.new)
 
 
-def judge(fault: Fault) -> dict[str, Any]:
+def judge(fault: Fault, kit_only: bool = False) -> dict[str, Any]:
     """Plant one fault and say what noticed it: ``kit``, ``suite`` or nothing, with the first line that failed."""
     start = time.perf_counter()
     noticed, by, ran = "", "", []
@@ -175,7 +175,7 @@ def judge(fault: Fault) -> dict[str, Any]:
             text = planted(place.read_text(encoding="utf-8"), fault)
             place.unlink()  # a hard link: the tree's own file must not be written to
             place.write_text(text, encoding="utf-8")
-        for run in ways_of(fault.file):
+        for run in [run for run in ways_of(fault.file) if run.kit or not kit_only]:
             code, output = pytest(tree, run)
             ran.append(" ".join(run.arguments))
             if code:
@@ -305,7 +305,9 @@ def main() -> int:
     else:
         number, _, total = given.part.partition("/")
         faults = [fault for fault in FAULTS if fnmatch.fnmatchcase(fault.file, given.only)][int(number) :: int(total)]
-        told = run_all([*unplanted([fault.file for fault in faults]), *faults], given.jobs, given.seconds)
+        told = run_all(
+            [*unplanted([fault.file for fault in faults]), *faults], given.jobs, given.seconds, kit_only=given.kit_only
+        )
         record = record_of(told, time.perf_counter() - start)
         record["not_run"] = len(faults) - record["faults"]
     if given.out:
@@ -314,13 +316,15 @@ def main() -> int:
     return 1 if record["divergences"] else 0
 
 
-def run_all(faults: list[Fault], jobs: int, seconds: float | None = None) -> list[dict[str, Any]]:
+def run_all(
+    faults: list[Fault], jobs: int, seconds: float | None = None, *, kit_only: bool = False
+) -> list[dict[str, Any]]:
     """Judge all, some at a time; a line for each as it ends. After ``seconds`` no further one is begun."""
     told = []
     start = time.perf_counter()
 
     def in_time(fault: Fault) -> dict[str, Any] | None:
-        return None if seconds and time.perf_counter() - start > seconds else judge(fault)
+        return None if seconds and time.perf_counter() - start > seconds else judge(fault, kit_only)
 
     with ThreadPoolExecutor(jobs) as pool:
         for job in as_completed([pool.submit(in_time, fault) for fault in faults]):
