@@ -140,9 +140,10 @@ def _probe(name: str, timeout: float) -> tuple[str | None, str]:
         return f"its probe failed: {lines[-1] if lines else f'exit code {done.returncode}'}", ""
     try:
         reason, how = json.loads(done.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, TypeError, RecursionError):
         return "its probe printed no answer", ""
-    return reason, how
+    # A plug-in may print whatever it likes after the answer.
+    return (None if reason is None else str(reason)), str(how)
 
 
 def _print(found: dict) -> None:
