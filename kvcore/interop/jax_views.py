@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SnapshotError, SpecError
 from kvcore.interop.jax_layer_view import (
     Appended,
@@ -140,7 +141,14 @@ class CacheViews:
             SnapshotError: arrays of other names, shapes or dtypes than the metadata's spec has.
             SpecError: as ``init_views``.
         """
-        spec = from_json(json.dumps(metadata["spec"]))
+        try:
+            text = json.dumps(metadata["spec"])
+            missing = {"batch", "max_length", "layout"} - metadata.keys()
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise SnapshotError(got=str(error), where="from_pure", allowed="the metadata of to_pure") from error
+        if missing:
+            raise SnapshotError(got=f"no {min(missing)}", where="from_pure", allowed="the metadata of to_pure")
+        spec = from_json(text)
         sizes = {"batch": metadata["batch"], "max_length": metadata["max_length"]}
         fresh = jax.eval_shape(lambda: init_views(spec, **sizes))
         layout = fresh.views[0].kind.ops.plan.layout
@@ -203,8 +211,11 @@ def init_views(
             ``heads``; what does not divide is on every shard.
 
     Raises:
-        SpecError: a layer is not classic, a table that cannot hold, or one that cuts ``blocks``.
+        SpecError: a layer is not classic, a table that cannot hold, or one that cuts ``blocks``; a batch or length
+            that is not an integer of 1 or more.
     """
+    batch = check_count(SpecError, "init_views: batch", batch, 1)
+    max_length = check_count(SpecError, "init_views: max_length", max_length, 1)
     first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
     if first.shape != (batch,):
         raise ShapeError(got=list(first.shape), where="init_views: starts", allowed=f"shape {[batch]}")

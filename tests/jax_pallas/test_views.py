@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
+from kvcore.errors import KvcoreError, OutOfBlocks, ShapeError, SnapshotError, SpecError
 from kvcore.interop.jax_views import init_views
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
 
@@ -144,6 +144,13 @@ def test_a_pure_form_comes_back_whole(form):
             assert np.array_equal(np.asarray(a), np.asarray(b))
     with pytest.raises(SnapshotError):
         type(views).from_pure([arrays[1], arrays[0]], metadata)
+    lacking = [{name: metadata[name] for name in metadata if name != left_out} for left_out in metadata]
+    for bad in (*lacking, {**metadata, "spec": {1, 2}}, [], None):
+        with pytest.raises(SnapshotError, match="from_pure"):
+            type(views).from_pure(arrays, bad)
+    for bad in ({"spec": {}}, {"batch": -1}, {"batch": "2"}, {"max_length": 0}, {"max_length": None}):
+        with pytest.raises(KvcoreError):
+            type(views).from_pure(arrays, {**metadata, **bad})
 
 
 def test_columns_beyond_the_end_are_refused_and_dropped_inside_jit():
