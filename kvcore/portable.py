@@ -42,6 +42,21 @@ class PortableVerbs(CacheBase):
         """
         return transfer.import_(self, blob, into, check_salt(salt, "import_request: salt"))
 
+    def _copy_from(self, other: "PortableVerbs", request: Request) -> Request:
+        """A request with the rows of one of another cache of the same spec, on any backend, in this process.
+
+        As export and import do it, but nothing is digested.
+        """
+        return self._arrive(other._leave(request))
+
+    @exclusive("copy")
+    def _leave(self, request: Request) -> transfer.Leaving:
+        return transfer.leave(self, self._manager.check(request))
+
+    @exclusive("copy")
+    def _arrive(self, leaving: transfer.Leaving) -> Request:
+        return transfer.arrive(self, leaving)
+
     def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
         """Write a verified snapshot of some or all requests; the file appears whole or not at all.
 

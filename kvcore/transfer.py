@@ -7,13 +7,13 @@ digest of each. Import checks all of it before it takes a slot, and a failure le
 # pyright: reportPrivateUsage=false
 
 import hashlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
+from kvcore.content import Content, HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
 from kvcore.digest import region_salt
 from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
@@ -76,6 +76,33 @@ def export(cache: "CacheBase", request: Request) -> bytes:
         "digests": digests,
     }
     return msgspec.msgpack.encode(Blob(**fields, root=_root(fields)))
+
+
+class Leaving(NamedTuple):
+    """A request on its way to another cache of this process: what it says of itself, and its rows."""
+
+    spec: str
+    length: int
+    floor: int
+    tokens: list[int] | None
+    salt: str | None
+    rows: Content
+
+
+def leave(cache: "CacheBase", request: Request) -> Leaving:
+    """Finished copies of a request's rows; no digests, since they stay in memory."""
+    cache._check_whole(request, "copy")
+    floor = cache._least_length(request)
+    tokens = None if request.tokens is None else list(request.tokens)
+    rows = read_rows(cache.ops, cache.pools, cache._row(request), floor)
+    return Leaving(to_json(cache.spec), request.length, floor, tokens, request.salt, rows)
+
+
+def arrive(cache: "CacheBase", leaving: Leaving) -> Request:
+    """A request of a cache of the same spec with the rows of one that left another; its prefixes are not published."""
+    check_spec(cache.spec, leaving.spec)
+    check_length(cache, leaving.length, "copy")
+    return cache._take_in(leaving, leaving.rows)
 
 
 def import_(cache: "CacheBase", blob: bytes, into: Request | None, salt: str | None) -> Request:

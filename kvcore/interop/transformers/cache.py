@@ -9,6 +9,8 @@ one does in which some layer does not store anything, and the cache cannot tell 
 comes next is refused, and ``abort`` (or ``reset``) says that the forward failed and is to be undone.
 """
 
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -18,6 +20,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from transformers import Cache
 
+import kvcore
 from kvcore import Request, load, to_numpy
 from kvcore.counts import as_integer
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
@@ -334,7 +337,7 @@ class KVCache(Cache):
                 where=f"snapshot {path}",
                 allowed=f"at most {self.rows} rows (batch × beams) of {self.max_length} tokens (max_length)",
             )
-        self._take_in(saved.export_request(request) for request in saved.requests)
+        self._take_in(saved, saved.requests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same rows, settings and room.
@@ -345,7 +348,7 @@ class KVCache(Cache):
         self._check_closed("copy.deepcopy")
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied._set_up(self._settings)
-        copied._take_in(self.kv.export_request(request) for request in self.requests)
+        copied._take_in(self.kv, self.requests)
         return copied
 
     def __copy__(self) -> NoReturn:
@@ -454,11 +457,11 @@ class KVCache(Cache):
             hint='device="cpu" keeps all rows on the host; smaller formats make them fit.',
         )
 
-    def _take_in(self, blobs: Iterable[bytes]) -> None:
-        """Admit exported rows; all or none."""
+    def _take_in(self, other: kvcore.Cache, requests: Iterable[Request]) -> None:
+        """Take the rows of another kvcore cache; all or none."""
         try:
-            for blob in blobs:
-                self.requests.append(self.kv.import_request(blob))
+            for request in requests:
+                self.requests.append(self.kv._copy_from(other, request))
         except BaseException:
             self._release()
             raise
