@@ -6,6 +6,9 @@ from typing import Any, NoReturn, cast
 
 from kvcore.errors import SpecError
 
+MOST_LAYERS = 4096
+"""Of a configuration."""
+
 _UNSAID: Any = object()
 
 
@@ -42,6 +45,13 @@ class Fields:
         if value is _UNSAID or value is None:
             raise SpecError(got="nothing", where=self.path(name), allowed=f"an integer, {least} or more")
         return self._integer(name, value, least, "")
+
+    def layers(self) -> int:
+        """How many layers there are: a number from which that many are made, so no model's is beyond the limit."""
+        count = self.integer("num_hidden_layers")
+        if count > MOST_LAYERS:
+            self.fail("num_hidden_layers", f"1 to {MOST_LAYERS}")
+        return count
 
     def size(self, name: str, default: int | None, *, least: int = 1) -> int | None:
         """An integer, or None where the configuration says ``None``; 0, where it is allowed, is None too."""

@@ -74,7 +74,7 @@ def _decoder(config: Any) -> Fields:
 def _deepseek_v4(fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     _check_formats(formats, V4_FORMATS)
     schedule = _schedule(fields)
-    count = fields.integer("num_hidden_layers")
+    count = fields.layers()
     if len(schedule) < count:
         raise SpecError(got=f"{len(schedule)} layers", where="config: schedule", allowed=f"{count} or more")
     dim, index_dim = fields.integer("head_dim"), fields.integer("index_head_dim")
@@ -155,7 +155,7 @@ def _latent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: in
         if has_indexer
         else None,
     )
-    layers = (layer,) * fields.integer("num_hidden_layers")
+    layers = (layer,) * fields.layers()
     return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=kind)
 
 
@@ -194,7 +194,7 @@ def _classic(kind: str, fields: Fields, formats: dict[str, str], block_tokens: i
 
 def _kinds(family: Family, fields: Fields) -> list[str]:
     """``full_attention``, ``sliding_attention`` or ``chunked_attention`` of every layer."""
-    count = fields.integer("num_hidden_layers")
+    count = fields.layers()
     types = fields.names_of("layer_types", KINDS)
     if types is None:
         return family.schedule(fields, count)

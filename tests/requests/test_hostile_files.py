@@ -24,7 +24,7 @@ from kvcore.handoff import Desk, Direct, pull
 from kvcore.handoff.staging import root_of
 from kvcore.parity.records import LARGEST_BYTES, read
 from kvcore.plan import plan_cache
-from kvcore.spec import CacheSpec, Tail, from_json
+from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json
 from kvcore.transfer import Blob, _root
 
 
@@ -352,3 +352,15 @@ def test_a_record_that_unpacks_to_too_much_is_refused(tmp_path):
     path.write_bytes(b'{"schema":' + b"[" * 100_000)
     with pytest.raises(SpecError):
         read(path)
+
+
+@pytest.mark.parametrize("layers", [4097, 2**40, 2**200])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3_text"])
+def test_a_configuration_of_more_layers_than_any_model_has_is_refused(kind, layers):
+    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"), 64)
+    known = {"model_type": kind, "head_dim": 64, **sizes}
+    assert len(from_hf_config({**known, "num_hidden_layers": 4096}).layers) == 4096
+    began = time.process_time()
+    with pytest.raises(SpecError, match="num_hidden_layers"):
+        from_hf_config({**known, "num_hidden_layers": layers})
+    assert time.process_time() - began < 0.5
