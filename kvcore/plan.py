@@ -12,6 +12,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
+from kvcore.printable import printable
 from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
@@ -157,8 +158,8 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(layer, role): own[self.spec.owner(layer, role), role] for layer, role in roles}
 
     def __repr__(self) -> str:
-        blocks = f"{self.blocks} blocks × {self.block_tokens} tokens"
-        return f"CachePlan({self.spec.name or 'unnamed'}: {blocks}, {self.slots} slots, {self.nbytes / 2**30:.3f} GiB)"
+        name, blocks = printable(self.spec.name) or "unnamed", f"{self.blocks} blocks × {self.block_tokens} tokens"
+        return f"CachePlan({name}: {blocks}, {self.slots} slots, {self.nbytes / 2**30:.3f} GiB)"
 
 
 def plan_cache(

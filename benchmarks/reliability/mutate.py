@@ -42,7 +42,7 @@ from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
 from kvcore.parity.show import failure_text, summarise
 from kvcore.plan import plan_cache
-from kvcore.spec import from_json, presets, to_json
+from kvcore.spec import from_hf_config, from_json, presets, to_json
 
 SEED_INPUTS = 250
 SECONDS = 1.0
@@ -310,6 +310,37 @@ def take_spec(data: bytes, number: int) -> None:
         kvcore.create_cache(spec, backend="reference", **sizes).admit()
 
 
+V4_RATIOS = [0, 0, 4, 128, 4, 0]
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8}
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {"model_type": "llama", **WIDTHS, "num_key_value_heads": 2},
+    {"model_type": "gemma3_text", **WIDTHS, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+    {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64},
+    {"model_type": "deepseek_v3", **WIDTHS, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    {
+        "model_type": "deepseek_v4",
+        **WIDTHS,
+        "head_dim": 512,
+        "num_hidden_layers": 5,
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+        "index_topk": 8,
+        "compress_ratios": V4_RATIOS,
+    },
+    {"model_type": "llava", "text_config": {"model_type": "mistral", **WIDTHS}},
+]
+
+
+def take_configuration(data: bytes, number: int) -> None:
+    """A model's ``config.json``, made a spec and planned."""
+    try:
+        found = msgspec.json.decode(data)
+    except UNREADABLE:
+        found = data
+    spec = from_hf_config(found)
+    plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens * (1 + number % 5))
+
+
 @functools.cache
 def report() -> Report:
     """A part of the recorded evidence, with what failed."""
@@ -345,6 +376,12 @@ KINDS = {
     "manifest": Kind(manifests, msgspec.msgpack.decode, msgspec.msgpack.encode, take_manifest),
     "spec": Kind(specs, json_tree, msgspec.json.encode, take_spec),
     "record": Kind(records, json_tree, msgspec.json.encode, take_record),
+    "config": Kind(
+        lambda: [msgspec.json.encode(known) for known in CONFIGURATIONS],
+        json_tree,
+        msgspec.json.encode,
+        take_configuration,
+    ),
     "handle": Kind(
         lambda: [encode_handle(handle) for handle in desk()[1]],
         msgspec.msgpack.decode,

@@ -6,6 +6,7 @@ import os
 import msgspec
 import pytest
 
+from kvcore import create_cache
 from kvcore.cli import main
 from kvcore.cli.info import _print as print_info
 from kvcore.conformance.locate import Mismatch
@@ -13,6 +14,7 @@ from kvcore.errors import KvcoreError, SpecError
 from kvcore.parity.quality import Quality
 from kvcore.parity.records import Record, Report, Run, SpecRef, parse, write
 from kvcore.printable import MOST, printable, shortened
+from kvcore.spec import CacheSpec, LayerSpec, Window
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2028\x7f\r\nagree"
 BAD = set("\x1b\x07\x9b\u202e\u2028\x7f\r")
@@ -123,6 +125,12 @@ def test_commands_escape_what_they_print(tmp_path, capsys, monkeypatch, command,
         assert not BAD & set(page.read_text())
     # No line of a record is one of ours.
     assert "agree" not in printed.out.splitlines()
+
+
+def test_a_cache_of_a_foreign_spec_is_shown_as_text():
+    spec = CacheSpec(layers=[LayerSpec(window=Window(dim=8, window=4, format="bf16"))], name=EVIL)
+    cache = create_cache(spec, backend="reference", max_requests=1)
+    assert not BAD & set(f"{cache!r}{cache.plan!r}")
 
 
 def test_plug_ins_are_shown_and_not_obeyed(capsys):

@@ -259,7 +259,7 @@ def test_a_checkpoint_of_flash_weighs_its_windows_and_its_last_csa_rows():
     assert HostRows(prefix_traces.Weight(5), []).rows.nbytes == 5
 
 
-@pytest.mark.parametrize("kinds", [mutate.MAIN, "handle,file"])
+@pytest.mark.parametrize("kinds", [mutate.MAIN, "handle,file,config"])
 def test_r10_what_comes_from_elsewhere_is_taken_or_refused_by_type(kinds):
     names = kinds.split(",")
     record = command.work(mutate.FIGURE, len(names) * mutate.SEED_INPUTS, first_seed=0, kinds=kinds)
