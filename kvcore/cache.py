@@ -9,7 +9,7 @@ from kvcore.manager import Request
 from kvcore.open_step import Step
 from kvcore.padding import left_padding_of
 from kvcore.plan import plan_cache
-from kvcore.plugins import choose_backend
+from kvcore.plugins import Needs, choose_backend
 from kvcore.portable import PortableVerbs
 from kvcore.prefix import Policy, check_policy
 from kvcore.sharing import SharingVerbs
@@ -56,7 +56,7 @@ def create_cache(
         OutOfBlocks: the budget is too small.
     """
     policy = check_policy(prefix)
-    chosen = choose_backend(backend, device)
+    chosen = choose_backend(backend, device, Needs.of(spec, layout))
     plan = plan_cache(
         spec,
         max_requests=max_requests,

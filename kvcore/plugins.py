@@ -3,6 +3,7 @@
 A backend is a ``BackendInfo``; built-in ones come from a fixed tuple, others through the entry-point group ``kvcore``.
 Nothing here imports a framework: ``requires`` is answered by ``find_spec``, and only ``probe`` and ``load`` import. A
 plug-in that cannot be loaded becomes a row that ``kvcore info`` shows and that is raised when it is asked for by name.
+Whatever it raises is its own row, ``SystemExit`` too; only an interrupt that came from outside, a Ctrl-C, goes on.
 """
 
 import os
@@ -11,18 +12,69 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pluggy
 
-from kvcore.errors import BackendError
+from kvcore.errors import BackendError, SpecError
+from kvcore.isolation import Failed, isolated
 from kvcore.ops import Backend
+from kvcore.spec import FORMATS, LAYOUTS, ROLES, CacheSpec
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 hookspec = pluggy.HookspecMarker("kvcore")
 hookimpl = pluggy.HookimplMarker("kvcore")
 
 BUILT_IN = ("kvcore.backends.records",)
 GROUP = "kvcore"
+
+
+ANY_ROLE = "any_role"
+"""What a backend declares that stores rows of components it does not know, by what they say of themselves."""
+
+VERBS = ("attend", "select")
+"""Verbs that a backend may lack: what it stores can be read, and computed with elsewhere."""
+
+CAPABILITIES = frozenset({*ROLES, ANY_ROLE, *LAYOUTS, *VERBS})
+"""The words that a backend may declare, beside names of formats."""
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a backend, in the words of a spec.
+
+    Attributes:
+        roles: of all layers.
+        formats: names of all formats that rows are stored in.
+        layout: of the pools; None for the backend's own choice.
+        verbs: of ``VERBS``.
+    """
+
+    roles: frozenset[str] = frozenset()
+    formats: frozenset[str] = frozenset()
+    layout: str | None = None
+    verbs: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, spec: CacheSpec, layout: str = "auto", verbs: Iterable[str] = ()) -> "Needs":
+        """What a cache of this spec needs. Raises SpecError where ``spec`` is none."""
+        _check_spec(spec)
+        components = [(role, component) for _, role, component in spec.components()]
+        return cls(
+            roles=frozenset(role for role, _ in components),
+            formats=frozenset(part.format.name for _, component in components for part in component.parts),
+            layout=layout if layout in LAYOUTS else None,
+            verbs=frozenset(verbs),
+        )
+
+    def unmet(self, capabilities: frozenset[str]) -> list[str]:
+        """What a backend does not declare, in the words above; all formats are declared by naming none."""
+        words = {role if role in ROLES else ANY_ROLE for role in self.roles} | self.verbs
+        words |= set() if self.layout is None else {self.layout}
+        named = capabilities & FORMATS.keys()
+        return sorted(words - capabilities) + sorted(self.formats - named if named else ())
 
 
 class KnownGap(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +93,10 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
         summary: one line for ``kvcore info``.
         requires: modules that must be importable.
         devices: devices it runs on, the preferred one first, for example ``("cuda", "cpu")``.
-        capabilities: roles and verbs it supports, in the spec's words.
+        capabilities: what it supports, in the spec's words: roles (``any_role``: those of outside code, by what their
+            components declare), layouts, and ``attend`` and ``select``. Names of formats, if it stores those only;
+            by naming none it says that it stores every format of the codes that there are. A backend that does not
+            declare what a spec needs is not chosen for it, and the kit's checks that need it are ``unsupported``.
         priority: order for ``backend="auto"``, highest first; None means only when named.
         install: the command that installs what it requires.
         probe: returns None if the backend runs here, else the reason in one sentence.
@@ -64,11 +119,23 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     forget: Callable[[], None] | None = None
 
     def objection(self, *, probe: bool = True) -> str | None:
-        """Why the backend cannot run here, or None; without ``probe`` nothing is imported."""
+        """Why the backend cannot run here, or None; without ``probe`` nothing is imported. What it raises is one."""
+        found = isolated(self._objection, probe)
+        return f"its probe failed: {found.reason}" if isinstance(found, Failed) else found
+
+    def lacks(self, needs: Needs) -> str | None:
+        """What the backend does not declare of what is needed, in a sentence, or None."""
+        unmet = needs.unmet(frozenset(self.capabilities))
+        return f"does not declare {', '.join(unmet)}" if unmet else None
+
+    def _objection(self, probe: bool) -> str | None:
         missing = [name for name in self.requires if find_spec(name) is None]
         if missing:
             return f"{', '.join(missing)} is not installed; {self.install}"
-        return self.probe() if probe else None
+        found: Any = self.probe() if probe else None
+        if found is not None and not isinstance(found, str):
+            return f"its probe returned {found!r}, neither a reason nor None"
+        return found
 
 
 class Hooks:
@@ -96,23 +163,22 @@ class Registry:
     def _add_entry_points(self, blocked: set[str]) -> None:
         from importlib.metadata import entry_points
 
-        for entry in entry_points(group=GROUP):
-            provider = f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
+        found = isolated(lambda: list(entry_points(group=GROUP)))
+        if isinstance(found, Failed):
+            self.failed["entry points"] = found.reason
+            return
+        for entry in found:
             if entry.name in blocked:
                 self.failed[entry.name] = "blocked by KVCORE_BLOCK_PLUGINS"
-            else:
-                self._add(provider, entry.load, name=entry.name)
+                continue
+            provider = isolated(_provider, entry)
+            self._add(entry.name if isinstance(provider, Failed) else provider, entry.load, name=entry.name)
 
     def _add(self, provider: str, load: Callable[[], object], name: str | None = None) -> None:
-        """Register one plug-in in isolation: whatever it does wrong is its own row."""
-        try:
-            plugin = load()
-            self._manager.register(plugin, name=name)
-            self._manager.check_pending()
-            hook = getattr(plugin, "kvcore_backends", None)
-            records = list(hook()) if hook is not None else []
-        except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the row says how
-            self.failed[name or provider] = f"{type(error).__name__}: {error}"
+        """Register one plug-in in isolation: whatever it does wrong is its own row, and nothing of it is taken."""
+        records = isolated(self._records, load, name)
+        if isinstance(records, Failed):
+            self.failed[name or provider] = records.reason
             return
         for record in records:
             if record.name in self.backends:
@@ -125,25 +191,47 @@ class Registry:
             self.backends[record.name] = record
             self._providers[record.name] = provider
 
-    def load(self, name: str) -> Backend:
+    def _records(self, load: Callable[[], object], name: str | None) -> list[BackendInfo]:
+        plugin = load()
+        self._manager.register(plugin, name=name)
+        try:
+            self._manager.check_pending()
+            hook = getattr(plugin, "kvcore_backends", None)
+            if hook is None:
+                raise TypeError("no kvcore_backends, the hook that yields backends")
+            records = list(hook())
+            for record in records:
+                _check_record(record)
+        except BaseException:
+            # A plug-in that stays registered would fail the check of those that come after it.
+            self._manager.unregister(plugin)
+            raise
+        return records
+
+    def load(self, name: str, needs: Needs | None = None) -> Backend:
         """The backend of that name.
 
         Raises:
-            BackendError: unknown, failed to load, or cannot run here.
+            BackendError: unknown, failed to load, cannot run here, or does not declare what is needed.
         """
-        if name in self.failed:
-            raise BackendError(got=self.failed[name], where=f"backend {name!r}", allowed="a plug-in that loads")
+        where = f"backend {name!r}"
         if name not in self.backends:
+            if name in self.failed:
+                raise BackendError(got=self.failed[name], where=where, allowed="a plug-in that loads")
             raise BackendError(got=name, where="backend", allowed=", ".join(["auto", *self.backends]))
-        objection = self.backends[name].objection()
-        if objection is not None:
-            raise BackendError(
-                got=objection, where=f"backend {name!r}", allowed="a backend that runs here", hint=self._others(name)
-            )
-        return self.backends[name].load()
+        info = self.backends[name]
+        lacking = None if needs is None else info.lacks(needs)
+        if lacking is not None:
+            allowed = "a backend that declares what the spec needs"
+            raise BackendError(got=lacking, where=where, allowed=allowed, hint=self._others(name, needs))
+        found = _loaded(info)
+        if isinstance(found, str):
+            allowed = "a backend that runs here"
+            raise BackendError(got=found, where=where, allowed=allowed, hint=self._others(name, needs))
+        return found
 
-    def auto(self, device: str | None) -> Backend:
-        """The backend of highest priority that runs here, on ``device`` if one is given."""
+    def auto(self, device: str | None, needs: Needs | None = None) -> Backend:
+        """The backend of highest priority that runs here, on ``device`` if one is given, and has what is needed."""
         kind = None if device is None else device.split(":")[0]
         candidates = sorted(
             (info for info in self.backends.values() if info.priority is not None),
@@ -154,10 +242,10 @@ class Registry:
             if kind is not None and kind not in info.devices:
                 reasons.append(f"{info.name}: runs on {', '.join(info.devices)}, not on {kind}")
                 continue
-            objection = info.objection()
-            if objection is None:
-                return info.load()
-            reasons.append(f"{info.name}: {objection}")
+            found = (None if needs is None else info.lacks(needs)) or _loaded(info)
+            if not isinstance(found, str):
+                return found
+            reasons.append(f"{info.name}: {found}")
         reasons += [f"{name}: {reason}" for name, reason in self.failed.items()]
         raise BackendError(
             got="no backend for backend='auto'",
@@ -166,9 +254,57 @@ class Registry:
             hint="The reference runs everywhere, slowly: backend='reference'.",
         )
 
-    def _others(self, name: str) -> str:
-        able = [other for other, info in self.backends.items() if other != name and info.objection(probe=False) is None]
+    def _others(self, name: str, needs: Needs | None) -> str:
+        able = [
+            other
+            for other, info in self.backends.items()
+            if other != name and not (needs and info.lacks(needs)) and info.objection(probe=False) is None
+        ]
         return f"Installed here: {', '.join(able)}." if able else ""
+
+
+def _provider(entry: "EntryPoint") -> str:
+    return f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
+
+
+def _loaded(info: BackendInfo) -> Backend | str:
+    """The backend, or why there is none."""
+    objection = info.objection()
+    if objection is not None:
+        return objection
+    found: Any = isolated(info.load)
+    if isinstance(found, Failed):
+        return f"failed to load: {found.reason}"
+    if not all(callable(getattr(found, name, None)) for name in ("create", "default_layout")):
+        return f"failed to load: {type(found).__name__} is no backend, without create or default_layout"
+    return found
+
+
+def _check_record(record: object) -> None:
+    """Refuse what is no ``BackendInfo``, or one whose fields are not what they are said to be."""
+    if not isinstance(record, BackendInfo):
+        raise TypeError(f"kvcore_backends yields {type(record).__name__}, not BackendInfo")
+    texts: dict[str, Any] = {"name": record.name, "summary": record.summary, "install": record.install}
+    rows: dict[str, Any] = {name: getattr(record, name) for name in ("requires", "devices", "capabilities")}
+    calls: dict[str, Any] = {"probe": record.probe, "load": record.load, "forget": record.forget or repr}
+    gaps: Any = record.known_gaps
+    priority: Any = record.priority
+    fits = {
+        **{name: isinstance(value, str) for name, value in texts.items()},
+        **{name: _are(str, value) for name, value in rows.items()},
+        **{name: callable(value) for name, value in calls.items()},
+        "known_gaps": _are(KnownGap, gaps),
+        "priority": priority is None or (isinstance(priority, int) and not isinstance(priority, bool)),
+    }
+    wrong = [name for name, fit in fits.items() if not fit] or (["name"] if record.name in ("", "auto") else [])
+    if wrong:
+        raise TypeError(f"BackendInfo.{wrong[0]} is {getattr(record, wrong[0])!r}")
+
+
+def _are(kind: type, values: Any) -> bool:
+    if not isinstance(values, (tuple, list, set, frozenset)):
+        return False
+    return all(isinstance(value, kind) for value in cast("Iterable[object]", values))
 
 
 _default: ContextVar[str | None] = ContextVar("kvcore_backend", default=None)
@@ -183,16 +319,26 @@ def registry() -> Registry:
     return _registry[0]
 
 
-def choose_backend(name: str, device: str | None = None) -> Backend:
-    """Argument, then ``use_backend``, then KVCORE_BACKEND, then the best that runs here.
+def choose_backend(name: str, device: str | None = None, needs: Needs | None = None) -> Backend:
+    """Argument, then ``use_backend``, then KVCORE_BACKEND, then the best that runs here and declares what is needed.
+
+    Args:
+        name: a backend's name, or ``auto``.
+        device: where it is to run; None for its own choice.
+        needs: ``Needs.of(spec, layout)``; None asks for nothing.
 
     Raises:
-        BackendError: with every candidate and why it was passed over.
+        BackendError: the one that was named lacks something; or every candidate and why it was passed over.
     """
     _check_name(name)
     if name == "auto":
         name = _default.get() or os.environ.get("KVCORE_BACKEND") or "auto"
-    return registry().auto(device) if name == "auto" else registry().load(name)
+    return registry().auto(device, needs) if name == "auto" else registry().load(name, needs)
+
+
+def _check_spec(spec: object) -> None:
+    if not isinstance(spec, CacheSpec):
+        raise SpecError(got=spec, where="spec", allowed="a CacheSpec", hint="kvcore.spec.presets has ready-made ones.")
 
 
 def _check_name(name: object) -> None:

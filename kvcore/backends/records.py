@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvcore.ops import Backend
-from kvcore.plugins import BackendInfo, hookimpl
-from kvcore.spec.layout import LAYOUTS
-from kvcore.spec.model import ROLES
+from kvcore.plugins import CAPABILITIES, BackendInfo, hookimpl
 
-EVERYTHING = frozenset({*ROLES, "attend", "select", *LAYOUTS})
+EVERYTHING = CAPABILITIES
 
 
 def _load_reference() -> Backend:

@@ -9,9 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from kvcore.cli.tables import print_table, say
+
+if TYPE_CHECKING:
+    from kvcore.plugins import Needs
 
 PROBE_SECONDS = 60
 
@@ -47,6 +50,7 @@ examples:
   kvcore info                 imports no framework
   kvcore info --probe         asks each backend, in a process of its own, whether and how it runs here
   kvcore info --probe --json  for a bug report
+  kvcore info --spec NAME     which backends declare what a spec needs: a preset, a spec's or a model's JSON file
 """
 
 
@@ -67,13 +71,21 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         default=PROBE_SECONDS,
         help="of each probe (default: %(default)s)",
     )
+    parser.add_argument("--spec", metavar="NAME|FILE", help="say which backends do not declare what this spec needs")
+    parser.add_argument("--layout", default="auto", help="of its pools, as for create_cache (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Gather and print."""
-    found = gather(probe=options.probe, timeout=options.timeout)
+    needs = None
+    if options.spec is not None:
+        from kvcore.plugins import Needs
+        from kvcore.spec.named import load_spec
+
+        needs = Needs.of(load_spec(options.spec, "--spec"), options.layout)
+    found = gather(probe=options.probe, timeout=options.timeout, needs=needs)
     if options.json:
         say(json.dumps(found, indent=1))
     else:
@@ -81,15 +93,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS) -> dict:
-    """Everything that the command prints, as plain data. Whatever fails becomes text."""
+def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS, needs: "Needs | None" = None) -> dict:
+    """Everything that the command prints, as plain data. Whatever fails becomes text.
+
+    Args:
+        probe: ask each backend whether and how it runs.
+        timeout: seconds for each.
+        needs: of a spec; a backend that does not declare them is not asked further.
+    """
     from kvcore.parity import environment
 
     found: dict = {**environment.describe(), "executable": sys.executable}
     found["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     found["backends"], found["failed"] = [], {}
     try:
-        from kvcore.plugins import registry
+        from kvcore.plugins import CAPABILITIES, registry
 
         known = registry()
     except Exception as error:  # noqa: BLE001 - a duplicate or broken plug-in must not hide the rest
@@ -97,13 +115,17 @@ def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS) -> dict:
         return found
     found["failed"] = dict(known.failed)
     for info in known.backends.values():
-        reason, how = _probe(info.name, timeout) if probe else (_missing(info.requires, info.install), "")
+        lacking, how = None if needs is None else info.lacks(needs), ""
+        reason = lacking or (None if probe else info.objection(probe=False))
+        if probe and reason is None:
+            reason, how = _probe(info.name, timeout)
         found["backends"].append(
             {
                 "name": info.name,
                 "summary": info.summary,
                 "devices": list(info.devices),
                 "capabilities": sorted(info.capabilities),
+                "not_declared": sorted(CAPABILITIES - set(info.capabilities)),
                 "priority": info.priority,
                 "known_gaps": len(info.known_gaps),
                 "probed": probe,
@@ -113,14 +135,6 @@ def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS) -> dict:
             }
         )
     return found
-
-
-def _missing(requires: tuple[str, ...], install: str) -> str | None:
-    try:
-        missing = [name for name in requires if find_spec(name) is None]
-    except Exception as error:  # noqa: BLE001 - a broken installation may fail in any way
-        return f"{type(error).__name__}: {error}"
-    return f"{', '.join(missing)} is not installed; {install}" if missing else None
 
 
 def _probe(name: str, timeout: float) -> tuple[str | None, str]:
@@ -146,6 +160,10 @@ def _probe(name: str, timeout: float) -> tuple[str | None, str]:
     return (None if reason is None else str(reason)), str(how)
 
 
+def _without(words: list[str]) -> str:
+    return f" (without {', '.join(words)})" if words else ""
+
+
 def _print(found: dict) -> None:
     commit = f", commit {found['commit'][:12]}{found['commit'][40:]}" if found["commit"] else ""
     say(f"kvcore {found['kvcore']}{commit}, Python {found['python']}, {found['platform']}")
@@ -163,7 +181,7 @@ def _print(found: dict) -> None:
                 {True: "yes", False: "no", None: "not probed"}[backend["can_run"]],
                 backend["reason"] or backend["how"] or "everything it requires is installed",
                 "by name only" if backend["priority"] is None else f"priority {backend['priority']}",
-                backend["summary"],
+                backend["summary"] + _without(backend["not_declared"]),
             ]
             for backend in found["backends"]
         ],

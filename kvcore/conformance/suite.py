@@ -12,12 +12,10 @@ from kvcore.conformance.shapes import SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
-from kvcore.spec import LAYOUTS, ROLES, TAIL_OF, CacheSpec, Format
+from kvcore.plugins import VERBS, Needs
+from kvcore.spec import LAYOUTS, TAIL_OF, CacheSpec, Format
 
 ANY_LAYOUT = "any"
-
-CAPABILITIES = frozenset({*ROLES, *LAYOUTS, "attend", "select"})
-"""The words that a backend may declare; a check needs those of its roles, its layout and its verb."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +25,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         id: ``verb/formats/layout/shape``, stable for a spec; seeds come from it.
         verb: name of the verb.
         rule: how results are compared.
-        needs: capabilities that a backend must declare, else the check is ``unsupported``.
+        needs: what a backend must declare, else the check is ``unsupported``.
         plan: the small cache that the verbs must be bound to.
         prepare: makes the inputs once; what it returns drives one backend's verbs and gives the outputs.
     """
@@ -35,7 +33,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     verb: str
     rule: Rule
-    needs: frozenset[str]
+    needs: Needs
     plan: CachePlan
     prepare: Callable[[], Callable[[Ops], list[Output]]]
 
@@ -66,7 +64,14 @@ def _format_checks(spec: CacheSpec) -> Iterator[Check]:
             def prepare(id=id, format=format, drive=row.drive) -> Callable[[Ops], list[Output]]:
                 return lambda ops: drive(FormatBench(id, format, ops))
 
-            yield Check(id=id, verb=row.name, rule="storage", needs=frozenset(), plan=plan, prepare=prepare)
+            yield Check(
+                id=id,
+                verb=row.name,
+                rule="storage",
+                needs=Needs(formats=frozenset({format.name})),
+                plan=plan,
+                prepare=prepare,
+            )
 
 
 def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:
@@ -112,7 +117,5 @@ def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
         case = Case(id, plan, verb.role, shape, relative)
         return lambda ops: verb.drive(Bench(case, ops))
 
-    needs = {role for role, _ in cut.layer.components()} | {layout, verb.name.removesuffix("_kv")}
-    return Check(
-        id=id, verb=verb.name, rule=verb.rule, needs=frozenset(needs & CAPABILITIES), plan=plan, prepare=prepare
-    )
+    needs = Needs.of(cut.spec, layout, {verb.name.removesuffix("_kv")} & set(VERBS))
+    return Check(id=id, verb=verb.name, rule=verb.rule, needs=needs, plan=plan, prepare=prepare)

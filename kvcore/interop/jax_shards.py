@@ -19,7 +19,7 @@ from kvcore.cache import Cache
 from kvcore.errors import SpecError
 from kvcore.ops import Attention
 from kvcore.plan import CachePlan, plan_cache
-from kvcore.plugins import choose_backend
+from kvcore.plugins import Needs, choose_backend
 from kvcore.pools import Pools
 from kvcore.prefix import Policy, check_policy
 from kvcore.shards import Pages, ShardedOps, ShardPlan
@@ -216,7 +216,7 @@ def create_cache(
     if tuple(mesh.axis_names) != (AXIS,):
         raise SpecError(got=str(mesh.axis_names), where="mesh", allowed=f"one axis, {AXIS!r}")
     shards = ShardPlan(spec=spec, context=mesh.shape[AXIS]).context
-    backend = choose_backend("jax_pallas", None)
+    backend = choose_backend("jax_pallas", None, Needs.of(spec, layout))
     policy = check_policy(prefix)
     plan = plan_cache(
         spec,

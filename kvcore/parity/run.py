@@ -17,6 +17,7 @@ from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.suite import Check, checks_of, computed_formats_of
+from kvcore.isolation import Failed, isolated
 from kvcore.ops import Backend, Ops
 from kvcore.parity import environment
 from kvcore.parity.quality import measure
@@ -52,10 +53,11 @@ class Subject:
         self._backend: Backend | None = None
         self.reason = objection(info, device)
         if not self.reason:
-            try:
-                self._backend = info.load()
-            except Exception as error:  # noqa: BLE001 - a backend may fail to load in any way; the report says how
-                self.reason = f"failed to load: {first_line(error)}"
+            found = isolated(info.load)
+            if isinstance(found, Failed):
+                self.reason = f"failed to load: {found.reason}"
+            else:
+                self._backend = found
 
     def ops(self, plan: CachePlan) -> Ops:
         """The backend's verbs for a plan. Checks of one plan follow one another, so the last one is kept."""
@@ -83,10 +85,7 @@ def objection(info: BackendInfo, device: str | None = None) -> str:
     kind = None if device is None else device.split(":")[0]
     if kind is not None and kind not in info.devices:
         return f"runs on {', '.join(info.devices)}, not on {kind}"
-    try:
-        return info.objection() or ""
-    except Exception as error:  # noqa: BLE001 - a probe may fail in any way; that is the reason
-        return f"its probe failed: {first_line(error)}"
+    return info.objection() or ""
 
 
 def run(
@@ -167,11 +166,11 @@ def check_backends(check: Check, subjects: Sequence[Subject]) -> list[Record]:
 
 def blocked(check: Check, subject: Subject) -> Record | None:
     """The record of a check that is not run, or None."""
-    missing = check.needs - subject.info.capabilities
+    lacking = subject.info.lacks(check.needs)
     if subject.reason:
         return _record(check, subject, "unavailable", detail=subject.reason)
-    if missing:
-        return _record(check, subject, "unsupported", detail=f"does not declare {', '.join(sorted(missing))}")
+    if lacking is not None:
+        return _record(check, subject, "unsupported", detail=lacking)
     return None
 
 

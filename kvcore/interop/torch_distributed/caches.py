@@ -14,7 +14,7 @@ from kvcore.errors import BackendError, SpecError
 from kvcore.interop.torch_distributed.exchange import TorchExchange
 from kvcore.manager import Request
 from kvcore.plan import plan_cache
-from kvcore.plugins import choose_backend
+from kvcore.plugins import Needs, choose_backend
 from kvcore.prefix import Policy, check_policy
 from kvcore.shards import ShardedOps, ShardPlan
 from kvcore.spec import CacheSpec
@@ -61,7 +61,7 @@ def create_cache(
         BackendError: the backend is not one for torch, or cannot run here.
     """
     plan = mesh_plan(spec, mesh)
-    chosen = choose_backend(backend, device)
+    chosen = choose_backend(backend, device, Needs.of(spec, layout))
     policy = check_policy(prefix)
     cache_plan = plan_cache(
         spec,
