@@ -131,6 +131,10 @@ class CacheBase:
         """Smallest length that ``truncate`` accepts for the request."""
         return self._manager.deepest_truncation(self._manager.check(request))
 
+    def _kept_states(self, request: Request) -> list[tuple[int, Content]]:
+        """Checkpoints that the request's own tokens lead to, to go with it where it goes."""
+        return self._prefix.kept(self._manager.place(request))
+
     def _check_whole(self, request: Request, where: str) -> None:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self._manager.check_whole(request, where)
@@ -143,6 +147,7 @@ class CacheBase:
         *,
         salt: str | None = None,
         shares: bool | None = None,
+        states: Sequence[tuple[int, Content]] = (),
     ) -> Request:
         """A request that holds ``rows``, or what a function writes, as it was when it left another cache.
 
@@ -150,6 +155,7 @@ class CacheBase:
             into: a request without tokens to fill; None admits one.
             salt: under which its prefixes may be found, whatever it says of itself.
             shares: whether they may be found at all; None: if there is a salt.
+            states: (length, state) of checkpoints that came with it.
 
         Raises:
             OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` has another salt. Nothing is changed.
@@ -182,6 +188,9 @@ class CacheBase:
         self._manager.adopt(request, place)
         self._filling = None
         self._prefix.publish(place)
+        if shares and self._prefix.on and place.tokens is not None:
+            for length, state in states:
+                self._prefix.keep(place, length, state)
         return request
 
     def _fresh(self, salt: str | None = None) -> tuple[Request, Place]:

@@ -155,6 +155,29 @@ def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tu
     return state
 
 
+def rings(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
+    """What a checkpoint must bring: pools that overwrite. The rest of a past state is part of every later one."""
+    return (found for found in owned(spec) if found[2].span is not None)
+
+
+def state_of(ops: Ops, content: Content, brought: Content, length: int) -> dict[tuple[int, str], HostRows]:
+    """The state at ``length`` as ``state_at`` gives it, of a request that came from elsewhere.
+
+    Args:
+        content: its rows as it is now, at that length or later.
+        brought: rows of the rings at ``length``.
+    """
+    state = dict(brought)
+    for layer, role, component in owned(ops.plan.spec):
+        if component.span is None:
+            aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
+            first, columns = 0 if component.in_checkpoint else aligned, len(component.live(length))
+            if component.in_checkpoint or columns > aligned:
+                rows, positions = content[layer, role]
+                state[layer, role] = HostRows(rows[first:columns].copy(), list(positions[first:columns]))
+    return state
+
+
 def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
     """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
     index = ops.index(build_index([row], max_blocks=ops.plan.max_blocks))

@@ -9,12 +9,12 @@ from os import PathLike
 from typing import Any
 
 from kvcore.cache import Cache, create_cache
-from kvcore.content import owned
+from kvcore.content import Content, owned, rings, state_of
 from kvcore.counts import as_count
 from kvcore.errors import SnapshotError
 from kvcore.plan import plan_cache
 from kvcore.prefix import Policy
-from kvcore.snapshot import Saved, damage, read, rows_of
+from kvcore.snapshot import Saved, checkpoints_of, damage, read, rows_of
 from kvcore.spec import CacheSpec
 
 MOST_REQUESTS = 1 << 16
@@ -128,4 +128,13 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            cache._take_turn("load", partial(cache._take_in, request, content, salt=request.salt, shares=True))
+            states = [
+                (at, state_of(cache.ops, content, _rings_at(saved, number, at), at)) for at in checkpoints_of(request)
+            ]
+            take_in = partial(cache._take_in, request, content, salt=request.salt, shares=True, states=states)
+            cache._take_turn("load", take_in)
+
+
+def _rings_at(saved: Saved, number: int, at: int) -> Content:
+    """What a checkpoint of a saved request brings."""
+    return {(layer, role): rows_of(saved, number, layer, role, at) for layer, role, _ in rings(saved.spec)}

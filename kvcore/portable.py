@@ -14,13 +14,18 @@ class PortableVerbs(CacheBase):
     """What leaves a cache is a finished copy in canonical form, the same from every backend and layout."""
 
     @exclusive("export_request")
-    def export_request(self, request: Request) -> bytes:
+    def export_request(self, request: Request, *, checkpoints: bool = True) -> bytes:
         """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
+
+        Args:
+            request: a live one.
+            checkpoints: whether those of its tokens go with it, so that prompts find there what they find here. Each
+                is as large as the request's rings: under ``prefix="full"`` one for every block.
 
         Raises:
             RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
         """
-        return transfer.export(self, self._manager.check(request))
+        return transfer.export(self, self._manager.check(request), checkpoints=checkpoints)
 
     @exclusive("import_request")
     def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
@@ -57,8 +62,15 @@ class PortableVerbs(CacheBase):
     def _arrive(self, leaving: transfer.Leaving) -> Request:
         return transfer.arrive(self, leaving)
 
-    def save(self, path: str | PathLike[str], requests: Sequence[Request] | None = None) -> None:
+    def save(
+        self, path: str | PathLike[str], requests: Sequence[Request] | None = None, *, checkpoints: bool = True
+    ) -> None:
         """Write a verified snapshot of some or all requests; the file appears whole or not at all.
+
+        Args:
+            path: of the file.
+            requests: in the order wanted; None for all live ones.
+            checkpoints: as for ``export_request``.
 
         Raises:
             RequestError: stale, foreign, or still replaying a prefix hit. StepError: a step is open.
@@ -66,9 +78,9 @@ class PortableVerbs(CacheBase):
             BackendError: safetensors is not installed.
         """
         # The bytes are a finished copy: others need not wait for the disk.
-        snapshot.write(path, self._snapshot(requests))
+        snapshot.write(path, self._snapshot(requests, checkpoints))
 
     @exclusive("save")
-    def _snapshot(self, requests: Sequence[Request] | None) -> bytes:
+    def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> bytes:
         chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
-        return snapshot.to_bytes(self, chosen)
+        return snapshot.to_bytes(self, chosen, checkpoints=checkpoints)

@@ -35,6 +35,10 @@ Policy = Literal["off", "full", "zero"] | Periodic
 class Restorable(NamedTuple):
     """How much of a prompt can be taken over.
 
+    Of a request that came from elsewhere: what its export or snapshot brought. Checkpoints go with it unless they are
+    left out; a pull (``kvcore.handoff``) leaves them behind, and where there are rings only a checkpoint made here
+    (``cache.checkpoint``) or what it computes from then on can be resumed.
+
     Attributes:
         length: tokens whose state is at hand.
         replay: how many of the last of them must be run through the model again for that.

@@ -136,6 +136,19 @@ class PrefixCache:
         while len(self._states) > self._capacity:
             self._forget(next(iter(self._states)))
 
+    def kept(self, place: Place) -> list[tuple[int, Content]]:
+        """(length, state) of every checkpoint of a request's own tokens, shortest first."""
+        if place.tokens is None or not place.shares:
+            return []
+        size, found = self._block_tokens, list[tuple[int, Content]]()
+        for full, parent in enumerate([self._seed, *place.keys]):
+            for key, rest in self._beyond.get(parent, {}).items():
+                length = full * size + rest
+                own = place.tokens[full * size : length]
+                if length <= place.length and key == point_key(parent, own, place.salt):
+                    found.append((length, self._states[key].state))
+        return sorted(found, key=lambda one: one[0])
+
     def find(self, tokens: Sequence[int], *, limit: int, salt: str | None = None) -> Hit:
         """The longest hit of at most ``limit`` tokens of a prompt, among histories of the same salt."""
         if not self.on:

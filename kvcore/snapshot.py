@@ -1,14 +1,16 @@
 """Requests as one verified file, and back.
 
 A snapshot is a safetensors file: for every request and component its canonical rows as ``uint8`` [n, row_bytes] and the
-digest lanes of its pages [pages, 2]; the metadata holds the spec, the requests and a root, sha256 over the header and
-all digests. The file appears whole or not at all. Loading checks header, root and pages; a damaged page is named, and
-only the request that it belongs to is refused.
+digest lanes of its pages [pages, 2]; the same for the rings of its checkpoints (version 2). The metadata holds the
+spec, the requests and a root, sha256 over the header and all digests. The file appears whole or not at all. Loading
+checks header, root and pages; a damaged page is named, and only the request that it belongs to is refused.
 """
 
 # pyright: reportPrivateUsage=false
 
 import hashlib
+from collections.abc import Sequence
+from itertools import pairwise, product
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
+from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows, rings
 from kvcore.counts import check_count
 from kvcore.digest import region_salt
 from kvcore.disk import Disk, NotAFile, write_whole
@@ -32,7 +34,8 @@ from kvcore.spec import CacheSpec, from_json, to_json
 if TYPE_CHECKING:
     from kvcore.base import CacheBase
 
-VERSION = "1"
+VERSIONS = ("1", "2")
+"""2 where checkpoints come along; without any the bytes are those of 1."""
 
 NO_ROOT = "0" * 64
 """Stands in the header for the root while the root is worked out."""
@@ -45,6 +48,12 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     floor: int
     tokens: list[int] | None
     salt: str | None = None
+
+
+class SavedWithCheckpoints(SavedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same in version 2: with the lengths of its checkpoints, whose rings are arrays of their own."""
+
+    checkpoints: list[int]
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,7 +70,7 @@ class Saved(NamedTuple):
 
     spec: CacheSpec
     sizes: Sizes
-    requests: list[SavedRequest]
+    requests: Sequence[SavedRequest]
     arrays: dict[str, np.ndarray[Any, Any]]
 
 
@@ -82,10 +91,11 @@ def write(path: str | PathLike[str], data: bytes, disk: Disk | None = None) -> N
     write_whole(disk or Disk(), Path(path), data)
 
 
-def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
+def to_bytes(cache: "CacheBase", requests: list[Request], *, checkpoints: bool = True) -> bytes:
     """The snapshot file of some requests."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
+    past = [cache._kept_states(request) if checkpoints else [] for request in requests]
     for number, request in enumerate(requests):
         cache._check_whole(request, "save")
         floor = cache._least_length(request)
@@ -93,8 +103,16 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
             name = f"{number}.{layer}.{role}"
             arrays[name] = held.rows
             arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, held, layer, role)
+        for (length, state), (layer, role, _) in product(past[number], rings(cache.spec)):
+            name = f"{number}.at.{length}.{layer}.{role}"
+            arrays[name] = state[layer, role].rows
+            arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, state[layer, role], layer, role)
         tokens = None if request.tokens is None else list(request.tokens)
-        saved.append(SavedRequest(length=request.length, floor=floor, tokens=tokens, salt=request.salt))
+        one: dict[str, Any] = {"length": request.length, "floor": floor, "tokens": tokens, "salt": request.salt}
+        if any(past):
+            saved.append(SavedWithCheckpoints(**one, checkpoints=[length for length, _ in past[number]]))
+        else:
+            saved.append(SavedRequest(**one))
     plan = cache.plan
     sizes = Sizes(
         max_requests=plan.slots,
@@ -103,7 +121,7 @@ def to_bytes(cache: "CacheBase", requests: list[Request]) -> bytes:
         max_request_tokens=plan.max_request_tokens,
     )
     metadata = {
-        "kvcore.snapshot": VERSION,
+        "kvcore.snapshot": VERSIONS[any(past)],
         "spec": to_json(cache.spec),
         "sizes": msgspec.json.encode(sizes).decode(),
         "requests": msgspec.json.encode(saved).decode(),
@@ -138,8 +156,9 @@ def parse(data: bytes, where: str = "snapshot") -> Saved:
         version, root = metadata.get("kvcore.snapshot"), metadata.get("root")
     except (*UNREADABLE, KeyError, AttributeError) as error:
         raise SnapshotError(got=f"no header ({error})", where=where, allowed="a file that Cache.save wrote") from error
-    if version != VERSION:
-        raise SnapshotError(got=f"version {shortened(version)}", where=where, allowed=f"kvcore.snapshot {VERSION}")
+    if version not in VERSIONS:
+        allowed = f"kvcore.snapshot {' or '.join(VERSIONS)}"
+        raise SnapshotError(got=f"version {shortened(version)}", where=where, allowed=allowed)
     if not isinstance(root, str) or len(root) != len(NO_ROOT):
         raise SnapshotError(got=f"root {shortened(root)}", where=where, allowed=f"{len(NO_ROOT)} hexadecimal digits")
     try:
@@ -149,10 +168,11 @@ def parse(data: bytes, where: str = "snapshot") -> Saved:
     if root != _root(header.replace(root.encode(), NO_ROOT.encode()), arrays):
         raise SnapshotError(got="a damaged header or digest", where=where, allowed="bytes of their root")
     try:
-        requests = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
+        kind = SavedRequest if version == VERSIONS[0] else SavedWithCheckpoints
+        requests = msgspec.json.decode(metadata["requests"], type=list[kind])
         sizes = msgspec.json.decode(metadata["sizes"], type=Sizes)
         # A request without any rows has an array for every component all the same.
-        if not all(map(is_coherent, requests)) or len(requests) > len(arrays):
+        if not all(map(_is_coherent, requests)) or len(requests) > len(arrays):
             raise SnapshotError(got="lengths that don't fit together", where=where, allowed="what Cache.save wrote")
         spec = from_json(metadata["spec"])
         _check_sizes(spec, sizes)
@@ -176,37 +196,55 @@ def _check_sizes(spec: CacheSpec, sizes: Sizes) -> None:
         raise SpecError(got=None, where="max_tokens", allowed="an integer, 1 or more: the spec has paged components")
 
 
+def _is_coherent(saved: SavedRequest) -> bool:
+    """Whether the numbers of a request fit together, those of its checkpoints too."""
+    lengths = [0, *checkpoints_of(saved)]
+    return is_coherent(saved) and all(before < after <= saved.length for before, after in pairwise(lengths))
+
+
+def checkpoints_of(saved: SavedRequest) -> list[int]:
+    """Lengths of a saved request's checkpoints."""
+    return saved.checkpoints if isinstance(saved, SavedWithCheckpoints) else []
+
+
 def damage(saved: Saved, ops: Ops, number: int) -> list[Damage]:
     """The damaged pages of one request."""
     found: list[Damage] = []
     request = saved.requests[number]
-    for layer, role, component in owned(saved.spec):
-        name = f"{number}.{layer}.{role}"
+    main = ((f"{number}.", f"{layer}.{role}", None, layer, role, part) for layer, role, part in owned(saved.spec))
+    past = (
+        (f"{number}.at.{at}.", f"checkpoint {at}, {layer}.{role}", at, layer, role, part)
+        for at, (layer, role, part) in product(checkpoints_of(request), rings(saved.spec))
+    )
+    for before, called, at, layer, role, component in (*main, *past):
+        name = f"{before}{layer}.{role}"
+        floor, length = (request.floor, request.length) if at is None else (at, at)
         rows, stored = saved.arrays.get(name), saved.arrays.get(f"{name}.digest")
         # As many positions as a request says are made only where there are rows for them.
-        least = least_kept(component, request.floor, request.length)
+        least = least_kept(component, floor, length)
         if rows is None or stored is None or rows.dtype != np.uint8 or rows.ndim != 2 or len(rows) < least:
-            found.append(Damage(number, f"{layer}.{role}", None))
+            found.append(Damage(number, called, None))
             continue
-        held = rows_of(saved, number, layer, role)
+        held = rows_of(saved, number, layer, role, at)
         if rows.shape != (len(held.positions), row_bytes(component)):
-            found.append(Damage(number, f"{layer}.{role}", None))
+            found.append(Damage(number, called, None))
             continue
         lanes = _lanes(ops, saved.spec, held, layer, role)
         if lanes.shape != stored.shape:
-            found.append(Damage(number, f"{layer}.{role}", None))
+            found.append(Damage(number, called, None))
             continue
         bad = np.flatnonzero((lanes != stored).any(axis=1))
-        found += [Damage(number, f"{layer}.{role}", int(page)) for page in bad]
+        found += [Damage(number, called, int(page)) for page in bad]
     return found
 
 
-def rows_of(saved: Saved, number: int, layer: int, role: str) -> HostRows:
-    """The rows of one component of a saved request; an empty array where they are missing."""
+def rows_of(saved: Saved, number: int, layer: int, role: str, at: int | None = None) -> HostRows:
+    """The rows of one component of a saved request, or of its checkpoint; an empty array where they are missing."""
     request = saved.requests[number]
     component = getattr(saved.spec.all_layers[layer], role)
-    rows = saved.arrays.get(f"{number}.{layer}.{role}", np.zeros(0, np.uint8))
-    return HostRows(rows, kept_positions(component, request.floor, request.length))
+    name = f"{number}.{layer}.{role}" if at is None else f"{number}.at.{at}.{layer}.{role}"
+    floor, length = (request.floor, request.length) if at is None else (at, at)
+    return HostRows(saved.arrays.get(name, np.zeros(0, np.uint8)), kept_positions(component, floor, length))
 
 
 def _lanes(ops: Ops, spec: CacheSpec, held: HostRows, layer: int, role: str) -> np.ndarray[Any, Any]:

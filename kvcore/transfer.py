@@ -7,13 +7,25 @@ digest of each. Import checks all of it before it takes a slot, and a failure le
 # pyright: reportPrivateUsage=false
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import Content, HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows
+from kvcore.content import (
+    Content,
+    HostRows,
+    is_coherent,
+    kept_positions,
+    least_kept,
+    owned,
+    page_digests,
+    read_rows,
+    rings,
+    state_of,
+)
 from kvcore.digest import region_salt
 from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
@@ -21,12 +33,21 @@ from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.printable import shortened
-from kvcore.spec import CacheSpec, from_json, to_json
+from kvcore.spec import CacheSpec, Component, from_json, to_json
 
 if TYPE_CHECKING:
     from kvcore.base import CacheBase
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""2 where checkpoints come along; without any the bytes are those of 1."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A past state of a request: its rings as they were at ``length``; rows and digests as in ``Blob``."""
+
+    length: int
+    rows: dict[str, bytes]
+    digests: dict[str, tuple[int, int]]
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,18 +76,29 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     root: bytes
 
 
-def export(cache: "CacheBase", request: Request) -> bytes:
+class BlobWithCheckpoints(Blob, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same in version 2: with past states, shortest first."""
+
+    checkpoints: list[Checkpoint]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+def export(cache: "CacheBase", request: Request, *, checkpoints: bool = True) -> bytes:
     """The request as a blob."""
     cache._check_whole(request, "export_request")
-    rows: dict[str, bytes] = {}
-    digests: dict[str, tuple[int, int]] = {}
     floor = cache._least_length(request)
-    for (layer, role), held in read_rows(cache.ops, cache.pools, cache._row(request), floor).items():
-        rows[f"{layer}.{role}"] = held.rows.tobytes()
-        digests[f"{layer}.{role}"] = _lanes(cache.ops, held, layer, role)
+    rows, digests = _packed(cache.ops, read_rows(cache.ops, cache.pools, cache._row(request), floor))
+    past: list[Checkpoint] = []
+    for length, state in cache._kept_states(request) if checkpoints else ():
+        brought = {(layer, role): state[layer, role] for layer, role, _ in rings(cache.spec)}
+        packed = _packed(cache.ops, brought)
+        past.append(Checkpoint(length=length, rows=packed[0], digests=packed[1]))
     tokens = None if request.tokens is None else list(request.tokens)
     fields: dict[str, Any] = {
-        "version": VERSION,
+        "version": VERSIONS[bool(past)],
         "spec": to_json(cache.spec),
         "length": request.length,
         "floor": floor,
@@ -74,8 +106,10 @@ def export(cache: "CacheBase", request: Request) -> bytes:
         "salt": request.salt,
         "rows": rows,
         "digests": digests,
+        **({"checkpoints": past} if past else {}),
     }
-    return msgspec.msgpack.encode(Blob(**fields, root=_root(fields)))
+    kind = BlobWithCheckpoints if past else Blob
+    return msgspec.msgpack.encode(kind(**fields, root=_root(fields)))
 
 
 class Leaving(NamedTuple):
@@ -114,22 +148,54 @@ def import_(cache: "CacheBase", blob: bytes, into: Request | None, salt: str | N
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
     check_length(cache, found.length, "import_request")
-    content = _content(cache, found)
-    return cache._take_in(found, content, into, salt=salt)
+    content = _complete(cache, found, owned(cache.spec), found.floor, found.length)
+    states = _states(cache, found, content)
+    return cache._take_in(found, content, into, salt=salt, states=states)
 
 
-def _content(cache: "CacheBase", found: Blob) -> dict[tuple[int, str], HostRows]:
-    """The rows of a blob, complete and undamaged: all that the spec lists, and nothing else."""
+def _packed(ops: Ops, content: Content) -> tuple[dict[str, bytes], dict[str, tuple[int, int]]]:
+    """Rows and digests of a content, as a blob has them."""
+    rows = {f"{layer}.{role}": held.rows.tobytes() for (layer, role), held in content.items()}
+    return rows, {f"{layer}.{role}": _lanes(ops, held, layer, role) for (layer, role), held in content.items()}
+
+
+def _states(cache: "CacheBase", found: Blob, content: Content) -> list[tuple[int, Content]]:
+    """The checkpoints of a blob, complete and undamaged.
+
+    Raises:
+        SnapshotError: lengths out of order or beyond the request's, a component missing, damaged or too many.
+    """
+    states: list[tuple[int, Content]] = []
+    last = 0
+    for past in found.checkpoints if isinstance(found, BlobWithCheckpoints) else ():
+        if not last < past.length <= found.length:
+            allowed = f"lengths that ascend, up to {found.length}"
+            got = f"a checkpoint at {shortened(past.length)}"
+            raise SnapshotError(got=got, where="import_request", allowed=allowed)
+        last = past.length
+        brought = _complete(cache, past, rings(cache.spec), past.length, past.length)
+        states.append((past.length, state_of(cache.ops, content, brought, past.length)))
+    return states
+
+
+def _complete(
+    cache: "CacheBase",
+    found: Blob | Checkpoint,
+    components: Iterable[tuple[int, str, Component]],
+    floor: int,
+    length: int,
+) -> dict[tuple[int, str], HostRows]:
+    """The rows of a blob or of a checkpoint, undamaged: all of the components, and nothing else."""
     content: dict[tuple[int, str], HostRows] = {}
-    for layer, role, component in owned(cache.spec):
+    for layer, role, component in components:
         name = f"{layer}.{role}"
         size, held_bytes = row_bytes(component), len(found.rows.get(name, b""))
         # As many positions as the blob says are made only where it has the rows.
         fits = name in found.rows and name in found.digests
-        fits = fits and held_bytes >= least_kept(component, found.floor, found.length) * size
-        positions = kept_positions(component, found.floor, found.length) if fits else ()
+        fits = fits and held_bytes >= least_kept(component, floor, length) * size
+        positions = kept_positions(component, floor, length) if fits else ()
         if not fits or held_bytes != len(positions) * size:
-            got, allowed = f"component {name} missing or cut", f"the rows of {found.length} tokens, {size} bytes each"
+            got, allowed = f"component {name} missing or cut", f"the rows of {length} tokens, {size} bytes each"
             raise SnapshotError(got=got, where="import_request", allowed=allowed)
         held = HostRows(np.frombuffer(found.rows[name], np.uint8).reshape(len(positions), size), positions)
         if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):
@@ -213,14 +279,17 @@ def _difference(ours: Any, theirs: Any, path: str) -> str | None:
 
 def _decode(blob: bytes) -> Blob:
     try:
-        found = msgspec.msgpack.decode(blob, type=Blob)
+        version = msgspec.msgpack.decode(blob, type=_Version).version
+        kind = BlobWithCheckpoints if version == VERSIONS[1] else Blob
+        found = msgspec.msgpack.decode(blob, type=kind)
     except UNREADABLE as error:
         raise SnapshotError(
             got=str(error), where="import_request: blob", allowed="a blob from export_request"
         ) from error
-    fields = {name: getattr(found, name) for name in Blob.__struct_fields__ if name != "root"}
-    if found.version != VERSION:
-        raise SnapshotError(got=f"version {found.version}", where="import_request: blob", allowed=f"version {VERSION}")
+    fields = {name: getattr(found, name) for name in kind.__struct_fields__ if name != "root"}
+    if found.version not in VERSIONS:
+        allowed = f"version {' or '.join(map(str, VERSIONS))}"
+        raise SnapshotError(got=f"version {found.version}", where="import_request: blob", allowed=allowed)
     if _root(fields) != found.root or not is_coherent(found):
         raise SnapshotError(got="a damaged blob", where="import_request: blob", allowed="bytes of their root digest")
     return found

@@ -52,6 +52,9 @@ def pull(
 ) -> Request:
     """Make a request of an export; generation goes on where it was.
 
+    Checkpoints stay with the exporter: where the spec has rings, ``cache.checkpoint(request)`` makes one at its present
+    length, for prompts that go on from there.
+
     Digests tell damage, not deceit: an exporter may have put any rows beside any ids. So it is you who says whom its
     prefixes may serve; the salt that its manifest names counts for nothing.
 

@@ -402,7 +402,9 @@ def test_a_blob_that_names_a_salt_serves_those_whom_its_importer_says(backend, c
         seen = cache.import_request(blob, target(), salt="bob")
         assert seen.salt == "bob"
         stories.tell(cache, {seen: PROMPT[40:48]})
-        assert [cache.restorable(PROMPT, salt=salt).length for salt in SALTS] == [0, 0, 48, 0]
+        # Under "zero" the checkpoint that came with it needs fewer tokens than a replay.
+        length = 40 if policy == "zero" else 48
+        assert [cache.restorable(PROMPT, salt=salt).length for salt in SALTS] == [0, 0, length, 0]
 
 
 NO_SALTS = ["", 7, b"alice", True, ["alice"], "\ud800", "a\udfff", "x" * 4097, "é" * 2049]
