@@ -1,10 +1,11 @@
-"""A decode step's cache update beside EasyDeL's ``TransformerCache``, on the CPU, and inputs that each gets wrong.
+"""A layer's decode step through a view beside EasyDeL's ``TransformerCache``, on the CPU; inputs that each gets wrong.
 
     python -m benchmarks.beside_easydel --peer PYTHON [--out records/beside_easydel.json]
 
 PYTHON is that of an environment of its own with easydel 0.2.0.2 and jax 0.8.2 (Python 3.11); kvcore need not be there.
-Both sides get the same keys and values, run in a process each, one after the other, and update their cache in one jit
-with the cache donated. Full: 4,096 rows a request. Sliding: windows of 128 and 4,096.
+Both sides get the same keys, values and queries, run in a process each, one after the other, and do the whole step in
+one jit with the cache donated: update the cache, and attend, by one function, to the keys, values and mask that the
+update gives. Full: 4,096 rows a request. Sliding: windows of 128 and 4,096.
 """
 
 import argparse
@@ -32,45 +33,46 @@ CHUNKS = {"6 tokens, then 4": (6, 4), "12 tokens at once": (12,), "8 tokens, the
 """Name -> how many tokens come at once, into a window of 8."""
 
 
-def median_us(step: Callable[[Any, Any, Any], Any], state: Any) -> float:
-    """Median µs of one step, after some that fill the window and warm up."""
+def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of q [B, 1, heads, dim] to keys and values [B, n, heads, dim] where mask [B, n] is True."""
+    logits = jnp.einsum("bshd,bnhd->bhn", q, keys, preferred_element_type=jnp.float32) * DIM**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None], logits, -jnp.inf), axis=2)
+    return jnp.einsum("bhn,bnhd->bhd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+
+def median_us(step: Callable[[Any, Any, Any, Any], Any], state: Any) -> tuple[float, float]:
+    """Median µs of one step, after some that warm up, and the sum of the last outs: both sides see the same rows."""
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.standard_normal((BATCH, 1, HEADS, DIM)), jnp.bfloat16) for _ in range(2))
-    times = []
+    q, k, v = (jnp.asarray(rng.standard_normal((BATCH, 1, HEADS, DIM)), jnp.bfloat16) for _ in range(3))
+    times, out = [], None
     for _ in range(STEPS):
         started = time.perf_counter()
-        state = jax.block_until_ready(step(state, k, v))
+        state, out = jax.block_until_ready(step(state, q, k, v))
         times.append(1e6 * (time.perf_counter() - started))
-    return float(np.median(times[STEPS // 10 :]))
+    return float(np.median(times[STEPS // 10 :])), float(jnp.sum(out))
 
 
 def kvcore_side() -> dict[str, Any]:
     """Times and outcomes of kvcore."""
     import kvcore
-    from kvcore.backends.jax_pallas import JaxOps
-    from kvcore.ops import StepIndex
-    from kvcore.plan import plan_cache
+    from kvcore.interop.jax_views import init_views
     from kvcore.spec import KV, CacheSpec, LayerSpec
 
     def spec(window: int | None, heads: int = HEADS, dim: int = DIM) -> CacheSpec:
         storage = "slot" if window is None else "ring"
         return CacheSpec(layers=(LayerSpec(kv=KV(key_heads=heads, key_dim=dim, storage=storage, window=window)),))
 
+    @partial(jax.jit, donate_argnums=0)
+    def step(view: Any, q: Any, k: Any, v: Any) -> Any:
+        keys, values, mask, _, view = view.append(k, v)
+        return view, attend(q, keys, values, mask[:, 0])
+
     times = {}
     for name, window in CASES.items():
-        plan = plan_cache(spec(window), max_requests=BATCH, max_tokens=BATCH * 2 * TOKENS, layout="planar")
-        ops = JaxOps(plan, "cpu", None)
-        numbers = jnp.arange(BATCH, dtype=jnp.int32)
-
-        @partial(jax.jit, donate_argnums=0)
-        def step(state: Any, k: Any, v: Any, ops: Any = ops, numbers: Any = numbers) -> Any:
-            pools, length = state
-            table = jnp.zeros((BATCH, 0), jnp.int32)
-            index = StepIndex(length, numbers, numbers, length, length + 1, table, jnp.zeros_like(length))
-            return ops.append_kv(pools, 0, index, k[:, 0], v[:, 0]), length + 1
-
-        start = jnp.full(BATCH, TOKENS - STEPS if window is None else 2 * (window or 0), jnp.int32)
-        times[name] = median_us(step, (ops.allocate(), start))
+        length = TOKENS if window is None else 2 * window + STEPS
+        view = init_views(spec(window), batch=BATCH, max_length=length)[0]
+        start = jnp.full(BATCH, length - STEPS, jnp.int32)
+        times[name] = median_us(step, view.replace(lengths=start))
 
     outcomes = {}
     for name, chunks in CHUNKS.items():
@@ -85,7 +87,7 @@ def kvcore_side() -> dict[str, Any]:
         with cache.step({request: 0}) as one:
             held = kvcore.to_numpy(one.layer(0).gather_kv()[0]).astype(np.float32)[0, :, 0, 0]
         outcomes[name] = {"rows": held.astype(int).tolist(), "keys seen by each query": seen}
-    return {"us": times, "windows": outcomes, "versions": _versions("kvcore")}
+    return {**_named(times), "windows": outcomes, "versions": _versions("kvcore")}
 
 
 def easydel_side() -> dict[str, Any]:
@@ -114,7 +116,12 @@ def easydel_side() -> dict[str, Any]:
     times, outcomes = {}, {}
     with mesh:
         for name, window in CASES.items():
-            step = jax.jit(lambda state, k, v: update(state, k, v)[3], donate_argnums=0)
+
+            def step(state: Any, q: Any, k: Any, v: Any) -> Any:
+                keys, values, mask, state, _ = update(state, k, v)
+                return state, attend(q, keys, values, mask.get_or_compute_attention_mask()[:, 0, 0])
+
+            step = jax.jit(step, donate_argnums=0)
             state = view(window, BATCH, HEADS, DIM, TOKENS)
             start = TOKENS - STEPS if window is None else 2 * window
             state = state.replace(indexs=jnp.full(BATCH, start, jnp.int32))
@@ -126,7 +133,11 @@ def easydel_side() -> dict[str, Any]:
                 rows = jnp.asarray(np.broadcast_to(rows, (1, count, 1, 4)), jnp.bfloat16)
                 state, first = update(state, rows, rows)[3], first + count
             outcomes[name] = {"rows": np.asarray(state.key, np.float32)[0, :, 0, 0].astype(int).tolist()}
-    return {"us": times, "windows": outcomes, "versions": _versions("easydel")}
+    return {**_named(times), "windows": outcomes, "versions": _versions("easydel")}
+
+
+def _named(times: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
+    return {key: {name: found[number] for name, found in times.items()} for number, key in enumerate(("us", "outs"))}
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -168,7 +179,7 @@ def main() -> None:
     record = {
         "kind": "beside_easydel",
         **environment.of_script(),
-        "what": f"µs of one decode step's cache update, median of {STEPS}, CPU, one jit, cache donated",
+        "what": f"µs of one layer's decode step, update and attention, median of {STEPS}, CPU, one jit, cache donated",
         "sizes": {"batch": BATCH, "heads": HEADS, "head_dim": DIM, "dtype": "bfloat16", "tokens": TOKENS},
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "times_faster": {name: round(theirs[name] / ours[name], 1) for name in CASES},

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvcore.backends.jax_pallas.classic import in_order
+from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
+from kvcore.backends.jax_pallas.rows import Held
 from kvcore.interop.jax_view_kinds import Kind, index_of
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ def append_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
     most = min(kind.length, span + new)
     if ring is None or min(span - 1 + new, kind.length) <= ring:
         pools = ops.append_kv(state.pools, 0, index, *rows)
-        keys, values, positions = ops.gather_kv(pools, 0, index, columns=most)
+        keys, values, positions = _in_order(kind, pools, index) or ops.gather_kv(pools, 0, index, columns=most)
     else:
         found, after_reading = read_first(
             lambda pools: ops.gather_kv(pools, 0, index, *rows, columns=most), state.pools, index
@@ -85,3 +88,20 @@ def _step(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepInd
     start = jnp.minimum(state.lengths, kind.length)
     end = jnp.minimum(state.lengths + count, kind.length)
     return index_of(kind, start, end, state.starts, new), state._replace(lengths=state.lengths + count)
+
+
+def _in_order(kind: Kind, pools: Pools, index: StepIndex) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """``gather_kv`` of every column, without a gather: a sequence's units lie one after another. None where that fails.
+
+    What was never written is zeros, as there.
+    """
+    if kind.ring_rows is not None:
+        return None
+    layer = Layer(kind.ops.plan, 0, kind.ops.kernels, ("kv",))
+    found = in_order(layer, Held(pools, layer.kernels), requests=kind.batch, columns=kind.length)
+    if found is None:
+        return None
+    column = jnp.arange(kind.length, dtype=jnp.int32)[None]
+    positions = jnp.where(column < index.lengths[:, None], column, -1)
+    keys, values = (jnp.where((positions >= 0)[:, :, None, None], part, 0) for part in found)
+    return keys, values, positions

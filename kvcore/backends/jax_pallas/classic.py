@@ -37,6 +37,20 @@ def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     return gathered[0], gathered[1], positions
 
 
+def in_order(layer, pools, *, requests, columns):
+    """``gather_kv``'s rows of the first ``columns`` positions of requests whose units lie one after another, or None.
+
+    Rows that nobody wrote are whatever lies there.
+    """
+    found = []
+    for region in layer.regions["kv"]:
+        stored = place.load_in_order(pools, region, requests)
+        if stored is None:
+            return None
+        found.append(place.decode_rows(region, stored[:, :columns]))
+    return found
+
+
 def mask(layer, index, *, columns):
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = layer.component("kv")

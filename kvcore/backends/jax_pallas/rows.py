@@ -71,6 +71,27 @@ def load(pools: Held, region: Region, unit, row):
     return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
 
 
+def load_in_order(pools: Held, region: Region, requests: int):
+    """Canonical rows [Q, rows, heads, row_bytes] of requests whose units lie one after another, as they lie there.
+
+    None where rows lie otherwise than token by token, or kernels move them.
+    """
+    row_step, head_step = region.steps
+    if pools.kernels != "portable" or (row_step, head_step) != (region.heads, 1):
+        return None
+    pieces, end = [], 0
+    for run in runs(region):
+        pool = pools[region.buffers[run.buffer][0]]
+        stored = to_bytes(pool).reshape(pool.shape[0], -1)
+        stored = stored[:, run.base : run.base + region.rows * region.heads * run.stride]
+        stored = stored.reshape(requests, -1, region.heads, run.stride)[..., : run.nbytes]
+        pieces.append(jnp.zeros((*stored.shape[:3], run.first - end), jnp.uint8))
+        pieces.append(join_bytes(stored) if run.split else stored)
+        end = run.first + run.nbytes
+    pieces.append(jnp.zeros((*pieces[-1].shape[:3], region.format.row - end), jnp.uint8))
+    return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
+
+
 def store(pools: Held, region: Region, unit, row, rows):
     """Pools with canonical rows [..., heads, row_bytes] written, in every copy; nothing where the unit is -1."""
     if pools.kernels in TILED:
