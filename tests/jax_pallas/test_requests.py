@@ -86,3 +86,28 @@ def test_hits_and_forks_are_as_told_from_the_start() -> None:
     tell(cache, {fork: [5], request: [6]})
     assert cache.digest([hit]) == wanted
     assert len({cache.digest([each]) for each in (request, hit, fork)}) == 3
+
+
+def test_numbers_publish_a_prompt_and_its_checkpoints_go_along(tmp_path) -> None:
+    cache = stories.create(stories.LATENT, "jax_pallas", prefix="full", max_request_tokens=50, max_draft_tokens=1)
+    request = cache.admit(PROMPT, salt="a")
+    for start in range(0, len(PROMPT), 15):
+        with cache.step({request: 15}, **PADDING) as step:
+            stories.feed(step, PROMPT[start : start + 15])
+    assert step.index.block_table.shape[1] == 4
+    assert request.tokens == tuple(PROMPT)
+    there = stories.create(stories.LATENT, "reference", prefix="full", max_draft_tokens=3)
+    moved = there.import_request(cache.export_request(request), salt="a")
+    there.save(tmp_path / "cache.kv", [moved])
+    home = kvcore.load(tmp_path / "cache.kv", backend="jax_pallas", prefix="full", max_request_tokens=50)
+    assert there.digest([moved]) == home.digest() == cache.digest([request])
+    for each in (cache, there, home):
+        assert [each.restorable(PROMPT, n, salt="a").length for n in (15, 16, 31, 45)] == [0, 16, 16, 32]
+        hit = each.admit(PROMPT, salt="a")
+        assert hit.cached_tokens == 32
+        tell(each, {hit: PROMPT[32:]})
+    assert home.digest(home.requests[-1:]) == cache.digest(cache.requests[-1:])
+    cache.reset_prefix_cache()
+    assert cache.restorable(PROMPT, salt="a").length == 0
+    with pytest.raises(kvcore.OutOfBlocks, match="max_request_tokens"):
+        cache.step({request: 6}, **PADDING)
