@@ -59,7 +59,8 @@ class Step:
         """The step's index for functional use: ``pools = cache.ops.append_window(pools, layer, step.index, rows)``.
 
         Functional verbs write at once, so what they may overwrite is noted here, to be put back if the step fails. A
-        padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written.
+        padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written,
+        and a request is lost that still needs rows in whose place they belong (``max_draft_tokens`` leaves room).
         """
         return self._state.functional_index()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvcore.content import Content, Own
+from kvcore.content import Content, Own, owned
 from kvcore.errors import StepError
 from kvcore.growth import Growth
 from kvcore.handle import LayerHandle
@@ -99,7 +99,7 @@ class StepState:
         """The index for functional verbs, with what they may overwrite noted."""
         padded = len(self._device_index.positions) > sum(row.new for row in self._rows)
         if self.is_open and self._undo is None and not padded and any(row.new for row in self._rows):
-            self._undo = Undo(self.cache.ops, self.cache.pools, self._device_index)
+            self._undo = Undo(self.cache.ops, self.cache.pools, self.ring_index)
         return self._device_index
 
     def ring_index(self, rows: int) -> StepIndex | None:
@@ -175,15 +175,25 @@ class StepState:
 
     def _put_back(self) -> None:
         """Restore what was overwritten; may be called again after it was interrupted."""
-        undone = False
-        if self._pools_replaced and self._undo is not None:
+        # What works in place has written even if nobody assigned what it returned.
+        if self._undo is not None and (self._pools_replaced or self.cache.ops.in_place):
             self.cache._replace_pools(self._undo.apply(self.cache.pools))
-            undone = self._undo.complete
         for handle in self._layers.values():
             handle._put_back()
-        if self._pools_replaced and not undone:
+        if self._pools_replaced and self._undo is None:
             lengths = (row.length for row in self._rows)
             self._manager.disturb(dict(zip(self.requests, lengths, strict=True)))
+            self._manager.lose(
+                [request for request, row in zip(self.requests, self._rows, strict=True) if self._harms(row)]
+            )
+
+    def _harms(self, row: Row) -> bool:
+        """Whether a request's new rows take the place of rows that it still needs without them."""
+        rings = ((layer, role, part) for layer, role, part in owned(self.cache.spec) if part.span is not None)
+        return row.new > 0 and any(
+            row.length - self.cache.plan.region(layer, role)[0].rows > component.live(row.start).start
+            for layer, role, component in rings
+        )
 
     def _places(self) -> dict[Request, Place]:
         """The requests' places after the step."""

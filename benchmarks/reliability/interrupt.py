@@ -1,0 +1,368 @@
+"""R10: KeyboardInterrupt at every line of every verb; what was asked for has happened, or has not.
+
+A small world is made, a verb is run in it, and the n-th line of kvcore that it comes to raises, for every n. Then the
+next verbs have to find a cache whose counts add up, whose other requests are as they were, whose own request is as it
+was before the verb or as it is after it, without a step left open, and which can be saved and loaded.
+"""
+
+import contextlib
+import gc
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import scene
+import stories
+
+import kvcore
+from benchmarks.reliability import command
+from kvcore import snapshot
+from kvcore.handoff import Desk, FileCarrier, publish, pull
+from kvcore.handoff.carrier import reference
+from kvcore.loading import take_in
+from kvcore.spec import CacheSpec
+
+KVCORE = str(Path(kvcore.__file__).parent)
+BACKENDS_OF_KVCORE = str(Path(KVCORE) / "backends")
+
+SPEC = CacheSpec(
+    layers=[
+        scene.ring(5, dim=4),
+        scene.ring(5, dim=4),
+        scene.compressed(4, window=3, dim=4, overlap=False, indexer=False),
+        scene.classic(heads=1, dim=2),
+    ],
+    block_tokens=4,
+    name="interrupted",
+)
+"""Two rings that a long step fills more than once, a tail that closes, pages."""
+
+BIG = list(range(200, 207))
+"""Ids of a step that waits for its commit: more than the rings have room for beside what its queries see."""
+
+
+class World(NamedTuple):
+    """A cache with two requests, a desk that exported one of them, and what a verb may need."""
+
+    cache: kvcore.Cache
+    touched: kvcore.Request
+    other: kvcore.Request
+    empty: kvcore.Request
+    desk: Desk
+    handle: Any
+    blob: bytes
+    folder: str
+
+
+class Verb(NamedTuple):
+    """A verb under interruption.
+
+    Attributes:
+        name: of it.
+        make: world -> what to run.
+    """
+
+    name: str
+    make: Callable[[World], Callable[[], Any]]
+
+
+class Planned(Exception):
+    """The error of a step that is meant to fail."""
+
+
+def make_world(backend: str, folder: str) -> World:
+    """A world of few tokens, some of them published."""
+    cache = kvcore.create_cache(SPEC, backend=backend, max_requests=5, max_tokens=64, prefix="full")
+    touched, other, empty = (cache.admit() for _ in range(3))
+    stories.tell(cache, {touched: list(range(9)), other: list(range(100, 106))})
+    desk = Desk(cache)
+    handle = desk.export(touched, lease_seconds=1e6, readers=2)
+    return World(cache, touched, other, empty, desk, handle, cache.export_request(touched), folder)
+
+
+def _step(new: list[int], *, fails: bool = False, functional: bool = False) -> Callable[[World], Callable[[], Any]]:
+    def make(world: World) -> Callable[[], Any]:
+        rows = world.cache.asarray(stories.rows("w0", new, scene.np.arange(len(new)), 4))
+
+        def run() -> None:
+            with world.cache.step(
+                {world.touched: new, world.empty: [1]} if not functional else {world.touched: new}
+            ) as step:
+                if functional:
+                    cache = world.cache
+                    cache.pools = cache.ops.append_window(cache.pools, 0, step.index, rows)
+                else:
+                    stories.feed(step, [*new, 1])
+                if fails:
+                    raise Planned
+
+        return run
+
+    return make
+
+
+def _told(world: World, end: str) -> None:
+    """A step without a ``with`` block, which whoever was interrupted in it gives up."""
+    step = world.cache.step({world.touched: BIG})
+    stories.feed(step, BIG)
+    getattr(step, end)()
+
+
+def _pull(world: World) -> Any:
+    publish(world.desk, world.handle, world.folder)
+    return pull(world.cache, world.handle, FileCarrier(world.folder))
+
+
+def _load(world: World) -> Any:
+    path = Path(world.folder) / "saved"
+    world.cache.save(path)
+    return kvcore.load(path, backend=world.cache.backend.name)
+
+
+VERBS = (
+    Verb("a long step", _step(BIG)),
+    Verb("a decode step", _step([200])),
+    Verb("a long step that fails", _step(BIG, fails=True)),
+    Verb("a decode step that fails", _step([200], fails=True)),
+    Verb("a functional step", _step([200, 201], functional=True)),
+    Verb("a functional step that fails", _step([200, 201], functional=True, fails=True)),
+    Verb("step and commit", lambda w: lambda: _told(w, "commit")),
+    Verb("step and abort", lambda w: lambda: _told(w, "abort")),
+    Verb("a step that is dropped", lambda w: lambda: w.cache.step({w.touched: BIG})),
+    Verb("release", lambda w: lambda: w.cache.release(w.touched)),
+    Verb("truncate", lambda w: lambda: w.cache.truncate(w.touched, 9 - 1 if w.cache.plan.rollback_tokens else 9)),
+    Verb("truncate to nothing", lambda w: lambda: w.cache.truncate(w.empty, 0)),
+    Verb("fork", lambda w: lambda: w.cache.fork(w.touched)),
+    Verb("admit", lambda w: w.cache.admit),
+    Verb("admit a known prompt", lambda w: lambda: w.cache.admit(list(range(9)))),
+    Verb("checkpoint", lambda w: lambda: w.cache.checkpoint(w.touched)),
+    Verb("restorable", lambda w: lambda: w.cache.restorable(list(range(9)))),
+    Verb("digest", lambda w: lambda: w.cache.digest()),
+    Verb("save and load", lambda w: lambda: _load(w)),
+    Verb("export_request", lambda w: lambda: w.cache.export_request(w.touched)),
+    Verb("import_request", lambda w: lambda: w.cache.import_request(w.blob)),
+    Verb("import_request into another", lambda w: lambda: w.cache.import_request(w.blob, into=w.empty)),
+    Verb("export", lambda w: lambda: w.desk.export(w.touched)),
+    Verb(
+        "manifest and pages",
+        lambda w: lambda: (w.desk.manifest(*reference(w.handle)), w.desk.pages(*reference(w.handle), 0, 1)),
+    ),
+    Verb("finish and withdraw", lambda w: lambda: (w.desk.finish(*reference(w.handle)), w.desk.withdraw())),
+    Verb("publish and pull", lambda w: lambda: _pull(w)),
+)
+
+
+class Line(NamedTuple):
+    """A place in kvcore's code, and how often it had been come to before."""
+
+    file: str
+    number: int
+    time: int
+
+
+class Lines:
+    """Watches the lines of kvcore that something comes to; raises at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.seen: list[Line] = []
+        self._at = at
+        self._count = 0
+        self._times: Counter[tuple[str, int]] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        del event, argument
+        return self._line if frame.f_code.co_filename.startswith(KVCORE) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        del argument
+        if event == "line":
+            self._count += 1
+            if self._at is None:
+                place = frame.f_code.co_filename, frame.f_lineno
+                self.seen.append(Line(*place, self._times[place]))
+                self._times[place] += 1
+            elif self._count == self._at:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def watched(act: Callable[[], Any], lines: Lines) -> bool:
+    """Run something under a watch; True if it was interrupted."""
+    before = sys.gettrace()
+    sys.settrace(lines)
+    try:
+        act()
+    except Planned:
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def points(verb: Verb, backend: str, folder: str) -> list[tuple[int, Line]]:
+    """(n, the n-th line) where a verb is interrupted: every line of kvcore that it comes to.
+
+    Of a line of a backend that comes again and again, the first two times and the last: one row after another is
+    written there.
+    """
+    world = make_world(backend, folder)
+    watched(verb.make(world), lines := Lines())
+    last = Counter[tuple[str, int]]()
+    for line in lines.seen:
+        last[line.file, line.number] = line.time
+    return [
+        (n, line)
+        for n, line in enumerate(lines.seen, 1)
+        if not line.file.startswith(BACKENDS_OF_KVCORE) or line.time < 2 or line.time == last[line.file, line.number]
+    ]
+
+
+def faults(cache: kvcore.Cache) -> list[str]:
+    """What does not add up in a cache's counts."""
+    manager, blocks = cache._manager, cache._manager.blocks
+    places = {request: manager.place_of(request) for request in manager.requests}
+    holders = Counter(block for place in places.values() for block in place.blocks)
+    slots = [place.slot for place in places.values()]
+    found = []
+    if sorted([*slots, *manager._free_slots]) != list(range(cache.plan.slots)):
+        found.append(f"slots {slots} and free ones {manager._free_slots}")
+    if any(blocks.holders(block) != holders[block] for block in range(blocks.count)):
+        found.append("holders of blocks that are not those of requests")
+    unheld = {block for block in range(blocks.count) if not holders[block]}
+    if sorted([*blocks._free, *blocks._idle]) != sorted(unheld):
+        found.append("free and idle blocks that are not those without holders")
+    if any(blocks.key(block) != key or blocks._found.get(key) != block for block, key in blocks._idle.items()):
+        found.append("an idle block that its key does not find")
+    for request, place in places.items():
+        if len(place.blocks) != cache.plan.blocks_for(max(place.length, place.stored)):
+            found.append(f"{len(place.blocks)} blocks for {place.length} tokens of {request}")
+        if place.tokens is not None and len(place.tokens) != place.length:
+            found.append(f"{len(place.tokens)} ids for {place.length} tokens of {request}")
+    if cache._step is not None:
+        found.append("a step that is open")
+    if cache._under_way:
+        found.append(f"{cache._under_way} under way")
+    return found
+
+
+def state(world: World) -> tuple[Any, ...]:
+    """What can be told of the touched request, of the empty one, and of how many there are."""
+    cache = world.cache
+    live = [request for request in (world.touched, world.empty) if request in cache.requests]
+    told = tuple((request.id, request.length, request.tokens, cache.digest([request])) for request in live)
+    return len(cache.requests), told, len(world.desk._places), cache.free_slots
+
+
+class Check:
+    """Checks worlds of one verb after interruptions."""
+
+    def __init__(self, verb: Verb, backend: str, folder: str) -> None:
+        self._verb = verb
+        self._backend = backend
+        self._folder = folder
+        world = make_world(backend, folder)
+        self._other = world.cache.digest([world.other])
+        self._before = state(world)
+        with contextlib.suppress(Planned):
+            verb.make(world)()
+        gc.collect(0)
+        self._after = state(world)
+        self._moved: set[Any] = set()
+
+    def point(self, n: int) -> list[str]:
+        """Interrupt at the n-th line and look what came of it."""
+        world = make_world(self._backend, self._folder)
+        if not watched(self._verb.make(world), Lines(n)):
+            return ["it was not interrupted"]
+        return self.look(world)
+
+    def look(self, world: World) -> list[str]:
+        """What is wrong with a world after an interruption."""
+        cache = world.cache
+        try:
+            # The next verb: it finishes or undoes what is left.
+            if cache.digest([world.other]) != self._other:
+                return ["another request has other rows"]
+            found = faults(cache)
+            now = state(world)
+            if now not in (self._before, self._after):
+                found.append(f"{now}, neither {self._before} nor {self._after}")
+            if not found and now not in self._moved:
+                self._moved.add(now)
+                found += self._goes_on(world)
+        except Exception as error:  # noqa: BLE001 - whatever the next verbs raise is a fault
+            return [f"{type(error).__name__}: {error}"]
+        return found
+
+    def _goes_on(self, world: World) -> list[str]:
+        """Whether everybody can be saved, loaded, stepped and released."""
+        cache = world.cache
+        saved = snapshot.parse(snapshot.to_bytes(cache, list(cache.requests)))
+        loaded = kvcore.create_cache(SPEC, backend=self._backend, max_requests=5, max_tokens=64)
+        take_in(loaded, saved, range(len(saved.requests)), where="memory")
+        if loaded.digest() != cache.digest():
+            return ["what was loaded is not what was saved"]
+        for each in (cache, loaded):
+            stories.tell(each, {request: [7] for request in each.requests[:2]})
+            for request in each.requests:
+                each.release(request)
+            if (each.free_slots, each.free_blocks) != (each.plan.slots, each.plan.blocks):
+                return ["a slot or block that nobody has and that is not free"]
+        return []
+
+
+def broken(
+    verb: Verb, backend: str, folder: str, *, every: int = 1, first: int = 0
+) -> Iterator[tuple[Line, list[str]]]:
+    """(line, what is wrong) of every interruption of a verb that broke something, or of every n-th; else (line, [])."""
+    check = Check(verb, backend, folder)
+    for n, line in points(verb, backend, folder)[first::every]:
+        yield line, check.point(n)
+
+
+def run(full: bool, seed: int, backends: str) -> dict[str, Any]:
+    """Interrupt every verb on every backend."""
+    every = 1 if full else 50
+    told: dict[str, dict[str, int]] = {}
+    failures: list[dict[str, str]] = []
+    for backend in backends.split(","):
+        told[backend] = {}
+        for verb in VERBS:
+            start, done = time.perf_counter(), 0
+            with tempfile.TemporaryDirectory() as folder:
+                for line, found in broken(verb, backend, folder, every=every, first=seed % every):
+                    done += 1
+                    place = f"{Path(line.file).relative_to(Path(KVCORE).parent)}:{line.number}"
+                    failures += [
+                        {"backend": backend, "verb": verb.name, "line": place, "error": each} for each in found
+                    ]
+                    if command.spent():
+                        break
+            told[backend][verb.name] = done
+            seconds = time.perf_counter() - start
+            print(
+                f"{backend}: {verb.name}: {done} points, {seconds:.1f} s, {len(failures)} broken",
+                file=sys.stderr,
+                flush=True,
+            )
+            if command.spent():
+                break
+    return {
+        "figure": "R10",
+        "seed": seed,
+        "points": {backend: sum(counts.values()) for backend, counts in told.items()},
+        "verbs": told,
+        "divergences": len(failures),
+        "failures": failures[:50],
+    }
+
+
+if __name__ == "__main__":
+    command.main(__doc__, run, {"backends": "reference,torch_triton"})
