@@ -13,7 +13,10 @@ from kvcore.plan import CachePlan, Region
 
 
 class Pools(Mapping[str, Any]):
-    """An immutable mapping from pool name to array; backends that work in place change the arrays, not the mapping."""
+    """A mapping from pool name to array, without verbs that change it.
+
+    Backends that work in place change the arrays; one that gives arrays away puts what it got for them in their place.
+    """
 
     __slots__ = ("_arrays",)
 
@@ -32,6 +35,11 @@ class Pools(Mapping[str, Any]):
     def replace(self, arrays: Mapping[str, Any]) -> "Pools":
         """A copy with some arrays exchanged."""
         return Pools({**self._arrays, **arrays})
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays themselves, for the backend that they belong to."""
+        return self._arrays
 
     @property
     def nbytes(self) -> int:

@@ -175,8 +175,8 @@ class StepState:
 
     def _put_back(self) -> None:
         """Restore what was overwritten; may be called again after it was interrupted."""
-        # What works in place has written even if nobody assigned what it returned.
-        if self._undo is not None and (self._pools_replaced or self.cache.ops.in_place):
+        # Functional verbs have written even if nobody assigned what they returned.
+        if self._undo is not None:
             self.cache._replace_pools(self._undo.apply(self.cache.pools))
         for handle in self._layers.values():
             handle._put_back()

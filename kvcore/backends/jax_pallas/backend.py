@@ -450,19 +450,19 @@ class JaxOps(ComposedVerbs):
 
     def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
-        return programs.exchanged(
-            pools, {name: programs.reset(pools[name], slots, fresh) for name, fresh in self._fresh.items()}
-        )
+        arrays = programs.written(pools, slots, [pools[name] for name in self._fresh])
+        for name, fresh in self._fresh.items():
+            arrays[name] = programs.reset(arrays[name], slots, fresh)
+        return programs.as_given(pools, arrays)
 
     def poison(self, pools: Pools, slots: Int[Array, " slots"], blocks: Int[Array, " blocks"]) -> Pools:
         """Fill freed slots [n] and blocks [m] with 0xFF, so that a stale read is seen."""
         units = {"slot": slots, "block": blocks}
-        changed = {
-            name: programs.poison(pools[name], units[region.growth])
-            for region in self.plan.regions
-            for name, _ in region.buffers.values()
-        }
-        return programs.exchanged(pools, changed)
+        arrays = programs.written(pools, slots, blocks, list(pools.values()))
+        for region in self.plan.regions:
+            for name, _ in region.buffers.values():
+                arrays[name] = programs.poison(arrays[name], units[region.growth])
+        return programs.as_given(pools, arrays)
 
     def copy_slots(self, pools: Pools, sources: Int[Array, " slots"], targets: Int[Array, " slots"]) -> Pools:
         """Copy whole slots; all sources are read before any target is written."""
@@ -475,7 +475,10 @@ class JaxOps(ComposedVerbs):
     def _copy(self, pools, sources, targets, growth):
         regions = [region for region in self.plan.regions if region.growth == growth]
         names = [name for region in regions for name, _ in region.buffers.values()]
-        return programs.exchanged(pools, {name: programs.copy_units(pools[name], sources, targets) for name in names})
+        arrays = programs.written(pools, sources, targets, [pools[name] for name in names])
+        for name in names:
+            arrays[name] = programs.copy_units(arrays[name], sources, targets)
+        return programs.as_given(pools, arrays)
 
     def gather_rows(
         self,
@@ -521,8 +524,11 @@ class JaxOps(ComposedVerbs):
         layer = self._layers[number].only(*roles, *reads)
         written = {name: pools[layer.names[name]] for name in layer.pools_of(*roles)}
         read = {name: pools[layer.names[name]] for name in layer.pools_of(*reads)}
-        changed = programs.program(verb, writes=True)(layer, tuple(options.items()), written, read, arrays)
-        return programs.exchanged(pools, {layer.names[name]: array for name, array in changed.items()})
+        # JAX returns mappings in the order of their names. In one line, for nothing to come between.
+        run, names = programs.program(verb, writes=True), [layer.names[name] for name in sorted(written)]
+        into, how = programs.written(pools, written, read, arrays), tuple(options.items())
+        into.update(zip(names, run(layer, how, written, read, arrays).values(), strict=True))
+        return programs.as_given(pools, into)
 
 
 class JaxBackend:

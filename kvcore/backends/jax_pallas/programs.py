@@ -30,9 +30,25 @@ DIFFERENTIABLE = {
 Nothing goes through any other argument, and nothing at all through kernels."""
 
 
-def exchanged(pools: Any, changed: Any) -> Any:
-    """Pools, or any mapping, with some arrays exchanged."""
-    return pools.replace(changed) if isinstance(pools, Pools) else {**pools, **changed}
+def written(pools: Any, *given: Any) -> dict[str, Any]:
+    """The mapping that a verb puts its new arrays into, each in the moment in which it gives the old one away.
+
+    That is the pools' own where they are a cache's, so that nothing is lost if it goes no further; in a trace, and for
+    any other mapping, a copy.
+
+    Args:
+        given: arrays that the verb changes, and those that it is given.
+    """
+    if isinstance(pools, Pools) and not any(isinstance(array, Tracer) for array in jax.tree.leaves(given)):
+        return pools.arrays
+    return dict(pools)
+
+
+def as_given(pools: Any, arrays: dict[str, Any]) -> Any:
+    """What ``written`` gave, as what a verb returns for such pools."""
+    if not isinstance(pools, Pools):
+        return arrays
+    return pools if arrays is pools.arrays else Pools(arrays)
 
 
 def bucket(count: int, index: StepIndex, smallest: int) -> int:
