@@ -60,9 +60,9 @@ class CacheBase:
         self._lock = threading.RLock()
         self._turns = threading.Condition(self._lock)
         self._step: StepState | None = None
-        # The verb that is under way, or that did not get to its end; and the slot that it writes for a live request.
+        # The verb that is under way, or that did not get to its end; and the live, empty request that it fills.
         self._under_way = ""
-        self._filling: int | None = None
+        self._filling: Request | None = None
 
     @property
     def pools(self) -> Pools:
@@ -169,7 +169,7 @@ class CacheBase:
                 raise RequestError(
                     got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
                 )
-            self._filling = place.slot
+            self._filling = into
         taken = TakenOver(left.length, left.floor, left.tokens, salt=place.salt, shares=shares)
         try:
             self._manager.take_over(request, place, taken)
@@ -212,10 +212,10 @@ class CacheBase:
         self._poison([place.slot], self._manager.discard(place))
 
     def _clean(self) -> None:
-        """Make the slot that was being filled for a live, empty request as if never used."""
-        if self._filling is not None:
-            self._pools = self.ops.reset_slots(self._pools, self._integers([self._filling]))
-            self._filling = None
+        """Make the slot of a request that was being filled, and is still empty, as if never used."""
+        if self._filling is not None and not (place := self._manager.place_of(self._filling)).length:
+            self._pools = self.ops.reset_slots(self._pools, self._integers([place.slot]))
+        self._filling = None
 
     @locked
     def _take_turn(self, verb: str, act: Callable[[], R], *, in_step: bool = False, ends: bool = False) -> R:

@@ -1,4 +1,4 @@
-"""R10: KeyboardInterrupt at every line of every verb; what was asked for has happened, or has not.
+"""R11: KeyboardInterrupt at every line of every verb; what was asked for has happened, or has not.
 
 A small world is made, a verb is run in it, and the n-th line of kvcore that it comes to raises, for every n. Then the
 next verbs have to find a cache whose counts add up, whose other requests are as they were, whose own request is as it
@@ -364,7 +364,7 @@ def run(full: bool, seed: int, backends: str, every: str) -> dict[str, Any]:
             if command.spent():
                 break
     return {
-        "figure": "R10",
+        "figure": "R11",
         "seed": seed,
         "every": step,
         "points": {backend: sum(counts.values()) for backend, counts in told.items()},

@@ -87,9 +87,8 @@ def told(cache: kvcore.Cache) -> dict[int, Any]:
     return {request.id: lanes for request, lanes in zip(live, cache._digest_lanes(live), strict=True)}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_of_the_backend_that_fails_once(backend: str, verb: str, late: bool) -> None:
+def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
+    """Each call that a verb makes to the backend fails once: nothing has happened, and everything can be released."""
     cache, a, _ = world(backend)
     real = cache.ops
     cache.ops = counting = Faulty(real)
@@ -133,7 +132,8 @@ def nth(name: str, number: int) -> Callable[[int, str], bool]:
     return fails
 
 
-def test_rows_that_a_commit_overwrote_are_put_back(backend: str) -> None:
+def check_a_commit(backend: str) -> None:
+    """The second layer's write fails after the first layer's ring was overwritten."""
     cache = scene.create([scene.ring(5), scene.ring(5)], backend)
     a = cache.admit()
     scene.write(cache, {a: range(9)})
@@ -145,7 +145,8 @@ def test_rows_that_a_commit_overwrote_are_put_back(backend: str) -> None:
         assert scene.read(cache, scene.window_of, a, layer=layer) == [numbered(4, 8)]
 
 
-def test_a_request_whose_rows_cannot_be_put_back_is_lost_and_says_so(backend: str) -> None:
+def check_a_loss(backend: str) -> None:
+    """The device fails, and goes on failing when the rows are put back."""
     cache = scene.create([scene.ring(5), scene.ring(5)], backend)
     a, b = cache.admit(), cache.admit()
     scene.write(cache, {a: range(9), b: range(20, 26)})
