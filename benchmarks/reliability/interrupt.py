@@ -22,6 +22,7 @@ import stories
 import kvcore
 from benchmarks.reliability import command
 from kvcore import snapshot
+from kvcore.errors import BackendError
 from kvcore.handoff import Desk, FileCarrier, publish, pull
 from kvcore.handoff.carrier import reference
 from kvcore.loading import take_in
@@ -214,7 +215,8 @@ def watched(act: Callable[[], Any], lines: Lines) -> bool:
         act()
     except Planned:
         return False
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BackendError):
+        # An interrupted probe of a plug-in is one that failed.
         return True
     finally:
         sys.settrace(before)
