@@ -18,6 +18,9 @@ from kvcore.spec.components import Growth
 from kvcore.step import Row, build_index
 from kvcore.tokens import is_salt
 
+LARGE_PAGE = 4096
+"""Rows."""
+
 
 class HostRows(NamedTuple):
     """Canonical rows of one component of one request: rows [n, row_bytes] uint8, positions [n] ascending."""
@@ -212,7 +215,11 @@ def page_digests(ops: Ops, rows: Array, positions: Sequence[int], page: int, sal
 
 
 def page_places(ops: Ops, positions: Sequence[int], page: int) -> Array:
-    """Positions in pages of ``page`` rows: [pages, page] int32 on the device, -1 after the last."""
+    """Positions in pages of ``page`` rows: [pages, page] int32 on the device, -1 after the last.
+
+    A page that is not full has no more places than it needs, if it is large: its size may be somebody's word.
+    """
+    page = min(page, max(len(positions), LARGE_PAGE))
     places = np.full(-(-len(positions) // page) * page, -1, np.int32)
     places[: len(positions)] = positions
     return ops.asarray(places.reshape(-1, page))

@@ -65,6 +65,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_request_tokens: int | None = None
 
 
+class _Header(msgspec.Struct, rename={"metadata": "__metadata__"}):
+    """What safetensors keeps of others' in its header; what it keeps of its own is skipped."""
+
+    metadata: dict[str, str]
+
+
 class Saved(NamedTuple):
     """A snapshot whose header and root are right; its pages are yet to be checked."""
 
@@ -152,7 +158,7 @@ def parse(data: bytes, where: str = "snapshot") -> Saved:
     safetensors = _safetensors()
     try:
         header = data[: _header_end(data)]
-        metadata = msgspec.json.decode(header[8:], type=dict[str, Any])["__metadata__"]
+        metadata = msgspec.json.decode(header[8:], type=_Header).metadata
         version, root = metadata.get("kvcore.snapshot"), metadata.get("root")
     except (*UNREADABLE, KeyError, AttributeError) as error:
         raise SnapshotError(got=f"no header ({error})", where=where, allowed="a file that Cache.save wrote") from error

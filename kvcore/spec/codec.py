@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from kvcore.counts import is_count
 from kvcore.errors import SpecError
 from kvcore.foreign import UNREADABLE
+from kvcore.printable import MOST
 from kvcore.spec.model import CacheSpec
 
 SCHEMA_VERSION = 1
@@ -24,19 +24,23 @@ def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
 def from_json(text: str | bytes) -> CacheSpec:
     """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
     try:
-        document = msgspec.json.decode(text, type=dict[str, Any])
+        # As text, until it is known what it should be: objects of anything take many times its bytes.
+        parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except UNREADABLE as error:
         raise SpecError(got=str(error), where="spec JSON", allowed="one JSON object") from error
-    version = document.pop("schema_version", None)
-    if not is_count(version) or version != SCHEMA_VERSION:
+    version = bytes(parts.pop("schema_version", msgspec.Raw(b"nothing")))
+    if version != b"%d" % SCHEMA_VERSION:
         raise SpecError(
-            got=version, where="schema_version", allowed=f"{SCHEMA_VERSION}", hint="Update kvcore to read newer specs."
+            got=version[:MOST].decode(errors="replace"),
+            where="schema_version",
+            allowed=f"{SCHEMA_VERSION}",
+            hint="Update kvcore to read newer specs.",
         )
     try:
-        return msgspec.convert(document, CacheSpec)
+        return msgspec.json.decode(msgspec.json.encode(parts), type=CacheSpec)
     except msgspec.ValidationError as error:
         raise _with_path(error) from error
-    except (RecursionError, OverflowError) as error:
+    except UNREADABLE as error:
         raise SpecError(got=str(error), where="spec JSON", allowed="the fields of the JSON Schema") from error
 
 

@@ -24,7 +24,7 @@ from kvcore.handoff import Desk, Direct, pull
 from kvcore.handoff.staging import root_of
 from kvcore.parity.records import LARGEST_BYTES, read
 from kvcore.plan import plan_cache
-from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json
+from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json, to_json
 from kvcore.transfer import Blob, _root
 
 
@@ -364,3 +364,30 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused(kind, laye
     with pytest.raises(SpecError, match="num_hidden_layers"):
         from_hf_config({**known, "num_hidden_layers": layers})
     assert time.process_time() - began < 0.5
+
+
+@contextlib.contextmanager
+def little_memory(most):
+    """No more bytes at any time than that."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_page_of_a_snapshot_takes_no_more_than_its_rows():
+    """However many tokens its spec says that a block has."""
+    cache = stories.create(MIXED, "reference")
+    stories.tell(cache, {cache.admit(): list(range(37))})
+    spec = msgspec.structs.replace(MIXED, block_tokens=1 << 24)
+    saved = snapshot.parse(rewritten(cache, spec=to_json(spec)))
+    with little_memory(1 << 24):
+        assert snapshot.damage(saved, cache.ops, 0)
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1, "layers": [%s]}', '{"schema_version": %s}', '{"more": [%s]}'])
+def test_a_spec_of_anything_is_not_made_into_objects(text):
+    with little_memory(1 << 24), pytest.raises(SpecError):
+        from_json(text % ("[[[[[[]]]]]]," * 300_000 + "[]"))
