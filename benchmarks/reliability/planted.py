@@ -29,8 +29,7 @@ from benchmarks.reliability.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("kvcore", "tests", "benchmarks", "examples", "docs", "README.md", "pyproject.toml")
-KIT = ("--pyargs", "kvcore.conformance")
-QUIET = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore")
+PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-W", "ignore")
 SECONDS = 900
 """After which a run is taken for a hang, which is noticed."""
 
@@ -40,23 +39,28 @@ QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimizati
 
 
 class Run(NamedTuple):
-    """One run of pytest: its arguments, its environment, and whether it is the kit."""
+    """One process that judges: arguments of Python, its environment, and whether it is the kit."""
 
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     kit: bool
 
 
-def kit(backend: str, checks: str = "", device: str = "", **environment: str) -> Run:
-    """The kit on a backend: all of it, or the checks that an expression of pytest's -k names."""
-    chosen = ("-k", checks) if checks else ()
-    on = ("--kv-device", device) if device else ()
-    return Run((*KIT, f"--kv-backend={backend}", *on, *chosen), tuple(environment.items()), kit=True)
+def kit(backend: str, checks: str = "", *options: str, **environment: str) -> Run:
+    """The kit's checks on a backend: all of them, or those that an expression chooses."""
+    line = ("-m", "benchmarks.reliability.kit_once", backend, *options, *(("--checks", checks) if checks else ()))
+    return Run(line, tuple(environment.items()), kit=True)
+
+
+def lives(backend: str) -> Run:
+    """The rest of the kit: requests over time, isolation and bad input."""
+    modules = (f"kvcore.conformance.{name}" for name in ("test_life", "test_isolation", "test_input"))
+    return Run((*PYTEST, "--pyargs", *modules, f"--kv-backend={backend}"), (), kit=True)
 
 
 def suite(*paths: str, **environment: str) -> Run:
     """Tests of the suite."""
-    return Run(paths, tuple(environment.items()), kit=False)
+    return Run((*PYTEST, *paths), tuple(environment.items()), kit=False)
 
 
 ROWS = "(v4_584 or index_fp4_68_h or index_nvfp4 or int8_row or nf4_b64 or mxfp4 or fp32 or bf16 or fp16 or tail)"
@@ -115,24 +119,24 @@ WAYS: dict[str, tuple[Run, ...]] = {
         for name, checks in TRITON_CHECKS.items()
     },
     f"{TORCH}/*": (
-        kit("torch_triton", "ragged or any"),
-        kit("torch_triton", "not ragged and not any"),
+        kit("torch_triton"),
+        lives("torch_triton"),
         suite("tests/backends", "tests/interop/test_transformers.py", "tests/requests", "tests/shards"),
     ),
     **{
-        f"{JAX}/pallas/{name}.py": (kit("jax_pallas", checks, "cpu:interpret", **QUICK_COMPILES),)
+        f"{JAX}/pallas/{name}.py": (kit("jax_pallas", checks, "--device=cpu:interpret", **QUICK_COMPILES),)
         for name, checks in PALLAS_CHECKS.items()
     },
     **{
         f"{JAX}/{name}.py": (
-            kit("jax_pallas", checks, **QUICK_COMPILES),
+            kit("jax_pallas", checks, "--by-plan", **QUICK_COMPILES),
             suite("tests/jax_pallas", **QUICK_COMPILES),
         )
         for name, checks in JAX_CHECKS.items()
     },
     "kvcore/*": (
-        kit("reference", "not test_check or digest or life"),
-        kit("torch_triton", "not test_check"),
+        lives("reference"),
+        lives("torch_triton"),
         suite(*PORTABLE, "tests/test_lifecycle.py", "tests/test_chunk_invariance.py"),
     ),
 }
@@ -176,7 +180,7 @@ def judge(fault: Fault, kit_only: bool = False) -> dict[str, Any]:
             place.unlink()  # a hard link: the tree's own file must not be written to
             place.write_text(text, encoding="utf-8")
         for run in [run for run in ways_of(fault.file) if run.kit or not kit_only]:
-            code, output = pytest(tree, run)
+            code, output = judged_by(tree, run)
             ran.append(" ".join(run.arguments))
             if code:
                 noticed, by = ("kit" if run.kit else "suite"), first_failure(output, code)
@@ -205,25 +209,31 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def pytest(tree: Path, run: Run) -> tuple[int, str]:
-    """(exit code, output) of pytest in a copy of the tree; the code of a hang is 124."""
-    where = tree / "elsewhere" if run.kit else tree
-    where.mkdir(exist_ok=True)
+def judged_by(tree: Path, run: Run) -> tuple[int, str]:
+    """(exit code, output) of a run in a copy of the tree; the code of a hang is 124.
+
+    Raises:
+        RuntimeError: nothing was chosen, or the backend cannot run here.
+    """
     environment = {**os.environ, **ONE_THREAD, **dict(run.environment), "PYTHONPATH": str(tree)}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    # Where kvcore is installed its entry point loads the plug-in already.
+    # Where kvcore is installed its entry point loads the plug-in of the kit already.
     known = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
-    plugin = () if known else ("-p", "kvcore.conformance.plugin")
-    line = [sys.executable, "-m", "pytest", *plugin, *run.arguments, *QUIET]
+    plugin = () if known or "--pyargs" not in run.arguments else ("-p", "kvcore.conformance.plugin")
     try:
         done = subprocess.run(
-            line, cwd=where, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS
+            [sys.executable, *run.arguments, *plugin],
+            cwd=tree,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return 124, "no end"
     output = done.stdout.decode(errors="replace")
-    if done.returncode == 5:
-        raise RuntimeError(f"no test is chosen by {' '.join(run.arguments)}\n{output[-2000:]}")
+    if done.returncode in (3, 4, 5) and not run.kit:
+        raise RuntimeError(f"{' '.join(run.arguments)}\n{output[-2000:]}")
     return done.returncode, output
 
 
