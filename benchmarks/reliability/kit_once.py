@@ -21,7 +21,7 @@ OPERATORS = ("and", "or", "not")
 
 
 def chosen(expression: str, id: str) -> bool:
-    """Whether an expression of words, ``and``, ``or``, ``not`` and parentheses holds; a word does if it is in the id."""
+    """Whether an expression of words, ``and``, ``or``, ``not`` and parentheses holds for the words in an id."""
     if not expression:
         return True
 

@@ -74,7 +74,24 @@ def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged
 
 FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
 TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
-PORTABLE = ("tests/requests", "tests/handoff", "tests/shards", "tests/conformance", "tests/backends")
+CORE_TESTS = {
+    "manager": ("test_allocator", "test_fork", "test_rollback", "test_prefix", "test_findable", "test_schedulers"),
+    "blocks": ("test_allocator", "test_findable", "test_prefix"),
+    "prefix": ("test_keys", "test_prefix", "test_findable"),
+    "reuse": ("test_prefix", "test_findable", "test_schedulers"),
+    "sharing": ("test_fork", "test_prefix", "test_schedulers"),
+    "step_state": ("test_rollback", "test_prefix", "test_fork"),
+    "undo": ("test_rollback",),
+    "handle/state": ("test_rollback", "test_prefix"),
+    "content": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
+    "snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
+    "transfer": ("test_portable", "test_hostile_files", "test_prefix"),
+}
+"""File -> the modules of ``tests/requests`` that are about it."""
+LIVES = ("tests/test_functional_abort.py", "tests/test_lifecycle.py", "tests/test_chunk_invariance.py")
+RELIABILITY = "tests/requests/test_reliability.py"
+HANDOFF = ("tests/handoff/test_pull.py", "tests/handoff/test_hostile_peers.py")
+SHARDS = ("tests/shards/test_plans.py", "tests/shards/test_digest.py", "tests/shards/test_torch_distributed.py")
 
 TRITON_CHECKS = {
     "address": sampled("append_window or store_entries or gather_all or append_kv"),
@@ -134,11 +151,16 @@ WAYS: dict[str, tuple[Run, ...]] = {
         )
         for name, checks in JAX_CHECKS.items()
     },
-    "kvcore/*": (
-        lives("reference"),
-        lives("torch_triton"),
-        suite(*PORTABLE, "tests/test_lifecycle.py", "tests/test_chunk_invariance.py"),
-    ),
+    **{
+        f"kvcore/{name}.py": (
+            lives("torch_triton"),
+            suite(*(f"tests/requests/{module}.py" for module in modules), *LIVES),
+            suite(RELIABILITY),
+        )
+        for name, modules in CORE_TESTS.items()
+    },
+    "kvcore/handoff/*": (lives("torch_triton"), suite(*HANDOFF)),
+    "kvcore/shards/*": (lives("torch_triton"), suite(*SHARDS)),
 }
 """Pattern of files -> what judges their faults, in order; the first pattern that fits counts.
 

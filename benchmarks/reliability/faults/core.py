@@ -209,14 +209,19 @@ TABLE = {
     ],
     "undo.py": [
         (
-            "            self.complete = not any(_is_gone(array) for array in self._before.values())\n",
-            "            self.complete = True\n",
-            "arrays that were donated are put back",
+            "            index = None if component.span is None else ",
+            "            index = None if component.span is not None else ",
+            "paged rows are kept and rings are not",
         ),
         (
-            "                if component.span is not None\n",
-            "                if component.span is None\n",
-            "paged rows are kept and rings are not",
+            "            return self._before\n",
+            "            return pools\n",
+            "functional verbs of arrays are not undone",
+        ),
+        (
+            "            pools = self._ops.restore_ring(pools, layer, role, index, saved)\n",
+            "            pass\n",
+            "functional verbs in place are not undone",
         ),
     ],
     "handle/state.py": [

@@ -10,8 +10,8 @@ TABLE = {
         ("        exists &= column < index.block_table.shape[1]\n", "", "entries beyond the table lie in some block"),
         ("        stored = split_bytes(stored) if run.split else stored\n", "", "rope bytes are not split for tiles"),
         (
-            "        pieces.append(join_bytes(stored) if run.split else stored)\n",
-            "        pieces.append(stored)\n",
+            "region.heads, run.first - end), jnp.uint8))\n        pieces.append(join_bytes(stored) if run.split else stored)\n",
+            "region.heads, run.first - end), jnp.uint8))\n        pieces.append(stored)\n",
             "split bytes are not joined",
         ),
         (

@@ -602,7 +602,8 @@ TABLE = {
         (
             '    scales = amax if field.rule == "absmax" else product\n',
             "    scales = product\n",
-            "NF4 scales are those of int8",
+            "NF4 scales are products",
+            "the largest of the NF4 levels is 1, so the product is the maximum itself",
         ),
         (
             "torch.bucketize(values.contiguous(), edges, out_int32=True)",
