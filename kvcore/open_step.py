@@ -5,10 +5,10 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore.counts import as_count
-from kvcore.errors import ShapeError
+from kvcore.errors import ShapeError, StepError
 from kvcore.handle import LayerHandle
 from kvcore.ops import StepIndex
 from kvcore.step import Row
@@ -144,6 +144,14 @@ class Step:
 
     else:
         __exit__ = _Leaving()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: a step is open once, and ends once."""
+        raise StepError(
+            got="pickle or copy of a step",
+            where="step",
+            allowed="the step itself, until it ends; then cache.fork(request) copies what it brought",
+        )
 
     @property
     def _rows(self) -> list[Row]:

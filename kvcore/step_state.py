@@ -78,12 +78,9 @@ class StepState:
     @property
     def is_left(self) -> bool:
         """True once nobody can be expected to end it: its end was interrupted, or whoever had it is gone."""
-        return (
-            self.ending
-            or (self.user is not None and self.user() is None)
-            or (self.block is not None and self.block() is None)
-            or self.owner() is None
-        )
+        # A ``with`` block ends its step even if nobody kept the ``Step``.
+        ends = self.user if self.block is None else self.block
+        return self.ending or (ends is not None and ends() is None) or self.owner() is None
 
     @cached_property
     def _most_new(self) -> int:

@@ -8,7 +8,7 @@ fails. This is the one place that knows that rule.
 # pyright: reportPrivateUsage=false
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class LayerState:
         self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
         # Paged roles whose closing entries were stored in this step.
         self._stored: set[str] = set()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: one handle knows what a layer got in its step."""
+        raise StepError(
+            got="pickle or copy of a layer's handle",
+            where=self._where,
+            allowed=f"{self._where}, the same one each time",
+        )
 
     def _missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""

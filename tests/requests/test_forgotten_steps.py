@@ -59,6 +59,25 @@ def test_a_step_whose_handle_is_kept_is_dropped_all_the_same(backend):
         layer.gather_window()
 
 
+def test_a_with_block_that_gives_its_step_no_name_ends_it(backend):
+    cache, a, before = world(backend)
+    with pytest.raises(StepError, match="no rows for"), cache.step({a: 2}):
+        cache.admit()
+        with pytest.raises(StepError, match="while a step is open"):
+            cache.truncate(a, 3)
+    assert (cache.digest([a]), a.length) == (before, 9)
+
+
+def test_a_step_whose_name_is_gone_in_its_block_is_committed(backend):
+    cache, a, _ = world(backend)
+    step = cache.step({a: LONG})
+    with step:
+        stories.feed(step, LONG)
+        del step
+        cache.admit()
+    assert cache.digest([a]) == stories.retell(backend, LATENT, [*range(9), *LONG])
+
+
 def test_a_step_of_a_thread_that_has_ended_is_rolled_back(backend):
     cache, a, before = world(backend)
     step = in_thread(lambda: cache.step({a: [7]}))
