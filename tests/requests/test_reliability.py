@@ -62,15 +62,6 @@ def broken_release(self, request):
 DROP = BlockAllocator.drop
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [
-        pytest.param(BlockAllocator, "drop", broken_drop, id="a leak"),
-        pytest.param(BlockAllocator, "is_shared", broken_shared, id="no copy on write of published blocks"),
-        pytest.param(Manager, "deepest_truncation", broken_deepest, id="unbounded rollback"),
-        pytest.param(Manager, "release", broken_release, id="blocks kept after release"),
-    ],
-)
 def broken_check_whole(*_):
     """Lets a request leave whose windows are not there yet."""
 
