@@ -13,6 +13,9 @@ from kvcore.spec.model import CacheSpec
 
 SCHEMA_VERSION = 1
 
+LARGEST_JSON = 1 << 24
+"""Bytes of a spec as JSON; the largest model's takes a thousandth."""
+
 
 def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
     """The spec as JSON text with its schema version; ``from_json`` gives the same spec back."""
@@ -23,6 +26,8 @@ def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
 
 def from_json(text: str | bytes) -> CacheSpec:
     """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
+    if isinstance(text, (str, bytes)) and len(text) > LARGEST_JSON:
+        raise SpecError(got=f"{len(text)} bytes", where="spec JSON", allowed=f"{LARGEST_JSON} bytes or fewer")
     try:
         # As text, until it is known what it should be: objects of anything take many times its bytes.
         parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])

@@ -387,6 +387,14 @@ def test_a_page_of_a_snapshot_takes_no_more_than_its_rows():
         assert snapshot.damage(saved, cache.ops, 0)
 
 
+def test_a_spec_is_no_longer_than_any_models():
+    text = to_json(MIXED)
+    padded = text[:-1] + " " * ((1 << 24) - len(text)) + "}"
+    assert from_json(padded) == MIXED
+    with pytest.raises(SpecError, match="16777216 bytes or fewer"):
+        from_json(" " + padded)
+
+
 @pytest.mark.parametrize("text", ['{"schema_version": 1, "layers": [%s]}', '{"schema_version": %s}', '{"more": [%s]}'])
 def test_a_spec_of_anything_is_not_made_into_objects(text):
     with little_memory(1 << 24), pytest.raises(SpecError):
