@@ -1,11 +1,14 @@
 """Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get."""
 
 import math
+import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from kvcore.arrays import check_plain, is_a
+from kvcore.counts import as_integer
 from kvcore.errors import NonFiniteError, ShapeError
 from kvcore.ops import Ops
 from kvcore.spec import Rope
@@ -26,7 +29,9 @@ def dtype_name(dtype: Any) -> str:
 def like(array: Array) -> tuple[Any, ...]:
     """All that ``check_array`` looks at: what is equal in it passes or fails alike."""
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    return array.__class__, shape, dtype, getattr(array, "device", None), getattr(array, "requires_grad", None)
+    # A tensor's class does not say that it is sparse; other frameworks mean something else by a layout.
+    layout = array.layout if hasattr(array, "is_nested") else None
+    return array.__class__, shape, dtype, getattr(array, "device", None), layout, getattr(array, "requires_grad", None)
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:
@@ -35,6 +40,7 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     Raises:
         ShapeError: not an array, or another shape, dtype or device.
     """
+    check_plain(array, where)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ShapeError(got=type(array).__name__, where=where, allowed="an array of the backend or of NumPy")
     got = tuple(array.shape)
@@ -68,6 +74,92 @@ def check_weight(ops: Ops, array: Array, where: str, size: int) -> Array:
 def check_indices(ops: Ops, array: Array, where: str, tokens: int) -> Array:
     """Entry indices [tokens, k], int32 or int64."""
     return check_array(ops, array, where, (tokens, None), INTEGERS)
+
+
+def check_integers(
+    ops: Ops,
+    value: Any,
+    where: str,
+    shape: tuple[int | None, ...],
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    what: str = "",
+) -> Array:
+    """Integers as an array of the backend, int32 unless they are its own int64: of an array, or of lists of integers.
+
+    Args:
+        ops: the backend's verbs.
+        value: any integer dtype; lists and tuples hold whatever ``operator.index`` takes.
+        where: for errors.
+        shape: None stands for any size.
+        least: smallest of them; -1 is for none. ``most`` likewise. Told of integers that lie on the host, where a
+            device need not be asked.
+        most: largest of them.
+        what: the integers' name.
+
+    Raises:
+        ShapeError: another shape, no integers, or one that is out of range.
+    """
+    if isinstance(value, (list, tuple, range)):
+        value = _integers(value, where, len(shape))
+    check_plain(value, where)
+    name = dtype_name(getattr(value, "dtype", "none"))
+    if not is_a(value, np.ndarray):
+        narrow = name in ("int8", "int16", "uint8", "uint16")
+        if narrow:
+            value = value.to(_dtype_beside(value, "int32")) if hasattr(value, "to") else value.astype("int32")
+        found = check_array(ops, value, where, shape, INTEGERS)
+        held = _on_host(found) if least is not None else None
+    else:
+        if value.dtype.kind not in "iu":
+            raise ShapeError(got=f"dtype {value.dtype}", where=where, allowed="integers")
+        if value.dtype.name not in INTEGERS or value.dtype.byteorder == ">":
+            limits = np.iinfo(np.int32)
+            value = value.clip(max(limits.min, np.iinfo(value.dtype).min), min(limits.max, np.iinfo(value.dtype).max))
+            value = value.astype(np.int32)
+        held, found = value, check_array(ops, value, where, shape, INTEGERS)
+    if held is not None and held.size and least is not None and most is not None:
+        low, high = int(held.min()), int(held.max())
+        if low < least or high > most:
+            raise ShapeError(got=high if high > most else low, where=where, allowed=f"{what} {least} to {most}")
+    return found
+
+
+def _integers(values: Any, where: str, axes: int) -> np.ndarray[Any, Any]:
+    """Lists of integers, as deep as there are axes, as int64."""
+
+    def plain(value: Any, depth: int) -> Any:
+        if depth and is_a(value, list, tuple, range):
+            return [plain(each, depth - 1) for each in value]
+        number = None if depth else as_integer(value)
+        if number is None:
+            raise ShapeError(got=value, where=where, allowed=f"integers, in lists {axes} deep")
+        return max(-(1 << 31), min(number, (1 << 31) - 1))
+
+    lists = plain(values, axes)
+    try:
+        found = np.array(lists, np.int64)
+    except ValueError as error:
+        raise ShapeError(got="lists of several lengths", where=where, allowed="lists of one length") from error
+    missing = axes - found.ndim
+    return found.reshape(*found.shape, *[0] * missing) if missing else found
+
+
+def _dtype_beside(array: Any, name: str) -> Any:
+    """A dtype of a tensor's framework by its name."""
+    return getattr(sys.modules[type(array.dtype).__module__], name)
+
+
+def _on_host(array: Any) -> np.ndarray[Any, Any] | None:
+    """Integers that lie in the host's memory, None where a device, or a trace, has them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return array.numpy() if array.device.type == "cpu" and not torch.compiler.is_compiling() else None
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return None
+    return np.asarray(array) if all(device.platform == "cpu" for device in array.devices()) else None
 
 
 def check_rope(ops: Ops, rope: Rope | Array | None, where: str, dim: int) -> Rope | Array | None:

@@ -5,7 +5,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvcore.arrays import to_numpy
 from kvcore.blocks import BlockStatistics
 from kvcore.content import Content, Left, write_rows
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, SnapshotError, StepError
+from kvcore.functional import FunctionalOps
 from kvcore.growth import Growth
 from kvcore.manager import Manager, Place, Request, TakenOver
 from kvcore.ops import Backend, Ops
@@ -49,11 +50,13 @@ class CacheBase:
         self.spec = plan.spec
         self.plan = plan
         self.backend = backend
-        self.ops = ops
+        self._verbs = ops
+        self.ops = cast("Ops", FunctionalOps(ops))
         self._check = check
         self.damaged: tuple[str, ...] = ()
         # Before anything that grows with the plan: whatever is too much for the machine is said at once.
         self._pools = _allocated(ops)
+        cast("FunctionalOps", self.ops).expect(self._pools)
         self._manager = Manager(plan)
         self._prefix = PrefixCache(plan.spec, prefix, self._manager)
         self.turn_timeout: float | None = None
@@ -175,7 +178,9 @@ class CacheBase:
             self._manager.take_over(request, place, taken)
             row = self._row_of(place)
             self._pools = (
-                rows(self.ops, self._pools, row) if callable(rows) else write_rows(self.ops, self._pools, row, rows)
+                rows(self._verbs, self._pools, row)
+                if callable(rows)
+                else write_rows(self._verbs, self._pools, row, rows)
             )
             self._prefix.extend(place)
         except BaseException:
@@ -201,7 +206,7 @@ class CacheBase:
         """
         request, place = self._manager.reserve(salt)
         try:
-            self._pools = self.ops.reset_slots(self._pools, self._integers([place.slot]))
+            self._pools = self._verbs.reset_slots(self._pools, self._integers([place.slot]))
         except BaseException:
             self._manager.discard(place)
             raise
@@ -214,7 +219,7 @@ class CacheBase:
     def _clean(self) -> None:
         """Make the slot of a request that was being filled, and is still empty, as if never used."""
         if self._filling is not None and not (place := self._manager.place_of(self._filling)).length:
-            self._pools = self.ops.reset_slots(self._pools, self._integers([place.slot]))
+            self._pools = self._verbs.reset_slots(self._pools, self._integers([place.slot]))
         self._filling = None
 
     @locked
@@ -298,7 +303,7 @@ class CacheBase:
     def _poison(self, slots: list[int], blocks: list[int]) -> None:
         """Under ``check=True``, make what was freed unreadable."""
         if self._check and (slots or blocks):
-            self._pools = self.ops.poison(self._pools, self._integers(slots), self._integers(blocks))
+            self._pools = self._verbs.poison(self._pools, self._integers(slots), self._integers(blocks))
 
     def _rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
         """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
@@ -320,10 +325,10 @@ class CacheBase:
         pairs = [(old, growth.blocks[column]) for growth in grown for column, old in growth.replaced]
         if pairs:
             sources, targets = (self._integers(list(side)) for side in zip(*pairs, strict=True))
-            self._pools = self.ops.copy_blocks(self._pools, sources, targets)
+            self._pools = self._verbs.copy_blocks(self._pools, sources, targets)
 
     def _integers(self, values: list[int]) -> Any:
-        return self.ops.asarray(np.array(values, np.int32))
+        return self._verbs.asarray(np.array(values, np.int32))
 
 
 def _allocated(ops: Ops) -> Pools:

@@ -213,12 +213,12 @@ class Cache(SharingVerbs, PortableVerbs):
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
         chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
         rows = self._rows(chosen, [0] * len(chosen))
-        index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
+        index = self._verbs.index(build_index(rows, max_blocks=self.plan.max_blocks))
         lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
         for layer, role, component in owned(self.spec):
             columns = max((len(component.live(row.length)) for row in rows), default=0)
-            raw = self.ops.gather_rows(self._pools, layer, role, index, columns=columns)
-            found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
+            raw = self._verbs.gather_rows(self._pools, layer, role, index, columns=columns)
+            found = to_numpy(self._verbs.digest_rows(raw, digest.region_salt(layer, role)))
             for request, pair in enumerate(found):
                 lanes[request].append((int(pair[0]), int(pair[1])))
         return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]

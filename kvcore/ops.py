@@ -15,6 +15,7 @@ multiplied.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvcore.plan import CachePlan
@@ -23,6 +24,31 @@ from kvcore.spec import BlockLayout, Format, Rope
 
 Array: TypeAlias = Any
 """An array of the backend's framework."""
+
+
+@dataclass(frozen=True)
+class Paging:
+    """What makes a step's index one of a cache's: how its plan numbers slots and blocks. Data of a pytree, no arrays.
+
+    Attributes:
+        slots: of the plan.
+        blocks: likewise.
+        block_tokens: tokens of a block.
+        max_blocks: columns of every block table.
+    """
+
+    slots: int
+    blocks: int
+    block_tokens: int
+    max_blocks: int
+
+    @classmethod
+    def of(cls, plan: CachePlan) -> "Paging":
+        """A plan's."""
+        return cls(plan.slots, plan.blocks, plan.block_tokens, plan.max_blocks)
+
+    def __str__(self) -> str:
+        return f"{self.slots} slots, {self.blocks} blocks of {self.block_tokens} tokens, {self.max_blocks} a request"
 
 
 class StepIndex(NamedTuple):
@@ -38,6 +64,7 @@ class StepIndex(NamedTuple):
         stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
         left_padding: [Q] positions at the start of each request that are no tokens: no query of a classic layer sees
             them, and chunks are counted from the first token. None: there are none.
+        paging: whose index it is, so that another cache's verbs refuse it; None of one that was put together by hand.
     """
 
     positions: Array
@@ -48,6 +75,12 @@ class StepIndex(NamedTuple):
     block_table: Array
     stored: Array
     left_padding: Array | None = None
+    paging: Paging | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The fields that are arrays, in order."""
+        return tuple(array for array in self[:-1] if array is not None)
 
 
 class WindowRows(NamedTuple):

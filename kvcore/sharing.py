@@ -29,7 +29,7 @@ class SharingVerbs(CacheBase):
         fork, place = self._manager.fork(source)
         try:
             slots = [self._integers([slot]) for slot in (source.slot, place.slot)]
-            self._pools = self.ops.copy_slots(self._pools, *slots)
+            self._pools = self._verbs.copy_slots(self._pools, *slots)
         except BaseException:
             self._manager.discard(place)
             raise
@@ -68,7 +68,7 @@ class SharingVerbs(CacheBase):
                 allowed="a request whose layers got all of its tokens",
             )
         if place.length:
-            state = state_at(self.ops, self._pools, self._row(request), place.length, {})
+            state = state_at(self._verbs, self._pools, self._row(request), place.length, {})
             self._prefix.keep(place, place.length, state)
 
     def restorable(self, tokens: TokenIds, n: SupportsIndex | None = None, *, salt: str | None = None) -> Restorable:
@@ -146,7 +146,7 @@ class SharingVerbs(CacheBase):
             return []
         lengths = self._prefix.boundaries(row.start, row.length)
         return [
-            (length, state_at(self.ops, self._pools, row, length, own(length)))
+            (length, state_at(self._verbs, self._pools, row, length, own(length)))
             for length in lengths
             if not written or length == row.length
         ]
@@ -162,7 +162,7 @@ class SharingVerbs(CacheBase):
             return
         place.cached_tokens = hit.length
         if hit.state is not None:
-            self._pools = write_rows(self.ops, self._pools, self._row_of(place), hit.state)
+            self._pools = write_rows(self._verbs, self._pools, self._row_of(place), hit.state)
         self._prefix.extend(place)
 
     def _floor(self, length: int) -> int:

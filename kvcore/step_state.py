@@ -96,7 +96,7 @@ class StepState:
         """The index for functional verbs, with what they may overwrite noted."""
         padded = len(self._device_index.positions) > sum(row.new for row in self._rows)
         if self.is_open and self._undo is None and not padded and any(row.new for row in self._rows):
-            self._undo = Undo(self.cache.ops, self.cache.pools, self.ring_index)
+            self._undo = Undo(self.cache._verbs, self.cache.pools, self.ring_index)
         return self._device_index
 
     def ring_index(self, rows: int) -> StepIndex | None:
@@ -108,7 +108,7 @@ class StepState:
                 row._replace(start=start, new=row.length - start) for row, start in zip(self._rows, starts, strict=True)
             ]
             host = build_index(last, max_blocks=self._device_index.block_table.shape[1])
-            self._kept[key] = self.cache.ops.index(host) if any(row.new for row in last) else None
+            self._kept[key] = self.cache._verbs.index(host) if any(row.new for row in last) else None
         return self._kept[key]
 
     def layer(self, number: int) -> LayerHandle:

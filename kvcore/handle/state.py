@@ -45,7 +45,7 @@ class LayerState:
         self._step = step
         self._layer = layer
         self._spec: LayerSpec = step.cache.spec.all_layers[layer]
-        self._ops = step.cache.ops
+        self._ops = step.cache._verbs
         # Role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
         self._own: dict[str, tuple[Array, ...]] = {}
         # Those of them that the rings get at commit.

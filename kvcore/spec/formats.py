@@ -206,6 +206,25 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             start += field.nbytes
         raise SpecError(got=name, where=f"format {self.name}: field", allowed=f"{[f.name for f in self.fields]}")
 
+    def for_rows(self, row_bytes: int) -> "Format":
+        """This format with a size: its own, or the one that rows of so many bytes have where there is one field only.
+
+        Raises:
+            SpecError: a format without a size whose scales take part of the row.
+        """
+        if self.dim is not None:
+            return self
+        value, *others = self.fields
+        channels = row_bytes * 8 // value.element.bits
+        if others or value.group is not None or not channels:
+            raise SpecError(
+                got="rows without their dim",
+                where=f"format {self.name}",
+                allowed="a dim: the format takes its size from it",
+                hint=f"Pass dim, or FORMATS[{self.name!r}].for_dim(dim) in the format's place.",
+            )
+        return self.for_dim(channels)
+
     def for_dim(self, dim: int) -> "Format":
         """This format for rows of ``dim`` channels: itself if it has that size, a sized copy if it is sizeless."""
         return _sized(self, dim)

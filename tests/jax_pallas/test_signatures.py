@@ -75,11 +75,7 @@ def test_every_argument_and_result_is_annotated(name: str) -> None:
     verb = vars(JaxOps)[name]
     given = [one for one in inspect.signature(verb).parameters if one != "self"]
     assert set(resolved(verb)) == {*given, "return"}
-    assert given == [
-        {"entries": "entries_"}.get(one, one)
-        for one in inspect.signature(getattr(Ops, name)).parameters
-        if one != "self"
-    ]
+    assert given == [one for one in inspect.signature(getattr(Ops, name)).parameters if one != "self"]
 
 
 def test_what_verbs_take_and_give_is_as_annotated(checked: set[str]) -> None:

@@ -18,14 +18,15 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcore import bounds
-from kvcore.backends.jax_pallas import attention, classic, encoding, entries, indexer, life, programs, tail, window
+from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, programs, tail, window
+from kvcore.backends.jax_pallas import entries as entry_verbs
 from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
-from kvcore.ops import AllEntries, Closed, RawRows, StepIndex, VisibleRows
+from kvcore.ops import AllEntries, Closed, Paging, RawRows, StepIndex, VisibleRows
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
 from kvcore.spec.codes import check_known
@@ -47,6 +48,7 @@ jax.tree_util.register_pytree_with_keys(
     lambda pools: (tuple((jax.tree_util.DictKey(name), pools[name]) for name in pools), tuple(pools)),
     lambda names, arrays: Pools(dict(zip(names, arrays, strict=True))),
 )
+jax.tree_util.register_static(Paging)
 
 
 class JaxOps(ComposedVerbs):
@@ -306,26 +308,28 @@ class JaxOps(ComposedVerbs):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        entries_: Float[Array, "closed dim"] | None,
+        entries: Float[Array, "closed dim"] | None,
         index_keys: Float[Array, "closed index_dim"] | None = None,
     ) -> Pools:
         """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
-        given = (("entries", entries_), ("index_keys", index_keys))
+        given = (("entries", entries), ("index_keys", index_keys))
         writes = tuple(role for role, values in given if values is not None)
-        return self._write(entries.store_entries, pools, layer, writes, (index, entries_, index_keys))
+        return self._write(entry_verbs.store_entries, pools, layer, writes, (index, entries, index_keys))
 
     def closed(self, layer: int, index: StepIndex, count: int | None = None, role: str = "entries") -> Closed:
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         count = bounds.closed(self.plan, layer, role, index) if count is None else count
         kind = self._layers[layer].only(role)
-        found = programs.indexed(entries.closed)(kind, index, (("count", self._bucket(count, index)), ("role", role)))
+        found = programs.indexed(entry_verbs.closed)(
+            kind, index, (("count", self._bucket(count, index)), ("role", role))
+        )
         return Closed(*(array[:count] for array in found))
 
     def gather_entries(
         self, pools: Pools, layer: int, index: StepIndex, indices: Int[Array, "tokens k"]
     ) -> SelectedEntries:
         """Entries by logical index, indices [T, k]."""
-        return self._read(entries.gather_entries, pools, layer, ("entries",), (index, indices))
+        return self._read(entry_verbs.gather_entries, pools, layer, ("entries",), (index, indices))
 
     def gather_all_entries(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None, role: str = "entries"
@@ -333,7 +337,7 @@ class JaxOps(ComposedVerbs):
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         options = {"columns": self._bucket(columns, index), "role": role}
-        found = self._read(entries.gather_all_entries, pools, layer, (role,), (index,), **options)
+        found = self._read(entry_verbs.gather_all_entries, pools, layer, (role,), (index,), **options)
         return AllEntries(found.values[:, :columns], found.counts, found.positions[:, :columns])
 
     def index_scores(

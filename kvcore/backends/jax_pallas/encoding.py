@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, block_layout
 from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
 
@@ -347,9 +348,18 @@ def bytes_of(bits):
 
 
 def sized(format, dim) -> Format:
-    """The format by name or record, sized for ``dim`` where it has no size of its own."""
+    """The format by name or record, sized for ``dim`` where it has no size of its own.
+
+    Raises:
+        SpecError: it has none, and no dim is given.
+    """
     format = FORMATS[format] if isinstance(format, str) else format
-    return format if dim is None else format.for_dim(dim)
+    format = format if dim is None else format.for_dim(dim)
+    if format.dim is None:
+        raise SpecError(
+            got=format.name, where="format", allowed="a format of a size, or dim", hint="Pass dim, or for_dim(dim)."
+        )
+    return format
 
 
 def take(rows, format: Format, name: str):

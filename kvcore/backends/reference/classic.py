@@ -27,7 +27,7 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
         own = None if values is None else ops.encode_rows(region, values)
         dense = np.zeros((requests, columns, region.heads, region.format.dim), DTYPES[region.format.value_code])
         for request in range(requests):
-            seen = visible(component, index, request)
+            seen = visible(component, index, request)[:columns]
             for column, position in enumerate(seen):
                 stored = place.read(pools, region, index, request, position, own)
                 dense[request, column] = ops.decode(region.format, stored)
@@ -45,7 +45,7 @@ def mask(ops, layer, index, *, columns=None):
         if request < 0:
             continue
         first = component.first_visible(int(query), left_padding(index, request))
-        for column, position in enumerate(visible(component, index, request)):
+        for column, position in enumerate(visible(component, index, request)[:columns]):
             seen[token, column] = first <= position <= query
     return seen
 
@@ -55,7 +55,7 @@ def visible_rows(ops, layer, index, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     positions = np.full((len(index.slots), columns), -1, np.int32)
     for request in range(len(index.slots)):
-        rows = visible(ops.component(layer, "kv"), index, request)
+        rows = visible(ops.component(layer, "kv"), index, request)[:columns]
         positions[request, : len(rows)] = rows
     return VisibleRows(positions, ops.mask(layer, index, columns=columns))
 
@@ -83,7 +83,7 @@ def to_batch(ops, index, rows, width):
     """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
     batch = np.zeros((len(index.slots), width, *rows.shape[1:]), rows.dtype)
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
-        if request >= 0:
+        if request >= 0 and position - index.starts[request] < width:
             batch[request, position - index.starts[request]] = rows[token]
     return batch
 

@@ -56,7 +56,7 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
     if rows is not None:
         own = [ops.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
     for request in range(requests):
-        for column, number in enumerate(component.live(int(index.lengths[request]))):
+        for column, number in enumerate(component.live(int(index.lengths[request]))[:columns]):
             parts = [
                 place.read(pools, region, index, request, number, stored).reshape(-1)
                 for region, stored in zip(regions, own, strict=True)

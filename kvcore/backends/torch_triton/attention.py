@@ -13,7 +13,7 @@ def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, 
     scale = dim**-0.5 if scale is None else scale
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
-    if not tokens or not len(index.slots):
+    if not tokens or not heads or not len(index.slots):
         return Attention(out, lse)
     sources = []
     if ops.component(layer, "window") is not None:

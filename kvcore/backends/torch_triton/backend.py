@@ -119,7 +119,9 @@ class TorchOps(ComposedVerbs):
                     allowed=f"tensors on {self.device}, where the cache is, or NumPy arrays",
                     hint=f"Move it with .to({self.device!r}).",
                 )
-            return array.detach() if array.requires_grad else array
+            array = array.detach() if array.requires_grad else array
+            # A kernel reads what lies there; a tensor may say that it is the negative of that.
+            return array.resolve_neg() if array.is_neg() else array
         host = np.array(array, order="C")
         is_bf16 = host.dtype.name == "bfloat16"
         # Like the pools: an array made in inference mode may become a pool that is written to outside it.
@@ -136,7 +138,7 @@ class TorchOps(ComposedVerbs):
 
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
-        arrays = [np.asarray(array, np.int32) for array in host if array is not None]
+        arrays = [np.asarray(array, np.int32) for array in host.arrays]
         # Each starts on a 16-byte boundary: kernels are compiled for that, once.
         *starts, size = accumulate((-(-array.size // 4) * 4 for array in arrays), initial=0)
         flat = np.zeros(size, np.int32)

@@ -139,6 +139,10 @@ def to_batch(ops, index, rows, width):
 def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     tokens, heads, dim = q.shape
+    if not tokens or not heads:
+        # torch's own attention divides by the number of heads.
+        out = q.new_zeros((tokens, heads, ops.plan.region(layer, "kv")[1].format.dim))
+        return Attention(out, torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device))
     if k is None and not q.is_cuda:
         found = streamed.attend(ops, pools, layer, index, q, sink=sink, scale=dim**-0.5 if scale is None else scale)
         if found is not None:

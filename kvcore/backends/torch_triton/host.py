@@ -77,7 +77,7 @@ class Memory:
             return found
         found = HostStep(index)
         # Tensors of inference mode don't tell whether they were written to.
-        if not any(array is not None and array.is_inference() for array in index):
+        if not any(array.is_inference() for array in index.arrays):
             memory = memory_of(index)
             self._kept = index, memory, [array._version for array in memory], found
         return found
@@ -85,5 +85,5 @@ class Memory:
 
 def memory_of(index: StepIndex) -> list[Any]:
     """What tells how often the arrays were written to: each, or one for all that are views of it, and count with it."""
-    bases = [array if array._base is None else array._base for array in index if array is not None]
+    bases = [array if array._base is None else array._base for array in index.arrays]
     return list({id(array): array for array in bases}.values())

@@ -87,7 +87,7 @@ class ReadingVerbs(TorchOps):
                 launch.calls().turn_back_rows(found.out, index.positions, frequencies)
             return found
         found = None if self.attention_kernels == "torch" else self._attention(layer, q)
-        if found is None or not len(index.slots):
+        if found is None or not len(index.slots) or not q.numel():
             options = {"rows": rows, "sink": sink, "scale": scale, "rope": rope}
             return super().attend(pools, layer, index, q, selected, **options)
         window, entries, parts = found
@@ -139,7 +139,7 @@ class ReadingVerbs(TorchOps):
         options = {"columns": columns, "sink": sink, "scale": scale}
         found = None
         # The kernel knows no left padding.
-        if self.attention_kernels != "torch" and len(index.slots):
+        if self.attention_kernels != "torch" and len(index.slots) and q.numel():
             found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
         return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
 
@@ -148,7 +148,7 @@ class ReadingVerbs(TorchOps):
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
         bound = self._index_keys(layer)
-        if bound is None or not len(index.slots):
+        if bound is None or not len(index.slots) or not q.numel() or not columns:
             return super().index_scores(pools, layer, index, q, weights, columns=columns)
         number, names = bound
         return launch.calls().score_rows(
@@ -167,7 +167,7 @@ class ReadingVerbs(TorchOps):
     @torch.no_grad()
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-        if k > MOST_PICKS:
+        if k > MOST_PICKS or not k or not scores.numel():
             return super().select(scores, k)
         room = select_workspace(len(scores), scores.shape[1], k)
         return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *self._pairs(room), k)
@@ -182,7 +182,7 @@ class ReadingVerbs(TorchOps):
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
         bound = self._index_keys(layer)
         whole = run is None and len(q) * columns <= MOST_SCORES
-        if whole or bound is None or not len(index.slots) or not 0 < k <= MOST_BEST:
+        if whole or bound is None or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
         number, names = bound
         run = run or RUN
