@@ -26,13 +26,14 @@ def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
 
 def from_json(text: str | bytes) -> CacheSpec:
     """Read a spec. Unknown keys, wrong types and broken rules are SpecErrors that name the path."""
-    if isinstance(text, (str, bytes)) and len(text) > LARGEST_JSON:
-        raise SpecError(got=f"{len(text)} bytes", where="spec JSON", allowed=f"{LARGEST_JSON} bytes or fewer")
     try:
+        size = len(text)
         # As text, until it is known what it should be: objects of anything take many times its bytes.
-        parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw]) if size <= LARGEST_JSON else None
     except UNREADABLE as error:
         raise SpecError(got=str(error), where="spec JSON", allowed="one JSON object") from error
+    if parts is None:
+        raise SpecError(got=f"{size} bytes", where="spec JSON", allowed=f"{LARGEST_JSON} bytes or fewer")
     version = bytes(parts.pop("schema_version", msgspec.Raw(b"nothing")))
     if version != b"%d" % SCHEMA_VERSION:
         raise SpecError(
