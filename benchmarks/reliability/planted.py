@@ -366,7 +366,11 @@ def run_all(
                 continue
             told.append(one)
             verdict = one["noticed"] or ("equivalent" if "equivalent" in one else "NOT NOTICED")
-            print(f"[{len(told)}/{len(faults)}] {verdict}: {one['file']}: {one['why']}", file=sys.stderr, flush=True)
+            print(
+                f"[{len(told)}/{len(faults)}] {verdict}: {one['file']}: {one['why']} {one['by']}",
+                file=sys.stderr,
+                flush=True,
+            )
     return told
 
 
