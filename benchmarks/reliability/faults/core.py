@@ -138,7 +138,7 @@ TABLE = {
     ],
     "sharing.py": [
         (
-            "            self._pools = self.ops.copy_slots(self._pools, *slots)\n",
+            "            self._pools = self._verbs.copy_slots(self._pools, *slots)\n",
             "            pass\n",
             "a fork has empty rings",
         ),
@@ -148,7 +148,7 @@ TABLE = {
             "a restored request goes back to rows that it never had",
         ),
         (
-            "            self._pools = write_rows(self.ops, self._pools, self._row_of(place), hit.state)\n",
+            "            self._pools = write_rows(self._verbs, self._pools, self._row_of(place), hit.state)\n",
             "            pass\n",
             "a hit's rings are empty",
         ),
