@@ -133,7 +133,7 @@ def simulate(spec: CacheSpec, policy: Policy, trace: Iterator[Turn], blocks: int
             grown = manager.grow([request], [end - start])
             place = manager.after(request, end - start, tokens[start:end], grown[0])
             prefix.extend(place, tokens[start:end])
-            manager.learn(place, tokens[start:end])
+            manager.learn(place, end - start, tokens[start:end])
             manager.adopt(request, place)
             manager.settle(grown)
             prefix.publish(place, done)

@@ -94,7 +94,8 @@ class Cache(SharingVerbs, PortableVerbs):
 
         Args:
             tokens: the prompt's token ids, for prefix reuse. A step of the request may then say a number instead of
-                ids for as long as it stays within them; ``truncate`` forgets them beyond its length.
+                ids: it stands for the prompt's next ids as far as the prompt goes; ``truncate`` forgets them beyond its
+                length.
             salt: prefixes are shared among requests of the same salt only, so that nobody learns from a hit what
                 others asked. It stays with the request, its forks, exports and snapshots.
 
@@ -154,7 +155,7 @@ class Cache(SharingVerbs, PortableVerbs):
             for request, value in zip(requests, given.values(), strict=True)
         ]
         counts = [count for count, _ in parsed]
-        # A number stands for the prompt's next ids as long as there are as many.
+        # A number stands for the prompt's next ids, as far as there are any.
         known = [
             self._manager.known_ids(request, count) if ids is None else ids
             for request, (count, ids) in zip(requests, parsed, strict=True)

@@ -185,10 +185,10 @@ class Manager:
             )
 
     def known_ids(self, request: Request, count: int) -> list[int] | None:
-        """Ids of the next ``count`` tokens, if they were given at admission; None where not all of them were."""
+        """Ids of the next ``count`` tokens, as far as they were given at admission; None where none was."""
         place = self._places[request]
-        end = place.length + count
-        return None if place.tokens is None or end > len(place.prompt) else list(place.prompt[place.length : end])
+        known = list(place.prompt[place.length : place.length + count])
+        return None if place.tokens is None or (count and not known) else known
 
     def check_whole(self, request: Request, where: str) -> None:
         """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
@@ -251,6 +251,7 @@ class Manager:
         """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
 
         Args:
+            tokens: ids of the first of them, as far as they are known, or None.
             touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows; None:
                 the main layers did.
         """
@@ -259,9 +260,7 @@ class Manager:
         place.length += new
         place.high_water = max(place.high_water, place.length)
         place.blocks = growth.blocks
-        if tokens is None and new:
-            place.tokens = None
-        elif tokens is not None:
+        if tokens is not None:
             expected = place.prompt[start : place.length]
             if list(tokens[: len(expected)]) != list(expected):
                 # From here on it is another text than the prompt.
@@ -274,10 +273,13 @@ class Manager:
                     place.written[group] = max(before, place.length)
         return place
 
-    def learn(self, place: Place, tokens: Sequence[int] | None) -> None:
-        """Note a step's ids, right before its table becomes the one that holds."""
-        if tokens is not None and place.tokens is not None:
-            place.tokens += tokens
+    def learn(self, place: Place, new: int, tokens: Sequence[int] | None) -> None:
+        """Note the ids of a step's ``new`` tokens, right before its table becomes the one that holds."""
+        known = tokens or ()
+        if len(known) < new:
+            place.tokens = None
+        elif place.tokens is not None:
+            place.tokens += known
 
     def disturb(self, lengths: Mapping[Request, int]) -> None:
         """Note that rows up to these lengths may have been written although the step did not commit."""
@@ -330,8 +332,7 @@ class Manager:
         place.stored, place.given = min(place.stored, length), min(place.given, length)
         place.written = {group: min(done, length) for group, done in place.written.items()}
         place.blocks = held[: self.plan.blocks_for(length)]
-        if place.tokens is not None:
-            place.keys = place.keys[: length // self.plan.block_tokens]
+        place.keys = place.keys[: length // self.plan.block_tokens]
         self._places[request] = place
         if place.tokens is not None:
             del place.tokens[length:]

@@ -123,10 +123,10 @@ class PrefixCache:
 
     def keep(self, place: Place, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""
-        assert place.tokens is not None
         full = length // self._block_tokens
         parent = place.keys[full - 1] if full else self._seed
-        rest = place.tokens[full * self._block_tokens : length]
+        # At the end of a block its key says all; beyond it the tokens are known, or nobody could ask for the state.
+        rest = place.tokens[full * self._block_tokens : length] if place.tokens is not None else []
         key = point_key(parent, rest, place.salt)
         if key in self._states:
             self._states.move_to_end(key)

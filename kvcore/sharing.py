@@ -148,7 +148,8 @@ class SharingVerbs(CacheBase):
         return [
             (length, state_at(self._verbs, self._pools, row, length, own(length)))
             for length in lengths
-            if not written or length == row.length
+            # Beyond the ids that are known no prompt can ask for it.
+            if length <= row.start + len(ids) and (not written or length == row.length)
         ]
 
     def _take_over(self, request: Request, place: Place, hit: Hit, ids: list[int]) -> None:

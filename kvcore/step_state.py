@@ -142,8 +142,8 @@ class StepState:
             raise
         done = [len(manager.place_of(request).keys) for request in self.requests]
         self.table = manager.with_places(places)
-        for place, ids in zip(places.values(), self._ids, strict=True):
-            manager.learn(place, ids)
+        for place, row, ids in zip(places.values(), self._rows, self._ids, strict=True):
+            manager.learn(place, row.new, ids)
         # Until here nothing has happened; from here on all of it has.
         manager.become(self.table)
         cache._end_step()

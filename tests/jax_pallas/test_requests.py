@@ -88,6 +88,21 @@ def test_hits_and_forks_are_as_told_from_the_start() -> None:
     assert len({cache.digest([each]) for each in (request, hit, fork)}) == 3
 
 
+def test_a_number_beyond_the_prompt_publishes_what_lies_within() -> None:
+    cache = stories.create(stories.LATENT, "jax_pallas", prefix="full")
+    request = cache.admit(PROMPT[:20])
+    for start in (0, 15):
+        with cache.step({request: 15}, **PADDING) as step:
+            stories.feed(step, PROMPT[start : start + 15])
+    assert (request.length, request.tokens) == (30, None)
+    assert cache.restorable(PROMPT).length == 16
+    hit = cache.admit(PROMPT)
+    assert hit.cached_tokens == 16
+    alone = cache.admit()
+    tell(cache, {alone: PROMPT[:16]})
+    assert cache.digest([hit]) == cache.digest([alone])
+
+
 def test_numbers_publish_a_prompt_and_its_checkpoints_go_along(tmp_path) -> None:
     cache = stories.create(stories.LATENT, "jax_pallas", prefix="full", max_request_tokens=50, max_draft_tokens=1)
     request = cache.admit(PROMPT, salt="a")

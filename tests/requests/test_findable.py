@@ -17,7 +17,7 @@ from kvcore.spec import CacheSpec
 PROMPT = list(range(100, 145))
 
 
-@pytest.mark.parametrize("pieces", [[45], [16, 16, 13], [1, 30, 14], [45, 3]], ids=str)
+@pytest.mark.parametrize("pieces", [[45], [16, 16, 13], [1, 30, 14], [45, 3], [48], [7, 41, 2]], ids=str)
 @pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)
 def test_a_number_stands_for_the_ids_of_the_prompt(backend, spec, pieces):
     cache = stories.create(spec, backend, prefix="full")
@@ -88,6 +88,37 @@ def test_what_is_not_the_prompt_is_not_published(backend, how):
     assert request.tokens is None
     for tokens in (PROMPT[:20], [*PROMPT[:12], 9, *PROMPT[13:20]]):
         assert cache.restorable(tokens).length == 8
+
+
+@pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("prompt", range(13, 26))
+def test_a_number_beyond_the_prompt_publishes_what_lies_within(backend, spec, prompt):
+    """Exactly the blocks that are wholly the prompt's, wherever in the step it ends."""
+    cache = stories.create(spec, backend, prefix="full")
+    request = cache.admit(PROMPT[:prompt])
+    step_of(cache, {request: 3}, PROMPT)
+    step_of(cache, {request: 27}, PROMPT[3:])
+    step_of(cache, {request: 15}, PROMPT[30:])
+    assert (request.length, request.tokens) == (45, None)
+    boundary = prompt // spec.block_tokens * spec.block_tokens
+    # The rows that follow are those of these ids; the cache was not told.
+    assert cache.restorable(PROMPT).length == boundary
+    assert cache.digest([request]) == stories.retell(backend, spec, PROMPT)
+    again = cache.admit([*PROMPT, 7])
+    assert again.cached_tokens == boundary
+    if boundary:
+        assert cache.digest([again]) == stories.retell(backend, spec, PROMPT[:boundary])
+
+
+def test_what_follows_a_truncation_is_published_by_no_interruption(backend):
+    cache = stories.create(PAGED, backend, prefix="full")
+    request = cache.admit(PROMPT[:20])
+    step_of(cache, {request: 21}, PROMPT)
+    cache.truncate(request, 4)
+    step_of(cache, {request: 16}, [1] * 16)
+    cache._under_way = "a verb that was interrupted"
+    cache.admit()
+    assert [cache._manager.blocks.key(block) for block in request.blocks] == [None] * 3
 
 
 def test_a_failed_step_of_numbers_forgets_nothing(backend):
@@ -187,7 +218,7 @@ class Findable(RuleBasedStateMachine):
             number = data.draw(st.booleans())
             start = len(self.texts[request])
             prompted = self.prompts[request][start : start + len(text)]
-            told[request] = (prompted if len(prompted) == len(text) else None) if number else text
+            told[request] = prompted if number else text
             new[request] = len(text) if number else text
         try:
             self.feed(new)
@@ -195,16 +226,16 @@ class Findable(RuleBasedStateMachine):
             return
         for request, text in told.items():
             before = self.texts[request]
-            if text is None or not self.known[request]:
-                count = new[request] if isinstance(new[request], int) else len(new[request])
-                self.known[request] = False
+            count = new[request] if isinstance(new[request], int) else len(new[request])
+            if not self.known[request]:
                 self.texts[request] = before + [None] * count
                 continue
+            self.known[request] = len(text) == count
             after = before + text
             common = min(len(after), len(self.prompts[request]))
             if after[:common] != self.prompts[request][:common]:
                 self.prompts[request] = []
-            self.texts[request] = after
+            self.texts[request] = after + [None] * (count - len(text))
             self.computed.update(tuple(after[:length]) for length in range(len(before), len(after) + 1))
 
     @precondition(lambda self: self.texts)
@@ -235,8 +266,8 @@ class Findable(RuleBasedStateMachine):
     def what_is_held_is_found(self):
         for request, text in self.texts.items():
             assert request.tokens == (tuple(text) if self.known[request] else None)
-            if self.known[request]:
-                assert self.cache.restorable(text).length == len(text) // 2 * 2
+            told = list(itertools.takewhile(lambda one: one is not None, text))
+            assert self.cache.restorable(told).length == len(told) // 2 * 2
 
     @invariant()
     def what_was_never_computed_is_not(self):
