@@ -16,6 +16,7 @@ from kvcore.conformance.shapes import Shape, Sizes
 from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
+from kvcore.spec import TAIL_OF
 from kvcore.step import Row, at_start, build_index
 
 
@@ -55,6 +56,13 @@ class Case:
         grain = kv.chunk if kv.storage == "ring" and kv.chunk else 1
         return self.index._replace(left_padding=padding // grain * grain)
 
+    @cached_property
+    def late_padded(self) -> StepIndex:
+        """The index with left padding up to the last two positions, or to the last chunk: inside what a ring holds."""
+        kv = self.component("kv")
+        grain = kv.chunk if kv.storage == "ring" and kv.chunk else 1
+        return self.index._replace(left_padding=np.maximum(self.index.lengths - 2, 0) // grain * grain)
+
     @property
     def tokens(self) -> int:
         """T, padding included."""
@@ -81,7 +89,8 @@ class Case:
         """[T, *shape] values for the step's tokens; padding rows are NaN, since nobody may look at them.
 
         Args:
-            wild: rows of very different magnitude, a row of zeros, and -0: what an encoder must get right.
+            wild: rows of very different magnitude, a row of zeros, -0, and a NaN with a payload in one channel of
+                the fourth: what an encoder must get right.
         """
         values = self.rng(name).standard_normal((self.tokens, *shape), np.float32)
         if wild:
@@ -90,7 +99,10 @@ class Case:
             values[1:2] = 0
             values[..., :1] = -0.0
         values[self.index.request_index < 0] = np.nan
-        return values.astype(dtype or self.shape.dtype)
+        values = values.astype(dtype or self.shape.dtype)
+        if wild:
+            values[3:4, ..., 2:3] = nan_with_payload(values.dtype, self.tokens)
+        return values
 
     def image(self, *, start: tuple[str, ...] = (), end: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Host pools: poison, and the live rows of some roles as they are before the step, of others as after it."""
@@ -127,12 +139,19 @@ class Case:
 
     def _requests(self, sizes: Sizes) -> tuple[Row, ...]:
         """Slots and blocks in no order, the last of each left free: where a wrapped -1 would write."""
-        slots = self.rng("slots").permutation(self.plan.slots - 1)
-        blocks = iter(self.rng("blocks").permutation(max(self.plan.blocks - 1, 0)))
+        requests = self.shape.requests(sizes)
+        stored = self.shape.stored(sizes) if self.shape.stored else (0,) * len(requests)
+        if self.shape.apart is None:
+            slots = self.rng("slots").permutation(self.plan.slots - 1)
+            blocks = iter(self.rng("blocks").permutation(max(self.plan.blocks - 1, 0)))
+        else:
+            # Requests of one block each.
+            slots = np.arange(len(requests)) + np.cumsum(self.shape.apart)
+            blocks = iter(slots)
         found: list[Row] = []
-        for slot, (start, new) in zip(slots, self.shape.requests(sizes), strict=False):
+        for slot, (start, new), taken_over in zip(slots, requests, stored, strict=False):
             count = self.plan.blocks_for(start + new)
-            found.append(Row(int(slot), start, new, tuple(int(next(blocks)) for _ in range(count))))
+            found.append(Row(int(slot), start, new, tuple(int(next(blocks)) for _ in range(count)), taken_over))
         return tuple(found)
 
     def _fill(self, image: dict[str, np.ndarray], role: str, lengths: list[int]) -> None:
@@ -147,6 +166,8 @@ class Case:
             values = self.rng(f"{role} {region.part} rows").standard_normal(
                 (len(places) * region.heads, region.format.dim or 0), np.float32
             )
+            if role in TAIL_OF.values():
+                without_weight(values[1::3])
             encoded = encoding.encode(None, region.format, values, self.global_scale(role))
             write_rows(image, region, units, numbers, encoded.reshape(len(places), region.heads, region.format.row))
 
@@ -199,6 +220,20 @@ class Bench:
                 scale = self.case.global_scale(region.role)
                 found.append(outputs.computed_rows(name, array, region.format, operation, global_scale=scale))
         return found
+
+
+def without_weight(rows: np.ndarray) -> None:
+    """Let every other channel of raw compressor rows [n, kv and score] hold NaN under a score of -inf, in place."""
+    width = rows.shape[1] // 2
+    rows[:, :width:2], rows[:, width::2] = np.nan, -np.inf
+
+
+def nan_with_payload(dtype: np.dtype, number: int) -> np.ndarray:
+    """One of four NaNs that are not the one a row holds: signed or not, with low or high bits set; [] of the dtype."""
+    bits = (0x7FC00001, 0xFFC00001, 0x7FA50000, 0xFFFF0000)[number % 4]
+    if dtype.itemsize == 2:
+        bits = (0x7FC1, 0xFFC1, 0x7FA5, 0xFFFF)[number % 4]
+    return np.array(bits, f"u{dtype.itemsize}").view(dtype)
 
 
 def _place(region: Region, row: Row, number: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvcore.conformance.shapes import SHAPES, Sizes
+from kvcore.conformance.shapes import SHAPES, Shape, Sizes
 from kvcore.conformance.verb import Verb
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.spec import CacheSpec, Component, LayerSpec
@@ -74,12 +74,12 @@ def sizes(cut: Cut, role: str) -> Sizes:
 
 
 @cache
-def plan_of(spec: CacheSpec, full: int, layout: str) -> CachePlan:
-    """A cache for every shape class of a cut, with blocks to spare."""
+def plan_of(spec: CacheSpec, full: int, layout: str, shapes: tuple[Shape, ...] = SHAPES) -> CachePlan:
+    """A cache for every one of some shape classes of a cut, with blocks to spare."""
     ratio = max(component.tokens_per_row for _, _, component in spec.components())
     relative = Sizes(full=full, ratio=ratio, block=spec.block_tokens)
     needed = max(
-        sum(-(-(start + new) // spec.block_tokens) for start, new in shape.requests(relative)) for shape in SHAPES
+        sum(-(-(start + new) // spec.block_tokens) for start, new in shape.requests(relative)) for shape in shapes
     )
     return plan_cache(
         spec,

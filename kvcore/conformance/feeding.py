@@ -5,7 +5,7 @@ same if and only if the same keys wrote the same positions, so a row that leaks,
 in the digest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -57,18 +57,30 @@ def stored_spec() -> CacheSpec:
     return CacheSpec(layers=layers, block_tokens=8, name="stored")
 
 
-def feed(cache: Cache, new: Mapping[Request, Sequence[int]]) -> None:
+def feed(cache: Cache, new: Mapping[Request, Sequence[int]], *, reused: bool = False) -> None:
     """One committed step.
 
     Args:
         new: request -> keys of its new tokens, in order.
+        reused: as ``fill`` takes it.
     """
     with cache.step({request: len(keys) for request, keys in new.items()}) as step:
-        fill(step, list(new.values()))
+        fill(step, list(new.values()), reused=reused)
 
 
-def fill(step: Step, new: Sequence[Sequence[int]]) -> None:
-    """Append every layer's rows to an open step and store what closes."""
+def fill(step: Step, new: Sequence[Sequence[int]], *, reused: bool = False) -> None:
+    """Append every layer's rows to an open step and store what closes.
+
+    Args:
+        reused: whoever calls writes other numbers into its arrays as soon as a verb has returned.
+    """
+
+    def give(verb: Callable[..., object], *arrays: np.ndarray) -> None:
+        verb(*arrays)
+        if reused:
+            for array in arrays:
+                array.fill(7.0)
+
     writers = [(key, row.start + k) for row, keys in zip(step._rows, new, strict=True) for k, key in enumerate(keys)]
     for number, layer in enumerate(step.cache.spec.all_layers):
         handle = step.layer(number)
@@ -78,21 +90,22 @@ def fill(step: Step, new: Sequence[Sequence[int]]) -> None:
             return np.array(found, np.float32).reshape(len(writers), *shape)
 
         if layer.window is not None:
-            handle.append_window(rows("window", layer.window.dim))
+            give(handle.append_window, rows("window", layer.window.dim))
         if layer.kv is not None:
             keys, values = layer.kv.parts
-            handle.append_kv(
-                rows("keys", keys.heads, keys.format.dim or 0), rows("values", values.heads, values.format.dim or 0)
+            give(
+                handle.append_kv,
+                rows("keys", keys.heads, keys.format.dim or 0),
+                rows("values", values.heads, values.format.dim or 0),
             )
         if layer.tail is not None:
-            handle.append_tail(rows("kv", layer.tail.width), rows("score", layer.tail.width))
+            give(handle.append_tail, rows("kv", layer.tail.width), rows("score", layer.tail.width))
             if layer.index_tail is not None:
-                handle.append_index_tail(
-                    rows("index kv", layer.index_tail.width), rows("index score", layer.index_tail.width)
-                )
+                width = layer.index_tail.width
+                give(handle.append_index_tail, rows("index kv", width), rows("index score", width))
             handle.flush(rope=ROPE)
         elif layer.entries is not None:
-            handle.store_entries(_entries(number, layer, writers))
+            give(handle.store_entries, _entries(number, layer, writers))
 
 
 def written(cache: Cache, keys: Sequence[int]) -> Request:

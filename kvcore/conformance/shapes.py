@@ -30,6 +30,9 @@ class Shape(NamedTuple):
         dtype: of the float inputs, where a verb takes either.
         pad_tokens: padding rows among the tokens.
         pad_requests: padding rows among the requests.
+        stored: tokens of every request, from the sizes, whose paged rows were taken over at admission; None: of none.
+        apart: units that lie between those of one request and the next, of every request; None: in no order.
+        layouts: the only ones that the class is checked in; all of them if empty.
     """
 
     name: str
@@ -37,6 +40,9 @@ class Shape(NamedTuple):
     dtype: np.dtype
     pad_tokens: int = 0
     pad_requests: int = 0
+    stored: Callable[[Sizes], tuple[int, ...]] | None = None
+    apart: tuple[int, ...] | None = None
+    layouts: tuple[str, ...] = ()
 
 
 FP32 = np.dtype(np.float32)
@@ -51,3 +57,19 @@ SHAPES: tuple[Shape, ...] = (
     Shape("longer", lambda s: ((3, 2 * s.full + 3), (s.ratio - 1, 2)), FP32),
     Shape("padded", lambda s: ((s.full, 2), (s.block - 2, 3), (0, 3)), BF16, pad_tokens=3, pad_requests=2),
 )
+
+LONG = 2048
+"""Rows that no backend holds at a time when it attends to them: the longer requests come in several pieces."""
+
+EXTRA_SHAPES: tuple[Shape, ...] = (
+    Shape(
+        "taken_over",
+        lambda s: ((0, s.block + 3), (s.block, 2 * s.ratio + 1), (s.ratio, s.block + s.ratio + 2), (0, s.ratio + 1)),
+        FP32,
+        stored=lambda s: (s.block, s.block, s.block, 0),
+    ),
+    Shape("apart", lambda _: ((3, 1),) * 4, FP32, apart=(0, 0, 1, 0)),
+    Shape("pieces", lambda _: ((LONG - 2, 4), (LONG + 51, 3)), FP32, layouts=("packed",)),
+)
+"""Shape classes of single verbs: rows that were taken over and are not written again, requests unevenly apart, and
+more rows than are attended to at a time."""

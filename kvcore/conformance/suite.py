@@ -8,7 +8,7 @@ from kvcore.conformance.case import Bench, Case
 from kvcore.conformance.checks import FORMAT_CHECKS, FormatBench, verbs_of
 from kvcore.conformance.cuts import Cut, cuts, plan_of, sizes
 from kvcore.conformance.outputs import Output
-from kvcore.conformance.shapes import SHAPES, Shape
+from kvcore.conformance.shapes import EXTRA_SHAPES, SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
@@ -92,8 +92,8 @@ def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
     seen: set[str] = set()
     for verb in verbs_of(spec):
         for cut in cuts(spec, verb):
-            for layout in _layouts(cut) if verb.layouts else (ANY_LAYOUT,):
-                for shape in SHAPES if not verb.shapes else [one for one in SHAPES if one.name in verb.shapes]:
+            for layout in _layouts(cut, verb):
+                for shape in _shapes(verb, layout):
                     check = _check(verb, cut, layout, shape)
                     # A layer with both of two alternative roles would be checked twice.
                     if check.id not in seen:
@@ -101,15 +101,27 @@ def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
                         yield check
 
 
-def _layouts(cut: Cut) -> tuple[str, ...]:
+def _shapes(verb: Verb, layout: str) -> list[Shape]:
+    """The verb's shape classes in a layout."""
+    usual = [shape for shape in SHAPES if shape.name in (verb.shapes or [one.name for one in SHAPES])]
+    extra = [shape for shape in EXTRA_SHAPES if shape.name in verb.extra]
+    return [*usual, *(shape for shape in extra if layout in (shape.layouts or (layout,)))]
+
+
+def _layouts(cut: Cut, verb: Verb) -> tuple[str, ...]:
     """Layouts that differ for the layer: ``by_head`` is ``packed`` where rows have one head."""
+    if not verb.layouts:
+        return (ANY_LAYOUT,)
+    if isinstance(verb.layouts, tuple):
+        return verb.layouts
     heads = [part.heads for _, component in cut.layer.components() for part in component.parts]
     return LAYOUTS if max(heads) > 1 else tuple(layout for layout in LAYOUTS if layout != "by_head")
 
 
 def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
     relative = sizes(cut, verb.role)
-    plan = plan_of(cut.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout)
+    shapes = SHAPES if shape in SHAPES else (shape,)
+    plan = plan_of(cut.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout, shapes)
     label = f"{cut.label}.{verb.variant}" if verb.variant else cut.label
     id = f"{verb.name}/{label}/{layout}/{shape.name}"
 

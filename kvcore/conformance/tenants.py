@@ -72,6 +72,8 @@ class Tenants:
     def look(self) -> None:
         """Compare every row of every live request, as stored and as read."""
         order = list(self.requests)
+        held = {block for request in self.requests.values() for block in request.blocks}
+        assert self.cache.free_blocks == self.cache.plan.blocks - len(held), "blocks that nobody holds are not free"
         with self.cache.step({self.requests[name]: 0 for name in order}) as step:
             self._look_at_rows(step, order)
             self._look_at_readers(step, order, self.writers)

@@ -93,6 +93,16 @@ def test_exchange_with_the_reference(kv_backend: str, kv_device: str | None, len
     assert moved.length == request.length == length + 5
 
 
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_buffers_are_reused(kv_backend: str, kv_device: str | None, count: int) -> None:
+    """What was given is what is stored, whatever its owner writes into its arrays before the step is committed."""
+    kept, reused = make(kv_backend, kv_device, life_spec()), make(kv_backend, kv_device, life_spec())
+    requests = [written(cache, [6] * 11) for cache in (kept, reused)]
+    feed(kept, {requests[0]: [7] * count})
+    feed(reused, {requests[1]: [7] * count}, reused=True)
+    assert reused.digest([requests[1]]) == kept.digest([requests[0]])
+
+
 class Life(RuleBasedStateMachine):
     """Random lives of a few requests against a model: for each request, who wrote each of its tokens."""
 
@@ -218,6 +228,13 @@ class Life(RuleBasedStateMachine):
         for request, keys in self.model.items():
             assert request.length == len(keys)
             assert self.cache.digest([request]) == self.expected(tuple(keys))
+
+    @invariant()
+    def every_block_is_held_or_free(self) -> None:
+        """Requests hold the blocks that their tokens need, and all others can be taken."""
+        held = [block for request in self.model for block in request.blocks]
+        assert len(held) == sum(self.cache.plan.blocks_for(len(keys)) for keys in self.model.values())
+        assert self.cache.free_blocks == self.cache.plan.blocks - len(set(held))
 
 
 def _digest_of(backend: str, device: str | None, keys: Sequence[int]) -> int:

@@ -24,9 +24,10 @@ class Verb(NamedTuple):
         needs: roles without which a layer is left out.
         named: roles that the check's id names; the role under test unless given.
         writes: the verb writes to the layer's pools, so a layer that shares another's is left out.
-        layouts: check in every layout; False where the verb touches no pool.
+        layouts: check in every layout; False where the verb touches no pool; or the names of some.
         lacks: roles that a layer must not have.
-        shapes: names of the shape classes; all of them if empty.
+        shapes: names of the shape classes; all of ``SHAPES`` if empty.
+        extra: names of shape classes besides those, out of ``EXTRA_SHAPES``.
         also: verbs that the same drive covers.
         variant: ends the second part of the check's id, where another row drives the verb otherwise.
     """
@@ -39,8 +40,9 @@ class Verb(NamedTuple):
     needs: tuple[str, ...]
     named: tuple[str, ...] = ()
     writes: bool = False
-    layouts: bool = True
+    layouts: bool | tuple[str, ...] = True
     lacks: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     variant: str = ""
+    extra: tuple[str, ...] = ()

@@ -179,7 +179,9 @@ class LayerState:
             saved = self._ops.read_ring(self._pools, self._layer, role, self._index)
             self._overwritten[role] = self._index, saved
         self._write(role, arrays)
-        self._own[role] = arrays
+        # A flush reads them again, when the caller may have filled its NumPy buffer anew; backends copy those as they
+        # come, all but the one whose own arrays they are.
+        self._own[role] = copy.deepcopy(arrays) if isinstance(arrays[0], np.ndarray) else arrays
 
     def _writing(self, role: str, component: Component) -> Writing:
         """When the step's rows of a component are written."""

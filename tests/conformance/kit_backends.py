@@ -6,6 +6,7 @@ import numpy as np
 from parity import broken
 
 from kvcore import plugins
+from kvcore.manager import Manager
 from kvcore.plugins import KnownGap
 
 
@@ -33,6 +34,26 @@ class SlotsNotCopied(broken.ReferenceOps):
         return pools
 
 
+class WritesLate(broken.ReferenceOps):
+    """Keys and values are taken from the caller's arrays when somebody looks for them."""
+
+    late: tuple = ()
+
+    def append_kv(self, pools, layer, index, k, v):
+        self.settle()
+        self.late = pools, layer, index, k, v
+        return pools
+
+    def settle(self):
+        late, self.late = self.late, ()
+        if late:
+            super().append_kv(*late)
+
+    def gather_rows(self, *given, **options):
+        self.settle()
+        return super().gather_rows(*given, **options)
+
+
 class DeviceIgnored(broken.Backend):
     """Runs wherever it likes."""
 
@@ -49,9 +70,17 @@ class RowsOfNobody(broken.ReferenceOps):
         return found._replace(values=np.where(found.positions[:, :, None] < 0, np.float32(1), found.values))
 
 
-KINDS = {kind.__name__: kind for kind in (NothingRestored, BlocksNotCopied, SlotsNotCopied, RowsOfNobody)}
+def forgetful(verb, answer):
+    """The reference, in a library whose table of requests does nothing in that verb."""
+    setattr(Manager, verb, lambda *_: answer)
+    return broken.info()
+
+
+KINDS = {kind.__name__: kind for kind in (NothingRestored, BlocksNotCopied, SlotsNotCopied, RowsOfNobody, WritesLate)}
 RECORDS = {
     "DeviceIgnored": lambda: broken.info(load=lambda: DeviceIgnored(broken.ReferenceOps)),
+    "blocks kept by an abort": lambda: forgetful("shrink", None),
+    "blocks kept by a copy": lambda: forgetful("settle", []),
     "absent": lambda: broken.info(probe=lambda: "no such chip"),
     "gap": lambda: broken.info(
         broken.RingOffByOne, known_gaps=[KnownGap(check="append_window/*", status="not_yet", reason="being written")]

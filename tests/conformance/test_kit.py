@@ -163,6 +163,13 @@ def test_records_survive_several_processes(kit) -> None:
         pytest.param("RowsOfNobody", "test_isolation and several", id="rows beyond a request's own"),
         pytest.param("PaddingWritten", "test_isolation and padding", id="padding written, read back"),
         pytest.param("NothingRestored", "test_bad_input_in_a_step and commit", id="a refused commit is not undone"),
+        pytest.param("WritesLate", "test_buffers_are_reused", id="the caller's arrays are read too late"),
+        pytest.param("blocks kept by an abort", "test_life_cycle", id="an aborted step keeps its blocks"),
+        pytest.param(
+            "blocks kept by an abort", "test_isolation and failed", id="an aborted step keeps its blocks, seen"
+        ),
+        pytest.param("blocks kept by a copy", "test_life_cycle", id="a block that was replaced is kept"),
+        pytest.param("blocks kept by a copy", "test_isolation and forks", id="a block that was replaced is kept, seen"),
         pytest.param("DeviceIgnored", "test_bad_input_device", id="any device will do"),
     ],
 )
@@ -176,7 +183,8 @@ def test_life_cycles_catch(kit, backend: str, test: str) -> None:
 
 def test_a_sound_backend_lives(kit) -> None:
     ran = kit(
-        "--kv-backend=broken", only="test_life or test_stored or test_exchange or test_isolation or test_bad_input"
+        "--kv-backend=broken",
+        only="test_life or test_stored or test_exchange or test_isolation or test_bad_input or test_buffers",
     )
     assert ran.code == 0, ran.text
     assert "skipped" not in ran.text

@@ -110,7 +110,7 @@ class ScaleFloored(ReferenceOps):
     """Floor where the rule says ceil, right where the two agree: at powers of two."""
 
     def encode(self, format, values, global_scale=1.0):
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             larger = values.astype(np.float32) * np.float32(1.0001)
         above = super().encode(format, larger, global_scale)
         format = FORMATS[format] if isinstance(format, str) else format

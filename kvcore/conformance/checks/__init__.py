@@ -5,7 +5,8 @@ One table for all who check a backend. To add a verb is to add a row here; a tes
 
 from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
-from kvcore.conformance.verb import Verb
+from kvcore.conformance.checks.held import Drive, held
+from kvcore.conformance.verb import Rule, Verb
 from kvcore.spec import ROLES, TAIL_OF, CacheSpec
 
 _INDEXED = ("entries", "index_keys")
@@ -25,6 +26,13 @@ def _role(name, drive, role, *, roles=None, **options):
     return Verb(name, drive, "storage", role, roles or (role,), (role,), **options)
 
 
+def _held(name: str, drive: Drive, role: str, *, roles: tuple[str, ...] | None = None, rule: Rule = "storage") -> Verb:
+    """A reader that is called on other pools while what it returned is held."""
+    drive = held(drive, name)
+    options = {"layouts": ("packed",), "shapes": ("ragged",), "variant": "held"}
+    return Verb(name, drive, rule, role, roles or (role,), (role,), **options)
+
+
 VERBS: tuple[Verb, ...] = (
     _role("append_window", rings.append_window, "window", writes=True),
     Verb(
@@ -37,6 +45,7 @@ VERBS: tuple[Verb, ...] = (
         writes=True,
     ),
     _role("gather_window", rings.gather_window, "window"),
+    _held("gather_window", rings.gather_window, "window"),
     _role("append_tail", rings.append_tail, "tail", writes=True),
     _role("join", rings.join, "tail", layouts=False),
     _role("append_index_tail", rings.append_index_tail, "index_tail", writes=True),
@@ -67,6 +76,7 @@ VERBS: tuple[Verb, ...] = (
         needs=("tail", "entries"),
         named=_INDEXED,
         writes=True,
+        extra=("taken_over",),
     ),
     Verb(
         "append_flush",
@@ -77,13 +87,25 @@ VERBS: tuple[Verb, ...] = (
         needs=("tail", "entries"),
         named=_INDEXED,
         writes=True,
+        extra=("taken_over",),
     ),
-    _role("store_entries", paged.store_entries, "entries", roles=_INDEXED, named=_INDEXED, writes=True),
+    _role(
+        "store_entries",
+        paged.store_entries,
+        "entries",
+        roles=_INDEXED,
+        named=_INDEXED,
+        writes=True,
+        extra=("taken_over",),
+    ),
     _role("closed", paged.closed, "entries", layouts=False),
     _role("gather_entries", paged.gather_entries, "entries"),
+    _held("gather_entries", paged.gather_entries, "entries"),
     _role("gather_all_entries", paged.gather_all("entries"), "entries"),
+    _held("gather_all_entries", paged.gather_all("entries"), "entries"),
     _role("gather_all_entries", paged.gather_all("index_keys"), "index_keys", roles=_INDEXED),
     Verb("index_scores", indexer.index_scores, "arithmetic", "index_keys", _INDEXED, ("index_keys",)),
+    _held("index_scores", indexer.index_scores, "index_keys", roles=_INDEXED, rule="arithmetic"),
     Verb("select", indexer.select, "selection", "index_keys", _INDEXED, ("index_keys",), layouts=False),
     Verb("index_select", indexer.index_select, "selection", "index_keys", _INDEXED, ("index_keys",)),
     *(
@@ -102,13 +124,32 @@ VERBS: tuple[Verb, ...] = (
         for variant, shapes in (("", ()), ("rope", ("ragged", "padded")))
         for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
-    _role("append_kv", classic.append_kv, "kv", writes=True),
+    *(
+        Verb(
+            "attend",
+            held(attention.attend(role), "attend"),
+            "arithmetic",
+            role=role,
+            roles=("window", "entries"),
+            needs=(role,),
+            named=("window", "entries"),
+            layouts=("packed",),
+            lacks=lacks,
+            shapes=("ragged",),
+            variant="held",
+        )
+        for role, lacks in (("window", ()), ("entries", ("window",)))
+    ),
+    _role("append_kv", classic.append_kv, "kv", writes=True, extra=("taken_over",)),
     _role("gather_kv", classic.gather_kv, "kv"),
-    _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",)),
+    _held("gather_kv", classic.gather_kv, "kv"),
+    _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",), extra=("apart",)),
     _role("mask", classic.mask, "kv", layouts=False, also=("visible_rows",)),
     _role("from_batch", classic.from_batch, "kv", layouts=False, also=("to_batch",)),
-    Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",)),
+    Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",), extra=("pieces",)),
+    _held("attend_kv", classic.attend_kv, "kv", rule="arithmetic"),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
+    *(_held("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(
         _role(
             "store_rows",
@@ -149,6 +190,18 @@ VERBS: tuple[Verb, ...] = (
     ),
     *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),
     *(_role("padded_index", life.padded_index, role, layouts=False, shapes=("padded",)) for role in ("window", "kv")),
+    *(
+        _role(
+            "padded_index",
+            life.padded_steps(role),
+            role,
+            writes=True,
+            layouts=("packed",),
+            shapes=("padded",),
+            variant="steps",
+        )
+        for role in _WHOLE
+    ),
     *(_role("asarray", life.asarray, role, layouts=False, shapes=("ragged",)) for role in _WHOLE),
 )
 """Checks of verbs on layers, in the order in which a report shows them."""

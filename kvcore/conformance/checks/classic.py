@@ -19,12 +19,15 @@ def append_kv(bench: Bench) -> list[Output]:
 
 
 def gather_kv(bench: Bench) -> list[Output]:
-    """Before the step from the pool alone; during it from pool and step together."""
+    """Before the step from the pool alone; during it from pool and step together, with left padding too."""
     pools = bench.pools(start=("kv",))
     k, v = kv_inputs(bench, wild=True)
     found = {
         "before the step": bench.ops.gather_kv(pools, bench.layer, bench.before, columns=columns(bench, ended=False)),
         "in the step": bench.ops.gather_kv(pools, bench.layer, bench.index, k, v, columns=columns(bench)),
+        "with left padding": bench.ops.gather_kv(
+            pools, bench.layer, bench.ops.index(bench.case.late_padded), k, v, columns=columns(bench)
+        ),
     }
     return [
         output
@@ -38,9 +41,10 @@ def gather_kv(bench: Bench) -> list[Output]:
 
 
 def borrow_kv(bench: Bench) -> list[Output]:
-    """Each request alone, after the append: memory that is lent, or a copy where none is, holds the same rows.
+    """Each request alone and all at once, after the append: memory that is lent, or a copy, holds the same rows.
 
-    The first that has new tokens is appended and lent in one go, too, where the layer has a pool of its own.
+    The first that has new tokens, and all of them, are appended and lent in one go, too, where the layer has a pool of
+    its own.
     """
     pools, kv, found = bench.pools(end=("kv",)), bench.case.component("kv"), []
 
@@ -54,6 +58,9 @@ def borrow_kv(bench: Bench) -> list[Output]:
     for number, (index, wide) in enumerate(zip(alone, width, strict=True)):
         lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)
         lent_or_gathered(f"request {number}", pools, index, wide, lent)
+    wide = columns(bench)
+    lent = bench.ops.borrow_kv(pools, bench.layer, bench.index, columns=wide)
+    lent_or_gathered("all requests", pools, bench.index, wide, lent)
     number = next((number for number, row in enumerate(bench.case.rows) if row.new), None)
     if number is not None and kv.shared_from is None:
         k, v = (rows[: bench.case.rows[number].new] for rows in kv_inputs(bench, wild=True))
@@ -61,6 +68,11 @@ def borrow_kv(bench: Bench) -> list[Output]:
         pools, lent = bench.ops.append_borrow_kv(pools, bench.layer, index, k, v, columns=wide)
         lent_or_gathered("the appended request", pools, index, wide, lent)
         found += bench.stored(pools)
+    if kv.shared_from is None:
+        k, v = kv_inputs(bench, wild=True)
+        pools = bench.pools(start=("kv",))
+        pools, lent = bench.ops.append_borrow_kv(pools, bench.layer, bench.index, k, v, columns=columns(bench))
+        lent_or_gathered("all appended requests", pools, bench.index, columns(bench), lent)
     return found
 
 
@@ -68,7 +80,9 @@ def mask(bench: Bench) -> list[Output]:
     """What each query may see, with a column to spare: as it is and with left padding, and the rows' positions."""
     wide = columns(bench) + 1
     found = [exact("mask", to_numpy(bench.ops.mask(bench.layer, bench.index, columns=wide)), "token", "row")]
-    for name, index in {"": bench.index, " with left padding": bench.ops.index(bench.case.left_padded)}.items():
+    padded = {"left padding": bench.case.left_padded, "late left padding": bench.case.late_padded}
+    indices = {"": bench.index, **{f" with {name}": bench.ops.index(index) for name, index in padded.items()}}
+    for name, index in indices.items():
         positions, valid = bench.ops.visible_rows(bench.layer, index, columns=wide)
         found.append(exact(f"positions{name}", to_numpy(positions), "request", "row"))
         found.append(exact(f"valid{name}", to_numpy(valid), "token", "row"))
@@ -101,8 +115,13 @@ def attend_kv(bench: Bench) -> list[Output]:
         states.append((", stored", bench.pools(end=("kv",)), (None, None)))
     sink = bench.put(case.floats("sink", heads, dtype=FP32))
     found: list[Output] = []
-    padded = bench.ops.index(case.left_padded)
-    ways = {"plain": (bench.index, {}), "sink": (bench.index, {"sink": sink, "scale": 0.11}), "padded": (padded, {})}
+    padded, late = bench.ops.index(case.left_padded), bench.ops.index(case.late_padded)
+    ways = {
+        "plain": (bench.index, {}),
+        "sink": (bench.index, {"sink": sink, "scale": 0.11}),
+        "padded": (padded, {}),
+        "padded late": (late, {}),
+    }
     for when, pools, own in states:
         for name, (index, options) in ways.items():
             out, lse = bench.ops.attend_kv(pools, bench.layer, index, q, *own, columns=columns(bench), **options)

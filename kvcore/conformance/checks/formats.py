@@ -11,10 +11,11 @@ from numpy.typing import DTypeLike
 from kvcore.arrays import to_numpy
 from kvcore.backends.reference import encoding
 from kvcore.conformance.canonical import canonical_noise
+from kvcore.conformance.case import nan_with_payload
 from kvcore.conformance.outputs import Output, exact, rows
 from kvcore.ops import Ops
 from kvcore.spec import Format
-from kvcore.spec.codes import CODES
+from kvcore.spec.codes import CODES, NF4_LEVELS
 
 GLOBAL_SCALE = 0.37
 
@@ -49,14 +50,19 @@ def encode_rows(count: int, dtype: DTypeLike) -> Callable[[FormatBench], list[Ou
 
     def drive(bench: FormatBench) -> list[Output]:
         values = _values(bench, count).astype(dtype)
+        for number in range(min(4, count - 1)):
+            values[number, number : number + 1] = nan_with_payload(values.dtype, number)
         return [_encoded(bench, values)]
 
     return drive
 
 
 def encode_edges(bench: FormatBench) -> list[Output]:
-    """Zeros, limits, subnormals, infinities, NaN; and group maxima on both sides of every kind of scale boundary."""
-    return [_encoded(bench, np.concatenate([_special_rows(bench), _scale_rows(bench)]))]
+    """Zeros, limits, subnormals, infinities, NaN; and what lies on both sides of where another number is stored.
+
+    Those are group maxima near every kind of scale boundary, and values half way between two that a code has.
+    """
+    return [_encoded(bench, np.concatenate([_special_rows(bench), _scale_rows(bench), _midpoint_rows(bench)]))]
 
 
 def decode_rows(count: int) -> Callable[[FormatBench], list[Output]]:
@@ -136,6 +142,7 @@ def _special_rows(bench: FormatBench) -> np.ndarray:
     special += [
         limit * sign for code in CODES.values() for limit in (code.largest, code.largest * 1.04) for sign in (1, -1)
     ]
+    special += [440.0, 448.5, 456.0, 463.9, 464.0, 464.1, 480.0, -456.0]
     special += [1e-4, 9.9e-5, 1.1e-4, 2.0**-126, 6 * 2.0**-126, 5 * 2.0**-126, 6 * 2.0**-9, 2.0**-9]
     with np.errstate(over="ignore"):
         column = np.array(special, np.float32)
@@ -157,3 +164,37 @@ def _scale_rows(bench: FormatBench) -> np.ndarray:
     group = max(1, min(16, bench.format.dim or 1))
     rows_of[:, ::group] = amax[:, None]
     return rows_of
+
+
+def _midpoint_rows(bench: FormatBench) -> np.ndarray:
+    """Rows whose group maxima make a scale of 1, or of 4, and values half way between neighbours of the row's codes."""
+    dim = bench.format.dim or 0
+    peaks = np.arange(dim) % 16 == 0
+    found = [np.zeros((0, dim), np.float32)]
+    for code in dict.fromkeys(field.code for field in bench.format.fields if field.is_value):
+        middle = _midpoints(code)
+        values = [np.nextafter(middle, np.float32(-np.inf)), middle, np.nextafter(middle, np.float32(np.inf))]
+        inside = np.stack(values, axis=1).reshape(-1)
+        width = max(1, dim - int(peaks.sum()))
+        rows_of = np.full((-(-len(inside) // width), dim), CODES[code].largest, np.float32)
+        rows_of[:, ~peaks] = np.resize(inside, (len(rows_of), dim - int(peaks.sum())))
+        found.append(rows_of)
+        if CODES[code].bits <= 8:
+            found.append(rows_of * np.float32(4))
+    return np.concatenate(found)
+
+
+def _midpoints(code: str) -> np.ndarray:
+    """fp32 values half way between two that a code has next to each other; of codes of 16 bits some of them."""
+    if code == "nf4":
+        levels = np.array(NF4_LEVELS, np.float32)
+    elif code == "int8":
+        levels = np.arange(-127, 128, dtype=np.float32)
+    elif code in encoding.DTYPES and code != "fp32":
+        bits = CODES[code].bits
+        numbers = np.arange(2**bits, dtype=encoding.BITS[bits]).view(encoding.DTYPES[code]).astype(np.float32)
+        levels = np.unique(numbers[np.isfinite(numbers)])
+    else:
+        return np.zeros(0, np.float32)
+    middle = levels[:-1] + (levels[1:] - levels[:-1]) / np.float32(2)
+    return middle[:: max(1, len(middle) // 256)]

@@ -131,6 +131,34 @@ def padded_index(bench: Bench) -> list[Output]:
     ]
 
 
+def padded_steps(role: str) -> Callable[[Bench], list[Output]]:
+    """Two padded steps of the same shape, of other slots and blocks: each one's rows are where its own index says."""
+
+    def drive(bench: Bench) -> list[Output]:
+        case, ops, layer = bench.case, bench.ops, bench.layer
+        index, table = case.index, case.index.block_table
+        elsewhere = np.where(table >= 0, case.plan.blocks - 1 - table, -1).astype(np.int32)
+        earlier = index._replace(slots=np.roll(index.slots, 1), block_table=elsewhere)
+        pools = bench.pools()
+        for step, host in enumerate((earlier, index)):
+            placed = ops.padded_index(host)
+            if role == "window":
+                rows = case.token_floats(f"rows {step}", case.component(role).dim)
+                pools = ops.append_window(pools, layer, placed, bench.put(rows))
+            elif role == "kv":
+                keys, values = (
+                    bench.put(case.token_floats(f"{part.name} {step}", part.heads, part.format.dim or 0))
+                    for part in case.component(role).parts
+                )
+                pools = ops.append_kv(pools, layer, placed, keys, values)
+            else:
+                entries = case.floats(f"entries {step}", case.closed(role), case.component(role).dim)
+                pools = ops.store_entries(pools, layer, placed, bench.put(entries), None)
+        return bench.stored(pools)
+
+    return drive
+
+
 def _index_fields(step: str, index: StepIndex) -> list[Output]:
     axes = {"positions": ("token",), "request_index": ("token",), "block_table": ("request", "block")}
     return [
