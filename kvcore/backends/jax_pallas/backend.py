@@ -105,7 +105,9 @@ class JaxOps(ComposedVerbs):
         if array.dtype == np.int64:
             # Far indices must stay out of range, not wrap into it.
             array = np.clip(array, -1, np.iinfo(np.int32).max).astype(np.int32)
-        return jax.device_put(array, self._target, may_alias=False)
+        # JAX takes the caller's memory as its own where that happens to be aligned, whatever may_alias says, or copies
+        # it later than this call ends.
+        return jax.device_put(np.array(array), self._target, may_alias=False)
 
     def join(self, kv: Float[Array, "tokens width"], score: Float[Array, "tokens width"]) -> Float[Array, "tokens row"]:
         """Kv and score [T, width] side by side."""
