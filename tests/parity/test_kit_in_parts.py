@@ -17,11 +17,11 @@ def run(monkeypatch: pytest.MonkeyPatch, out: str, *options: str) -> int:
 def test_a_run_that_was_cut_off_is_resumed(monkeypatch, tmp_path, capsys):
     out = tmp_path / "kit.json.gz"
     assert run(monkeypatch, str(out), "--seconds", "0") == 2
-    assert "0 of 51 checks ended" in capsys.readouterr().out
+    assert "0 of 54 checks ended" in capsys.readouterr().out
     assert run(monkeypatch, str(out), "--resume") == 0
     report = parity.read(out)
     ids = [record.check for record in report.checks]
-    assert len(ids) == len(set(ids)) == 51
+    assert len(ids) == len(set(ids)) == 54
     assert {record.status for record in report.checks} == {"agree"}
     typed = f"python -m benchmarks.kit_in_parts --backend reference --jobs 2 --only '{CHOSEN}' --out kit.json.gz"
     assert all(one.command.startswith(typed) for one in report.runs)
