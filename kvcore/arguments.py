@@ -62,12 +62,32 @@ def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
 
 
 def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False) -> Array:
-    """A float input: fp32, or bf16 unless ``only_fp32``."""
-    return check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
+    """A float input to be stored or attended with, that no gradient is asked of: fp32, or bf16 unless ``only_fp32``."""
+    found = check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
+    if found is not array:  # a backend's own array passes through, unless something is recorded of it
+        check_constant(array, where)
+    return found
 
 
-def check_weight(ops: Ops, array: Array, where: str, size: int) -> Array:
-    """A vector of ``size`` float weights."""
+def check_constant(array: Array, where: str) -> None:
+    """Refuse a tensor whose gradient would be lost in silence; under ``torch.no_grad()`` none is meant.
+
+    Raises:
+        ShapeError: torch records gradients, and the tensor requires them.
+    """
+    torch = sys.modules.get("torch")
+    if getattr(array, "requires_grad", False) is True and torch is not None and torch.is_grad_enabled():
+        raise ShapeError(
+            got="a tensor that requires gradients",
+            where=where,
+            allowed="arrays that no gradient is asked of",
+            hint="The cache is for inference: run the model under torch.no_grad(), or pass tensor.detach() where no "
+            "gradient is meant to go through it.",
+        )
+
+
+def check_weight(ops: Ops, array: Array, where: str, size: int | None) -> Array:
+    """A vector of ``size`` float weights: a model's parameters, which may require gradients that nobody asks for."""
     return check_array(ops, array, where, (size,), FLOATS)
 
 

@@ -13,7 +13,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvcore.arguments import check_array, check_float, check_integers, check_number, check_rope, check_weight
+from kvcore.arguments import (
+    FLOATS,
+    check_array,
+    check_constant,
+    check_float,
+    check_integers,
+    check_number,
+    check_rope,
+    check_weight,
+)
 from kvcore.arrays import check_plain, is_a
 from kvcore.counts import as_count, check_count
 from kvcore.errors import ShapeError, StepError
@@ -204,6 +213,7 @@ def _batch(call: Call, value: Any) -> Any:
     shape = tuple(getattr(check_plain(value, call.where), "shape", ()))
     if len(shape) < 2 or shape[0] != call.requests:
         raise ShapeError(got=f"shape {list(shape)}", where=call.where, allowed=f"[{call.requests}, columns, ...]")
+    check_constant(value, call.where)
     return call.ops.asarray(value)
 
 
@@ -211,6 +221,7 @@ def _rows_of_step(call: Call, value: Any) -> Any:
     shape = tuple(getattr(check_plain(value, call.where), "shape", ()))
     if not shape or shape[0] != call.tokens:
         raise ShapeError(got=f"shape {list(shape)}", where=call.where, allowed=f"[{call.tokens}, ...]")
+    check_constant(value, call.where)
     return call.ops.asarray(value)
 
 
@@ -284,8 +295,17 @@ def _weight(*roles: str) -> Check:
     return check
 
 
+def _any_weight(call: Call, value: Any) -> Any:
+    return None if value is None else check_weight(call.ops, value, call.where, None)
+
+
+def _scores(call: Call, value: Any) -> Any:
+    """They are compared only: no gradient comes from an order."""
+    return check_array(call.ops, value, call.where, (None, None), FLOATS)
+
+
 def _sink(call: Call, value: Any) -> Any:
-    return None if value is None else check_array(call.ops, value, call.where, (call.heads,), ("float32", "bfloat16"))
+    return None if value is None else check_float(call.ops, value, call.where, (call.heads,))
 
 
 def _rope(*roles: str) -> Check:
@@ -426,7 +446,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         score=_given(_floats(_tokens, None)),
         closed=_count,
         role=_entry_role,
-        norm_weight=_floats(None),
+        norm_weight=_any_weight,
         eps=_number,
     ),
     "flush": _step(("tail",), **TAILS),
@@ -438,7 +458,7 @@ CHECKS: dict[str, dict[str, Check]] = {
     "gather_entries": _step(("entries",), indices=_given(_indices)),
     "gather_all_entries": _step(("entries", "index_keys"), columns=_count, role=_entry_role),
     "index_scores": _step(("index_keys",), **{name: INDEXER[name] for name in ("q", "weights", "columns")}),
-    "select": {"scores": _given(_floats(None, None)), "k": _given(_count)},
+    "select": {"scores": _given(_scores), "k": _given(_count)},
     "index_select": _step(("index_keys",), **{**INDEXER, "k": _given(_count)}),
     "attend": _step(
         LATENT,

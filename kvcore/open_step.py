@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvcore.arguments import check_constant
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.handle import LayerHandle
@@ -81,6 +82,7 @@ class Step:
             ShapeError: another number of requests, or fewer columns than a request has new tokens.
         """
         self._state._check_open()
+        check_constant(batch, "from_batch")
         batch = self.cache.ops.asarray(batch)
         requests, width = len(self._device_index.slots), max((row.new for row in self._rows), default=0)
         if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
@@ -99,6 +101,7 @@ class Step:
             ShapeError: another number of rows, or a width that has no room for them.
         """
         self._state._check_open()
+        check_constant(rows, "to_batch")
         rows = self.cache.ops.asarray(rows)
         tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
         if not rows.ndim or rows.shape[0] != tokens:

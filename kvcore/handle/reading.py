@@ -2,7 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
-from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight, like
+from kvcore.arguments import FLOATS, check_array, check_float, check_indices, check_number, check_rope, like
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
 from kvcore.handle.state import AT_ONCE, LayerState
@@ -28,7 +28,8 @@ class ReadingVerbs(LayerState):
     def select(self, scores: Array, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
         self._step._check_open()
-        scores = check_float(self._ops, scores, "select: scores", (self._tokens, None))
+        # No gradient comes from an order.
+        scores = check_array(self._ops, scores, "select: scores", (self._tokens, None), FLOATS)
         k = check_count(ShapeError, "select: k", k, 0)
         return self._ops.select(scores, k)
 
@@ -77,7 +78,7 @@ class ReadingVerbs(LayerState):
             q,
             selected,
             rows=rows[0] if rows else None,
-            sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", q.shape[1]),
+            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (q.shape[1],)),
             scale=None if scale is None else check_number(scale, "attend: scale"),
             rope=check_rope(self._ops, rope, "attend: rope", component.dim),
         )
@@ -179,6 +180,6 @@ class ReadingVerbs(LayerState):
             k,
             v,
             columns=self._kv_columns(kv, ended=True),
-            sink=None if sink is None else check_weight(self._ops, sink, "attend: sink", heads),
+            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (heads,)),
             scale=None if scale is None else check_number(scale, "attend: scale"),
         )

@@ -162,7 +162,10 @@ def test_what_passed_for_one_layer_stands_for_arrays_like_it_alone(rng):
         for given in wrong.values():
             with pytest.raises(ShapeError, match="append_kv"):
                 step.layer(1).append_borrow_kv(*given)
-        lent = step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
+        with pytest.raises(ShapeError, match="append_kv: key"):
+            step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
+        with torch.no_grad():
+            lent = step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
     assert torch.equal(lent[0][0], k)
     assert not lent[0].requires_grad
 

@@ -81,7 +81,7 @@ def test_refused_with_advice_that_works(backend, odd):
 )
 def test_what_is_a_plain_tensor_after_all_is_taken(tensor, taken):
     cache = cases.create("torch_triton")
-    with cache.step({cache.admit(): 2}) as step:
+    with torch.no_grad(), cache.step({cache.admit(): 2}) as step:
         step.layer(cases.PLAIN).append_window(tensor)
         found = kvcore.to_numpy(step.layer(cases.PLAIN).gather_window().values)[0, :2]
         assert np.array_equal(found, taken.numpy())
