@@ -54,7 +54,13 @@ def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     except (TypeError, RuntimeError) as error:
         # What another framework raises where an array's data cannot be had: on a device without any, or freed.
         held = f"{type(array).__name__} on {getattr(array, 'device', 'an unknown device')}"
-        raise ShapeError(got=held, where=where, allowed=f"an array on {ops.device}, or of NumPy") from error
+        tensor = hasattr(array, "requires_grad")
+        raise ShapeError(
+            got=f"{held}, {dtype_name(array.dtype)}{', recorded for gradients' * bool(tensor and array.requires_grad)}",
+            where=where,
+            allowed=f"an array of the backend on {ops.device}, or of NumPy",
+            hint="Pass kvcore.to_numpy(tensor)." if tensor else "",
+        ) from error
 
 
 def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -29,7 +29,7 @@ from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.printable import shortened
-from kvcore.spec import CacheSpec, from_json, to_json
+from kvcore.spec import ROLES, CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
     from kvcore.base import CacheBase
@@ -97,8 +97,21 @@ def write(path: str | PathLike[str], data: bytes, disk: Disk | None = None) -> N
     write_whole(disk or Disk(), Path(path), data)
 
 
+def _check_readable(spec: CacheSpec) -> None:
+    """Refuse to write what nobody could read: a file says its spec as JSON, which knows the library's own roles."""
+    for layer, role, _ in spec.components():
+        if role not in ROLES:
+            raise SnapshotError(
+                got=f"layers[{layer}].{role}, a component of outside code",
+                where="save",
+                allowed=f"roles that a spec as JSON has: {', '.join(ROLES)}",
+                hint="export_request and import_request take its requests to another cache of the same spec.",
+            )
+
+
 def to_bytes(cache: "CacheBase", requests: list[Request], *, checkpoints: bool = True) -> bytes:
     """The snapshot file of some requests."""
+    _check_readable(cache.spec)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
     past = [cache._kept_states(request) if checkpoints else [] for request in requests]

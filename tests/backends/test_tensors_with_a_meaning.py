@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvcore
+from kvcore.arguments import check_float
 from kvcore.errors import ShapeError
 
 VALUES = torch.from_numpy(cases.floats(2, 16))
@@ -104,3 +105,11 @@ def test_functional_verbs_in_a_compiled_function():
     cache = cases.create("torch_triton")
     compiled = torch.compile(lambda kv, score: cache.ops.join(kv, score=score), backend="eager", fullgraph=True)
     assert torch.equal(compiled(VALUES, VALUES), torch.cat([VALUES, VALUES], dim=1))
+
+
+@pytest.mark.parametrize("tensor", [VALUES.bfloat16(), VALUES.clone().requires_grad_()], ids=["bf16", "recorded"])
+def test_the_reference_says_how_it_takes_a_tensor(tensor):
+    cache = cases.create("reference")
+    with pytest.raises(ShapeError, match=r"Tensor on cpu.*Pass kvcore\.to_numpy\(tensor\)"):
+        check_float(cache.ops, tensor, "rows", (2, 16))
+    assert check_float(cache.ops, kvcore.to_numpy(tensor), "rows", (2, 16)).shape == (2, 16)

@@ -6,10 +6,11 @@ import outside_components as outside
 import pytest
 from backends_under_test import BACKENDS
 
+import kvcore
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.backends.reference.backend import ReferenceOps
 from kvcore.cli.plan_figures import describe
-from kvcore.errors import ShapeError, SpecError, StepError
+from kvcore.errors import ShapeError, SnapshotError, SpecError, StepError
 from kvcore.interop import sglang, vllm
 from kvcore.parity.run import run
 from kvcore.plugins import registry
@@ -197,3 +198,10 @@ def test_json_of_it_is_refused_with_its_path():
     with pytest.raises(SpecError) as caught:
         from_json(to_json(outside.spec()))
     assert caught.value.where == "layers[0].state"
+
+
+def test_no_snapshot_is_written_that_nobody_could_read(tmp_path):
+    cache = kvcore.create_cache(outside.spec(), backend="reference", max_requests=1, max_tokens=16)
+    with pytest.raises(SnapshotError, match=r"layers\[0\].state.*export_request"):
+        cache.save(tmp_path / "cache.kv")
+    assert not list(tmp_path.iterdir())
