@@ -143,7 +143,7 @@ def test_plug_ins_are_shown_and_not_obeyed(capsys):
             "commit": None,
             "versions": {EVIL: EVIL},
             "environment": {"KVCORE_BACKEND": EVIL},
-            "backends": [{**backend, "devices": [EVIL], "can_run": None, "priority": None}],
+            "backends": [{**backend, "devices": [EVIL], "can_run": None, "priority": None, "not_declared": [EVIL]}],
             "failed": {EVIL: EVIL},
         }
     )

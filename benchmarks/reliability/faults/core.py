@@ -25,11 +25,6 @@ TABLE = {
             "what was written is forgotten, and a rollback goes too deep",
         ),
         (
-            "        if tokens is None and new:\n            place.tokens = None\n",
-            "        if False:\n            pass\n",
-            "ids go on although some are unknown",
-        ),
-        (
             "            place.high_water = max(place.high_water, lengths[request])\n",
             "            pass\n",
             "rows of a failed step are taken for unwritten",
