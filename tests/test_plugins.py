@@ -147,7 +147,6 @@ def test_a_record_that_lies(fields, reason, installed):
     assert caught.value.got.startswith(reason)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.fixture
 def interruptible():
     """What a program has at its start; a worker of several tests may ignore the signal."""
@@ -156,6 +155,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_from_outside_goes_on():
     def interrupted():
