@@ -11,7 +11,7 @@ from typing import Any
 from kvcore.cache import Cache, create_cache
 from kvcore.content import Content, owned, rings, state_of
 from kvcore.counts import as_count
-from kvcore.errors import SnapshotError
+from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError
 from kvcore.plan import plan_cache
 from kvcore.prefix import Policy
 from kvcore.snapshot import Saved, checkpoints_of, damage, read, rows_of
@@ -60,7 +60,8 @@ def load(
     Raises:
         SnapshotError: not a snapshot, or damaged; the damaged pages of wanted requests are named. Sizes that only the
             file says, and that are more than its word counts for.
-        ShapeError, SpecError, OutOfBlocks, OutOfSlots, BackendError: as for ``create_cache``.
+        ShapeError, SpecError, OutOfBlocks, OutOfSlots, BackendError: as for ``create_cache``; OutOfBlocks also where
+            there is no memory to check the rows in.
     """
     saved = read(path)
     chosen = list(range(len(saved.requests))) if requests is None else list(requests)
@@ -89,7 +90,18 @@ def load(
     if None in (max_requests, max_tokens):
         _check_word(saved.spec, sizes, f"snapshot {path}")
     cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
-    take_in(cache, saved, chosen, where=f"snapshot {path}", strict=strict)
+    try:
+        take_in(cache, saved, chosen, where=f"snapshot {path}", strict=strict)
+    except KvcoreError:
+        raise
+    except MemoryError as error:
+        # A file may describe rows so wide that the pools fit and what checks the rows does not.
+        raise OutOfBlocks(
+            got="more than the memory that is left",
+            where=f"snapshot {path}",
+            allowed="rows that can be checked in it",
+            hint=(str(error).splitlines() or [""])[0][:200],
+        ) from error
     return cache
 
 

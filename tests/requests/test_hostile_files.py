@@ -399,3 +399,17 @@ def test_a_spec_is_no_longer_than_any_models():
 def test_a_spec_of_anything_is_not_made_into_objects(text):
     with little_memory(1 << 24), pytest.raises(SpecError):
         from_json(text % ("[[[[[[]]]]]]," * 300_000 + "[]"))
+
+
+def test_no_memory_to_check_a_snapshot_in_is_said_by_type(backend, tmp_path, monkeypatch):
+    cache = stories.create(MIXED, backend)
+    stories.tell(cache, {cache.admit(): list(range(9))})
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+
+    def full(*_):
+        raise MemoryError("unable to allocate")
+
+    monkeypatch.setattr("kvcore.loading.damage", full)
+    with pytest.raises(kvcore.OutOfBlocks, match="unable to allocate"):
+        kvcore.load(path, backend=backend)
