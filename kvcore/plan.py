@@ -18,6 +18,9 @@ from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import CacheSpec
 
+MOST_SLOTS = (1 << 31) - 1
+"""Numbers of slots are int32 in a step's index."""
+
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The pool of one stream of rows.
@@ -195,6 +198,8 @@ def plan_cache(
     """
     _check_spec(spec)
     max_requests = check_count(SpecError, "max_requests", max_requests, 1)
+    if max_requests > MOST_SLOTS:
+        raise SpecError(got=max_requests, where="max_requests", allowed=f"1 to {MOST_SLOTS}")
     max_draft_tokens = check_count(SpecError, "max_draft_tokens", max_draft_tokens, 0)
     context = check_count(SpecError, "context", context, 1)
     if max_request_tokens is not None:

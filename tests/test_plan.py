@@ -296,3 +296,9 @@ def test_a_plan_says_what_it_is():
     assert repr(plan_cache(SPECS["Flash"], max_requests=2, max_tokens=1000)) == (
         "CachePlan(deepseek_v4_flash: 4 blocks × 256 tokens, 2 slots, 0.032 GiB)"
     )
+
+
+def test_there_are_no_more_slots_than_an_index_has_numbers_for():
+    assert plan_cache(SLOTTED, max_requests=2**31 - 1, max_tokens=1).slots == 2**31 - 1
+    with pytest.raises(SpecError, match="max_requests: got 2147483648; allowed: 1 to 2147483647"):
+        plan_cache(SLOTTED, max_requests=2**31, max_tokens=1)

@@ -346,3 +346,29 @@ def test_a_handle_travels(desk):
     handle = desk.export(desk.request, lease_seconds=5)
     assert decode_handle(encode_handle(handle)) == handle
     assert issubclass(TransferError, KvcoreError)
+
+
+def test_whoever_waits_for_a_step_to_export_keeps_nobody_from_the_desk(desk):
+    """The thread of the step itself asks the desk, while another waits for the step's end."""
+    cache, handle = desk._cache, desk.export(desk.request)
+    waits, answered = threading.Event(), threading.Event()
+    exported = []
+
+    def export():
+        waits.set()
+        exported.append(desk.export(desk.request))
+
+    def step():
+        with cache.step({desk.request: 0}):
+            other.start()
+            waits.wait()
+            time.sleep(0.1)  # until it stands before the cache's turn
+            desk.manifest(handle.exporter, handle.number, handle.generation)
+            answered.set()
+
+    other, first = threading.Thread(target=export, daemon=True), threading.Thread(target=step, daemon=True)
+    first.start()
+    first.join(10)
+    assert answered.is_set()
+    other.join(10)
+    assert len(exported) == 1
