@@ -59,6 +59,8 @@ class CacheBase:
         cast("FunctionalOps", self.ops).expect(self._pools)
         self._manager = Manager(plan)
         self._prefix = PrefixCache(plan.spec, prefix, self._manager)
+        # Of backends whose verbs can be traced: (verb, its arrays) -> whether it is.
+        self._traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
         self.turn_timeout: float | None = None
         self._lock = threading.RLock()
         self._turns = threading.Condition(self._lock)
@@ -74,6 +76,7 @@ class CacheBase:
 
     @pools.setter
     def pools(self, pools: Mapping[str, Any]) -> None:
+        self._check_outside("cache.pools")
         self._pools = check_same_tree(pools, self._pools)
         if self._step is not None:
             self._step._pools_replaced = True
@@ -222,6 +225,21 @@ class CacheBase:
             self._pools = self._verbs.reset_slots(self._pools, self._integers([place.slot]))
         self._filling = None
 
+    def _check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
+        """Refuse what changes the cache while it is only being traced.
+
+        Raises:
+            StepError: inside ``jax.jit``, or an array is mapped over. ShapeError: an array is differentiated.
+        """
+        if self._traced is not None and self._traced(verb, arrays):
+            raise StepError(
+                got=f"{verb} inside a function that JAX traces",
+                where=verb,
+                allowed="verbs of a cache, its steps and its layers outside of jit and other transformations",
+                hint="Inside, use the functional verbs of cache.ops, with cache.pools and step.index as arguments, and "
+                "assign cache.pools what the function returns.",
+            )
+
     @locked
     def _take_turn(self, verb: str, act: Callable[[], R], *, in_step: bool = False, ends: bool = False) -> R:
         """Do something alone: after whatever was interrupted is finished or undone, and outside other threads' steps.
@@ -233,6 +251,7 @@ class CacheBase:
             in_step: whether the thread that has a step open may do it.
             ends: it is the end of the open step.
         """
+        self._check_outside(verb)
         if self._under_way:
             self._mend()
         if self._step is not None and not ends:

@@ -96,6 +96,7 @@ class StepState:
         """The index for functional verbs, with what they may overwrite noted."""
         padded = len(self._device_index.positions) > sum(row.new for row in self._rows)
         if self.is_open and self._undo is None and not padded and any(row.new for row in self._rows):
+            self.cache._check_outside("step.index")
             self._undo = Undo(self.cache._verbs, self.cache.pools, self.ring_index)
         return self._device_index
 

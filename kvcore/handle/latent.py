@@ -57,6 +57,7 @@ class LatentVerbs(LayerState):
             StepError: the step's tail rows were not appended first, or the pool belongs to another layer.
         """
         entries = self._own_entries("flush")
+        self._step.cache._check_outside("flush", (norm_weight, rope, index_norm_weight))
         self._component("tail", Tail)
         weights = {"entries": norm_weight, "index_keys": index_norm_weight}
         streams: list[Array] = []
@@ -93,6 +94,7 @@ class LatentVerbs(LayerState):
             index_keys: [closed, index d], likewise.
         """
         spec = self._own_entries("store_entries")
+        self._step.cache._check_outside("store_entries", (entries, index_keys))
         count = closed_count(self._step._rows, spec.ratio)
         entries = check_float(self._ops, entries, "store_entries: entries", (count, spec.dim))
         self._check(entries, "store_entries: entries", spec)

@@ -122,6 +122,8 @@ class ReadingVerbs(LayerState):
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         kv, step = self._component("kv", KV), self._step
         cache, key = step.cache, ("append_borrow", kv)
+        if cache._traced is not None:
+            cache._check_outside("append_borrow_kv", (k, v))
         if key not in step._kept:
             step._kept[key] = self._writing("kv", kv) == AT_ONCE, self._kv_columns(kv, ended=True), []
         at_once, columns, passed = step._kept[key]

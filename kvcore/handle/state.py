@@ -166,6 +166,7 @@ class LayerState:
 
     def _append(self, role: str, arrays: tuple[Array, ...]) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe."""
+        self._step.cache._check_outside(f"append_{role}", arrays)
         if role in self._own:
             raise StepError(got=f"a second append to {role}", where=self._where, allowed="one append a step")
         writing = self._writing(role, getattr(self._spec, role))
@@ -248,6 +249,7 @@ class LayerState:
 
     def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
         if self._step.cache._check:
+            self._step.cache._check_outside(where, (array,))
             # Padding comes last, and its rows are ignored.
             given = self._step.cache._to_host(array)[: sum(row.new for row in self._step._rows)]
             check_finite(given, where, component, minus_infinity=minus_infinity)

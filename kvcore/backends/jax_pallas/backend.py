@@ -61,6 +61,7 @@ class JaxOps(ComposedVerbs):
     """
 
     in_place = False
+    in_trace = staticmethod(programs.in_trace)
 
     def __init__(self, plan: CachePlan, device: str, target: Any, kernels: str = "portable") -> None:
         self.plan = plan

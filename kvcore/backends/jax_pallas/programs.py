@@ -1,6 +1,7 @@
 """Compiled functions of the verbs: one for each, which JAX keeps a trace of for every kind of layer and every shape."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, tail
 from kvcore.backends.jax_pallas.gradients import constant
@@ -15,6 +17,30 @@ from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
+
+
+def _outside() -> Any:
+    """JAX's state outside of any transformation, as every new thread has it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state).result()
+
+
+OUTSIDE = _outside()
+
+
+def in_trace(verb: str, arrays: tuple[Any, ...] = ()) -> bool:
+    """Whether what a verb makes of these arrays has no values here, and is not to be kept beyond a trace.
+
+    Raises:
+        ShapeError: one of them is differentiated.
+    """
+    if get_opaque_trace_state() == OUTSIDE:
+        return False
+    traced = [array for array in arrays if isinstance(array, Tracer)]
+    constant(verb, traced)
+    # Where derivatives are taken or a batch is mapped, all else is computed as ever.
+    return bool(traced) or isinstance(jax.device_put(np.int32(0)), Tracer)
+
 
 SMALLEST_BUCKET = (64, 8)
 """Rows that an eager verb is compiled for at least; few in the interpreter, where each row costs more than a trace."""
