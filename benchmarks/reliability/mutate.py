@@ -206,7 +206,12 @@ def take_snapshot(data: bytes, number: int) -> None:
         os.write(file, data)
         sizes: dict[str, Any] = {} if number % 2 else {"max_requests": 6, "max_tokens": 256}
         loaded = kvcore.load(f"/proc/self/fd/{file}", backend="reference", strict=number % 4 < 2, **sizes)
-        loaded.digest()
+        try:
+            loaded.digest()
+        except MemoryError:
+            # A file may say, and have, what fills most of the limit: then there is a cache, and no room beside it.
+            if loaded.nbytes < MEBIBYTES << 18:
+                raise
     finally:
         os.close(file)
 
