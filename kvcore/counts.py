@@ -41,5 +41,7 @@ def check_count(kind: type[KvcoreError], where: str, value: object, least: int) 
     """
     number = as_count(value, least)
     if number is None:
-        raise kind(got=value, where=where, allowed=f"an integer, {least} or more")
+        # Text in quotes: "32" is none, though it looks like one.
+        got = repr(value) if isinstance(value, str) else value
+        raise kind(got=got, where=where, allowed=f"an integer, {least} or more")
     return number

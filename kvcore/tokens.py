@@ -28,18 +28,16 @@ def parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
     count = as_count(value)
     if count is not None:
         return count, None
-    ids = token_ids(value, where)
+    ids = token_ids(value, where, "an integer, 0 or more, or a sequence of token ids")
     return len(ids), ids
 
 
-def token_ids(value: object, where: str) -> list[int]:
+def token_ids(value: object, where: str, allowed: str = "a sequence of token ids") -> list[int]:
     """A sequence of token ids as plain integers."""
     sized = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     # An array without axes has a length only by name.
     if not sized or isinstance(value, (str, bytes, Mapping)) or getattr(cast("Any", value), "shape", None) == ():
-        raise ShapeError(
-            got=cast("Any", value), where=where, allowed="an integer, 0 or more, or a sequence of token ids"
-        )
+        raise ShapeError(got=cast("Any", value), where=where, allowed=allowed)
     ids: list[int] = []
     # An array's numbers are plain ones at once, not a framework's scalar each.
     plain: Any = getattr(value, "tolist", None)

@@ -136,3 +136,15 @@ def test_an_id_is_64_bits(backend, token):
     with cache.step({request: [2**64 - 1] * 8, other: [1]}) as step:
         stories.feed(step, [0] * 9)
     assert request.tokens == (2**64 - 1,) * 8
+
+
+def test_what_is_said_of_text_and_numbers_leads_somewhere():
+    with pytest.raises(SpecError, match="got '3'; allowed: an integer, 1 or more"):
+        plan_cache(MIXED, max_requests="3", max_tokens=64)
+    cache = stories.create(MIXED, "reference")
+    for given in (3, "3"):
+        for ask in (cache.admit, cache.restorable):
+            with pytest.raises(ShapeError, match=r"tokens: got 3; allowed: a sequence of token ids"):
+                ask(given)
+    with pytest.raises(ShapeError, match="allowed: an integer, 0 or more, or a sequence of token ids"):
+        cache.step({cache.admit(): "3"})
