@@ -548,7 +548,7 @@ class FunctionalOps:
                 for region in self.plan.region(layer, role)
                 for name, _ in region.buffers.values()
             ]
-            self._shapes[layer] = [(name, tuple(pools[name].shape)) for name in names[:1]]
+            self._shapes[layer] = [(name, tuple(pools[name].shape)) for name in names[:1] if name in pools]
 
     def check_pools(self, pools: Mapping[str, Any], layer: int, verb: str) -> None:
         """Refuse another cache's pools: other names, or units of other numbers or sizes."""

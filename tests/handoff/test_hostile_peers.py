@@ -197,7 +197,7 @@ def test_only_regular_files_are_exports(desk, tmp_path, kind):
         folder.path.mkdir()
     began = time.monotonic()
     assert folder.reasons() == ["unknown"] * 3
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert elsewhere.read_bytes() == folder.data
 
 

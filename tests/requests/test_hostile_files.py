@@ -115,8 +115,11 @@ def test_the_rows_that_a_rollback_needs_are_those_of_every_length():
 
 
 @contextlib.contextmanager
-def unchanged_and_soon(cache, seconds=2.0):
-    """Whatever happens inside changes nothing and is over soon."""
+def unchanged_and_soon(cache, seconds=20.0):
+    """Whatever happens inside changes nothing and is over soon: what was told would take hours, or all memory.
+
+    In processor time, and a multiple of what an idle core needs: other work slows a shared one down.
+    """
     before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests
     began = time.process_time()
     yield
@@ -324,19 +327,19 @@ def specs_of(text):
 @pytest.mark.parametrize("text", ["9" * 30, "9" * 5000, "1e400", "-1", "[" * 100_000, '"\\ud800"', "NaN", str(2**63)])
 def test_a_spec_of_impossible_values_is_refused_or_planned_soon(text):
     for document in specs_of(text):
-        began, said = time.monotonic(), ""
+        began, said = time.process_time(), ""
         try:
             spec = from_json(document)
             plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens)
         except KvcoreError as error:
             said = str(error)
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 10
         assert len(said) < 20_000
 
 
 def test_a_record_that_unpacks_to_too_much_is_refused(tmp_path):
     path = tmp_path / "record.json.gz"
-    began = time.monotonic()
+    began = time.process_time()
     path.write_bytes(gzip.compress(b'{"schema":"kvcore.parity/1","more":"' + b" " * LARGEST_BYTES + b'"}', 1))
     tracemalloc.start()
     try:
@@ -345,7 +348,7 @@ def test_a_record_that_unpacks_to_too_much_is_refused(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 4 * LARGEST_BYTES
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     path.write_bytes(b"[" * 100_000)
     with pytest.raises(SpecError):
         read(path)
@@ -363,7 +366,7 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused(kind, laye
     began = time.process_time()
     with pytest.raises(SpecError, match="num_hidden_layers"):
         from_hf_config({**known, "num_hidden_layers": layers})
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5
 
 
 @contextlib.contextmanager
