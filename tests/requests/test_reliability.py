@@ -298,7 +298,7 @@ def careless(*_):
 )
 def test_r10_notices_a_fault_and_keeps_the_input(monkeypatch, capsys, name, fault, said):
     monkeypatch.setattr(name, fault)
-    monkeypatch.setattr(mutate, "SECONDS", 0.3)
+    monkeypatch.setattr(mutate, "SECONDS", 0.1)
     record = command.work(mutate.FIGURE, 6 * mutate.SEED_INPUTS, kinds="blob")
     assert record["divergences"] == len(record["failures"]) > 0
     failure = record["failures"][0]
