@@ -6,7 +6,8 @@ A backend's verbs inherit from ``ComposedVerbs`` and override what they fuse; re
 from collections.abc import Sequence
 from typing import Any
 
-from kvcore.ops import Array, StepIndex, Strip
+from kvcore.choices import Decision, refused, verbs_of
+from kvcore.ops import Array, Choice, StepIndex, Strip
 from kvcore.pools import Pools
 from kvcore.spec import Rope
 
@@ -14,6 +15,8 @@ from kvcore.spec import Rope
 class ComposedVerbs:
     """Defaults of the fused verbs of ``kvcore.ops.Ops``."""
 
+    plan: Any
+    device: Any
     index: Any
     flush: Any
     append_tail: Any
@@ -21,6 +24,26 @@ class ComposedVerbs:
     append_kv: Any
     index_scores: Any
     select: Any
+
+    def explain(self) -> list[Choice]:
+        """Which code runs each verb of each layer, and why; see ``kvcore.ops.Ops.explain``."""
+        return [Choice(layer, verb, *self.decide(layer, verb)[:2]) for layer, verb in verbs_of(self.plan.spec)]
+
+    def decide(self, layer: int | None, verb: str) -> Decision:
+        """What runs a verb: that a backend which does not override this does not say."""
+        del layer, verb
+        return Decision(str(getattr(self, "how", "") or self.device), "this backend does not say")
+
+    def check_strict(self) -> None:
+        """Refuse verbs that run slower code than the backend has for the device: called once they are bound.
+
+        Raises:
+            BackendError: naming the first such verb, and why.
+        """
+        for layer, verb in verbs_of(self.plan.spec):
+            found = self.decide(layer, verb)
+            if found.slower:
+                raise refused(verb, layer, found.implementation, found.reason)
 
     def padded_index(self, host: StepIndex) -> StepIndex:
         """A padded step's index: like any other where nothing is gained by keeping it in one place."""

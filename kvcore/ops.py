@@ -187,6 +187,23 @@ class Strip(NamedTuple):
         return self.start + self.nbytes
 
 
+class Choice(NamedTuple):
+    """Which code runs a verb of a layer.
+
+    Attributes:
+        layer: its number; None for verbs on whole slots, blocks and pages.
+        verb: its name, with the role where that is an argument: ``gather_all_entries(index_keys)``.
+        implementation: ``numpy``; ``torch``, ``jax.numpy``: plain operations; ``triton``, ``pallas``, ``flash_mla``:
+            kernels, ``interpreted`` where an interpreter runs them.
+        reason: why, and for which arguments of a call other code runs.
+    """
+
+    layer: int | None
+    verb: str
+    implementation: str
+    reason: str
+
+
 class Ops(Protocol):
     """All verbs of one backend, bound to one plan and device.
 
@@ -203,6 +220,18 @@ class Ops(Protocol):
     @property
     def how(self) -> str:
         """How the verbs run, as reports say it: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter``."""
+        ...
+
+    def explain(self) -> list[Choice]:
+        """Which code runs each verb of each layer, and why; known when the verbs are bound, without pools.
+
+        Example:
+            >>> import kvcore
+            >>> spec = kvcore.spec.presets.deepseek_v4_flash_tiny()
+            >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=64)
+            >>> cache.ops.explain()[0]
+            Choice(layer=0, verb='append_window', implementation='numpy', reason='the reference is NumPy alone')
+        """
         ...
 
     def allocate(self) -> Pools:

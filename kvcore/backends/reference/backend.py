@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvcore.backends.reference import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.choices import Decision
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
 from kvcore.plan import CachePlan
@@ -24,6 +25,10 @@ class ReferenceOps(ComposedVerbs):
     def how(self):
         """NumPy on the CPU."""
         return "cpu"
+
+    def decide(self, layer, verb):
+        """NumPy, whatever it is."""
+        return Decision("numpy", "the reference is NumPy alone")
 
     encode = encoding.encode
     decode = encoding.decode

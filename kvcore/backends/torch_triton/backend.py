@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, streamed, tail, window
 from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.spare import Spare
+from kvcore.choices import Decision, refused, strict
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
@@ -20,6 +21,9 @@ from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF
 from kvcore.spec.codes import check_known
+
+WITHOUT_KERNEL = ("compress", "gather_rows", "store_rows")
+"""Verbs that are torch operations on every device."""
 
 
 def verb(function):
@@ -48,12 +52,35 @@ class TorchOps(ComposedVerbs):
         # Region (its address) -> ``plain.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
         self._torch_device = torch.device(device)
+        self.strict = strict()
 
     @property
     def how(self):
         """The device, with the GPU's name where it is one."""
         device = torch.device(self.device)
         return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else self.device
+
+    def decide(self, layer, verb):
+        """Torch operations; on a GPU that is because Triton is missing."""
+        if self._torch_device.type == "cuda":
+            return Decision("torch", "triton is not installed", slower=verb not in WITHOUT_KERNEL)
+        if verb == "attend_kv":
+            return streamed.decide(self, layer)
+        return Decision("torch", "on the CPU the verbs are torch operations")
+
+    def check_if_strict(self) -> None:
+        """``check_strict`` where KVCORE_STRICT=1 was set as the verbs were made."""
+        if self.strict:
+            self.check_strict()
+
+    def fall_back(self, layer: int | None, verb: str, reason: str) -> None:
+        """Called before a call's arguments make it run torch operations where other arguments run a kernel.
+
+        Raises:
+            BackendError: KVCORE_STRICT=1.
+        """
+        if self.strict:
+            raise refused(verb, layer, "torch", reason)
 
     encode = verb(encoding.encode)
     decode = verb(encoding.decode)
@@ -199,7 +226,9 @@ class TorchBackend:
         """
         device = checked_device(device)
         check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
-        return ops_for(device)(plan, device)
+        ops = ops_for(device)(plan, device)
+        ops.check_if_strict()
+        return ops
 
     def default_layout(self, device):
         """Packed, like the engines."""

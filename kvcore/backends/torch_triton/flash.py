@@ -62,11 +62,18 @@ def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, o
     """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a selection, a written ring."""
     if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
         return False
-    if ops.component(layer, "window") is None or (selected is None and ops.component(layer, "entries") is not None):
-        return False
+    return not (selected is None and ops.component(layer, "entries") is not None) and not never(ops, layer)
+
+
+def never(ops: Any, layer: int) -> str:
+    """Why FlashMLA takes no call of a layer; "" where it takes those that ``fits`` lets pass."""
+    if ops.component(layer, "window") is None:
+        return "FlashMLA needs a window"
     roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
     regions = [ops.plan.region(layer, role)[0] for role in roles]
-    return all((r.format.name, r.layout) == (flash_pages.FORMAT, "packed") for r in regions)
+    if all((r.format.name, r.layout) == (flash_pages.FORMAT, "packed") for r in regions):
+        return ""
+    return f"FlashMLA reads packed {flash_pages.FORMAT} rows"
 
 
 def attend(

@@ -6,7 +6,29 @@ import torch
 
 from kvcore import bounds
 from kvcore.backends.torch_triton.kernels import kv_cuts, launch
+from kvcore.choices import Declined
 from kvcore.ops import Attention
+
+
+class Case(NamedTuple):
+    """What of a call's arguments decides whether the kernel covers it.
+
+    Attributes:
+        bf16: queries are.
+        own: the step's own keys and values are given.
+    """
+
+    bf16: bool
+    own: bool
+
+    @property
+    def words(self) -> str:
+        """Said to a user."""
+        return f"q is {'bf16' if self.bf16 else 'not bf16'}, {'with' if self.own else 'without'} k and v"
+
+
+CASES = tuple(Case(bf16, own) for bf16 in (True, False) for own in (False, True))
+ALONE = Declined("k or v is given without the other")
 
 
 class Covered(NamedTuple):
@@ -14,25 +36,29 @@ class Covered(NamedTuple):
 
     Attributes:
         bound: for keys and for values: (record number, names of their buffers, paged or not).
-        own: canonical rows [T, heads, row_bytes] of the step's own keys and values, None where the pools hold them.
-        own_numbers: their records' numbers, -1 likewise.
+        own_numbers: of records of the step's own keys and values, -1 where the pools hold them.
         sides: how keys and values are multiplied.
     """
 
     bound: Any
-    own: Any
     own_numbers: Any
     sides: Any
 
 
-def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Attention | None:
-    """The verb of the same name; None where the kernel doesn't cover the layer.
+def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Attention | Declined:
+    """The verb of the same name, or why the kernel doesn't cover the call.
 
     Rows are read where they lie: ``columns`` only bounds how many keys a query sees.
     """
-    found = covered(ops, layer, q, k, v)
-    if found is None:
-        return None
+    if (k is None) != (v is None):
+        return ALONE
+    found = ops.kv_covered[layer, q.dtype == torch.bfloat16, k is not None]
+    if isinstance(found, Declined):
+        return found
+    own = None, None
+    if k is not None:
+        parts = zip(ops.plan.region(layer, "kv"), (k, v), strict=True)
+        own = [ops.encode_rows(region, rows).contiguous() for region, rows in parts]
     keys, values = found.bound
     component = ops.component(layer, "kv")
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
@@ -46,7 +72,7 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),
         None if sink is None else sink.contiguous(),
-        *found.own,
+        *own,
         index.positions,
         index.request_index,
         index.slots,
@@ -64,22 +90,20 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     return Attention(out, lse)
 
 
-def covered(ops, layer, q, k, v) -> Covered | None:
-    """What the call needs, or None where the layer's formats or layout, or rows of one part alone, are not covered."""
+def covered(ops, layer, case: Case) -> Covered | Declined:
+    """What calls of that case need, or why the layer's formats or layout are not covered."""
     bound = ops.bound(layer, "kv")
-    if bound is None or (k is None) != (v is None):
-        return None
+    if bound is None:
+        return Declined(ops.why_unbound(layer, "kv"))
     keys, values = (launch.BOUND[number] for number, _, _ in bound)
-    regions = ops.plan.region(layer, "kv")
     records = None
-    if k is not None:
-        records = kv_cuts.own_records(keys, values, [region.format for region in regions])
-        if records is None:
-            return None
-    device = torch.device(ops.device)
-    how = {"bf16": q.dtype == torch.bfloat16, "native": launch.is_native(device)}
-    sides = kv_cuts.sides_of(keys.record, values.record, records, **how)
-    if sides is None or records is None:
-        return None if sides is None else Covered(bound, (None, None), (-1, -1), sides)
-    own = [ops.encode_rows(region, rows).contiguous() for region, rows in zip(regions, (k, v), strict=True)]
-    return Covered(bound, own, [launch.bind(launch.Bound(record, 0, 0, 0)) for record in records], sides)
+    if case.own:
+        records = kv_cuts.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
+        if isinstance(records, Declined):
+            return records
+    native = launch.is_native(torch.device(ops.device))
+    sides = kv_cuts.multiplied(keys.record, values.record, records, bf16=case.bf16, native=native)
+    if isinstance(sides, Declined):
+        return sides
+    numbers = (-1, -1) if records is None else [launch.bind(launch.Bound(record, 0, 0, 0)) for record in records]
+    return Covered(bound, numbers, sides)

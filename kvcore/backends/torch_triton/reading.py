@@ -13,8 +13,8 @@ from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.attention import chip_of
 from kvcore.backends.torch_triton.kernels.cut import (
     attend_cut,
+    attended,
     own_record,
-    parts_of,
     plain_record,
     splits_for,
     takes_whole,
@@ -22,8 +22,9 @@ from kvcore.backends.torch_triton.kernels.cut import (
 from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_workspace
 from kvcore.backends.torch_triton.kernels.record import power_of_two
-from kvcore.backends.torch_triton.kernels.score_cut import score_parts
+from kvcore.backends.torch_triton.kernels.score_cut import scored
 from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.choices import Declined
 from kvcore.ops import Attention
 
 MOST_SCORES = 1 << 26
@@ -72,10 +73,37 @@ class ReadingVerbs(TorchOps):
         super().__init__(plan, device)
         self.workspaces = Workspaces(device)
         self.attention_kernels = flash.chosen(device)
+        # What ``bind_readers`` finds, and what it finds for calls that a kernel does not cover: (verb, layer) -> why.
+        self._attended = {}
+        self._keys = {}
+        self.kv_covered = {}
+        self.uncovered: dict[tuple[str, int], Declined] = {}
 
     def bound(self, layer, role):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
         raise NotImplementedError
+
+    def why_unbound(self, layer, role) -> str:
+        """Why ``bound`` is None."""
+        raise NotImplementedError
+
+    def bind_readers(self):
+        """Look up, for every layer, what reading launches need beside its records; ``uncovered`` says why not."""
+        for layer, spec in enumerate(self.plan.spec.all_layers):
+            if spec.window is not None or spec.entries is not None:
+                for bf16 in (True, False):
+                    self._attended[layer, bf16] = self._or_none("attend", layer, self._attention_of(layer, bf16=bf16))
+            if spec.index_keys is not None:
+                self._keys[layer] = self._or_none("index_scores", layer, self._index_keys_of(layer))
+            if spec.kv is not None:
+                for case in kv_reading.CASES:
+                    self.kv_covered[layer, case.bf16, case.own] = kv_reading.covered(self, layer, case)
+
+    def _or_none(self, verb, layer, found):
+        if isinstance(found, Declined):
+            self.uncovered[verb, layer] = found
+            return None
+        return found
 
     @torch.no_grad()
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
@@ -86,7 +114,9 @@ class ReadingVerbs(TorchOps):
             if frequencies is not None:
                 launch.calls().turn_back_rows(found.out, index.positions, frequencies)
             return found
-        found = None if self.attention_kernels == "torch" else self._attention(layer, q)
+        # Whether rows are covered does not depend on the arguments.
+        covered = self._attended[layer, q.dtype == torch.bfloat16]
+        found = None if self.attention_kernels == "torch" else covered
         if found is None or not len(index.slots) or not q.numel():
             options = {"rows": rows, "sink": sink, "scale": scale, "rope": rope}
             return super().attend(pools, layer, index, q, selected, **options)
@@ -137,17 +167,18 @@ class ReadingVerbs(TorchOps):
     def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
         """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
         options = {"columns": columns, "sink": sink, "scale": scale}
-        found = None
-        # The kernel knows no left padding.
         if self.attention_kernels != "torch" and len(index.slots) and q.numel():
             found = kv_reading.attend_kv(self, pools, layer, index, q, k, v, **options)
-        return super().attend_kv(pools, layer, index, q, k, v, **options) if found is None else found
+            if not isinstance(found, Declined):
+                return found
+            self.fall_back(layer, "attend_kv", found.reason)
+        return super().attend_kv(pools, layer, index, q, k, v, **options)
 
     @torch.no_grad()
     def index_scores(self, pools, layer, index, q, weights, *, columns=None):
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        bound = self._index_keys(layer)
+        bound = self._keys[layer]
         if bound is None or not len(index.slots) or not q.numel() or not columns:
             return super().index_scores(pools, layer, index, q, weights, columns=columns)
         number, names = bound
@@ -168,6 +199,8 @@ class ReadingVerbs(TorchOps):
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
         if k > MOST_PICKS or not k or not scores.numel():
+            if k > MOST_PICKS:
+                self.fall_back(None, "select", f"k > {MOST_PICKS}")
             return super().select(scores, k)
         room = select_workspace(len(scores), scores.shape[1], k)
         return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *self._pairs(room), k)
@@ -180,7 +213,7 @@ class ReadingVerbs(TorchOps):
             run: entries of a program, in one go whatever there are.
         """
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
-        bound = self._index_keys(layer)
+        bound = self._keys[layer]
         whole = run is None and len(q) * columns <= MOST_SCORES
         if whole or bound is None or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
@@ -204,12 +237,13 @@ class ReadingVerbs(TorchOps):
             run,
         )
 
-    def _index_keys(self, layer):
-        """(record number, names of buffers) of the layer's index keys; None if not covered."""
+    def _index_keys_of(self, layer):
+        """(record number, names of buffers) of the layer's index keys, or why they are not covered."""
         bound = self.bound(layer, "index_keys")
-        if bound is None or score_parts(launch.BOUND[bound[0][0]].record) is None:
-            return None
-        return bound[0][0], bound[0][1]
+        if bound is None:
+            return Declined(self.why_unbound(layer, "index_keys"))
+        found = scored(launch.BOUND[bound[0][0]].record)
+        return found if isinstance(found, Declined) else (bound[0][0], bound[0][1])
 
     def _rotated_room(self, number, q):
         rotated = launch.BOUND[number].record.hadamard
@@ -219,17 +253,17 @@ class ReadingVerbs(TorchOps):
         pairs, counts = room
         return self.workspaces.take("pairs", pairs, torch.int64), self.workspaces.take("counts", counts, torch.int32)
 
-    def _attention(self, layer, q):
-        """(window, entries, parts): (record number, names of buffers) of each or None; None if not covered."""
+    def _attention_of(self, layer, *, bf16):
+        """(window, entries, parts): (record number, names of buffers) of each or None; or why they are not covered."""
         found = []
         for role in ("window", "entries"):
             bound = self.bound(layer, role) if self.component(layer, role) is not None else ()
             if bound is None:
-                return None
+                return Declined(self.why_unbound(layer, role))
             found.append((bound[0][0], bound[0][1]) if bound else None)
         records = [None if one is None else launch.BOUND[one[0]].record for one in found]
-        parts = parts_of(*records, bf16=q.dtype == torch.bfloat16)
-        return None if parts is None else (*found, parts)
+        parts = attended(*records, bf16=bf16)
+        return parts if isinstance(parts, Declined) else (*found, parts)
 
     def _own_rows(self, layer, number, rows, *, whole):
         """(the step's own window rows [T, bytes], number of their record): as the ring will hold them, or decoded."""

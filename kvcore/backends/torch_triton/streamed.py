@@ -9,6 +9,7 @@ import torch
 
 from kvcore.backends.torch_triton import plain
 from kvcore.backends.torch_triton import rows as place
+from kvcore.choices import Decision
 from kvcore.ops import Attention
 
 PIECE = 2048
@@ -26,7 +27,7 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     """
     keys, values = ops.plan.region(layer, "kv")
     heads, host = q.shape[1], ops.host(index)
-    if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):
+    if not host.few or unlike(keys, values):
         return None
     component = ops.component(layer, "kv")
     outs, logs_of, token = [], [], 0
@@ -52,6 +53,21 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     if len(outs) == 1:
         return Attention(outs[0], logs_of[0])
     return Attention(torch.cat(outs), torch.cat(logs_of)) if outs else None
+
+
+def unlike(keys, values) -> str:
+    """Why keys and values are not attended to in pieces; "" where they are."""
+    alike = (keys.heads, keys.format.dim) == (values.heads, values.format.dim)
+    return "" if alike else "keys and values have different heads or dims: all rows are gathered, then attended to"
+
+
+def decide(ops, layer) -> Decision:
+    """How a layer's classic attention runs on the CPU."""
+    why = unlike(*ops.plan.region(layer, "kv")) or (
+        "torch's fused attention over pieces of the rows; all rows are gathered first where k and v are given, in a "
+        "padded step, and where a number is not finite"
+    )
+    return Decision("torch", why)
 
 
 def one_request(ops, pools, component, regions, where, q, scale):

@@ -8,15 +8,17 @@ integers that change from step to step, so a decode step can be captured in a CU
 import torch
 
 from kvcore import bounds
+from kvcore.backends.torch_triton import reasons
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.bound import TAILS
-from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
+from kvcore.backends.torch_triton.kernels.record import power_of_two, recorded
 from kvcore.backends.torch_triton.kernels.shape import tails_apart
-from kvcore.backends.torch_triton.kernels.tail import tail_record
+from kvcore.backends.torch_triton.kernels.tail import tail_recorded
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
+from kvcore.choices import Declined
 from kvcore.composed import ComposedVerbs
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows
 from kvcore.spec import TAIL_OF
@@ -29,10 +31,16 @@ class TritonOps(ReadingVerbs, LifeOps):
         super().__init__(plan, device)
         self._bound = {}
         self._tails = {}
+        self._unbound: dict[tuple[int, str], str] = {}
         self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
         self._bind_all()
+        self.bind_readers()
+
+    def decide(self, layer, verb):
+        """Kernels where they cover the layer, else torch operations and why."""
+        return reasons.decide(self, layer, verb)
 
     @property
     def how(self):
@@ -246,6 +254,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         if len(covered) < len(bounds):
             return False
         if index_kv is not None and index_kv.dtype != kv.dtype:
+            self.fall_back(layer, "flush", reasons.TWO_DTYPES)
             return False
         ((record, names, _),), (tail_record, tail_names), *others = covered
         records = [record, tail_record]
@@ -341,7 +350,10 @@ class TritonOps(ReadingVerbs, LifeOps):
         component = self.component(layer, "kv")
         seen = component.span is not None, component.window or 0, component.chunk or 0
         # The kernel's rings begin where the first query's window does, left padding or not.
-        if bound is None or (seen[0] and index.left_padding is not None):
+        padded = seen[0] and index.left_padding is not None
+        if bound is None or padded:
+            if padded:
+                self.fall_back(layer, "gather_kv", reasons.LEFT_PADDING)
             return super().gather_kv(pools, layer, index, k, v, columns=columns)
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         place = index.slots, index.starts, index.lengths, index.block_table
@@ -358,6 +370,10 @@ class TritonOps(ReadingVerbs, LifeOps):
         """For each part of a role: (record number, names of its buffers, paged or not); None if not covered."""
         return self._bound.get((layer, role))
 
+    def why_unbound(self, layer, role):
+        """Why the kernels do not cover a role; "" where they do."""
+        return self._unbound.get((layer, role), "")
+
     def tail_bound(self, layer, role):
         """(Record number, names of the buffers) of a tail; None if not covered."""
         return self._tails.get((layer, role))
@@ -373,10 +389,11 @@ class TritonOps(ReadingVerbs, LifeOps):
     def _bind(self, layer, role):
         found = []
         for region in self.plan.region(layer, role):
-            recorded = row_record(region, float(self.global_scale(layer, role)))
-            if recorded is None:
+            known = recorded(region, float(self.global_scale(layer, role)))
+            if isinstance(known, Declined):
+                self._unbound[layer, role] = known.reason
                 return None
-            record, buffers = recorded
+            record, buffers = known
             names = sorted(set(buffers))
             number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
             found.append((number, names, record.paged))
@@ -384,10 +401,11 @@ class TritonOps(ReadingVerbs, LifeOps):
 
     def _bind_tail(self, layer, role):
         (region,) = self.plan.region(layer, role)
-        recorded = tail_record(region, self.component(layer, role))
-        if recorded is None:
+        known = tail_recorded(region, self.component(layer, role))
+        if isinstance(known, Declined):
+            self._unbound[layer, role] = known.reason
             return None
-        record, buffers = recorded
+        record, buffers = known
         names = sorted(set(buffers))
         return launch.bind_tail(launch.BoundTail(record, *(names.index(name) for name in buffers))), names
 

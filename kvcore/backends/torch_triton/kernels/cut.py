@@ -7,6 +7,7 @@ import triton
 
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two
 from kvcore.backends.torch_triton.kernels.shape import INTERPRETED
+from kvcore.choices import Declined
 from kvcore.spec import Format
 
 LOG2_E = 1.4426950408889634
@@ -80,12 +81,24 @@ INTERPRETER = Chip(capability=90, multiprocessors=5, shared=LARGE)
 
 @cache
 def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool) -> Parts | None:
-    """How keys of both kinds are cut, for queries in bf16 or not; None where the kernel does not cover them."""
+    """How keys of both kinds are cut, for queries in bf16 or not; None where ``attended`` declines."""
+    found = attended(window, entries, bf16=bf16)
+    return None if isinstance(found, Declined) else found
+
+
+@cache
+def attended(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool) -> Parts | Declined:
+    """How keys of both kinds are cut, for queries in bf16 or not, or why the kernel does not cover them."""
     records = [record for record in (window, entries) if record is not None]
     dim = records[0].dim
     chunk = min(64, power_of_two(dim))
-    if chunk < 16 or not all(_covered(record, chunk) for record in records):
-        return None
+    if chunk < 16:
+        return Declined(f"attention needs rows of more than 8 channels, these have {dim}")
+    for record in records:
+        if not _whole(record, chunk):
+            return Declined(f"a chunk of {chunk} channels would lie in two fields, or in parts of two groups")
+        if record.hadamard or record.global_scale != 1.0 or record.heads != 1:
+            return Declined("attention covers rows of one head that are neither rotated nor under a global scale")
     narrow = bf16 and all(record.exact for record in records)
     if narrow and not any(record.quant for record in records) and dim == power_of_two(dim):
         # Rows that are as the products take them go there whole, not through registers.
@@ -109,10 +122,9 @@ def parts_of_each(window: RowRecord | None, entries: RowRecord | None, own: RowR
     return tuple(alone if one else every for one in whole)
 
 
-def _covered(record: RowRecord, chunk: int) -> bool:
+def _whole(record: RowRecord, chunk: int) -> bool:
     """A chunk must not lie in two fields, nor in parts of two groups."""
-    whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
-    return whole and not record.hadamard and record.heads == 1 and record.global_scale == 1.0
+    return record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
 
 
 PLACES = tuple(f"{field}_{what}" for field in ("codes", "scales", "plain") for what in ("unit", "base", "stride"))

@@ -12,6 +12,7 @@ from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound
 from kvcore.backends.torch_triton.kernels.cut import LARGE, own_record
 from kvcore.backends.torch_triton.kernels.record import RowRecord, aligned, power_of_two
+from kvcore.choices import Declined
 from kvcore.spec import Format
 
 MOST_SPLITS = 128
@@ -67,22 +68,31 @@ FULL = Cut(32, 4, 1, 2)
 WIDE = 256
 
 
+@cache
 def sides_of(
     keys: RowRecord, values: RowRecord, own: tuple[RowRecord, RowRecord] | None, *, bf16: bool, native: bool
 ) -> tuple[Side, Side] | None:
-    """How keys and values are multiplied, for queries in bf16 or not; None where the kernel does not cover them."""
+    """How keys and values are multiplied, for queries in bf16 or not; None where ``multiplied`` declines."""
+    found = multiplied(keys, values, own, bf16=bf16, native=native)
+    return None if isinstance(found, Declined) else found
+
+
+def multiplied(
+    keys: RowRecord, values: RowRecord, own: tuple[RowRecord, RowRecord] | None, *, bf16: bool, native: bool
+) -> tuple[Side, Side] | Declined:
+    """How keys and values are multiplied, for queries in bf16 or not, or why the kernel does not cover them."""
     if (keys.rows, keys.paged) != (values.rows, values.paged):
-        return None
+        return Declined("units hold other numbers of keys than of values")
     own_keys, own_values = own or (keys, values)
-    found = (
-        _side(keys, own_keys, bf16=bf16, native=native, values=False),
-        _side(values, own_values, bf16=bf16, native=native, values=True),
-    )
-    return None if None in found else found  # type: ignore[return-value]
+    key_side = _side(keys, own_keys, bf16=bf16, native=native, values=False)
+    value_side = _side(values, own_values, bf16=bf16, native=native, values=True)
+    if isinstance(key_side, Declined) or isinstance(value_side, Declined):
+        return key_side if isinstance(key_side, Declined) else value_side  # type: ignore[return-value]
+    return key_side, value_side
 
 
 @cache
-def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values: bool) -> Side | None:
+def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values: bool) -> Side | Declined:
     chunk = record.dim & -record.dim
     if chunk < 32 and not record.quant:
         chunk = power_of_two(record.dim)
@@ -93,8 +103,10 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
         chunk = min(chunk, record.width)
     # A chunk must not lie in two fields, nor in parts of two groups.
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
-    if not whole or record.hadamard or record.global_scale != 1.0:
-        return None
+    if not whole:
+        return Declined(f"a chunk of {chunk} channels would lie in two fields, or in parts of two groups")
+    if record.hadamard or record.global_scale != 1.0:
+        return Declined("attention covers rows that are neither rotated nor under a global scale")
     apart = record.groups == 1 and record.quant == record.dim and record.scale == "fp32"
     twice = parts > 1 and record.code == "nf4" and not values
     # Products take 16 channels at least.
@@ -118,10 +130,12 @@ def _in_words(record: RowRecord) -> bool:
     return all(number % 4 == 0 for number in (record.codes_unit, record.codes_base, record.codes_stride))
 
 
-def own_records(keys: Bound, values: Bound, formats: Sequence[Format]) -> tuple[RowRecord, RowRecord] | None:
-    """The records of canonical rows [tokens, heads, row_bytes] of keys and values; None where they are not aligned."""
+def own_records(keys: Bound, values: Bound, formats: Sequence[Format]) -> tuple[RowRecord, RowRecord] | Declined:
+    """The records of canonical rows [tokens, heads, row_bytes] of keys and values, or that they are not aligned."""
     found = [own_record(bound.record, format) for bound, format in zip((keys, values), formats, strict=True)]
-    return (found[0], found[1]) if all(aligned(record) for record in found) else None
+    if all(aligned(record) for record in found):
+        return found[0], found[1]
+    return Declined("canonical rows have elements off their own alignment")
 
 
 def cut_for(device: torch.device, sides: tuple[Side, Side]) -> Cut:

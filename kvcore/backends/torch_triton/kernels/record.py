@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcore.choices import Declined
 from kvcore.plan import Region
 from kvcore.spec import Field
 from kvcore.spec.codes import CODES, RULES, unknown
@@ -96,33 +97,41 @@ class RegionBuffers(NamedTuple):
 
 @cache
 def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | None:
-    """The record of a region and its pools' names, or None where the kernels do not cover its format or layout.
+    """The record of a region and its pools' names, or None where ``recorded`` declines."""
+    found = recorded(region, global_scale)
+    return None if isinstance(found, Declined) else found
+
+
+@cache
+def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, RegionBuffers] | Declined:
+    """The record of a region and its pools' names, or why the kernels do not cover its format or layout.
 
     Raises:
         BackendError: a code, a scale's code or a rule that the kernels were not written for.
     """
     places = {place.field: place for place in region.unit.places}
-    if any(place.split for place in places.values()) or (region.steps[1] > 1 and region.heads > 1):
-        return None
-    if region.copies > 1:
-        return None
+    if any(place.split for place in places.values()):
+        return Declined(f"layout {region.layout} stores the bytes of an element apart")
+    if (region.steps[1] > 1 and region.heads > 1) or region.copies > 1:
+        return Declined(f"layout {region.layout} stores the heads of a row apart, or rows twice")
     values = [field for field in region.format.fields if field.is_value]
     scaled = [field for field in values if field.group is not None]
     plain = [field for field in values if field.group is None]
+    named = f"format {region.format.name}"
     if len(scaled) > 1 or len(plain) > 1 or values != scaled + plain:
-        return None
+        return Declined(f"{named} is not one scaled field, then one plain field")
     _check_known(region, values)
     if not all(field.code in PLAIN_BYTES for field in plain) or not all(field.code in SCALED for field in scaled):
-        return None
+        return Declined(f"{named} has a scaled code without a scale, or a plain one with one")
     dim = region.format.dim or 0
     tile = power_of_two(dim)
     quant = scaled[0] if scaled else None
     width = (quant.group if quant else 0) or tile
     if width & (width - 1):
-        return None
+        return Declined(f"{named} has groups of {width} channels, no power of two")
     pad = _pad(places, quant)
     if pad is None or (quant is not None and quant.groups + pad > tile // width):
-        return None
+        return Declined(f"{named} has padding elsewhere than right behind its scales, or more than a tile holds")
     record = RowRecord(
         dim=dim,
         quant=(quant.dims or 0) if quant else 0,
@@ -157,7 +166,7 @@ def row_record(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Re
         **_places(region, "plain", places.get(plain[0].name) if plain else None),
     )
     if not aligned(record):
-        return None
+        return Declined(f"{named} in layout {region.layout} has elements off their own alignment")
     some = next(iter(places.values()))
     names = [
         region.buffers[places.get(name, some).buffer][0]

@@ -7,6 +7,7 @@ import triton
 
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
 from kvcore.backends.torch_triton.kernels.shape import INTERPRETED
+from kvcore.choices import Declined
 
 
 class ScoreParts(NamedTuple):
@@ -33,15 +34,26 @@ CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 2)}
 
 @cache
 def score_parts(record: RowRecord) -> ScoreParts | None:
-    """How keys are cut; None where the kernel does not cover them: codes are bf16 numbers, scales apart or exact."""
+    """How keys are cut; None where ``scored`` declines."""
+    found = scored(record)
+    return None if isinstance(found, Declined) else found
+
+
+@cache
+def scored(record: RowRecord) -> ScoreParts | Declined:
+    """How keys are cut, or why the kernel does not cover them: codes are bf16 numbers, scales apart or exact."""
     chunk = min(64, power_of_two(record.dim))
     whole = record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
     scaled = record.code in ("e4m3", "e2m1", "int8") and (
         record.groups == 1 or power_of_two_scaled(record) or (record.code, record.scale) == ("e2m1", "e4m3")
     )
     exact = (scaled or not record.quant) and record.plain in ("", "bf16")
-    if chunk < 16 or not whole or not exact or record.heads != 1:
-        return None
+    if chunk < 16:
+        return Declined(f"scores need keys of more than 8 channels, these have {record.dim}")
+    if not whole or record.heads != 1:
+        return Declined("scores need keys of one head whose groups divide, or are divided by, 64 channels")
+    if not exact:
+        return Declined(f"scores need keys that are bf16 numbers; {record.code or record.plain} with its scales is not")
     return ScoreParts(record.dim, chunk, triton.cdiv(record.dim, chunk), INTERPRETED, True)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.codes import float_bits, load_float
+from kvcore.choices import Declined
 from kvcore.plan import Region
 from kvcore.spec import Tail
 
@@ -48,15 +49,23 @@ class TailBuffers(NamedTuple):
 
 
 def tail_record(region: Region, component: Tail) -> tuple[TailRecord, TailBuffers] | None:
-    """The record of a tail and its pools' names, or None in a layout that the kernels don't cover."""
+    """The record of a tail and its pools' names, or None where ``tail_recorded`` declines."""
+    found = tail_recorded(region, component)
+    return None if isinstance(found, Declined) else found
+
+
+def tail_recorded(region: Region, component: Tail) -> tuple[TailRecord, TailBuffers] | Declined:
+    """The record of a tail and its pools' names, or why the kernels do not cover its layout."""
     places = {place.field: place for place in region.unit.places}
     kv, score = places["kv"], places["score"]
     sizes = dict(region.unit.buffers)
     # Rows and slots are as far apart in both, so that one offset serves both.
     alike = (sizes[kv.buffer], kv.stride) == (sizes[score.buffer], score.stride)
     whole = not any(n % 4 for place in (kv, score) for n in (sizes[place.buffer], place.stride, place.base))
-    if not (alike and whole) or kv.split or score.split:
-        return None
+    if kv.split or score.split:
+        return Declined(f"layout {region.layout} stores the bytes of an element apart")
+    if not (alike and whole):
+        return Declined(f"kv and score lie differently in layout {region.layout}, or off fp32 alignment")
     record = TailRecord(
         width=component.width,
         dim=component.dim,
