@@ -41,6 +41,7 @@ ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
     "KVCORE_ATTENTION",
     "KVCORE_JAX_KERNELS",
+    "KVCORE_STRICT",
     "TRITON_INTERPRET",
     "JAX_PLATFORMS",
 )
@@ -51,6 +52,7 @@ examples:
   kvcore info --probe         asks each backend, in a process of its own, whether and how it runs here
   kvcore info --probe --json  for a bug report
   kvcore info --spec NAME     which backends declare what a spec needs: a preset, a spec's or a model's JSON file
+  kvcore info --plan NAME --backend torch_triton  which code runs each verb of its layers there, and why
 """
 
 
@@ -72,6 +74,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         help="of each probe (default: %(default)s)",
     )
     parser.add_argument("--spec", metavar="NAME|FILE", help="say which backends do not declare what this spec needs")
+    parser.add_argument("--plan", metavar="NAME|FILE", help="say which code runs each verb of this spec, and why")
+    parser.add_argument("--backend", metavar="NAME", default="auto", help="of --plan (default: %(default)s)")
+    parser.add_argument("--device", metavar="D", help="of --plan, such as cpu or cuda:1")
     parser.add_argument("--layout", default="auto", help="of its pools, as for create_cache (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -79,6 +84,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Gather and print."""
+    if options.plan is not None:
+        from kvcore.cli import choices
+
+        return choices.run(options)
     needs = None
     if options.spec is not None:
         from kvcore.plugins import Needs

@@ -12,7 +12,19 @@ import msgspec
 import numpy as np
 
 from kvcore import bounds
-from kvcore.ops import AllEntries, Array, Attention, Backend, RawRows, SelectedEntries, StepIndex, Strip, VisibleRows
+from kvcore.choices import explain
+from kvcore.ops import (
+    AllEntries,
+    Array,
+    Attention,
+    Backend,
+    Choice,
+    RawRows,
+    SelectedEntries,
+    StepIndex,
+    Strip,
+    VisibleRows,
+)
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.shards.exchange import Exchange
@@ -53,6 +65,21 @@ class ShardedOps:
     def how(self) -> str:
         """The backend's, and the number of shards."""
         return f"{self._base.how}, {self.plan.context} context shards"
+
+    def explain(self) -> list[Choice]:
+        """Which code runs on a shard, and why; attention runs over the window and over pages, each by itself."""
+        parts = {(choice.layer, choice.verb): choice for choice in explain(self._pages)}
+        rings = {(choice.layer, choice.verb): choice for choice in explain(self._rings)}
+        found = []
+        for choice in explain(self._base):
+            here = choice.layer, choice.verb
+            if choice.verb == "attend" and self.plan.spec.all_layers[choice.layer].entries is not None:
+                entries, window = parts[here], None
+                if self.plan.spec.all_layers[choice.layer].window is not None:
+                    window = rings[here]
+                choice = entries if window is None else _both(window, entries)
+            found.append(choice)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name in WHOLE:
@@ -285,6 +312,14 @@ class ShardedOps:
 
     def _is_paged(self, layer: int, role: str) -> bool:
         return self.plan.region(layer, role)[0].growth == "block"
+
+
+def _both(window: Choice, entries: Choice) -> Choice:
+    """What runs attention over a window and then over entries."""
+    names = dict.fromkeys((window.implementation, entries.implementation))
+    return entries._replace(
+        implementation=" and ".join(names), reason=f"window: {window.reason}; entries: {entries.reason}"
+    )
 
 
 def _columns(pages: Pages, columns: int) -> int:

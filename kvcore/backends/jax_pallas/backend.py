@@ -24,6 +24,7 @@ from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
+from kvcore.choices import Decision
 from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
 from kvcore.ops import AllEntries, Closed, Paging, RawRows, StepIndex, VisibleRows
@@ -85,6 +86,15 @@ class JaxOps(ComposedVerbs):
         kind = (self._target or jax.devices()[0]).device_kind
         name = self.device if self.device == "cpu" else f"{self.device} ({kind})"
         return f"{name}; kernels: {self.kernels}" if self.device == "cuda" else name
+
+    def decide(self, layer: int | None, verb: str) -> Decision:
+        """On the CPU ``jax.numpy``; of kernels it is not told verb by verb."""
+        del layer, verb
+        if self.kernels == "portable":
+            return Decision("jax.numpy", "no kernels: they run on a TPU in tpu_tile, and on CUDA with jax-triton")
+        return Decision(
+            f"{self.kernels} and jax.numpy", "kernels where they cover the call; docs/backends.md lists them"
+        )
 
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
