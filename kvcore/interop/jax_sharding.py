@@ -126,12 +126,13 @@ class Sharded:
         Raises:
             SpecError: another number of indices than shards, or shapes that differ; pad the steps.
         """
-        shapes = [tuple(None if array is None else np.shape(array) for array in index) for index in shards]
+        arrays_of: list[tuple[Any, ...]] = [index[:-1] for index in shards]  # without the last, which is no array
+        shapes = [tuple(None if array is None else np.shape(array) for array in given) for given in arrays_of]
         if len(shards) != self.shards["requests"] or len(set(shapes)) > 1:
             allowed = f"{self.shards['requests']} indices of one shape"
             raise SpecError(got=shapes, where="index", allowed=allowed, hint="Give step pad_tokens and pad_requests.")
-        found = []
-        for arrays in zip(*shards, strict=True):
+        found: list[Any] = []
+        for arrays in zip(*arrays_of, strict=True):
             missing = arrays[0] is None
             found.append(None if missing else self.put(np.concatenate([np.asarray(one) for one in arrays]), "requests"))
         return StepIndex(*found)
@@ -140,7 +141,8 @@ class Sharded:
     def queries(self) -> StepIndex:
         """Axes of an index given once more, as an input: of the queries that a shard has where they are cut."""
         cut, whole = Axes(("requests", "query_length")), Axes("requests")
-        return StepIndex(cut, cut, *[whole] * (len(StepIndex._fields) - 2))
+        others: list[Any] = [whole] * (len(StepIndex._fields) - 3)  # all arrays but those two
+        return StepIndex(cut, cut, *others)
 
     def mode_of(self, index: StepIndex) -> str:
         """``decode`` or ``prefill``, by the shapes of an index; see ``jax_rules.mode_of``."""

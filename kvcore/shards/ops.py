@@ -73,10 +73,9 @@ class ShardedOps:
         found = []
         for choice in explain(self._base):
             here = choice.layer, choice.verb
-            if choice.verb == "attend" and self.plan.spec.all_layers[choice.layer].entries is not None:
-                entries, window = parts[here], None
-                if self.plan.spec.all_layers[choice.layer].window is not None:
-                    window = rings[here]
+            layer = None if choice.layer is None else self.plan.spec.all_layers[choice.layer]
+            if choice.verb == "attend" and layer is not None and layer.entries is not None:
+                entries, window = parts[here], None if layer.window is None else rings[here]
                 choice = entries if window is None else _both(window, entries)
             found.append(choice)
         return found

@@ -504,8 +504,8 @@ TABLE = {
     ],
     "streamed.py": [
         (
-            "    if not host.few or (keys.heads, keys.format.dim) != (values.heads, values.format.dim):\n",
-            "    if not host.few or keys.format.dim != values.format.dim:\n",
+            "    alike = (keys.heads, keys.format.dim) == (values.heads, values.format.dim)\n",
+            "    alike = keys.format.dim == values.format.dim\n",
             "keys and values of different heads share one group",
         ),
         (

@@ -174,12 +174,11 @@ class TorchOps(ComposedVerbs):
         # Tensors of inference mode don't say whether they were written to.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             moved = torch.from_numpy(flat).to(self.device)
-        return StepIndex(
-            *(
-                moved.as_strided(array.shape, (*array.shape[1:], 1), start)
-                for start, array in zip(starts, arrays, strict=True)
-            )
-        )
+        pieces: list[Any] = [
+            moved.as_strided(array.shape, (*array.shape[1:], 1), start)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+        return StepIndex(*pieces)
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""

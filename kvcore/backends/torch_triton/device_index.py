@@ -6,6 +6,7 @@ its shape.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ class DeviceIndex:
     def put(self, host: StepIndex) -> StepIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
         # Left padding, the last, may be missing.
-        arrays = [array for array in host if array is not None]
+        arrays = host.arrays
         shape = tuple(array.shape for array in arrays)
         if shape not in self._buffers:
             # Buffers outlive the mode they are first used in; inference tensors could not be written outside it.
@@ -46,7 +47,7 @@ class _Buffer:
         self._host = [torch.zeros(total, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]
         self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        pieces = [self._device[place].view(shape) for place, shape in zip(self._places, shapes, strict=True)]
+        pieces: list[Any] = [self._device[place].view(shape) for place, shape in zip(self._places, shapes, strict=True)]
         self.index = StepIndex(*pieces)
         self._turn = 0
 
