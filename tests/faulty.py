@@ -90,16 +90,16 @@ def told(cache: kvcore.Cache) -> dict[int, Any]:
 def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
     """Each call that a verb makes to the backend fails once: nothing has happened, and everything can be released."""
     cache, a, _ = world(backend)
-    real = cache.ops
-    cache.ops = counting = Faulty(real)
+    real = cache._verbs
+    cache._verbs = counting = Faulty(real)
     VERBS[verb](cache, a)
     for n in range(1, len(counting.calls) + 1):
         cache, a, b = world(backend)
-        before, free, real = told(cache), (cache.free_slots, cache.free_blocks), cache.ops
-        cache.ops = Faulty(real, lambda call, _, n=n: call == n, late=late)
+        before, free, real = told(cache), (cache.free_slots, cache.free_blocks), cache._verbs
+        cache._verbs = Faulty(real, lambda call, _, n=n: call == n, late=late)
         with pytest.raises(MemoryError):
             VERBS[verb](cache, a)
-        cache.ops = real
+        cache._verbs = real
         after = told(cache)
         assert after[b.id] == before[b.id]
         if a in cache.requests:
@@ -111,14 +111,14 @@ def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
 
 def a_long_step(cache: kvcore.Cache, request: kvcore.Request, fails: Callable[[int, str], bool]) -> None:
     """Seven tokens for two rings of five, whose rows wait for the commit."""
-    real = cache.ops
-    cache.ops = Faulty(real, fails)
+    real = cache._verbs
+    cache._verbs = Faulty(real, fails)
     try:
         with cache.step({request: 7}) as step:
             for layer in range(2):
                 step.layer(layer).append_window(cache.asarray(np.full((7, scene.DIM), 50, np.float32)))
     finally:
-        cache.ops = real
+        cache._verbs = real
 
 
 def nth(name: str, number: int) -> Callable[[int, str], bool]:
