@@ -50,7 +50,7 @@ def append_kernel(
     place = place * R.heads + row % R.heads
     if split:
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, narrow, NATIVE)
-        store_plain(y, plain, unit, place, valid, plain_ptr, R, NATIVE)
+        store_plain(y, plain, unit, place, valid, plain_ptr, R, narrow, NATIVE)
     else:
         store_rows(x, unit, place, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)
 
@@ -112,7 +112,7 @@ def append_rotated_kernel(
             x = round_bf16(x, NATIVE)
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, R.rounded, NATIVE)
         y = tl.reshape(y, (ROWS, 1, 2 * PAIRS))
-        store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, NATIVE)
+        store_plain(y, tl.reshape(turned, (1, 1, 2 * PAIRS)), unit, place, valid, plain_ptr, R, False, NATIVE)
     else:
         cos, sin = turns(position, frequencies_ptr, R.tiles * R.width, R.dim, PAIRS)
         flat = rotate(tl.reshape(x, (ROWS, R.tiles * R.width)), cos, sin, R.dim, PAIRS)

@@ -178,14 +178,18 @@ def within(x, R: tl.constexpr):
 
 
 @triton.jit
-def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NATIVE: tl.constexpr):
-    """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong."""
+def store_plain(x, channel, unit, row, valid, plain_ptr, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """Store x [n, a, b], whose channels are numbered by ``channel`` [1, a, b], in the plain field where they belong.
+
+    NARROW: every value is a bf16 number, which a bf16 field takes as it is.
+    """
     size: tl.constexpr = 4 if R.plain == "fp32" else 2
     at = element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, size)[:, None, None] + (
         channel - R.quant
     )
     keep = valid[:, None, None] & (channel >= R.quant) & (channel < R.dim)
-    x = within(x, R)
+    if not (NARROW and R.plain == "bf16"):
+        x = within(x, R)
     if R.plain == "fp32":
         bits = tl.where(x != x, 0x7FC00000, float_bits(x))
         tl.store(plain_ptr.to(tl.pointer_type(tl.int32)) + at, bits, mask=keep)
@@ -210,7 +214,7 @@ def store_rows(
     if R.quant:
         store_codes(x, unit, row, valid, codes_ptr, scales_ptr, R, NARROW or R.hadamard, NATIVE)
     if R.plain != "":
-        store_plain(x, channels(R), unit, row, valid, plain_ptr, R, NATIVE)
+        store_plain(x, channels(R), unit, row, valid, plain_ptr, R, NARROW or R.hadamard, NATIVE)
 
 
 @triton.jit
