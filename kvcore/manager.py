@@ -9,6 +9,7 @@ rather than read as its slot's next owner.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvcore.blocks import BlockAllocator
@@ -19,6 +20,10 @@ from kvcore.plan import CachePlan
 from kvcore.request import Place, Request
 
 __all__ = ["Growth", "Manager", "Place", "Request", "TakenOver"]
+
+
+MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
+"""A step that brings every main layer its rows, and no draft layer."""
 
 
 class Manager:
@@ -246,31 +251,32 @@ class Manager:
         new: int,
         tokens: Sequence[int] | None,
         growth: Growth,
-        touched: Mapping[str, bool] | None = None,
+        touched: Mapping[str, bool] = MAIN,
     ) -> Place:
         """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
 
         Args:
             tokens: ids of the first of them, as far as they are known, or None.
-            touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows; None:
-                the main layers did.
+            touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows.
         """
         place = self._places[request].copy()
-        start = place.length
-        place.length += new
-        place.high_water = max(place.high_water, place.length)
         place.blocks = growth.blocks
-        if tokens is not None:
-            expected = place.prompt[start : place.length]
+        if not new:
+            return place
+        start = place.length
+        place.length = end = start + new
+        if end > place.high_water:
+            place.high_water = end
+        if tokens is not None and place.prompt:
+            expected = place.prompt[start:end]
             if list(tokens[: len(expected)]) != list(expected):
                 # From here on it is another text than the prompt.
                 place.prompt = ()
-        if new:
-            place.written = dict(place.written)
-            for group, done in ({"main": True} if touched is None else touched).items():
-                before = place.written.setdefault(group, place.given)
-                if done and before >= start:
-                    place.written[group] = max(before, place.length)
+        place.written = written = place.written.copy()
+        for group, done in touched.items():
+            before = written.setdefault(group, place.given)
+            if done and start <= before < end:
+                written[group] = end
         return place
 
     def learn(self, place: Place, new: int, tokens: Sequence[int] | None) -> None:

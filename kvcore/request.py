@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvcore.manager import Manager
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Place:
     """What a live request holds.
 
@@ -55,9 +55,14 @@ class Place:
 
     def copy(self) -> "Place":
         """A place to change and put in this one's stead; lists are shared, and not changed below ``length``."""
-        other = object.__new__(Place)
-        other.__dict__.update(self.__dict__)
-        return other
+        # Once a step for each request: several attributes a line, and no call, are a third of what a dict's copy takes.
+        new = object.__new__(Place)
+        new.slot, new.generation, new.salt, new.shares, new.lost = (
+            self.slot, self.generation, self.salt, self.shares, self.lost)  # fmt: skip
+        new.length, new.high_water, new.floor, new.written = self.length, self.high_water, self.floor, self.written
+        new.cached_tokens, new.stored, new.given = self.cached_tokens, self.stored, self.given
+        new.blocks, new.tokens, new.prompt, new.keys = self.blocks, self.tokens, self.prompt, self.keys
+        return new
 
     @property
     def complete(self) -> int:

@@ -95,8 +95,9 @@ class PrefixCache:
 
     def publish(self, place: Place, done: int = 0) -> None:
         """Seal a request's full blocks whose keys are known, the first ``done`` of which are sealed already."""
-        for block, key in zip(place.blocks[done:], place.keys[done:], strict=False) if self.on else ():
-            self._manager.blocks.seal(block, key)
+        if self.on and len(place.keys) > done:
+            for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
+                self._manager.blocks.seal(block, key)
 
     def mend(self, places: Iterable[Place]) -> None:
         """Work out anew what follows from blocks and checkpoints, after a verb that did not get to its end."""

@@ -133,7 +133,7 @@ class SharingVerbs(CacheBase):
         self._poison([], self._prefix.reset())
 
     def _boundary_states(
-        self, request: Request, row: Row, ids: Sequence[int] | None, own: Callable[[int], Own], *, written: bool
+        self, request: Request, row: Row, ids: Sequence[int], own: Callable[[int], Own], *, written: bool
     ) -> list[tuple[int, Content]]:
         """(length, state) of every checkpoint that the policy wants of a step that is about to commit.
 
@@ -142,7 +142,7 @@ class SharingVerbs(CacheBase):
             written: outside code put the step's rows into the pools, so only the end of the step is known.
         """
         place = self._manager.place(request)
-        if place.tokens is None or ids is None or not place.shares:
+        if place.tokens is None or not place.shares:
             return []
         lengths = self._prefix.boundaries(row.start, row.length)
         return [

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError
@@ -51,27 +52,35 @@ def build_index(
     Raises:
         ShapeError: the padding is smaller than the step.
     """
-    tokens = _padded("pad_tokens", pad_tokens, sum(row.new for row in rows))
+    counts = [row.new for row in rows]
+    tokens = _padded("pad_tokens", pad_tokens, sum(counts))
     requests = _padded("pad_requests", pad_requests, len(rows))
+    # An array of one column of all rows at a time: one assignment for each number would take longer than the rest.
+    padded = any(row.left_padding is not None for row in rows)
+    starts = _column([row.start for row in rows], requests, 0)
     positions = np.full(tokens, -1, np.int32)
     request_index = np.full(tokens, -1, np.int32)
-    slots = np.full(requests, -1, np.int32)
-    starts = np.zeros(requests, np.int32)
-    lengths = np.zeros(requests, np.int32)
+    if counts.count(1) == len(counts):
+        positions[: len(rows)], request_index[: len(rows)] = starts[: len(rows)], np.arange(len(rows))
+    else:
+        first = 0
+        for number, row in enumerate(rows):
+            positions[first : first + row.new] = np.arange(row.start, row.length)
+            request_index[first : first + row.new] = number
+            first += row.new
     block_table = np.full((requests, max_blocks), -1, np.int32)
-    stored = np.zeros(requests, np.int32)
-    left_padding = np.zeros(requests, np.int32) if any(row.left_padding is not None for row in rows) else None
-    first = 0
     for number, row in enumerate(rows):
-        positions[first : first + row.new] = np.arange(row.start, row.length)
-        request_index[first : first + row.new] = number
-        slots[number], starts[number], lengths[number] = row.slot, row.start, row.length
-        stored[number] = row.stored
-        if left_padding is not None:
-            left_padding[number] = row.left_padding or 0
         block_table[number, : len(row.blocks)] = row.blocks
-        first += row.new
-    return StepIndex(positions, request_index, slots, starts, lengths, block_table, stored, left_padding)
+    return StepIndex(
+        positions,
+        request_index,
+        _column([row.slot for row in rows], requests, -1),
+        starts,
+        _column([row.start + row.new for row in rows], requests, 0),
+        block_table,
+        _column([row.stored for row in rows], requests, 0),
+        _column([row.left_padding or 0 for row in rows], requests, 0) if padded else None,
+    )
 
 
 def at_start(index: StepIndex) -> StepIndex:
@@ -82,6 +91,11 @@ def at_start(index: StepIndex) -> StepIndex:
 def closed_count(rows: Sequence[Row], ratio: int) -> int:
     """Entries of ``ratio`` tokens that the step completes, over all requests."""
     return sum(row.length // ratio - row.start // ratio for row in rows)
+
+
+def _column(values: list[int], rows: int, padding: int) -> NDArray[np.int32]:
+    """One number for each request, and for those that pad them."""
+    return np.array(values + [padding] * (rows - len(values)), np.int32)
 
 
 def _padded(where: str, given: int | None, needed: int) -> int:

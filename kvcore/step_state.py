@@ -141,7 +141,7 @@ class StepState:
         except BaseException:
             self.roll_back()
             raise
-        done = [len(manager.place_of(request).keys) for request in self.requests]
+        done = [len(manager.place_of(request).keys) for request in self.requests] if prefix.on else []
         self.table = manager.with_places(places)
         for place, row, ids in zip(places.values(), self._rows, self._ids, strict=True):
             manager.learn(place, row.new, ids)
@@ -149,9 +149,9 @@ class StepState:
         manager.become(self.table)
         cache._end_step()
         freed = manager.settle(self.grown)
-        for number, place in enumerate(places.values()):
-            prefix.publish(place, done[number])
-            for length, state in states[number]:
+        for place, sealed, kept in zip(places.values(), done, states, strict=True) if prefix.on else ():
+            prefix.publish(place, sealed)
+            for length, state in kept:
                 if length <= place.complete:
                     prefix.keep(place, length, state)
         cache._poison([], freed)
@@ -200,24 +200,29 @@ class StepState:
             request: self._manager.after(request, row.new, ids, growth, touched)
             for request, row, ids, growth in zip(self.requests, self._rows, self._ids, self.grown, strict=True)
         }
-        for place, ids in zip(places.values(), self._ids, strict=True):
-            self.cache._prefix.extend(place, ids or ())
+        if self.cache._prefix.on:
+            for place, ids in zip(places.values(), self._ids, strict=True):
+                self.cache._prefix.extend(place, ids or ())
         return places
 
     def _states(self) -> list[list[tuple[int, Content]]]:
-        """For each request, the checkpoints that the policy wants of this step."""
+        """For each request, the checkpoints that the policy wants of this step; nothing at all under ``off``."""
+        if not self.cache._prefix.on:
+            return []
         return [
             self.cache._boundary_states(
-                request, self._rows[number], self._ids[number], self._own_rows(number), written=self._pools_replaced
+                request, self._rows[number], ids, self._own_rows(number), written=self._pools_replaced
             )
-            for number, request in enumerate(self.requests)
+            if ids is not None
+            else []
+            for number, (request, ids) in enumerate(zip(self.requests, self._ids, strict=True))
         ]
 
     def _own_rows(self, number: int) -> Callable[[int], Own]:
         """Length -> one request's rows that still wait, cut at that length."""
-        first = sum(row.new for row in self._rows[:number])
 
         def until(length: int) -> Own:
+            first = sum(row.new for row in self._rows[:number])
             last = first + length - self._rows[number].start
             waiting = [(layer, handle._waiting_rows()) for layer, handle in self._layers.items()]
             return {

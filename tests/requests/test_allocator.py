@@ -1,5 +1,8 @@
 """The block allocator against a model of three sets: nothing lost, nothing doubled, nobody evicted who is held."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcore.blocks import BlockAllocator
 from kvcore.errors import OutOfBlocks, RequestError
+from kvcore.request import Place
 
 BLOCKS = 9
 
@@ -195,3 +199,12 @@ def test_a_twin_takes_the_place_of_what_is_dropped_or_evicted():
     assert (allocator.find(b"key"), allocator.free, allocator.idle) == (second, 1, 1)
     assert sorted(allocator.take(2)) == [first, second]
     assert (allocator.find(b"key"), allocator.key(second)) == (third, None)
+
+
+def test_a_copied_place_is_the_same_in_everything_and_changes_alone():
+    values = {field.name: object() for field in fields(Place)}
+    place: Any = Place(**values)
+    copied: Any = place.copy()
+    assert {name: getattr(copied, name) for name in values} == values
+    copied.length = 3
+    assert place.length is values["length"]
