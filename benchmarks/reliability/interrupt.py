@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -329,50 +329,68 @@ class Check:
         return []
 
 
-def broken(
-    verb: Verb, backend: str, folder: str, *, every: int = 1, first: int = 0
-) -> Iterator[tuple[Line, list[str]]]:
-    """(line, what is wrong) of every interruption of a verb that broke something, or of every n-th; else (line, [])."""
-    check = Check(verb, backend, folder)
-    for n, line in points(verb, backend, folder)[first::every]:
-        found = check.point(n)
-        if found is not None:
-            yield line, found
+class Tried(NamedTuple):
+    """How many of a verb's points were tried."""
+
+    tried: int
+    of: int
+
+
+def interrupted(verb: Verb, backend: str, *, every: int, first: int) -> tuple[Tried, list[dict[str, str]]]:
+    """Interrupt a verb at every n-th of its points, until the time is over; what was broken by it."""
+    tried, failures = 0, list[dict[str, str]]()
+    with tempfile.TemporaryDirectory() as folder:
+        check, chosen = Check(verb, backend, folder), points(verb, backend, folder)
+        for n, line in chosen[first::every]:
+            if command.spent():
+                break
+            tried += 1
+            place = f"{Path(line.file).relative_to(Path(KVCORE).parent)}:{line.number}"
+            failures += [
+                {"backend": backend, "verb": verb.name, "line": place, "error": each} for each in check.point(n) or ()
+            ]
+    return Tried(tried, len(chosen)), failures
 
 
 def run(full: bool, seed: int, backends: str, every: str) -> dict[str, Any]:
     """Interrupt every verb on every backend, at every n-th of its points, the first of which the seed says."""
     step = int(every) if every else 1 if full else 50
-    told: dict[str, dict[str, int]] = {}
+    told: dict[str, dict[str, Tried]] = {}
     failures: list[dict[str, str]] = []
     for backend in backends.split(","):
         told[backend] = {}
         for verb in VERBS:
-            start, done = time.perf_counter(), 0
-            with tempfile.TemporaryDirectory() as folder:
-                for line, found in broken(verb, backend, folder, every=step, first=seed % step):
-                    done += 1
-                    place = f"{Path(line.file).relative_to(Path(KVCORE).parent)}:{line.number}"
-                    failures += [
-                        {"backend": backend, "verb": verb.name, "line": place, "error": each} for each in found
-                    ]
-                    if command.spent():
-                        break
-            told[backend][verb.name] = done
-            seconds = time.perf_counter() - start
+            if command.spent():
+                break
+            start = time.perf_counter()
+            told[backend][verb.name], broken = interrupted(verb, backend, every=step, first=seed % step)
+            failures += broken
             print(
-                f"{backend}: {verb.name}: {done} points, {seconds:.1f} s, {len(failures)} broken",
+                f"{backend}: {verb.name}: {told[backend][verb.name].tried} points, "
+                f"{time.perf_counter() - start:.1f} s, {len(failures)} broken",
                 file=sys.stderr,
                 flush=True,
             )
-            if command.spent():
-                break
+    whole = {
+        backend: len(counts) == len(VERBS) and all(one.tried == one.of for one in counts.values())
+        for backend, counts in told.items()
+    }
     return {
         "figure": "R11",
+        "form": "full" if all(whole.values()) else "a part",
+        "full": [backend for backend, is_whole in whole.items() if is_whole],
         "seed": seed,
         "every": step,
-        "points": {backend: sum(counts.values()) for backend, counts in told.items()},
-        "verbs": told,
+        "points": {
+            backend: Tried(*(sum(one[part] for one in counts.values()) for part in range(2)))._asdict()
+            for backend, counts in told.items()
+        },
+        "verbs": {backend: {name: one._asdict() for name, one in counts.items()} for backend, counts in told.items()},
+        "verbs_left_out": {
+            backend: left
+            for backend, counts in told.items()
+            if (left := [verb.name for verb in VERBS if verb.name not in counts])
+        },
         "divergences": len(failures),
         "failures": failures[:50],
     }
