@@ -218,6 +218,11 @@ def watched(act: Callable[[], Any], lines: Lines) -> bool:
     except (KeyboardInterrupt, BackendError):
         # An interrupted probe of a plug-in is one that failed.
         return True
+    except ValueError as error:
+        # JAX says so of what it compared when the interruption came.
+        if "KeyboardInterrupt" not in str(error):
+            raise
+        return True
     finally:
         sys.settrace(before)
     return False
