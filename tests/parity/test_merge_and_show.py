@@ -96,8 +96,8 @@ def test_summary_counts() -> None:
     assert summary.spec == f"one window ({spec().digest[:16]})"
     assert not summary.agrees
     assert [cell_text(cell) for cell in summary.verbs["append_window"]] == ["1 agree, 6 disagree"]
-    assert [cell_text(cell) for cell in summary.verbs["gather_window"]] == ["7"]
-    assert [cell_text(cell) for cell in summary.totals] == ["8 agree, 6 disagree"]
+    assert [cell_text(cell) for cell in summary.verbs["gather_window"]] == ["8"]
+    assert [cell_text(cell) for cell in summary.totals] == ["9 agree, 6 disagree"]
 
 
 def test_a_failure_in_words() -> None:

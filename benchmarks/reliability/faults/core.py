@@ -20,8 +20,8 @@ TABLE = {
             "shared blocks that were replaced are lost",
         ),
         (
-            "        place.high_water = max(place.high_water, place.length)\n        place.blocks",
-            "        place.blocks",
+            "        if end > place.high_water:\n            place.high_water = end\n",
+            "",
             "what was written is forgotten, and a rollback goes too deep",
         ),
         (
