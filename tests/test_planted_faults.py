@@ -52,3 +52,20 @@ def test_a_fault_is_noticed_and_none_is_not(monkeypatch):
     assert source == Path(planted.ROOT / ENTRIES).read_text(encoding="utf-8")
     assert {one["why"]: one["noticed"] for one in told} == {faults[0].why: "kit", "nothing": ""}
     assert (record["all"]["kit"], record["faults"], record["divergences"]) == (1, 1, 0)
+
+
+def test_what_a_record_says_was_noticed_is_not_judged_again():
+    noticed, missed, new = (Fault(ENTRIES, "old", text, "why") for text in ("a", "b", "c"))
+    told = [
+        {"file": ENTRIES, "old": "old", "new": fault.new, "noticed": by}
+        for fault, by in ((noticed, "kit"), (missed, ""))
+    ]
+    known, left = planted.taken_over({"told": told}, [missed, noticed, new])
+    assert (known, left) == (told[:1], [missed, new])
+
+
+def test_a_fault_can_be_judged_by_the_suite_alone(monkeypatch):
+    runs = (planted.kit("torch_triton", "no such check"), planted.suite("tests/test_planted_faults.py", "-k", "gone"))
+    monkeypatch.setattr(planted, "WAYS", {"*": runs})
+    told = planted.judge(Fault(ENTRIES, "", "", "nothing"), "suite")
+    assert (told["ran"], told["noticed"]) == ([" ".join(runs[1].arguments)], "")

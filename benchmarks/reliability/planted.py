@@ -2,11 +2,15 @@
 
     python -m benchmarks.reliability.planted --jobs 2 --out planted.json
     python -m benchmarks.reliability.planted --only 'kvcore/prefix.py' --part 0/4
+    python -m benchmarks.reliability.planted --ways kit --out kit.json
+    python -m benchmarks.reliability.planted --after kit.json --out planted.json
 
 The faults are the tables in ``faults/``. Each is written into a copy of the tree in a temporary folder, never into the
 tree itself, and what judges it runs there in processes of its own: first the kit on the backend that the file belongs
 to, then, where the kit noticed nothing, the tests that belong to the file (``WAYS``). A fault that only the suite
 notices counts as the suite's; a fault that changes nothing that can be observed says why in its table.
+
+What a record says of a fault is taken over by ``--after``, if something noticed it: what is judged is the rest.
 """
 
 import argparse
@@ -190,8 +194,12 @@ def planted(source: str, fault: Fault) -> str:
     return source.replace(fault.old, fault.new)
 
 
-def judge(fault: Fault, kit_only: bool = False) -> dict[str, Any]:
-    """Plant one fault and say what noticed it: ``kit``, ``suite`` or nothing, with the first line that failed."""
+def judge(fault: Fault, ways: str = "all") -> dict[str, Any]:
+    """Plant one fault and say what noticed it: ``kit``, ``suite`` or nothing, with the first line that failed.
+
+    Args:
+        ways: what judges: ``kit``, ``suite`` or ``all``.
+    """
     start = time.perf_counter()
     noticed, by, ran = "", "", []
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -201,7 +209,9 @@ def judge(fault: Fault, kit_only: bool = False) -> dict[str, Any]:
             text = planted(place.read_text(encoding="utf-8"), fault)
             place.unlink()  # a hard link: the tree's own file must not be written to
             place.write_text(text, encoding="utf-8")
-        for run in [run for run in ways_of(fault.file) if run.kit or not kit_only]:
+        for run in ways_of(fault.file):
+            if ways not in ("all", "kit" if run.kit else "suite"):
+                continue
             code, output = judged_by(tree, run)
             ran.append(" ".join(run.arguments))
             if code:
@@ -268,6 +278,16 @@ def first_failure(output: str, code: int) -> str:
     return f"exit code {code}: {last[0][:160]}"
 
 
+def taken_over(record: dict[str, Any], faults: list[Fault]) -> tuple[list[dict[str, Any]], list[Fault]]:
+    """What a record says of faults that something noticed, as far as they are still those; and the others."""
+    noticed = {(one["file"], one["old"], one["new"]): one for one in record["told"] if one["noticed"]}
+    told = [noticed.get(fault[:3]) for fault in faults]
+    return (
+        [one for one in told if one is not None],
+        [fault for fault, one in zip(faults, told, strict=True) if one is None],
+    )
+
+
 def unplanted(files: list[str]) -> list[Fault]:
     """For every way that judges these files a fault that changes nothing: what must notice nothing."""
     by_way = {ways_of(file): file for file in files}
@@ -319,6 +339,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: %(default)s)")
     parser.add_argument("--only", default="*", help="files whose faults are planted, a pattern")
+    parser.add_argument("--leave-out", default="", help="files whose faults are not planted, a pattern")
     parser.add_argument("--part", default="0/1", help="part I of N, from 0; merge parts with --merge")
     parser.add_argument(
         "--seconds", type=float, help="begin no further fault after this long; the record says how many"
@@ -326,7 +347,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the record there, as JSON")
     parser.add_argument("--merge", type=Path, nargs="+", help="records of parts, to one; nothing is run")
     parser.add_argument("--json", action="store_true", help="print the record instead of a summary")
-    parser.add_argument("--kit-only", action="store_true", help="leave out the suite, which takes the longest")
+    parser.add_argument("--ways", choices=("all", "kit", "suite"), default="all", help="what judges")
+    parser.add_argument("--after", type=Path, help="a record: what it says was noticed is taken over, and not run")
     given = parser.parse_args()
     start = time.perf_counter()
     if given.merge:
@@ -337,27 +359,33 @@ def main() -> int:
         record["not_run"] = len(FAULTS) - record["faults"]
     else:
         number, _, total = given.part.partition("/")
-        faults = [fault for fault in FAULTS if fnmatch.fnmatchcase(fault.file, given.only)][int(number) :: int(total)]
+        faults = [
+            fault
+            for fault in FAULTS
+            if fnmatch.fnmatchcase(fault.file, given.only) and not fnmatch.fnmatchcase(fault.file, given.leave_out)
+        ]
+        known = list[dict[str, Any]]()
+        if given.after:
+            known, faults = taken_over(json.loads(given.after.read_text(encoding="utf-8")), faults)
+        faults = faults[int(number) :: int(total)]
         told = run_all(
-            [*unplanted([fault.file for fault in faults]), *faults], given.jobs, given.seconds, kit_only=given.kit_only
+            [*unplanted([fault.file for fault in faults]), *faults], given.jobs, given.seconds, ways=given.ways
         )
-        record = record_of(told, time.perf_counter() - start)
-        record["not_run"] = len(faults) - record["faults"]
+        record = record_of([*known, *told], time.perf_counter() - start)
+        record["not_run"] = len(known) + len(faults) - record["faults"]
     if given.out:
         command.write(record, given.out)
     print(json.dumps(record, indent=2) if given.json else summary(record))
     return 1 if record["divergences"] else 0
 
 
-def run_all(
-    faults: list[Fault], jobs: int, seconds: float | None = None, *, kit_only: bool = False
-) -> list[dict[str, Any]]:
+def run_all(faults: list[Fault], jobs: int, seconds: float | None = None, *, ways: str = "all") -> list[dict[str, Any]]:
     """Judge all, some at a time; a line for each as it ends. After ``seconds`` no further one is begun."""
     told = []
     start = time.perf_counter()
 
     def in_time(fault: Fault) -> dict[str, Any] | None:
-        return None if seconds and time.perf_counter() - start > seconds else judge(fault, kit_only)
+        return None if seconds and time.perf_counter() - start > seconds else judge(fault, ways)
 
     with ThreadPoolExecutor(jobs) as pool:
         for job in as_completed([pool.submit(in_time, fault) for fault in faults]):
