@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvcore.blocks import BlockAllocator
 from kvcore.parity import environment
+from kvcore.requests.blocks import BlockAllocator
 
 BLOCKS = 16384
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvcore
+from kvcore.cache.reuse import PrefixCache
 from kvcore.content import HostRows, owned
-from kvcore.manager import Manager, TakenOver
 from kvcore.parity import environment
 from kvcore.plan import bytes_per_token, plan_cache, row_bytes
-from kvcore.prefix import Policy
-from kvcore.reuse import PrefixCache
+from kvcore.requests.manager import Manager, TakenOver
+from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec, presets
 
 POLICIES: dict[str, Policy] = {

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore import tolerances
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.backend import TorchOps, checked_device
 from kvcore.backends.torch_triton.encoding import hadamard
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.ops import tolerances
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, LayerSpec, Rope
 from kvcore.step import Row, build_index

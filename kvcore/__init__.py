@@ -28,11 +28,11 @@ _HOMES = {
     "Cache": "kvcore.cache",
     "CacheSpec": "kvcore.spec",
     "LayerSpec": "kvcore.spec",
-    "Periodic": "kvcore.prefix",
-    "Request": "kvcore.manager",
+    "Periodic": "kvcore.requests.prefix",
+    "Request": "kvcore.requests.manager",
     "create_cache": "kvcore.cache",
     "hookimpl": "kvcore.plugins",
-    "load": "kvcore.loading",
+    "load": "kvcore.cache.loading",
     "to_numpy": "kvcore.arrays",
     "use_backend": "kvcore.plugins",
 }
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from kvcore import errors, plan, plugins, spec
     from kvcore.arrays import to_numpy
     from kvcore.cache import Cache, create_cache
+    from kvcore.cache.loading import load
     from kvcore.errors import (
         BackendError,
         KvcoreError,
@@ -87,10 +88,9 @@ if TYPE_CHECKING:
         StepError,
         TransferError,
     )
-    from kvcore.loading import load
-    from kvcore.manager import Request
     from kvcore.plugins import BackendInfo, hookimpl, use_backend
-    from kvcore.prefix import Periodic
+    from kvcore.requests.manager import Request
+    from kvcore.requests.prefix import Periodic
     from kvcore.spec import CacheSpec, LayerSpec
 
 

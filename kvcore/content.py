@@ -13,10 +13,10 @@ from kvcore.arrays import to_numpy
 from kvcore.foreign import LARGEST_ID, LONGEST
 from kvcore.ops import Array, Ops, RawRows
 from kvcore.pools import Pools
+from kvcore.requests.tokens import is_salt
 from kvcore.spec import CacheSpec, Component
 from kvcore.spec.components import Growth
 from kvcore.step import Row, build_index
-from kvcore.tokens import is_salt
 
 LARGE_PAGE = 4096
 """Rows."""

@@ -25,14 +25,14 @@ from kvcore.digest import region_salt
 from kvcore.disk import Disk, NotAFile, write_whole
 from kvcore.errors import BackendError, KvcoreError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
-from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.printable import shortened
+from kvcore.requests.manager import Request
 from kvcore.spec import ROLES, CacheSpec, from_json, to_json
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 VERSIONS = ("1", "2")
 """2 where checkpoints come along; without any the bytes are those of 1."""

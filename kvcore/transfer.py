@@ -29,14 +29,14 @@ from kvcore.content import (
 from kvcore.digest import region_salt
 from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
-from kvcore.manager import Request
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.printable import shortened
+from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, from_json, to_json
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 VERSIONS = (1, 2)
 """2 where checkpoints come along; without any the bytes are those of 1."""

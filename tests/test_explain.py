@@ -5,10 +5,10 @@ import json
 import pytest
 
 import kvcore
-from kvcore.choices import explain, folded
 from kvcore.cli import main
 from kvcore.errors import BackendError
 from kvcore.ops import Choice
+from kvcore.ops.choices import explain, folded
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import KV, CacheSpec, LayerSpec, Window, presets

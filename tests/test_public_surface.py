@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvcore
-from kvcore.handle import LayerHandle
-from kvcore.open_step import Step
+from kvcore.cache.handle import LayerHandle
+from kvcore.cache.open_step import Step
 from kvcore.spec import presets
 
 CACHE = {
@@ -104,7 +104,7 @@ def test_every_name_is_explained(cache):
 
 def test_the_page_of_the_api_has_every_class_with_what_it_inherits():
     page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    for name in ("kvcore.Cache", "kvcore.Request", "kvcore.open_step.Step", "kvcore.handle.LayerHandle"):
+    for name in ("kvcore.Cache", "kvcore.Request", "kvcore.cache.open_step.Step", "kvcore.cache.handle.LayerHandle"):
         assert f".. autoclass:: {name}\n   :members:\n   :inherited-members:\n" in page
     assert ":private-members:" not in page
     named = set(re.findall(r"[\w.]+", page))

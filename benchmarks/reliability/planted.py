@@ -1,7 +1,7 @@
 """Faults planted one at a time, one line each: does the conformance kit notice, and if not, the test suite?
 
     python -m benchmarks.reliability.planted --jobs 2 --out planted.json
-    python -m benchmarks.reliability.planted --only 'kvcore/prefix.py' --part 0/4
+    python -m benchmarks.reliability.planted --only 'kvcore/requests/prefix.py' --part 0/4
     python -m benchmarks.reliability.planted --ways kit --out kit.json
     python -m benchmarks.reliability.planted --after kit.json --out planted.json
 
@@ -79,14 +79,21 @@ def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged
 FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
 TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
 CORE_TESTS = {
-    "manager": ("test_allocator", "test_fork", "test_rollback", "test_prefix", "test_findable", "test_schedulers"),
-    "blocks": ("test_allocator", "test_findable", "test_prefix"),
-    "prefix": ("test_keys", "test_prefix", "test_findable"),
-    "reuse": ("test_prefix", "test_findable", "test_schedulers"),
-    "sharing": ("test_fork", "test_prefix", "test_schedulers"),
-    "step_state": ("test_rollback", "test_prefix", "test_fork"),
-    "undo": ("test_rollback",),
-    "handle/state": ("test_rollback", "test_prefix"),
+    "requests/manager": (
+        "test_allocator",
+        "test_fork",
+        "test_rollback",
+        "test_prefix",
+        "test_findable",
+        "test_schedulers",
+    ),
+    "requests/blocks": ("test_allocator", "test_findable", "test_prefix"),
+    "requests/prefix": ("test_keys", "test_prefix", "test_findable"),
+    "cache/reuse": ("test_prefix", "test_findable", "test_schedulers"),
+    "cache/sharing": ("test_fork", "test_prefix", "test_schedulers"),
+    "cache/step_state": ("test_rollback", "test_prefix", "test_fork"),
+    "cache/undo": ("test_rollback",),
+    "cache/handle/state": ("test_rollback", "test_prefix"),
     "content": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
     "snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
     "transfer": ("test_portable", "test_hostile_files", "test_prefix"),

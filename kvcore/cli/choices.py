@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from kvcore.choices import explain, folded
 from kvcore.cli.tables import print_table, say
+from kvcore.ops.choices import explain, folded
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.spec.named import load_spec

@@ -11,11 +11,11 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from kvcore import tolerances
 from kvcore.conformance.canonical import untouched
 from kvcore.conformance.locate import Mismatch, bytes_of_channels, decode, locate_row, locate_value, whole
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.value_causes import cause_of_values
+from kvcore.ops import tolerances
 from kvcore.spec import Format
 
 Array = np.ndarray

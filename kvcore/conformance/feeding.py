@@ -13,8 +13,8 @@ from zlib import crc32
 import numpy as np
 
 from kvcore.cache import Cache
-from kvcore.manager import Request
-from kvcore.open_step import Step
+from kvcore.cache.open_step import Step
+from kvcore.requests.manager import Request
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
 
 LIMIT = 64

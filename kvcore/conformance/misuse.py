@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcore.cache import Cache, create_cache
+from kvcore.cache.open_step import Step
 from kvcore.conformance.feeding import feed, life_spec
 from kvcore.errors import (
     KvcoreError,
@@ -18,7 +19,6 @@ from kvcore.errors import (
     SnapshotError,
     StepError,
 )
-from kvcore.open_step import Step
 
 INDEXED, PLAIN, STORED, PAGED, RING = range(5)
 """Layers of ``life_spec``: with an indexer, without, with entries from the caller, classic paged, classic ring."""

@@ -7,13 +7,13 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.cache import Cache
+from kvcore.cache.handle import LayerHandle
+from kvcore.cache.open_step import Step
 from kvcore.conformance.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
-from kvcore.handle import LayerHandle
-from kvcore.open_step import Step
 from kvcore.step import Row
 
 if TYPE_CHECKING:
-    from kvcore.manager import Request
+    from kvcore.requests.manager import Request
 
 SPEC = named_spec()
 NUMBER = {stream: number for number, stream in enumerate(streams(SPEC))}

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcore.arguments import check_seconds
+from kvcore.cache.turns import locked
 from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.handoff.layout import Array
 from kvcore.handoff.staging import ROOT_BYTES, Staged, root_of, stage
-from kvcore.manager import Request
+from kvcore.ops.arguments import check_seconds
 from kvcore.printable import shortened
-from kvcore.turns import locked
+from kvcore.requests.manager import Request
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache

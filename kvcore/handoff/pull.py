@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvcore.arguments import check_number
 from kvcore.content import write_rows
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
@@ -17,11 +16,12 @@ from kvcore.handoff.layout import PageLayout
 from kvcore.handoff.pages import Array, PageDigests, content_of
 from kvcore.handoff.staging import Manifest, empty_pages, layout_of, parse
 from kvcore.handoff.strips import move_at_once
-from kvcore.manager import Request
 from kvcore.ops import Ops
+from kvcore.ops.arguments import check_number
 from kvcore.pools import Pools
+from kvcore.requests.manager import Request
+from kvcore.requests.tokens import check_salt
 from kvcore.step import Row
-from kvcore.tokens import check_salt
 from kvcore.transfer import check_length, check_spec
 
 if TYPE_CHECKING:

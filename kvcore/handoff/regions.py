@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 
 class MemoryRegion(NamedTuple):

@@ -13,12 +13,12 @@ from kvcore.foreign import UNREADABLE
 from kvcore.handoff.layout import PageLayout, page_layout
 from kvcore.handoff.pages import Array, PageDigests
 from kvcore.handoff.strips import move_at_once
-from kvcore.manager import Request
+from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, to_json
 from kvcore.step import Row, build_index
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 VERSION = 1
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvcore.arguments import check_float
 from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError, StepError
 from kvcore.interop.jax_view_steps import Seen, State, append_kv, append_latents
+from kvcore.ops.arguments import check_float
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

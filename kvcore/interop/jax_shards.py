@@ -21,7 +21,7 @@ from kvcore.ops import Attention
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.pools import Pools
-from kvcore.prefix import Policy, check_policy
+from kvcore.requests.prefix import Policy, check_policy
 from kvcore.shards import Pages, ShardedOps, ShardPlan
 from kvcore.spec import CacheSpec
 

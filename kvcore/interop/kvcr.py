@@ -9,7 +9,7 @@ from kvcore.errors import BackendError
 from kvcore.handoff.regions import MemoryRegion, region_table
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 
 def descriptor_fields(region: MemoryRegion) -> dict[str, Any]:

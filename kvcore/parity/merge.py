@@ -7,7 +7,7 @@ from kvcore.errors import SpecError
 from kvcore.parity.records import STATUSES, Record, Report, Run
 
 if TYPE_CHECKING:
-    from kvcore.tolerances import Bound
+    from kvcore.ops.tolerances import Bound
 
 # The worse of two: what failed anywhere has failed.
 _WORST_FIRST = ("disagree", "error", "known_gap", "agree", "unsupported", "unavailable")

@@ -12,9 +12,9 @@ from kvcore.conformance.locate import Mismatch
 from kvcore.conformance.verb import Rule
 from kvcore.errors import SpecError
 from kvcore.foreign import UNREADABLE
+from kvcore.ops.tolerances import Bound
 from kvcore.parity.quality import Quality
 from kvcore.printable import shortened
-from kvcore.tolerances import Bound
 
 SCHEMA = "kvcore.parity/1"
 

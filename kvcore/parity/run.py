@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from kvcore import tolerances
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.suite import Check, checks_of, computed_formats_of
 from kvcore.isolation import Failed, isolated
-from kvcore.ops import Backend, Ops
+from kvcore.ops import Backend, Ops, tolerances
 from kvcore.parity import environment
 from kvcore.parity.quality import measure
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status

@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcore import bounds
-from kvcore.choices import explain
 from kvcore.ops import (
     AllEntries,
     Array,
@@ -24,7 +22,9 @@ from kvcore.ops import (
     StepIndex,
     Strip,
     VisibleRows,
+    bounds,
 )
+from kvcore.ops.choices import explain
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.shards.exchange import Exchange

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvcore
-from kvcore.arguments import check_float
 from kvcore.errors import ShapeError
+from kvcore.ops.arguments import check_float
 
 VALUES = torch.from_numpy(cases.floats(2, 16))
 

@@ -9,9 +9,9 @@ from backends_under_test import Codec, seed_of
 from drive import Options, Seen, classic_spec, drive
 
 import kvcore
-from kvcore import tolerances
+from kvcore.ops import tolerances
+from kvcore.ops.tolerances import Tolerance
 from kvcore.spec import FORMATS, LAYOUTS, CacheSpec, Entries, LayerSpec, Tail, Window, presets
-from kvcore.tolerances import Tolerance
 
 SPECS = {
     "V4-Flash, tiny": presets.deepseek_v4_flash_tiny(block_tokens=16),

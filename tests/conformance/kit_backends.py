@@ -6,8 +6,8 @@ import numpy as np
 from parity import broken
 
 from kvcore import plugins
-from kvcore.manager import Manager
 from kvcore.plugins import KnownGap
+from kvcore.requests.manager import Manager
 
 
 class NothingRestored(broken.ReferenceOps):

@@ -8,7 +8,7 @@ import pytest
 from drive import Options, Seen, classic_spec, drive
 
 import kvcore
-from kvcore import tolerances
+from kvcore.ops import tolerances
 from kvcore.spec import CacheSpec, presets
 
 PAD_TOKENS = 32

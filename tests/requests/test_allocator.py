@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcore.blocks import BlockAllocator
 from kvcore.errors import OutOfBlocks, RequestError
-from kvcore.request import Place
+from kvcore.requests.blocks import BlockAllocator
+from kvcore.requests.request import Place
 
 BLOCKS = 9
 

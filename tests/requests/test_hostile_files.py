@@ -180,7 +180,7 @@ def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backen
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr("kvcore.base.write_rows", fails)
+    monkeypatch.setattr("kvcore.cache.base.write_rows", fails)
     free = cache.free_blocks
     with pytest.raises(MemoryError):
         cache.import_request(blob, into=waiting)
@@ -414,6 +414,6 @@ def test_no_memory_to_check_a_snapshot_in_is_said_by_type(backend, tmp_path, mon
     def full(*_):
         raise MemoryError("unable to allocate")
 
-    monkeypatch.setattr("kvcore.loading.damage", full)
+    monkeypatch.setattr("kvcore.cache.loading.damage", full)
     with pytest.raises(kvcore.OutOfBlocks, match="unable to allocate"):
         kvcore.load(path, backend=backend)

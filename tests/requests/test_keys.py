@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import SpecError
-from kvcore.prefix import cbor, chain, point_key, seed_of
+from kvcore.requests.prefix import cbor, chain, point_key, seed_of
 
 VALUES = st.recursive(
     st.none() | st.integers(0, 2**64 - 1) | st.binary(max_size=70) | st.text(max_size=30),

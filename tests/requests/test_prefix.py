@@ -315,8 +315,8 @@ def test_thousands_of_tokens_hash_each_block_once(monkeypatch):
     cache = stories.create(spec, "torch_triton", prefix="full", max_tokens=4096)
     tokens = np.arange(4000).tolist()
     calls = []
-    real = kvcore.reuse.chain
-    monkeypatch.setattr("kvcore.reuse.chain", lambda *args: [calls.append(1) or key for key in real(*args)])
+    real = kvcore.cache.reuse.chain
+    monkeypatch.setattr("kvcore.cache.reuse.chain", lambda *args: [calls.append(1) or key for key in real(*args)])
     request = cache.admit()
     for start in range(0, 4000, 500):
         stories.tell(cache, {request: tokens[start : start + 500]})

@@ -11,9 +11,9 @@ from benchmarks import allocator, prefix_traces
 from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
 from benchmarks.reliability.shrink import shrink
 from kvcore import snapshot
-from kvcore.blocks import BlockAllocator
 from kvcore.content import HostRows
-from kvcore.manager import Manager
+from kvcore.requests.blocks import BlockAllocator
+from kvcore.requests.manager import Manager
 
 
 def test_r1_r6_random_lives_equal_the_model():
@@ -152,7 +152,7 @@ REFERENCE = "kvcore.backends.reference.backend.ReferenceOps"
 @pytest.mark.parametrize(
     ("name", "fault", "seed"),
     [
-        pytest.param("kvcore.sharing.write_rows", without_rows, 2, id="a hit without its rings"),
+        pytest.param("kvcore.cache.sharing.write_rows", without_rows, 2, id="a hit without its rings"),
         pytest.param(f"{REFERENCE}.copy_slots", keep_pools, 0, id="a fork without its slot's rows"),
     ],
 )

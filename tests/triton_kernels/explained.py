@@ -14,8 +14,8 @@ from new_codes import layers_of
 
 from kvcore.backends.torch_triton import TorchBackend
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.choices import VERBS
 from kvcore.errors import BackendError
+from kvcore.ops.choices import VERBS
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Field, Format, LayerSpec, presets
 from kvcore.step import Row, build_index

@@ -1,7 +1,7 @@
 """Faults of what is above the backends: requests over time, steps, files, the hand-off, shards."""
 
 TABLE = {
-    "manager.py": [
+    "requests/manager.py": [
         ("        self._free_slots.append(place.slot)\n", "", "a released slot is lost"),
         ("generation + 1, id + 1\n", "generation, id + 1\n", "a slot's generation stays"),
         (
@@ -38,7 +38,7 @@ TABLE = {
         ("        if self._places[request].lost and not lost:\n", "        if False:\n", "a lost request is read"),
         ("        if not request._of(self):\n", "        if False:\n", "a request of another cache is taken"),
     ],
-    "blocks.py": [
+    "requests/blocks.py": [
         ("            generations[block] += 1\n", "", "a block's generation stays"),
         (
             "        self._idle.pop(block, None)\n        self._holders[block] += 1\n",
@@ -68,7 +68,7 @@ TABLE = {
         ),
         ("                told(key)\n", "                pass\n", "what depends on an evicted block stays"),
     ],
-    "prefix.py": [
+    "requests/prefix.py": [
         (
             "        keys = [salt] if salt and start == 0 else None\n",
             "        keys = None\n",
@@ -92,7 +92,7 @@ TABLE = {
             "integers are not written in the fewest bytes",
         ),
     ],
-    "reuse.py": [
+    "cache/reuse.py": [
         (
             "list(range((start // size + 1) * size, length + 1, size))",
             "list(range((start // size + 1) * size, length, size))",
@@ -131,7 +131,7 @@ TABLE = {
         ),
         ("        self._manager.hide()\n", "", "live requests publish what was forgotten"),
     ],
-    "sharing.py": [
+    "cache/sharing.py": [
         (
             "            self._pools = self._verbs.copy_slots(self._pools, *slots)\n",
             "            pass\n",
@@ -154,7 +154,7 @@ TABLE = {
             "blocks that are taken over count as free",
         ),
     ],
-    "step_state.py": [
+    "cache/step_state.py": [
         (
             "            for handle in self._layers.values():\n                handle._store_waiting()\n        except",
             "            pass\n        except",
@@ -202,7 +202,7 @@ TABLE = {
             "what a commit overwrites is not kept for a failure in the commit itself",
         ),
     ],
-    "undo.py": [
+    "cache/undo.py": [
         (
             "            index = None if component.span is None else ",
             "            index = None if component.span is not None else ",
@@ -219,7 +219,7 @@ TABLE = {
             "functional verbs in place are not undone",
         ),
     ],
-    "handle/state.py": [
+    "cache/handle/state.py": [
         (
             "            self._waiting[role] = copy.deepcopy(arrays)\n",
             "            self._waiting[role] = arrays\n",

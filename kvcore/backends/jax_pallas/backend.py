@@ -17,17 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcore import bounds
 from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, programs, tail, window
 from kvcore.backends.jax_pallas import entries as entry_verbs
 from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
-from kvcore.choices import Decision
-from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
-from kvcore.ops import AllEntries, Closed, Paging, RawRows, StepIndex, VisibleRows
+from kvcore.ops import AllEntries, Closed, Paging, RawRows, StepIndex, VisibleRows, bounds
+from kvcore.ops.choices import Decision
+from kvcore.ops.composed import ComposedVerbs
 from kvcore.pools import Pools, allocate, fresh_unit
 from kvcore.spec import TAIL_OF
 from kvcore.spec.codes import check_known

@@ -3,9 +3,9 @@
 import numpy as np
 
 from kvcore.backends.reference import attention, classic, encoding, entries, indexer, life, tail, window
-from kvcore.choices import Decision
-from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError
+from kvcore.ops.choices import Decision
+from kvcore.ops.composed import ComposedVerbs
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF

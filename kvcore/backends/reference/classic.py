@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.attention import softmax_sum
 from kvcore.backends.reference.encoding import DTYPES
-from kvcore.ops import Attention, VisibleRows
+from kvcore.ops import Attention, VisibleRows, bounds
 
 
 def append_kv(ops, pools, layer, index, k, v):

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.encoding import DTYPES
-from kvcore.ops import AllEntries, Closed, SelectedEntries
+from kvcore.ops import AllEntries, Closed, SelectedEntries, bounds
 
 
 def store_entries(ops, pools, layer, index, entries, index_keys=None):

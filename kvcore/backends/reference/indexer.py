@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvcore import bounds
 from kvcore.backends.reference.encoding import hadamard
+from kvcore.ops import bounds
 
 
 def index_scores(ops, pools, layer, index, q, weights, *, columns=None):

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvcore import bounds, digest
+from kvcore import digest
 from kvcore.backends.reference import rows as place
-from kvcore.ops import RawRows
+from kvcore.ops import RawRows, bounds
 from kvcore.pools import fresh_unit
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvcore import bounds
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.encoding import to_bf16
+from kvcore.ops import bounds
 from kvcore.spec import Rope
 
 

@@ -13,10 +13,10 @@ import torch
 from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, streamed, tail, window
 from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.spare import Spare
-from kvcore.choices import Decision, refused, strict
-from kvcore.composed import ComposedVerbs
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import StepIndex
+from kvcore.ops.choices import Decision, refused, strict
+from kvcore.ops.composed import ComposedVerbs
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec import TAIL_OF

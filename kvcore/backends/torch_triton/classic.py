@@ -4,12 +4,11 @@ from itertools import accumulate
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import plain, streamed
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
-from kvcore.ops import Attention, VisibleRows
+from kvcore.ops import Attention, VisibleRows, bounds
 
 
 def append_kv(ops, pools, layer, index, k, v):

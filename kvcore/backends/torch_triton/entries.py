@@ -2,9 +2,8 @@
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
-from kvcore.ops import AllEntries, Closed, SelectedEntries
+from kvcore.ops import AllEntries, Closed, SelectedEntries, bounds
 
 
 def store_entries(ops, pools, layer, index, entries, index_keys=None):

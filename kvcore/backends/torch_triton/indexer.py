@@ -2,9 +2,9 @@
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import hadamard
+from kvcore.ops import bounds
 
 
 def index_scores(ops, pools, layer, index, q, weights, *, columns=None):

@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton.kernels import kv_cuts, launch
-from kvcore.choices import Declined
-from kvcore.ops import Attention
+from kvcore.ops import Attention, bounds
+from kvcore.ops.choices import Declined
 
 
 class Case(NamedTuple):

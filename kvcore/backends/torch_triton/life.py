@@ -3,10 +3,10 @@
 import torch
 from torch.nn.functional import pad
 
-from kvcore import bounds, digest
+from kvcore import digest
 from kvcore.backends.torch_triton import plain
 from kvcore.backends.torch_triton import rows as place
-from kvcore.ops import RawRows
+from kvcore.ops import RawRows, bounds
 from kvcore.pools import fresh_unit
 
 

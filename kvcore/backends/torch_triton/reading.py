@@ -6,7 +6,6 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.kernels import launch
@@ -24,8 +23,8 @@ from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_worksp
 from kvcore.backends.torch_triton.kernels.record import power_of_two
 from kvcore.backends.torch_triton.kernels.score_cut import scored
 from kvcore.backends.torch_triton.tail import frequencies_of
-from kvcore.choices import Declined
-from kvcore.ops import Attention
+from kvcore.ops import Attention, bounds
+from kvcore.ops.choices import Declined
 
 MOST_SCORES = 1 << 26
 """Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""

@@ -6,7 +6,7 @@ from kvcore.backends.torch_triton import flash, kv_reading, strips
 from kvcore.backends.torch_triton.backend import WITHOUT_KERNEL
 from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS
-from kvcore.choices import Decision, Declined, kernel
+from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
 
 TWO_DTYPES = "kv and index_kv are of two dtypes"

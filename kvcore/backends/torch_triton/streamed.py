@@ -9,8 +9,8 @@ import torch
 
 from kvcore.backends.torch_triton import plain
 from kvcore.backends.torch_triton import rows as place
-from kvcore.choices import Decision
 from kvcore.ops import Attention
+from kvcore.ops.choices import Decision
 
 PIECE = 2048
 """Rows of a piece: in fp32, keys of eight heads of 64 take 4 MiB."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import to_bf16
+from kvcore.ops import bounds
 from kvcore.spec import Rope
 
 

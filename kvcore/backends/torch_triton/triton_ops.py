@@ -7,7 +7,6 @@ integers that change from step to step, so a decode step can be captured in a CU
 
 import torch
 
-from kvcore import bounds
 from kvcore.backends.torch_triton import reasons
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.kernels import launch
@@ -18,9 +17,9 @@ from kvcore.backends.torch_triton.kernels.tail import tail_recorded
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
-from kvcore.choices import Declined
-from kvcore.composed import ComposedVerbs
-from kvcore.ops import AllEntries, SelectedEntries, WindowRows
+from kvcore.ops import AllEntries, SelectedEntries, WindowRows, bounds
+from kvcore.ops.choices import Declined
+from kvcore.ops.composed import ComposedVerbs
 from kvcore.spec import TAIL_OF
 
 

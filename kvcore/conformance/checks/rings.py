@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from kvcore.arrays import to_numpy
+from kvcore.cache.handle.storing import store_own
 from kvcore.conformance.case import Bench
 from kvcore.conformance.outputs import Output, exact
 from kvcore.conformance.shapes import FP32
-from kvcore.handle.storing import store_own
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.spec import TAIL_OF

@@ -12,10 +12,10 @@ from kvcore import digest
 from kvcore.cache import Cache
 from kvcore.errors import BackendError, SpecError
 from kvcore.interop.torch_distributed.exchange import TorchExchange
-from kvcore.manager import Request
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
-from kvcore.prefix import Policy, check_policy
+from kvcore.requests.manager import Request
+from kvcore.requests.prefix import Policy, check_policy
 from kvcore.shards import ShardedOps, ShardPlan
 from kvcore.spec import CacheSpec
 

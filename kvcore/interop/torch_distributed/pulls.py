@@ -11,8 +11,8 @@ from kvcore.errors import OutOfBlocks, OutOfSlots, TransferError
 from kvcore.handoff.carrier import Carrier
 from kvcore.handoff.desk import Handle
 from kvcore.handoff.pull import commit, receive
-from kvcore.manager import Request
-from kvcore.tokens import check_salt
+from kvcore.requests.manager import Request
+from kvcore.requests.tokens import check_salt
 
 
 def pull(

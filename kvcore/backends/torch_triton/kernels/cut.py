@@ -7,7 +7,7 @@ import triton
 
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two
 from kvcore.backends.torch_triton.kernels.shape import INTERPRETED
-from kvcore.choices import Declined
+from kvcore.ops.choices import Declined
 from kvcore.spec import Format
 
 LOG2_E = 1.4426950408889634

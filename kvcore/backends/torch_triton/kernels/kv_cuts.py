@@ -12,7 +12,7 @@ from kvcore.backends.torch_triton.kernels.attention import multiprocessors
 from kvcore.backends.torch_triton.kernels.bound import INTERPRETED, Bound
 from kvcore.backends.torch_triton.kernels.cut import LARGE, own_record
 from kvcore.backends.torch_triton.kernels.record import RowRecord, aligned, power_of_two
-from kvcore.choices import Declined
+from kvcore.ops.choices import Declined
 from kvcore.spec import Format
 
 MOST_SPLITS = 128

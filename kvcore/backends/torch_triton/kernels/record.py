@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.choices import Declined
+from kvcore.ops.choices import Declined
 from kvcore.plan import Region
 from kvcore.spec import Field
 from kvcore.spec.codes import CODES, RULES, unknown

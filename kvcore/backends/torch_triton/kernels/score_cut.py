@@ -7,7 +7,7 @@ import triton
 
 from kvcore.backends.torch_triton.kernels.record import RowRecord, power_of_two, power_of_two_scaled
 from kvcore.backends.torch_triton.kernels.shape import INTERPRETED
-from kvcore.choices import Declined
+from kvcore.ops.choices import Declined
 
 
 class ScoreParts(NamedTuple):

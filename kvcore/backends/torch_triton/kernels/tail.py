@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvcore.backends.torch_triton.kernels.codes import float_bits, load_float
-from kvcore.choices import Declined
+from kvcore.ops.choices import Declined
 from kvcore.plan import Region
 from kvcore.spec import Tail
 

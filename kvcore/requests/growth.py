@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcore.blocks import BlockAllocator
-from kvcore.request import Place
+from kvcore.requests.blocks import BlockAllocator
+from kvcore.requests.request import Place
 
 
 class Growth(NamedTuple):

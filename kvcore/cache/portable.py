@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from os import PathLike
 
 from kvcore import snapshot, transfer
-from kvcore.base import CacheBase
-from kvcore.manager import Request
-from kvcore.tokens import check_salt
-from kvcore.turns import exclusive
+from kvcore.cache.base import CacheBase
+from kvcore.cache.turns import exclusive
+from kvcore.requests.manager import Request
+from kvcore.requests.tokens import check_salt
 
 
 class PortableVerbs(CacheBase):

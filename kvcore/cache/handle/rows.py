@@ -2,10 +2,10 @@
 
 # pyright: reportPrivateUsage=false
 
-from kvcore.arguments import check_float
+from kvcore.cache.handle.state import WRITERS, LayerState
 from kvcore.errors import ShapeError, StepError
-from kvcore.handle.state import WRITERS, LayerState
 from kvcore.ops import Array
+from kvcore.ops.arguments import check_float
 
 
 class RowVerbs(LayerState):

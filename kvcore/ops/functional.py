@@ -13,7 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvcore.arguments import (
+from kvcore.arrays import check_plain, is_a
+from kvcore.counts import as_count, check_count
+from kvcore.errors import ShapeError, StepError
+from kvcore.ops import Array, Ops, Paging, RawRows, StepIndex
+from kvcore.ops.arguments import (
     FLOATS,
     check_array,
     check_constant,
@@ -23,10 +27,6 @@ from kvcore.arguments import (
     check_rope,
     check_weight,
 )
-from kvcore.arrays import check_plain, is_a
-from kvcore.counts import as_count, check_count
-from kvcore.errors import ShapeError, StepError
-from kvcore.ops import Array, Ops, Paging, RawRows, StepIndex
 from kvcore.pools import Pools
 from kvcore.spec import FORMATS, TAIL_OF, Component, Format, block_layout
 

@@ -3,8 +3,8 @@
 # pyright: reportPrivateUsage=false
 
 from kvcore import digest
+from kvcore.cache.handle.state import LayerState
 from kvcore.errors import StepError
-from kvcore.handle.state import LayerState
 from kvcore.ops import Array, PagedView, RawRows, RingView
 from kvcore.plan import Region
 from kvcore.spec import Entries, Window

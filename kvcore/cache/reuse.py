@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.content import Content
-from kvcore.manager import Manager, Place
-from kvcore.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
+from kvcore.requests.manager import Manager, Place
+from kvcore.requests.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
 from kvcore.spec import CacheSpec
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from kvcore.base import CacheBase
+    from kvcore.cache.base import CacheBase
 
 C = TypeVar("C", bound="CacheBase")
 P = ParamSpec("P")

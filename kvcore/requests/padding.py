@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
-from kvcore.request import Request
+from kvcore.requests.request import Request
 from kvcore.spec import CacheSpec
 
 

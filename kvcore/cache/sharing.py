@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
-from kvcore.base import CacheBase
+from kvcore.cache.base import CacheBase
+from kvcore.cache.reuse import Hit
+from kvcore.cache.turns import exclusive
 from kvcore.content import Content, Own, owned, state_at, write_rows
 from kvcore.counts import as_count, check_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
-from kvcore.manager import Place, Request, TakenOver
-from kvcore.prefix import Restorable
-from kvcore.reuse import Hit
+from kvcore.requests.manager import Place, Request, TakenOver
+from kvcore.requests.prefix import Restorable
+from kvcore.requests.tokens import TokenIds, Tokens, check_salt, parse_tokens, token_ids
 from kvcore.step import Row
-from kvcore.tokens import TokenIds, Tokens, check_salt, parse_tokens, token_ids
-from kvcore.turns import exclusive
 
 
 class SharingVerbs(CacheBase):

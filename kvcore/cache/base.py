@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.blocks import BlockStatistics
+from kvcore.cache.reuse import PrefixCache
+from kvcore.cache.turns import locked, owner
 from kvcore.content import Content, Left, write_rows
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, SnapshotError, StepError
-from kvcore.functional import FunctionalOps
-from kvcore.growth import Growth
-from kvcore.manager import Manager, Place, Request, TakenOver
 from kvcore.ops import Backend, Ops
+from kvcore.ops.functional import FunctionalOps
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, check_same_tree
-from kvcore.prefix import Policy
-from kvcore.reuse import PrefixCache
+from kvcore.requests.blocks import BlockStatistics
+from kvcore.requests.growth import Growth
+from kvcore.requests.manager import Manager, Place, Request, TakenOver
+from kvcore.requests.prefix import Policy
 from kvcore.step import Row
-from kvcore.turns import locked, owner
 
 if TYPE_CHECKING:
-    from kvcore.step_state import StepState
+    from kvcore.cache.step_state import StepState
 
 R = TypeVar("R")
 

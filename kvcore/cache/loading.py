@@ -13,7 +13,7 @@ from kvcore.content import Content, owned, rings, state_of
 from kvcore.counts import as_count
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError
 from kvcore.plan import plan_cache
-from kvcore.prefix import Policy
+from kvcore.requests.prefix import Policy
 from kvcore.snapshot import Saved, checkpoints_of, damage, read, rows_of
 from kvcore.spec import CacheSpec
 

@@ -4,10 +4,10 @@
 
 import numpy as np
 
-from kvcore.arguments import check_float, check_indices, check_number, check_rope, check_weight
+from kvcore.cache.handle.state import LayerState
 from kvcore.errors import StepError
-from kvcore.handle.state import LayerState
 from kvcore.ops import AllEntries, Array, Closed, SelectedEntries, WindowRows
+from kvcore.ops.arguments import check_float, check_indices, check_number, check_rope, check_weight
 from kvcore.spec import TAIL_OF, Entries, IndexKeys, Rope, Tail, Window
 from kvcore.step import closed_count
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from kvcore.arguments import check_finite
+from kvcore.cache.handle.storing import store_own
 from kvcore.errors import StepError
-from kvcore.handle.storing import store_own
 from kvcore.ops import Array, StepIndex
+from kvcore.ops.arguments import check_finite
 from kvcore.pools import Pools
 from kvcore.spec import ROLES, Component, LayerSpec
 from kvcore.step import at_start, closed_count
 
 if TYPE_CHECKING:
-    from kvcore.step_state import StepState
+    from kvcore.cache.step_state import StepState
 
 
 WRITERS = {role: f"append_{role}" for role in ROLES}

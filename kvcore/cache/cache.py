@@ -4,20 +4,20 @@ from collections.abc import Mapping, Sequence
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
+from kvcore.cache.open_step import Step
+from kvcore.cache.portable import PortableVerbs
+from kvcore.cache.sharing import SharingVerbs
+from kvcore.cache.step_state import StepState
+from kvcore.cache.turns import exclusive
 from kvcore.content import owned
-from kvcore.manager import Request
-from kvcore.open_step import Step
-from kvcore.padding import left_padding_of
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
-from kvcore.portable import PortableVerbs
-from kvcore.prefix import Policy, check_policy
-from kvcore.sharing import SharingVerbs
+from kvcore.requests.manager import Request
+from kvcore.requests.padding import left_padding_of
+from kvcore.requests.prefix import Policy, check_policy
+from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
-from kvcore.step_state import StepState
-from kvcore.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
-from kvcore.turns import exclusive
 
 
 def create_cache(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvcore.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvcore.manager import Manager
+    from kvcore.requests.manager import Manager
 
 
 @dataclass(kw_only=True, slots=True)

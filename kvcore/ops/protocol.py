@@ -4,8 +4,8 @@ Writers take pools and return pools (torch and NumPy work in place and return th
 readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked
 at the door (``handle`` and ``cache``), so verbs trust them.
 
-Sizes that a caller leaves out (``closed``, ``columns``) are bounded by ``kvcore.bounds``: rows beyond what there is are
-invalid ones.
+Sizes that a caller leaves out (``closed``, ``columns``) are bounded by ``kvcore.ops.bounds``: rows beyond what there is
+are invalid ones.
 
 Letters: T tokens of the step, Q its requests in mapping order, d row channels, C ring rows, n columns of an output.
 Rows older than the step are read from the pools; where a verb takes the step's own rows (``rows``, ``kv``, ``k`` …)

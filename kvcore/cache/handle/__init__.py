@@ -3,10 +3,10 @@
 The handle is the door: it checks every argument, then calls the backend's verbs with the step's index.
 """
 
-from kvcore.handle.inspect import InspectionVerbs
-from kvcore.handle.latent import LatentVerbs
-from kvcore.handle.reading import ReadingVerbs
-from kvcore.handle.rows import RowVerbs
+from kvcore.cache.handle.inspect import InspectionVerbs
+from kvcore.cache.handle.latent import LatentVerbs
+from kvcore.cache.handle.reading import ReadingVerbs
+from kvcore.cache.handle.rows import RowVerbs
 
 
 class LayerHandle(LatentVerbs, ReadingVerbs, RowVerbs, InspectionVerbs):

@@ -2,11 +2,11 @@
 
 # pyright: reportPrivateUsage=false
 
-from kvcore.arguments import FLOATS, check_array, check_float, check_indices, check_number, check_rope, like
+from kvcore.cache.handle.state import AT_ONCE, LayerState
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError
-from kvcore.handle.state import AT_ONCE, LayerState
 from kvcore.ops import Array, Attention, VisibleRows
+from kvcore.ops.arguments import FLOATS, check_array, check_float, check_indices, check_number, check_rope, like
 from kvcore.spec import KV, Entries, IndexKeys, Rope
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvcore.cache.handle import LayerHandle
+from kvcore.cache.turns import owner
+from kvcore.cache.undo import Undo
 from kvcore.content import Content, Own, owned
 from kvcore.errors import StepError
-from kvcore.growth import Growth
-from kvcore.handle import LayerHandle
-from kvcore.manager import Place, Request
 from kvcore.ops import StepIndex
+from kvcore.requests.growth import Growth
+from kvcore.requests.manager import Place, Request
 from kvcore.step import Row, build_index
-from kvcore.turns import owner
-from kvcore.undo import Undo
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache

@@ -1,0 +1,439 @@
+"""Requests over time, as host integers: slots, blocks, lengths. Knows no arrays.
+
+Everything is all-or-nothing: an error leaves every integer as it was. The table of live requests changes in one
+assignment each time; who else holds what follows from it, and ``mend`` works that out anew after an interruption. A
+request is a handle with an id that is never reused, and its slot has a generation, so that a stale one is refused
+rather than read as its slot's next owner.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kvcore.counts import as_count
+from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.plan import CachePlan
+from kvcore.requests.blocks import BlockAllocator
+from kvcore.requests.growth import Growth, shared_columns
+from kvcore.requests.request import Place, Request
+
+__all__ = ["Growth", "Manager", "Place", "Request", "TakenOver"]
+
+
+MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
+"""A step that brings every main layer its rows, and no draft layer."""
+
+
+class Manager:
+    """Slots and blocks of one cache, and who holds them."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan = plan
+        self._free_slots = list(range(plan.slots - 1, -1, -1))
+        self.blocks = BlockAllocator(plan.blocks)
+        self._generations = [0] * plan.slots
+        self._places: dict[Request, Place] = {}
+        # What an open step's requests hold while it is open.
+        self._growing: dict[Request, tuple[int, ...]] = {}
+        self._next_id = 0
+        # Positions that the smallest ring can take before it overwrites any; None where there is no ring.
+        self._unwrapped = min((region.rows for region in plan.regions if region.growth == "slot"), default=None)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that admission can still give out."""
+        return len(self._free_slots)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that steps can still take, cached ones that nobody holds included."""
+        return self.blocks.available
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Live requests in order of admission."""
+        return tuple(self._places)
+
+    def is_live(self, request: Request) -> bool:
+        """True between admission and release."""
+        return request in self._places
+
+    def is_lost(self, request: Request) -> bool:
+        """True for a live request whose rows could not be put back after a step that failed."""
+        return self._places[request].lost
+
+    def admit(self, salt: str | None = None) -> Request:
+        """Give out a slot. Blocks are taken by steps; ``salt`` tells whose prefixes are shared.
+
+        Raises:
+            OutOfSlots: none is free.
+        """
+        request, place = self.reserve(salt)
+        self.adopt(request, place)
+        return request
+
+    def reserve(self, salt: str | None = None) -> tuple[Request, Place]:
+        """A request that is not live yet, and its place: ``adopt`` or ``discard`` it.
+
+        Raises:
+            OutOfSlots: no slot is free.
+        """
+        if not self._free_slots:
+            raise OutOfSlots(
+                got=f"request number {len(self._places) + 1}",
+                where="admit",
+                allowed=f"{self.plan.slots} requests at once (max_requests)",
+                hint="Release a request first.",
+            )
+        slot = self._free_slots.pop()
+        generation, id = self._generations[slot], self._next_id
+        self._generations[slot], self._next_id = generation + 1, id + 1
+        return Request(id, self), Place(slot=slot, generation=generation, salt=salt)
+
+    def adopt(self, request: Request, place: Place) -> None:
+        """Make a place the request's; a request without one becomes live."""
+        self._places[request] = place
+
+    def discard(self, place: Place) -> list[int]:
+        """Take back what a place has that nobody adopted. Returns the blocks that became free."""
+        self._free_slots.append(place.slot)
+        return self.blocks.drop(place.blocks[::-1])
+
+    def with_places(self, places: Mapping[Request, Place]) -> dict[Request, Place]:
+        """The table with some places exchanged, for ``become``."""
+        return {**self._places, **places}
+
+    def become(self, table: dict[Request, Place]) -> None:
+        """Exchange the table: all of a step's requests at once."""
+        self._places = table
+
+    def is_table(self, table: dict[Request, Place] | None) -> bool:
+        """Whether that table is the one that holds now."""
+        return self._places is table
+
+    def mend(self, requests: Sequence[Request], grown: Sequence[Growth]) -> None:
+        """Work out anew what follows from the table, after a verb that did not get to its end.
+
+        Args:
+            requests: those of the step that is open.
+            grown: what they got for it.
+        """
+        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
+        places = self._places.values()
+        slots = {place.slot for place in places}
+        self._free_slots = [slot for slot in range(self.plan.slots - 1, -1, -1) if slot not in slots]
+        for place in places:
+            if place.tokens is not None:
+                del place.tokens[place.length :]
+        held = [block for place in places for block in place.blocks]
+        self.blocks.mend([*held, *(block for growth in grown for block in growth.taken)])
+
+    def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
+        """The request, if it is a live one of this cache, and not a lost one unless ``lost``.
+
+        Raises:
+            RequestError: it is something else, foreign, released, or lost.
+        """
+        if not isinstance(request, Request):
+            raise RequestError(got=request, where=where, allowed="a Request from cache.admit()")
+        if not request._of(self):
+            raise RequestError(
+                got=f"request {request.id} of another cache", where=where, allowed="requests of this cache"
+            )
+        if request not in self._places:
+            raise RequestError(
+                got=f"request {request.id}, released",
+                where=where,
+                allowed="a live request",
+                hint="Admit a new one: a released request's slot belongs to others.",
+            )
+        if self._places[request].lost and not lost:
+            raise RequestError(
+                got=f"request {request.id}, lost",
+                where=where,
+                allowed="a request whose rows are whole",
+                hint="A step failed and its rows could not be put back. Release it; others are untouched.",
+            )
+        return request
+
+    def place(self, request: Request) -> Place:
+        """What a live request holds."""
+        return self._places[self.check(request)]
+
+    def place_of(self, request: Request) -> Place:
+        """The same for requests that were checked, lost ones included."""
+        return self._places[request]
+
+    def blocks_of(self, request: Request) -> tuple[int, ...]:
+        """What a live request holds, in an open step what it got for it too."""
+        place = self.place(request)
+        return self._growing.get(request, place.blocks)
+
+    def check_replay(self, request: Request, ids: Sequence[int] | None) -> None:
+        """Refuse other tokens than those whose blocks the request took over and now runs through again.
+
+        Raises:
+            RequestError: the ids differ from the prompt's.
+        """
+        place = self._places[request]
+        if ids is None or place.length >= place.stored:
+            return
+        expected = list(place.prompt[place.length : min(place.length + len(ids), place.stored)])
+        if list(ids[: len(expected)]) != expected:
+            raise RequestError(
+                got=f"other token ids than the prompt of request {request.id}",
+                where="step",
+                allowed=f"the prompt's ids up to token {place.stored}, whose blocks were taken over",
+                hint="Admit a request with the ids that it will be given.",
+            )
+
+    def known_ids(self, request: Request, count: int) -> list[int] | None:
+        """Ids of the next ``count`` tokens, as far as they were given at admission; None where none was."""
+        place = self._places[request]
+        known = list(place.prompt[place.length : place.length + count])
+        return None if place.tokens is None or (count and not known) else known
+
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
+
+        Raises:
+            RequestError: tokens are left to replay.
+        """
+        place = self._places[request]
+        if place.length < place.stored:
+            raise RequestError(
+                got=f"request {request.id}, {place.stored - place.length} tokens of its prefix hit not replayed yet",
+                where=where,
+                allowed="a request whose windows and tails are complete",
+                hint=f"Step it through the prompt's ids up to token {place.stored} first.",
+            )
+
+    def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
+        """Get each request the blocks that its new tokens need; all of them or none.
+
+        A block that others read too is replaced by a fresh one if the step writes into it; the caller copies the bytes.
+
+        Raises:
+            OutOfBlocks: the free blocks do not suffice, or a request would outgrow what one may hold.
+        """
+        places = [self._places[request] for request in requests]
+        for request, place, count in zip(requests, places, new, strict=True):
+            self._check_limit(request, place.length + count)
+        added = [
+            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
+            for place, count in zip(places, new, strict=True)
+        ]
+        shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
+        fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
+        grown = [
+            Growth(place.blocks, 0, ()) if column is None and not count else _grown(place.blocks, count, column, fresh)
+            for place, count, column in zip(places, added, shared, strict=True)
+        ]
+        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
+        return grown
+
+    def shrink(self, grown: Sequence[Growth]) -> None:
+        """Undo ``grow``."""
+        self._growing = {}
+        for growth in reversed(grown):
+            self.blocks.drop(growth.taken)
+
+    def settle(self, grown: Sequence[Growth]) -> list[int]:
+        """Let go of the shared blocks that a committed step replaced. Returns those that became free."""
+        self._growing = {}
+        return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]
+
+    def after(
+        self,
+        request: Request,
+        new: int,
+        tokens: Sequence[int] | None,
+        growth: Growth,
+        touched: Mapping[str, bool] = MAIN,
+    ) -> Place:
+        """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
+
+        Args:
+            tokens: ids of the first of them, as far as they are known, or None.
+            touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows.
+        """
+        place = self._places[request].copy()
+        place.blocks = growth.blocks
+        if not new:
+            return place
+        start = place.length
+        place.length = end = start + new
+        if end > place.high_water:
+            place.high_water = end
+        if tokens is not None and place.prompt:
+            expected = place.prompt[start:end]
+            if list(tokens[: len(expected)]) != list(expected):
+                # From here on it is another text than the prompt.
+                place.prompt = ()
+        place.written = written = place.written.copy()
+        for group, done in touched.items():
+            before = written.setdefault(group, place.given)
+            if done and start <= before < end:
+                written[group] = end
+        return place
+
+    def learn(self, place: Place, new: int, tokens: Sequence[int] | None) -> None:
+        """Note the ids of a step's ``new`` tokens, right before its table becomes the one that holds."""
+        known = tokens or ()
+        if len(known) < new:
+            place.tokens = None
+        elif place.tokens is not None:
+            place.tokens += known
+
+    def disturb(self, lengths: Mapping[Request, int]) -> None:
+        """Note that rows up to these lengths may have been written although the step did not commit."""
+        places = {request: self._places[request].copy() for request in lengths}
+        for request, place in places.items():
+            place.high_water = max(place.high_water, lengths[request])
+        self._places = {**self._places, **places}
+
+    def hide(self) -> None:
+        """Let no live request share what it computes, now or later."""
+        places = {request: place.copy() for request, place in self._places.items()}
+        for place in places.values():
+            place.keys, place.shares = [], False
+        self._places = places
+
+    def lose(self, requests: Sequence[Request]) -> None:
+        """Mark requests whose rows a failed step overwrote and could not put back."""
+        places = {request: self._places[request].copy() for request in requests}
+        for place in places.values():
+            place.lost = True
+        self._places = {**self._places, **places}
+
+    def truncate(self, request: Request, length: int) -> list[int]:
+        """Shorten a request: exact for every component, or refused. Returns the blocks that became free.
+
+        Raises:
+            RollbackError: ``length`` is not between 0 and the request's length, or rings have overwritten rows that the
+                shorter request needs.
+        """
+        place = self._places[request]
+        count = as_count(length)
+        if count is None or count > place.length:
+            raise RollbackError(got=length, where="truncate", allowed=f"0 to {place.length}, the request's length")
+        length, deepest = count, self.deepest_truncation(request)
+        if length < deepest:
+            raise RollbackError(
+                got=length,
+                where="truncate",
+                allowed=f"{deepest} to {place.length}",
+                hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
+            )
+        held, place = place.blocks, place.copy()
+        if length == place.length:
+            # In the middle of a replay, which goes on, the ids up to ``stored`` are still needed.
+            place.prompt = place.prompt[: max(length, place.stored)]
+            self._places[request] = place
+            return []
+        place.prompt = place.prompt[:length]
+        place.length = length
+        place.stored, place.given = min(place.stored, length), min(place.given, length)
+        place.written = {group: min(done, length) for group, done in place.written.items()}
+        place.blocks = held[: self.plan.blocks_for(length)]
+        place.keys = place.keys[: length // self.plan.block_tokens]
+        self._places[request] = place
+        if place.tokens is not None:
+            del place.tokens[length:]
+        return self.blocks.drop(held[len(place.blocks) :][::-1])
+
+    def deepest_truncation(self, request: Request) -> int:
+        """Smallest length that ``truncate`` accepts.
+
+        It is 0 until a ring has wrapped, then D below the highest position ever written; and never below what restored
+        rings are complete for.
+        """
+        place = self._places[request]
+        deepest = place.floor
+        if self._unwrapped is not None and place.high_water > self._unwrapped:
+            deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
+        return min(place.length, deepest)
+
+    def release(self, request: Request) -> list[int]:
+        """Take back a request's slot and blocks. Returns the blocks that became free."""
+        return self.discard(self._places.pop(request))
+
+    def take_over(self, request: Request, place: Place, taken: "TakenOver") -> None:
+        """Fill a place that is not in the table from shared blocks, plus those of its own that it needs beyond them.
+
+        Raises:
+            OutOfBlocks: they are not to be had; nothing was taken.
+        """
+        length, blocks = taken.length, taken.blocks
+        self._check_limit(request, max(length, taken.stored))
+        for block in blocks:
+            self.blocks.hold(block)
+        try:
+            own = self.blocks.take(max(0, self.plan.blocks_for(length) - len(blocks)))
+        except OutOfBlocks:
+            self.blocks.drop(blocks[::-1])
+            raise
+        place.blocks = (*blocks, *own)
+        place.length = place.high_water = length
+        place.floor, place.stored, place.prompt = taken.floor, taken.stored, taken.prompt
+        place.given = max(length, taken.stored)
+        place.written = {**place.written, "main": place.given}
+        place.tokens = None if taken.tokens is None else list(taken.tokens)
+        place.salt, place.shares = taken.salt, taken.shares
+
+    def fork(self, source: Place) -> tuple[Request, Place]:
+        """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
+
+        Raises:
+            OutOfSlots: none is free.
+        """
+        request, place = self.reserve(source.salt)
+        for block in source.blocks:
+            self.blocks.hold(block)
+        place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
+        place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
+        place.blocks, place.keys, place.shares = source.blocks, source.keys, source.shares
+        place.tokens = None if source.tokens is None else list(source.tokens)
+        place.written = dict(source.written)
+        return request, place
+
+    def _check_limit(self, request: Request, length: int) -> None:
+        limit = self.plan.longest
+        if limit is not None and length > limit:
+            name = "max_request_tokens" if limit == self.plan.max_request_tokens else "max_tokens"
+            raise OutOfBlocks(
+                got=f"{length} tokens in request {request.id}",
+                where="step",
+                allowed=f"{limit} tokens in one request ({name})",
+                hint=f"Create the cache with a larger {name}.",
+            )
+
+
+class TakenOver(NamedTuple):
+    """What a request starts from that did not come through steps of its own.
+
+    Attributes:
+        length, floor, stored, prompt, tokens, salt, shares: see ``Place``.
+        blocks: shared ones, in order of history.
+    """
+
+    length: int
+    floor: int
+    tokens: Sequence[int] | None
+    stored: int = 0
+    blocks: Sequence[int] = ()
+    prompt: Sequence[int] = ()
+    salt: str | None = None
+    shares: bool = True
+
+
+def _grown(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> Growth:
+    """One request's blocks for a step, with those that it gets from ``fresh``."""
+    blocks = list(held)
+    replaced = () if column is None else ((column, blocks[column]),)
+    if column is not None:
+        blocks[column] = next(fresh)
+    blocks += [next(fresh) for _ in range(added)]
+    return Growth(tuple(blocks), added, replaced)
