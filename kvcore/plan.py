@@ -4,7 +4,7 @@ Two things scale a cache and nothing else: slots grow with requests, blocks grow
 for every stream of rows that a layer owns; pools are allocated from the regions and every verb addresses through them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from kvcore.printable import printable
 from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
-from kvcore.spec.model import CacheSpec
+from kvcore.spec.model import TAIL_OF, CacheSpec
 
 MOST_SLOTS = (1 << 31) - 1
 """Numbers of slots are int32 in a step's index."""
@@ -67,6 +67,44 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Buffer of the layout -> (key in the pools, bytes of a unit)."""
         part = f"{self.part}_" if self.part else ""
         return {name: (f"{self.layer}.{self.role}.{part}{name}", size) for name, size in self.unit.buffers}
+
+
+class LayerPlan:
+    """One layer of a plan by role: what a verb must know of it, looked up once.
+
+    Attributes:
+        number: of the layer.
+        regions: role -> the regions of its parts, its own or those that it shares.
+    """
+
+    def __init__(
+        self, number: int, components: Mapping[str, Component], regions: Mapping[str, tuple[Region, ...]]
+    ) -> None:
+        self.number = number
+        self.regions = regions
+        self._components = components
+        # What has no global scale is not scaled.
+        self._scales: dict[str, float] = {
+            role: getattr(component, "global_scale", 1.0) for role, component in components.items()
+        }
+
+    def component(self, role: str) -> Component | None:
+        """The layer's component of that role, or None."""
+        return self._components.get(role)
+
+    def tail_of(self, role: str) -> str:
+        """The role whose rows are compressed into ``role``."""
+        return TAIL_OF[role]
+
+    def global_scale(self, role: str) -> float:
+        """The component's global scale, 1 where it has none."""
+        return self._scales[role]
+
+    def pools_of(self, *roles: str) -> tuple[str, ...]:
+        """Names in the pools of some roles' buffers; roles that the layer lacks have none."""
+        return tuple(
+            name for role in roles for region in self.regions.get(role, ()) for name, _ in region.buffers.values()
+        )
 
 
 class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -149,16 +187,23 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def region(self, layer: int, role: str) -> tuple[Region, ...]:
         """The parts of a layer's own or shared pool of ``role``."""
-        return self._by_role[layer, role]
+        return self.layers[layer].regions[role]
 
     @cached_property
-    def _by_role(self) -> dict[tuple[int, str], tuple[Region, ...]]:
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Every layer by role, main layers first: index by layer number."""
         own: dict[tuple[int, str], tuple[Region, ...]] = {}
         for region in self.regions:
             key = region.layer, region.role
             own[key] = (*own.get(key, ()), region)
-        roles = ((layer, role) for layer, role, _ in self.spec.components())
-        return {(layer, role): own[self.spec.owner(layer, role), role] for layer, role in roles}
+        return tuple(
+            LayerPlan(
+                number,
+                dict(layer.components()),
+                {role: own[self.spec.owner(number, role), role] for role in layer.roles},
+            )
+            for number, layer in enumerate(self.spec.all_layers)
+        )
 
     def __repr__(self) -> str:
         name, blocks = printable(self.spec.name) or "unnamed", f"{self.blocks} blocks × {self.block_tokens} tokens"

@@ -302,3 +302,16 @@ def test_there_are_no_more_slots_than_an_index_has_numbers_for():
     assert plan_cache(SLOTTED, max_requests=2**31 - 1, max_tokens=1).slots == 2**31 - 1
     with pytest.raises(SpecError, match="max_requests: got 2147483648; allowed: 1 to 2147483647"):
         plan_cache(SLOTTED, max_requests=2**31, max_tokens=1)
+
+
+def test_a_layer_of_a_plan_is_known_by_role() -> None:
+    plan = plan_cache(presets.deepseek_v4_flash_tiny(), max_requests=2, max_tokens=64)
+    assert len(plan.layers) == len(plan.spec.all_layers)
+    for number, (layer, spec) in enumerate(zip(plan.layers, plan.spec.all_layers, strict=True)):
+        assert layer.number == number
+        assert {role: layer.component(role) for role in layer.regions} == dict(spec.components())
+        assert layer.component("kv") is None
+        for role, regions in layer.regions.items():
+            assert regions is plan.region(number, role)
+            assert layer.global_scale(role) == 1.0
+            assert layer.pools_of("kv", role) == tuple(name for one in regions for name, _ in one.buffers.values())

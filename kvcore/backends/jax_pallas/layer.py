@@ -4,17 +4,20 @@ A ``Layer`` is a static argument of every compiled verb. Layers of the same make
 traces of the few kinds there are, and so do two caches with the same plan.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvcore.backends.jax_pallas.runs import pool_shape
-from kvcore.plan import CachePlan, Region
-from kvcore.spec import TAIL_OF, Component
+from kvcore.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from kvcore.plan import CachePlan, Region
+    from kvcore.spec import Component
 
 
-class Layer:
-    """One layer's components and regions by role, hashable.
+class Layer(LayerPlan):
+    """One layer by role, hashable: without the number that it has in its plan.
 
     Attributes:
         regions: role -> the regions of its parts, numbered as layer 0, so that equal layers compare equal.
@@ -24,27 +27,29 @@ class Layer:
             interpreted).
     """
 
-    def __init__(self, plan: CachePlan, number: int, kernels: str, roles: tuple[str, ...] | None = None) -> None:
+    def __init__(self, plan: "CachePlan", number: int, kernels: str, roles: tuple[str, ...] | None = None) -> None:
         self.kernels = kernels
-        self.regions: dict[str, tuple[Region, ...]] = {}
         self.names: dict[str, str] = {}
         self.elements: dict[str, tuple[tuple[int, ...], Any]] = {}
-        self._components: dict[str, Component] = {}
         self._parts: dict[tuple[str, ...], Layer] = {}
         self._origin = plan, number
+        components: dict[str, Component] = {}
+        regions: dict[str, tuple[Region, ...]] = {}
+        planned = plan.layers[number]
         for role, component in plan.spec.all_layers[number].components():
             if roles is not None and role not in roles:
                 continue
             if component.shared_from is not None:
                 component = msgspec.structs.replace(component, share=None)
-            self._components[role] = component
-            self.regions[role] = tuple(msgspec.structs.replace(region, layer=0) for region in plan.region(number, role))
-            for mine, planned in zip(self.regions[role], plan.region(number, role), strict=True):
+            components[role] = component
+            regions[role] = tuple(msgspec.structs.replace(region, layer=0) for region in planned.regions[role])
+            for mine, theirs in zip(regions[role], planned.regions[role], strict=True):
                 for buffer, (name, _) in mine.buffers.items():
-                    self.names[name] = planned.buffers[buffer][0]
+                    self.names[name] = theirs.buffers[buffer][0]
                     (_, *unit), dtype = pool_shape(mine, buffer, 1)
                     self.elements[name] = tuple(unit), dtype
-        self._key = (kernels, tuple(self._components.items()), tuple(self.regions.items()))
+        super().__init__(0, components, regions)
+        self._key = (kernels, tuple(components.items()), tuple(regions.items()))
         self._hash = hash(self._key)
 
     def only(self, *roles: str) -> "Layer":
@@ -58,21 +63,3 @@ class Layer:
 
     def __hash__(self) -> int:
         return self._hash
-
-    def component(self, role: str) -> Component | None:
-        """The layer's component of that role, or None."""
-        return self._components.get(role)
-
-    def tail_of(self, role: str) -> str:
-        """The role whose rows are compressed into ``role``."""
-        return TAIL_OF[role]
-
-    def global_scale(self, role: str) -> float:
-        """The component's global scale, 1 where it has none."""
-        return getattr(self.component(role), "global_scale", 1.0)
-
-    def pools_of(self, *roles: str) -> tuple[str, ...]:
-        """Local names of the pools of some roles; roles that the layer lacks have none."""
-        return tuple(
-            name for role in roles for region in self.regions.get(role, ()) for name, _ in region.buffers.values()
-        )

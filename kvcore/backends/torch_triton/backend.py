@@ -182,7 +182,7 @@ class TorchOps(ComposedVerbs):
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""
-        return getattr(self.plan.spec.all_layers[layer], role)
+        return self.plan.layers[layer].component(role)
 
     def tail_of(self, role):
         """The role whose rows are compressed into ``role``."""
@@ -190,7 +190,7 @@ class TorchOps(ComposedVerbs):
 
     def global_scale(self, layer, role):
         """The component's global scale, 1 where it has none."""
-        return getattr(self.component(layer, role), "global_scale", 1.0)
+        return self.plan.layers[layer].global_scale(role)
 
     def encode_rows(self, region, values, global_scale=1.0):
         """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
