@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas.classic import in_order
+from kvcore.backends.jax_pallas.kv import in_order
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.rows import Held

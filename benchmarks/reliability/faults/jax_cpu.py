@@ -143,7 +143,7 @@ TABLE = {
             "entries say their number for a position",
         ),
     ],
-    "classic.py": [
+    "kv.py": [
         ("(rows <= query)\n", "(rows < query)\n", "a query does not see its own row"),
         ("    return seen & (index.request_index >= 0)[:, None]\n", "    return seen\n", "padding tokens see rows"),
         (
@@ -177,7 +177,7 @@ TABLE = {
             "a scale that is given is ignored",
         ),
     ],
-    "life.py": [
+    "lifecycle.py": [
         ("    return jnp.where(units >= 0, units, pool.shape[0])\n", "    return units\n", "unit -1 is the last one"),
         ("    if fresh is None:\n        fresh", "    if True:\n        fresh", "a fresh tail's score is 0, not -inf"),
         ('np.frombuffer(b"\\xff"', 'np.frombuffer(b"\\x00"', "freed rows are zeros, not poison"),

@@ -291,7 +291,7 @@ TABLE = {
             "the sink is scaled",
         ),
     ],
-    "life.py": [
+    "lifecycle.py": [
         (
             '        if region.growth == "slot" and chosen:\n',
             '        if region.growth == "slot" and chosen and "index" not in region.role:\n',
@@ -338,7 +338,7 @@ TABLE = {
             "rows that are not live count in a digest",
         ),
     ],
-    "classic.py": [
+    "kv.py": [
         (
             "    position = place.of_request(positions_of(component, index, columns), request)\n",
             "    position = positions_of(component, index, columns)[:1]\n",

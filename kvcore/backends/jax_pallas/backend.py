@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, programs, tail, window
+from kvcore.backends.jax_pallas import attention, encoding, indexer, kv, lifecycle, programs, tail, window
 from kvcore.backends.jax_pallas import entries as entry_verbs
 from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.layer import Layer
@@ -402,7 +402,7 @@ class JaxOps(ComposedVerbs):
         v: Float[Array, "tokens value_heads value_dim"],
     ) -> Pools:
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-        return self._write(classic.append_kv, pools, layer, ("kv",), (index, k, v))
+        return self._write(kv.append_kv, pools, layer, ("kv",), (index, k, v))
 
     def gather_kv(
         self,
@@ -421,21 +421,21 @@ class JaxOps(ComposedVerbs):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         options = {"columns": self._bucket(columns, index)}
-        found = self._read(classic.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
+        found = self._read(kv.gather_kv, pools, layer, ("kv",), (index, k, v), **options)
         return tuple(array[:, :columns] for array in found)
 
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Bool[Array, "tokens columns"]:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
-        return programs.indexed(classic.mask)(kind, index, (("columns", self._bucket(columns, index)),))[:, :columns]
+        return programs.indexed(kv.mask)(kind, index, (("columns", self._bucket(columns, index)),))[:, :columns]
 
     def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
         """Positions [Q, columns] of ``gather_kv``'s rows, and the mask over them."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         kind = self._layers[layer].only("kv")
         options = (("columns", self._bucket(columns, index)),)
-        found = programs.indexed(classic.visible_rows)(kind, index, options)
+        found = programs.indexed(kv.visible_rows)(kind, index, options)
         return VisibleRows(*(array[:, :columns] for array in found))
 
     def from_batch(self, index: StepIndex, batch: Array) -> Array:
@@ -462,7 +462,7 @@ class JaxOps(ComposedVerbs):
         """Attend from q [T, H, key_dim] to the layer's K-V; out [T, H, value_dim]."""
         columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
         arrays = (index, q, k, v, sink, scale)
-        return self._read(classic.attend_kv, pools, layer, ("kv",), arrays, columns=self._bucket(columns, index))
+        return self._read(kv.attend_kv, pools, layer, ("kv",), arrays, columns=self._bucket(columns, index))
 
     def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
@@ -509,20 +509,20 @@ class JaxOps(ComposedVerbs):
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         options = {"role": role, "columns": self._bucket(columns, index)}
-        found = self._read(life.gather_rows, pools, layer, (role,), (index, rows), **options)
+        found = self._read(lifecycle.gather_rows, pools, layer, (role,), (index, rows), **options)
         return RawRows(found.rows[:, :columns], found.positions[:, :columns])
 
     def store_rows(self, pools: Pools, layer: int, role: str, index: StepIndex, raw: RawRows) -> Pools:
         """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
-        return self._write(life.store_rows, pools, layer, (role,), (index, RawRows(*raw)), role=role)
+        return self._write(lifecycle.store_rows, pools, layer, (role,), (index, RawRows(*raw)), role=role)
 
     def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Any:
         """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
-        return self._read(life.read_ring, pools, layer, (role,), (index,), role=role)
+        return self._read(lifecycle.read_ring, pools, layer, (role,), (index,), role=role)
 
     def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Any) -> Pools:
         """Put back what ``read_ring`` saved."""
-        return self._write(life.restore_ring, pools, layer, (role,), (index, saved), role=role)
+        return self._write(lifecycle.restore_ring, pools, layer, (role,), (index, saved), role=role)
 
     def digest_rows(self, raw: RawRows, salt: int) -> UInt32[Array, "requests 2"]:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""

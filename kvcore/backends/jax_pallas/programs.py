@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from kvcore.backends.jax_pallas import attention, classic, encoding, indexer, life, tail
+from kvcore.backends.jax_pallas import attention, encoding, indexer, kv, lifecycle, tail
 from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
@@ -48,7 +48,7 @@ SMALLEST_BUCKET = (64, 8)
 
 DIFFERENTIABLE = {
     attention.attend: ("q", "sink", "scale", "rope"),
-    classic.attend_kv: ("q", "sink", "scale"),
+    kv.attend_kv: ("q", "sink", "scale"),
     indexer.index_scores: ("q", "weights"),
     tail.compress: ("norm_weight",),
 }
@@ -120,7 +120,7 @@ def indexed(verb):
 @jax.jit
 def digest(raw, salt):
     """Lanes [Q, 2] uint32 of rows."""
-    return life.digest_rows(raw, salt)
+    return lifecycle.digest_rows(raw, salt)
 
 
 def _fresh(pool, fresh):
@@ -128,13 +128,15 @@ def _fresh(pool, fresh):
 
 
 reset = jax.jit(
-    lambda pool, slots, fresh: life.reset_slots(pool, slots, _fresh(pool, fresh)), static_argnums=2, donate_argnums=0
+    lambda pool, slots, fresh: lifecycle.reset_slots(pool, slots, _fresh(pool, fresh)),
+    static_argnums=2,
+    donate_argnums=0,
 )
-poison = jax.jit(life.poison, donate_argnums=0)
-copy_units = jax.jit(life.copy_units, donate_argnums=0)
+poison = jax.jit(lifecycle.poison, donate_argnums=0)
+copy_units = jax.jit(lifecycle.copy_units, donate_argnums=0)
 select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
-from_batch = jax.jit(classic.from_batch)
-to_batch = jax.jit(classic.to_batch, static_argnums=2)
+from_batch = jax.jit(kv.from_batch)
+to_batch = jax.jit(kv.to_batch, static_argnums=2)
 encode = jax.jit(
     lambda format, values, scale: encoding.encode(format, constant("encode", values), scale), static_argnums=(0, 2)
 )

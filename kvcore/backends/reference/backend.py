@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcore.backends.reference import attention, classic, encoding, entries, indexer, life, tail, window
+from kvcore.backends.reference import attention, encoding, entries, indexer, kv, lifecycle, tail, window
 from kvcore.errors import BackendError
 from kvcore.ops.choices import Decision
 from kvcore.ops.composed import ComposedVerbs
@@ -49,22 +49,22 @@ class ReferenceOps(ComposedVerbs):
     index_scores = indexer.index_scores
     select = indexer.select
     attend = attention.attend
-    append_kv = classic.append_kv
-    gather_kv = classic.gather_kv
-    mask = classic.mask
-    visible_rows = classic.visible_rows
-    from_batch = classic.from_batch
-    to_batch = classic.to_batch
-    attend_kv = classic.attend_kv
-    reset_slots = life.reset_slots
-    poison = life.poison
-    copy_slots = life.copy_slots
-    copy_blocks = life.copy_blocks
-    gather_rows = life.gather_rows
-    store_rows = life.store_rows
-    read_ring = life.read_ring
-    restore_ring = life.restore_ring
-    digest_rows = life.digest_rows
+    append_kv = kv.append_kv
+    gather_kv = kv.gather_kv
+    mask = kv.mask
+    visible_rows = kv.visible_rows
+    from_batch = kv.from_batch
+    to_batch = kv.to_batch
+    attend_kv = kv.attend_kv
+    reset_slots = lifecycle.reset_slots
+    poison = lifecycle.poison
+    copy_slots = lifecycle.copy_slots
+    copy_blocks = lifecycle.copy_blocks
+    gather_rows = lifecycle.gather_rows
+    store_rows = lifecycle.store_rows
+    read_ring = lifecycle.read_ring
+    restore_ring = lifecycle.restore_ring
+    digest_rows = lifecycle.digest_rows
 
     def allocate(self):
         """Fresh pools for the plan."""

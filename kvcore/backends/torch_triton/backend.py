@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton import attention, classic, encoding, entries, indexer, life, streamed, tail, window
+from kvcore.backends.torch_triton import attention, encoding, entries, indexer, kv, lifecycle, streamed, tail, window
 from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.spare import Spare
 from kvcore.errors import BackendError, ShapeError
@@ -101,24 +101,24 @@ class TorchOps(ComposedVerbs):
     index_scores = verb(indexer.index_scores)
     select = verb(indexer.select)
     attend = verb(attention.attend)
-    append_kv = verb(classic.append_kv)
-    gather_kv = verb(classic.gather_kv)
-    mask = verb(classic.mask)
-    visible_rows = verb(classic.visible_rows)
-    from_batch = verb(classic.from_batch)
-    to_batch = verb(classic.to_batch)
-    borrow_kv: Any = verb(classic.borrow_kv)
-    append_borrow_kv: Any = classic.append_borrow_kv
-    attend_kv = verb(classic.attend_kv)
-    reset_slots = verb(life.reset_slots)
-    poison = verb(life.poison)
-    copy_slots = verb(life.copy_slots)
-    copy_blocks = verb(life.copy_blocks)
-    gather_rows = verb(life.gather_rows)
-    store_rows = verb(life.store_rows)
-    read_ring = verb(life.read_ring)
-    restore_ring = verb(life.restore_ring)
-    digest_rows = verb(life.digest_rows)
+    append_kv = verb(kv.append_kv)
+    gather_kv = verb(kv.gather_kv)
+    mask = verb(kv.mask)
+    visible_rows = verb(kv.visible_rows)
+    from_batch = verb(kv.from_batch)
+    to_batch = verb(kv.to_batch)
+    borrow_kv: Any = verb(kv.borrow_kv)
+    append_borrow_kv: Any = kv.append_borrow_kv
+    attend_kv = verb(kv.attend_kv)
+    reset_slots = verb(lifecycle.reset_slots)
+    poison = verb(lifecycle.poison)
+    copy_slots = verb(lifecycle.copy_slots)
+    copy_blocks = verb(lifecycle.copy_blocks)
+    gather_rows = verb(lifecycle.gather_rows)
+    store_rows = verb(lifecycle.store_rows)
+    read_ring = verb(lifecycle.read_ring)
+    restore_ring = verb(lifecycle.restore_ring)
+    digest_rows = verb(lifecycle.digest_rows)
 
     def allocate(self):
         """Fresh pools for the plan."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.backends.reference import life
+from kvcore.backends.reference import lifecycle
 from kvcore.conformance.canonical import POISON, canonical_noise, read_rows, write_rows
 from kvcore.conformance.case import Bench, Case
 from kvcore.conformance.cuts import drafts
@@ -137,7 +137,7 @@ def _lanes(pages: Bytes, strips: Sequence[Strip]) -> Bytes:
         positions[: len(strip.numbers)] = _cells(strip)[1] * strip.tokens_per_row
         rows = pages[:, strip.start : strip.stop].reshape(len(pages), strip.rows, strip.row_bytes)
         raw = RawRows(rows, positions.reshape(len(pages), strip.rows))
-        lanes += life.digest_rows(None, raw, region_salt(strip.layer, strip.role))
+        lanes += lifecycle.digest_rows(None, raw, region_salt(strip.layer, strip.role))
     return lanes & MASK
 
 
