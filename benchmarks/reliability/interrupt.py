@@ -250,7 +250,7 @@ def faults(cache: kvcore.Cache) -> list[str]:
     holders = Counter(block for place in places.values() for block in place.blocks)
     slots = [place.slot for place in places.values()]
     found = []
-    if sorted([*slots, *manager._free_slots]) != list(range(cache.plan.slots)):
+    if sorted([*slots, *manager._free_slots]) != list(range(manager._unused_slot)):
         found.append(f"slots {slots} and free ones {manager._free_slots}")
     if any(blocks.holders(block) != holders[block] for block in range(blocks.count)):
         found.append("holders of blocks that are not those of requests")

@@ -31,9 +31,12 @@ class Manager:
 
     def __init__(self, plan: CachePlan) -> None:
         self.plan = plan
-        self._free_slots = list(range(plan.slots - 1, -1, -1))
+        # Slots that were given back, and the first of those that never had a request: all from there on are free.
+        self._free_slots: list[int] = []
+        self._unused_slot = 0
         self.blocks = BlockAllocator(plan.blocks)
-        self._generations = [0] * plan.slots
+        # Of slots that had a request.
+        self._generations: dict[int, int] = {}
         self._places: dict[Request, Place] = {}
         # What an open step's requests hold while it is open.
         self._growing: dict[Request, tuple[int, ...]] = {}
@@ -44,7 +47,7 @@ class Manager:
     @property
     def free_slots(self) -> int:
         """Slots that admission can still give out."""
-        return len(self._free_slots)
+        return len(self._free_slots) + self.plan.slots - self._unused_slot
 
     @property
     def free_blocks(self) -> int:
@@ -80,15 +83,19 @@ class Manager:
         Raises:
             OutOfSlots: no slot is free.
         """
-        if not self._free_slots:
+        if not self.free_slots:
             raise OutOfSlots(
                 got=f"request number {len(self._places) + 1}",
                 where="admit",
                 allowed=f"{self.plan.slots} requests at once (max_requests)",
                 hint="Release a request first.",
             )
-        slot = self._free_slots.pop()
-        generation, id = self._generations[slot], self._next_id
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot = self._unused_slot
+            self._unused_slot = slot + 1
+        generation, id = self._generations.get(slot, 0), self._next_id
         self._generations[slot], self._next_id = generation + 1, id + 1
         return Request(id, self), Place(slot=slot, generation=generation, salt=salt)
 
@@ -123,7 +130,7 @@ class Manager:
         self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
         places = self._places.values()
         slots = {place.slot for place in places}
-        self._free_slots = [slot for slot in range(self.plan.slots - 1, -1, -1) if slot not in slots]
+        self._free_slots = [slot for slot in range(self._unused_slot - 1, -1, -1) if slot not in slots]
         for place in places:
             if place.tokens is not None:
                 del place.tokens[place.length :]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, SupportsIndex, cast
 
+from kvcore.arrays import check_plain
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError
 from kvcore.printable import shortened
@@ -34,16 +35,25 @@ def parse_tokens(value: object, where: str) -> tuple[int, list[int] | None]:
 
 def token_ids(value: object, where: str, allowed: str = "a sequence of token ids") -> list[int]:
     """A sequence of token ids as plain integers."""
-    sized = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    # An array without axes has a length only by name.
-    if not sized or isinstance(value, (str, bytes, Mapping)) or getattr(cast("Any", value), "shape", None) == ():
+    try:
+        # An array without axes has a length only by name.
+        shapeless = getattr(cast("Any", value), "shape", None) == ()
+        sized = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not shapeless
+        # An array's numbers are plain ones at once, not a framework's scalar each.
+        plain: Any = getattr(value, "tolist", None)
+        tokens = cast("Iterable[Any]", value if plain is None or not sized else plain())
+    except (TypeError, RuntimeError) as error:
+        # A tensor whose numbers cannot be had: a sparse one, or one without data.
+        check_plain(value, where)
+        raise ShapeError(got=type(value).__name__, where=where, allowed=allowed) from error
+    if not sized or isinstance(value, (str, bytes, Mapping)):
         raise ShapeError(got=cast("Any", value), where=where, allowed=allowed)
     ids: list[int] = []
-    # An array's numbers are plain ones at once, not a framework's scalar each.
-    plain: Any = getattr(value, "tolist", None)
-    for token in cast("Iterable[Any]", value if plain is None else plain()):
+    for token in tokens:
         number = as_count(token)
         if number is None or number >= 1 << 64:
+            # What is masked is no number.
+            check_plain(value, where)
             raise ShapeError(got=token, where=where, allowed="token ids, integers from 0 to 2^64 - 1")
         ids.append(number)
     return ids

@@ -231,6 +231,12 @@ def test_bad_formats_are_refused(formats, message):
         cache_spec(models.deepseek_v4().config, formats)
 
 
+@pytest.mark.parametrize("model", [None, 3, object(), torch.nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
+def test_what_is_no_model_is_refused_as_what_it_is(model):
+    with pytest.raises(SpecError, match=f"model: got {type(model).__name__} without config, dtype, device; allowed: a"):
+        KVCache(model, batch=1, max_length=8)
+
+
 def test_chunked_attention_is_kept_as_a_window():
     """transformers shifts chunks by each row's left padding, which the cache does not see."""
     config = models.llama().config

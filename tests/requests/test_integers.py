@@ -10,6 +10,7 @@ import kvcore
 from kvcore.counts import as_integer
 from kvcore.errors import RollbackError, ShapeError, SpecError
 from kvcore.plan import logical_bytes, plan_cache
+from kvcore.requests.manager import Manager
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Rope, Window, to_json
 
 
@@ -148,3 +149,34 @@ def test_what_is_said_of_text_and_numbers_leads_somewhere():
                 ask(given)
     with pytest.raises(ShapeError, match="allowed: an integer, 0 or more, or a sequence of token ids"):
         cache.step({cache.admit(): "3"})
+
+
+UNREADABLE = {
+    "MaskedArray with a mask": np.ma.masked_array([1, 2, 3], [False, True, False]),
+    "Tensor with places": torch.tensor([1, 2, 3]).to_sparse(),
+    "Tensor with no data, on meta": torch.zeros(3, dtype=torch.int64, device="meta"),
+    "NestedTensor with lengths": torch.nested.nested_tensor([torch.arange(1), torch.arange(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("got", UNREADABLE)
+def test_ids_that_are_not_all_there_are_refused_as_what_they_are(got):
+    cache = stories.create(MIXED, "reference")
+    request = cache.admit()
+    asked = (cache.admit, cache.restorable, cache.fits, lambda ids: cache.step({request: ids}))
+    for ask in asked:
+        with pytest.raises(ShapeError, match=rf": got {got}; allowed: "):
+            ask(UNREADABLE[got])
+    assert cache.requests == (request,)
+
+
+def test_slots_cost_nothing_until_they_are_used():
+    plan = plan_cache(stories.PAGED, max_requests=2**31 - 1, max_tokens=64)
+    manager = Manager(plan)
+    first, second = manager.admit(), manager.admit()
+    manager.release(first)
+    assert manager.free_slots == 2**31 - 2
+    # What was given back is used again before what never was.
+    assert [manager.place(manager.admit()).slot for _ in range(2)] == [0, 2]
+    manager.mend([], [])
+    assert (manager.free_slots, manager.place(second).slot) == (2**31 - 4, 1)

@@ -77,6 +77,13 @@ def settings_of(
     spec: CacheSpec | None,
 ) -> Settings:
     """The arguments of ``KVCache``, checked."""
+    missing = [name for name in ("config", "dtype", "device") if not hasattr(model, name)]
+    if missing:
+        raise SpecError(
+            got=f"{type(model).__name__} without {', '.join(missing)}",
+            where="model",
+            allowed="a model of transformers, which has config, dtype and device",
+        )
     if model.dtype not in DTYPES:
         raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
     batch, beams = (check_count(SpecError, *given, 1) for given in (("batch", batch), ("beams", beams)))
