@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import kvcore
 from kvcore.cache.reuse import PrefixCache
-from kvcore.content import HostRows, owned
 from kvcore.parity import environment
 from kvcore.plan import bytes_per_token, plan_cache, row_bytes
+from kvcore.portable.rows import HostRows, owned
 from kvcore.requests.manager import Manager, TakenOver
 from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec, presets

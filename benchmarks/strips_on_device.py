@@ -8,13 +8,13 @@ import torch
 import kvcore
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.content import write_rows
 from kvcore.handoff import Desk, Direct, pull
-from kvcore.handoff.layout import page_layout
-from kvcore.handoff.pages import content_of
-from kvcore.handoff.staging import stage_one_by_one
-from kvcore.handoff.strips import move_at_once
 from kvcore.plan import plan_cache
+from kvcore.portable.page_digests import content_of
+from kvcore.portable.pages import page_layout
+from kvcore.portable.rows import write_rows
+from kvcore.portable.staging import stage_one_by_one
+from kvcore.portable.strips import move_at_once
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.step import Row
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import kvcore
 from benchmarks.two_gpus_decode import Rank, fill
 from kvcore.handoff import Desk, decode_handle, encode_handle
-from kvcore.handoff.pages import PageDigests
-from kvcore.handoff.pull import commit, receive
 from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.portable.importer import commit, receive
+from kvcore.portable.page_digests import PageDigests
 from kvcore.spec import presets
 
 CHUNKS = (1024, 64, 256, *(512, 1024, 2048, 4096) * 3)

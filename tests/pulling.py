@@ -10,9 +10,9 @@ import torch.distributed as dist
 from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
 from kvcore.handoff import Desk, FileCarrier, Handle, decode_handle, pull
-from kvcore.handoff.desk import REASONS
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.portable.exporter import REASONS
 
 SPEC = stories.STORED
 _world: dict[str, Any] = {}

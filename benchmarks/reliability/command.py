@@ -16,8 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.disk import Disk, write_whole
 from kvcore.parity import environment
+from kvcore.portable.disk import Disk, write_whole
 
 SEEDS_A_JOB = 1_000_000
 """Jobs of one command take their seeds from ranges that lie this far apart."""

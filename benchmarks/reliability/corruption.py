@@ -17,8 +17,8 @@ import stories
 
 from benchmarks.reliability import command
 from benchmarks.reliability.shrink import shrink
-from kvcore import snapshot
 from kvcore.errors import SnapshotError
+from kvcore.portable import snapshot
 
 LENGTHS = (21, 9, 34)
 KINDS = {"flip": 6, "flip header": 2, "cut": 2, "zero": 1, "swap": 2, "repeat": 1, "lose": 1, "other": 1, "byte": 2}

@@ -19,9 +19,9 @@ import stories
 
 from benchmarks.reliability import command
 from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
-from kvcore import snapshot
-from kvcore.disk import Disk, write_whole
 from kvcore.errors import SnapshotError
+from kvcore.portable import snapshot
+from kvcore.portable.disk import Disk, write_whole
 
 FILE = Path("/disk/cache.kv")
 

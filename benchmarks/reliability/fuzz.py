@@ -14,9 +14,9 @@ from benchmarks.reliability import command
 from benchmarks.reliability.bare import BareCache, plan_of
 from benchmarks.reliability.model import Divergence, Left, Model, require
 from benchmarks.reliability.shrink import told
-from kvcore import snapshot
 from kvcore.cache.loading import take_in
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
+from kvcore.portable import snapshot
 
 KINDS = {
     "admit": 50,

@@ -21,11 +21,11 @@ import stories
 
 import kvcore
 from benchmarks.reliability import command
-from kvcore import snapshot
 from kvcore.cache.loading import take_in
 from kvcore.errors import BackendError
 from kvcore.handoff import Desk, FileCarrier, publish, pull
-from kvcore.handoff.carrier import reference
+from kvcore.portable import snapshot
+from kvcore.portable.transport import reference
 from kvcore.spec import CacheSpec
 
 KVCORE = str(Path(kvcore.__file__).parent)

@@ -18,8 +18,8 @@ import scene
 import kvcore
 from benchmarks.reliability import command
 from benchmarks.reliability.shrink import told
-from kvcore.content import owned
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec
 
 DIM = 6

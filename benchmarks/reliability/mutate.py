@@ -32,16 +32,16 @@ import stories
 import kvcore
 from benchmarks.reliability import command
 from benchmarks.reliability.hostile import changed, changed_bytes
-from kvcore import snapshot, transfer
 from kvcore.errors import KvcoreError
 from kvcore.foreign import UNREADABLE
 from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull
-from kvcore.handoff.staging import root_of
 from kvcore.parity import merge
 from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
 from kvcore.parity.show import failure_text, summarise
 from kvcore.plan import plan_cache
+from kvcore.portable import snapshot
+from kvcore.portable.staging import root_of
 from kvcore.spec import from_hf_config, from_json, presets, to_json
 
 SEED_INPUTS = 250
@@ -145,7 +145,7 @@ def blobs() -> list[bytes]:
 def join_blob(tree: Any) -> bytes:
     fields = {name: value for name, value in tree.items() if name != "root"} if isinstance(tree, dict) else tree
     if isinstance(fields, dict) and tree.get("root") == "signed":
-        return msgspec.msgpack.encode({**fields, "root": transfer._root(fields)})
+        return msgspec.msgpack.encode({**fields, "root": blobs._root(fields)})
     return msgspec.msgpack.encode(tree)
 
 

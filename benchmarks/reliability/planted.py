@@ -94,9 +94,9 @@ CORE_TESTS = {
     "cache/step_state": ("test_rollback", "test_prefix", "test_fork"),
     "cache/undo": ("test_rollback",),
     "cache/handle/state": ("test_rollback", "test_prefix"),
-    "content": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
-    "snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
-    "transfer": ("test_portable", "test_hostile_files", "test_prefix"),
+    "portable/rows": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
+    "portable/snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
+    "portable/blob": ("test_portable", "test_hostile_files", "test_prefix"),
 }
 """File -> the modules of ``tests/requests`` that are about it."""
 LIVES = ("tests/test_functional_abort.py", "tests/test_lifecycle.py", "tests/test_chunk_invariance.py")
@@ -170,7 +170,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
         )
         for name, modules in CORE_TESTS.items()
     },
-    "kvcore/handoff/*": (lives("torch_triton"), suite(*HANDOFF)),
+    "kvcore/portable/*": (lives("torch_triton"), suite(*HANDOFF)),
     "kvcore/shards/*": (lives("torch_triton"), suite(*SHARDS)),
 }
 """Pattern of files -> what judges their faults, in order; the first pattern that fits counts.

@@ -8,7 +8,7 @@ import errno
 import random
 from typing import TYPE_CHECKING
 
-from kvcore.disk import Disk
+from kvcore.portable.disk import Disk
 
 if TYPE_CHECKING:
     from pathlib import Path

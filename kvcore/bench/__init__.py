@@ -46,7 +46,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
 def keep(record: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the record as JSON and as a picture, where that was asked for."""
     from kvcore.bench.report import as_svg, write_json
-    from kvcore.disk import Disk, write_whole
+    from kvcore.portable.disk import Disk, write_whole
 
     if args.out:
         write_json(record, args.out)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from kvcore.disk import Disk, write_whole
+from kvcore.portable.disk import Disk, write_whole
 
 COLUMNS = ("graph_us", "single_us", "floor_us", "copy_us", "goal_here_us", "goal_us", "best_peer_us")
 HEADS = ("graph µs", "single µs", "floor µs", "copy µs", "goal here", "goal µs", "best peer µs")

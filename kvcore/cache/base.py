@@ -12,12 +12,12 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.cache.reuse import PrefixCache
 from kvcore.cache.turns import locked, owner
-from kvcore.content import Content, Left, write_rows
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, SnapshotError, StepError
 from kvcore.ops import Backend, Ops
 from kvcore.ops.functional import FunctionalOps
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, check_same_tree
+from kvcore.portable.rows import Content, Left, write_rows
 from kvcore.requests.blocks import BlockStatistics
 from kvcore.requests.growth import Growth
 from kvcore.requests.manager import Manager, Place, Request, TakenOver

@@ -9,9 +9,9 @@ from kvcore.cache.portable import PortableVerbs
 from kvcore.cache.sharing import SharingVerbs
 from kvcore.cache.step_state import StepState
 from kvcore.cache.turns import exclusive
-from kvcore.content import owned
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
+from kvcore.portable.rows import owned
 from kvcore.requests.manager import Request
 from kvcore.requests.padding import left_padding_of
 from kvcore.requests.prefix import Policy, check_policy

@@ -9,12 +9,12 @@ from os import PathLike
 from typing import Any
 
 from kvcore.cache import Cache, create_cache
-from kvcore.content import Content, owned, rings, state_of
 from kvcore.counts import as_count
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError
 from kvcore.plan import plan_cache
+from kvcore.portable.rows import Content, owned, rings, state_of
+from kvcore.portable.snapshot import Saved, checkpoints_of, damage, read, rows_of
 from kvcore.requests.prefix import Policy
-from kvcore.snapshot import Saved, checkpoints_of, damage, read, rows_of
 from kvcore.spec import CacheSpec
 
 MOST_REQUESTS = 1 << 16

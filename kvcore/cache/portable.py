@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from os import PathLike
 
-from kvcore import snapshot, transfer
 from kvcore.cache.base import CacheBase
 from kvcore.cache.turns import exclusive
+from kvcore.portable import blob as blobs
+from kvcore.portable import snapshot
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 
@@ -25,7 +26,7 @@ class PortableVerbs(CacheBase):
         Raises:
             RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
         """
-        return transfer.export(self, self._manager.check(request), checkpoints=checkpoints)
+        return blobs.export(self, self._manager.check(request), checkpoints=checkpoints)
 
     @exclusive("import_request")
     def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
@@ -45,7 +46,7 @@ class PortableVerbs(CacheBase):
             OutOfSlots, OutOfBlocks: no room. ShapeError: the salt is no text. RequestError: ``into`` is stale, foreign,
             not empty or of another salt. Nothing is changed.
         """
-        return transfer.import_(self, blob, into, check_salt(salt, "import_request: salt"))
+        return blobs.import_(self, blob, into, check_salt(salt, "import_request: salt"))
 
     def _copy_from(self, other: "PortableVerbs", request: Request) -> Request:
         """A request with the rows of one of another cache of the same spec, on any backend, in this process.
@@ -55,12 +56,12 @@ class PortableVerbs(CacheBase):
         return self._arrive(other._leave(request))
 
     @exclusive("copy")
-    def _leave(self, request: Request) -> transfer.Leaving:
-        return transfer.leave(self, self._manager.check(request))
+    def _leave(self, request: Request) -> blobs.Leaving:
+        return blobs.leave(self, self._manager.check(request))
 
     @exclusive("copy")
-    def _arrive(self, leaving: transfer.Leaving) -> Request:
-        return transfer.arrive(self, leaving)
+    def _arrive(self, leaving: blobs.Leaving) -> Request:
+        return blobs.arrive(self, leaving)
 
     def save(
         self, path: str | PathLike[str], requests: Sequence[Request] | None = None, *, checkpoints: bool = True

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvcore.content import Content
+from kvcore.portable.rows import Content
 from kvcore.requests.manager import Manager, Place
 from kvcore.requests.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
 from kvcore.spec import CacheSpec

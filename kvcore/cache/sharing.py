@@ -6,9 +6,9 @@ from typing import SupportsIndex
 from kvcore.cache.base import CacheBase
 from kvcore.cache.reuse import Hit
 from kvcore.cache.turns import exclusive
-from kvcore.content import Content, Own, owned, state_at, write_rows
 from kvcore.counts import as_count, check_count
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError, SpecError
+from kvcore.portable.rows import Content, Own, owned, state_at, write_rows
 from kvcore.requests.manager import Place, Request, TakenOver
 from kvcore.requests.prefix import Restorable
 from kvcore.requests.tokens import TokenIds, Tokens, check_salt, parse_tokens, token_ids

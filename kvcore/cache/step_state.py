@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvcore.cache.handle import LayerHandle
 from kvcore.cache.turns import owner
 from kvcore.cache.undo import Undo
-from kvcore.content import Content, Own, owned
 from kvcore.errors import StepError
 from kvcore.ops import StepIndex
+from kvcore.portable.rows import Content, Own, owned
 from kvcore.requests.growth import Growth
 from kvcore.requests.manager import Place, Request
 from kvcore.step import Row, build_index

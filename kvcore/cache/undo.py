@@ -8,9 +8,9 @@ gives the old ones away where they are donated.
 from collections.abc import Callable
 from typing import Any
 
-from kvcore.content import owned
 from kvcore.ops import Ops, StepIndex
 from kvcore.pools import Pools
+from kvcore.portable.rows import owned
 
 
 class Undo:

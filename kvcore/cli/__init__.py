@@ -8,9 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvcore import checkfile
 from kvcore.cli import bench, info, parity, plan
 from kvcore.errors import KvcoreError
+from kvcore.portable import checkfile
 from kvcore.printable import printable
 
 AGREE, DISAGREE, USAGE = 0, 1, 2

@@ -171,7 +171,7 @@ def _check_writable(path: Path) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     """Put what was made in place of the file, whole."""
-    from kvcore.disk import Disk, write_whole
+    from kvcore.portable.disk import Disk, write_whole
 
     try:
         write_whole(Disk(), path, data)

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kvcore import digest
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
-from kvcore.content import owned
 from kvcore.errors import SpecError
 from kvcore.interop.jax_heads import divides, with_heads
 from kvcore.interop.jax_rules import MODES, RULES, Axes, Rules, Table, mode_of
@@ -28,6 +27,7 @@ from kvcore.interop.jax_shards import JaxExchange
 from kvcore.ops import StepIndex
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.pools import Pools
+from kvcore.portable.rows import owned
 from kvcore.shards import ShardedOps, ShardPlan
 from kvcore.spec import KV, CacheSpec, Component
 

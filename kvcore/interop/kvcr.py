@@ -6,7 +6,7 @@ KVCR moves and tiers fixed-size elements without knowing what they mean; here an
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import BackendError
-from kvcore.handoff.regions import MemoryRegion, region_table
+from kvcore.portable.memory_regions import MemoryRegion, region_table
 
 if TYPE_CHECKING:
     from kvcore.cache.base import CacheBase

@@ -8,7 +8,7 @@ from scene import numbered
 
 import kvcore
 from kvcore.errors import SnapshotError
-from kvcore.transfer import Blob, _root
+from kvcore.portable.blob import Blob, _root
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 20])

@@ -7,7 +7,7 @@ from scene import numbered
 
 import kvcore
 from kvcore.errors import SnapshotError
-from kvcore.transfer import Blob, _root
+from kvcore.portable.blob import Blob, _root
 
 LAYERS = [scene.ring(8), scene.classic("ring", window=8), scene.compressed(4), scene.classic("ring", chunk=8)]
 COMPONENTS = [f"{number}.{role}" for number, layer in enumerate(LAYERS) for role, _ in layer.components()]

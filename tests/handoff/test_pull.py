@@ -16,9 +16,9 @@ from fake_nixl import FakeAgent
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
 from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
-from kvcore.handoff.layout import page_layout
-from kvcore.handoff.staging import root_of
 from kvcore.interop import nixl
+from kvcore.portable.pages import page_layout
+from kvcore.portable.staging import root_of
 from kvcore.spec import presets
 
 BACKENDS = ("reference", "torch_triton")

@@ -10,7 +10,7 @@ from stories import LATENT
 
 from kvcore.errors import StepError
 from kvcore.handoff import Desk
-from kvcore.handoff.carrier import reference
+from kvcore.portable.transport import reference
 
 LONG = list(range(200, 212))
 

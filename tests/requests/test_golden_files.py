@@ -10,9 +10,10 @@ import pytest
 import stories
 
 import kvcore
-from kvcore import checkfile, parity
+from kvcore import parity
 from kvcore.handoff import FileCarrier, decode_handle, encode_handle, pull
-from kvcore.handoff.staging import parse
+from kvcore.portable import checkfile
+from kvcore.portable.staging import parse
 from kvcore.spec import from_json, to_json
 
 FILES = Path(__file__).parent / "golden_v1"

@@ -16,16 +16,16 @@ import stories
 from stories import LATENT, MIXED
 
 import kvcore
-from kvcore import snapshot
-from kvcore.content import kept_rows, least_kept, owned
-from kvcore.disk import Disk, open_regular, write_whole
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError, TransferError
 from kvcore.handoff import Desk, Direct, pull
-from kvcore.handoff.staging import root_of
 from kvcore.parity.records import LARGEST_BYTES, read
 from kvcore.plan import plan_cache
+from kvcore.portable import snapshot
+from kvcore.portable.blob import Blob, _root
+from kvcore.portable.disk import Disk, open_regular, write_whole
+from kvcore.portable.rows import kept_rows, least_kept, owned
+from kvcore.portable.staging import root_of
 from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json, to_json
-from kvcore.transfer import Blob, _root
 
 
 def temporary_of(path):

@@ -8,7 +8,7 @@ from stories import LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import SnapshotError
-from kvcore.transfer import BlobWithCheckpoints, _root
+from kvcore.portable.blob import BlobWithCheckpoints, _root
 
 PROMPT = list(range(100, 145))
 SPECS = pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)

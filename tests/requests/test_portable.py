@@ -12,8 +12,8 @@ from stories import LATENT, MIXED, STORED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
+from kvcore.portable.blob import Blob, _root
 from kvcore.spec import CacheSpec
-from kvcore.transfer import Blob, _root
 
 TOKENS = list(range(400, 460))
 LAYOUTS = ("packed", "planar", "tpu_tile")

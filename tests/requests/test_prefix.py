@@ -7,8 +7,8 @@ import stories
 from stories import DRAFTED, LATENT, MIXED, PAGED
 
 import kvcore
-from kvcore.content import owned
 from kvcore.errors import RequestError, ShapeError, SpecError
+from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec, presets
 
 PROMPT = list(range(100, 171))

@@ -10,8 +10,8 @@ import kvcore
 from benchmarks import allocator, prefix_traces
 from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
 from benchmarks.reliability.shrink import shrink
-from kvcore import snapshot
-from kvcore.content import HostRows
+from kvcore.portable import snapshot
+from kvcore.portable.rows import HostRows
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.manager import Manager
 
@@ -291,9 +291,9 @@ def careless(*_):
 @pytest.mark.parametrize(
     ("name", "fault", "said"),
     [
-        pytest.param("kvcore.transfer.is_coherent", careless, "blob", id="no look at the numbers"),
-        pytest.param("kvcore.transfer.least_kept", sleepless, "TooLong", id="no end"),
-        pytest.param("kvcore.transfer.least_kept", greedy, "MemoryError", id="no bound"),
+        pytest.param("kvcore.portable.blob.is_coherent", careless, "blob", id="no look at the numbers"),
+        pytest.param("kvcore.portable.blob.least_kept", sleepless, "TooLong", id="no end"),
+        pytest.param("kvcore.portable.blob.least_kept", greedy, "MemoryError", id="no bound"),
     ],
 )
 def test_r10_notices_a_fault_and_keeps_the_input(monkeypatch, capsys, name, fault, said):

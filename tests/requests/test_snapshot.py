@@ -17,9 +17,9 @@ from stories import LATENT, MIXED, STORED
 
 import kvcore
 from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
-from kvcore import snapshot
-from kvcore.disk import Disk, write_whole
 from kvcore.errors import BackendError, OutOfSlots, RequestError, SnapshotError, StepError
+from kvcore.portable import snapshot
+from kvcore.portable.disk import Disk, write_whole
 
 TOKENS = list(range(500, 560))
 LENGTHS = (41, 0, 16, 7)
@@ -267,7 +267,7 @@ def _save_all(disk):
 
 
 def test_power_loss_at_every_boundary_keeps_the_last_acknowledged_file(monkeypatch):
-    monkeypatch.setattr("kvcore.disk.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("kvcore.portable.disk.CHUNK_BYTES", 1024)
     quiet = SimulatedDisk()
     assert _save_all(quiet) == 3
     assert quiet.names[FILE].data == SAVES[2]
@@ -288,7 +288,7 @@ def test_power_loss_at_every_boundary_keeps_the_last_acknowledged_file(monkeypat
 
 @pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
 def test_a_refusing_disk_is_an_error_and_the_old_file_stays(monkeypatch, fault):
-    monkeypatch.setattr("kvcore.disk.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("kvcore.portable.disk.CHUNK_BYTES", 1024)
     quiet = SimulatedDisk()
     write_whole(quiet, FILE, SAVES[0])
     first = len(quiet.operations)

@@ -251,7 +251,7 @@ TABLE = {
             "entries are read before they are stored",
         ),
     ],
-    "content.py": [
+    "portable/rows.py": [
         (
             "        first = 0 if component.in_checkpoint else aligned\n",
             "        first = 0\n",
@@ -275,7 +275,7 @@ TABLE = {
         ),
         ("        len(tokens) == left.length and", "", "ids of another length are taken"),
     ],
-    "snapshot.py": [
+    "portable/snapshot.py": [
         (
             '            name = f"{number}.{layer}.{role}"\n            arrays[name] = held.rows\n',
             '            name = f"0.{layer}.{role}"\n            arrays[name] = held.rows\n',
@@ -298,7 +298,7 @@ TABLE = {
             "digests are not covered by the root",
         ),
     ],
-    "transfer.py": [
+    "portable/blob.py": [
         ('    cache._check_whole(request, "export_request")\n', "", "a request in the middle of a replay is exported"),
         (
             "        if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):\n",
@@ -308,7 +308,7 @@ TABLE = {
         ("    if others:\n", "    if False:\n", "components that the spec does not have are taken"),
         ("    check_spec(cache.spec, found.spec)\n", "", "a blob of another spec is taken"),
     ],
-    "handoff/pull.py": [
+    "portable/importer.py": [
         ("    if found == manifest.digests:\n", "    if True:\n", "pages are not verified"),
         ("    check_spec(cache.spec, manifest.spec)\n", "", "an export of another spec is taken"),
         (
@@ -323,7 +323,7 @@ TABLE = {
             "other pages than were verified are stored",
         ),
     ],
-    "handoff/desk.py": [
+    "portable/exporter.py": [
         (
             "    if not 0 <= generation <= current:\n",
             "    if not 0 <= generation:\n",

@@ -12,8 +12,8 @@ from kvcore.conformance.case import Bench, Case
 from kvcore.conformance.cuts import drafts
 from kvcore.conformance.outputs import Output, exact
 from kvcore.digest import MASK, region_salt
-from kvcore.handoff.layout import page_layout
 from kvcore.ops import RawRows, Strip
+from kvcore.portable.pages import page_layout
 
 Bytes = np.ndarray
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from kvcore.cache import Cache
 from kvcore.errors import OutOfBlocks, OutOfSlots, TransferError
-from kvcore.handoff.carrier import Carrier
-from kvcore.handoff.desk import Handle
-from kvcore.handoff.pull import commit, receive
+from kvcore.portable.exporter import Handle
+from kvcore.portable.importer import commit, receive
+from kvcore.portable.transport import Carrier
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 

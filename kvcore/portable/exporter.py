@@ -19,9 +19,9 @@ import msgspec
 from kvcore.cache.turns import locked
 from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
-from kvcore.handoff.layout import Array
-from kvcore.handoff.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.ops.arguments import check_seconds
+from kvcore.portable.pages import Array
+from kvcore.portable.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 

@@ -4,9 +4,9 @@ from bisect import bisect_left
 
 import numpy as np
 
-from kvcore.handoff.layout import Array, PageLayout, at_once
 from kvcore.ops import Ops, Strip
 from kvcore.pools import Pools
+from kvcore.portable.pages import Array, PageLayout, at_once
 from kvcore.step import Row
 
 

@@ -67,7 +67,7 @@ def check(path: Path) -> dict[str, Any]:
     """
     from kvcore.plan import plan_cache
     from kvcore.plugins import choose_backend
-    from kvcore.snapshot import damage, read
+    from kvcore.portable.snapshot import damage, read
 
     saved = read(path)
     try:

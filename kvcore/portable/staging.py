@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import is_coherent, read_rows
 from kvcore.errors import TransferError
 from kvcore.foreign import UNREADABLE
-from kvcore.handoff.layout import PageLayout, page_layout
-from kvcore.handoff.pages import Array, PageDigests
-from kvcore.handoff.strips import move_at_once
+from kvcore.portable.page_digests import Array, PageDigests
+from kvcore.portable.pages import PageLayout, page_layout
+from kvcore.portable.rows import is_coherent, read_rows
+from kvcore.portable.strips import move_at_once
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, to_json
 from kvcore.step import Row, build_index

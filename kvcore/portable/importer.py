@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvcore.content import write_rows
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
-from kvcore.handoff.carrier import Carrier, begin
-from kvcore.handoff.desk import Handle
-from kvcore.handoff.layout import PageLayout
-from kvcore.handoff.pages import Array, PageDigests, content_of
-from kvcore.handoff.staging import Manifest, empty_pages, layout_of, parse
-from kvcore.handoff.strips import move_at_once
 from kvcore.ops import Ops
 from kvcore.ops.arguments import check_number
 from kvcore.pools import Pools
+from kvcore.portable.blob import check_length, check_spec
+from kvcore.portable.exporter import Handle
+from kvcore.portable.page_digests import Array, PageDigests, content_of
+from kvcore.portable.pages import PageLayout
+from kvcore.portable.rows import write_rows
+from kvcore.portable.staging import Manifest, empty_pages, layout_of, parse
+from kvcore.portable.strips import move_at_once
+from kvcore.portable.transport import Carrier, begin
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 from kvcore.step import Row
-from kvcore.transfer import check_length, check_spec
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache

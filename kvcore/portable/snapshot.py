@@ -19,14 +19,23 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, is_coherent, kept_positions, least_kept, owned, page_digests, read_rows, rings
 from kvcore.counts import check_count
 from kvcore.digest import region_salt
-from kvcore.disk import Disk, NotAFile, write_whole
 from kvcore.errors import BackendError, KvcoreError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
+from kvcore.portable.disk import Disk, NotAFile, write_whole
+from kvcore.portable.rows import (
+    HostRows,
+    is_coherent,
+    kept_positions,
+    least_kept,
+    owned,
+    page_digests,
+    read_rows,
+    rings,
+)
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import ROLES, CacheSpec, from_json, to_json

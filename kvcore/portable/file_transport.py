@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 
 from kvcore.counts import check_count
-from kvcore.disk import Disk, open_regular, write_whole
 from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
-from kvcore.handoff.carrier import reference
-from kvcore.handoff.desk import Desk, Handle, check_range, check_reference
-from kvcore.handoff.layout import Array
-from kvcore.handoff.staging import LARGEST_MANIFEST
+from kvcore.portable.disk import Disk, open_regular, write_whole
+from kvcore.portable.exporter import Desk, Handle, check_range, check_reference
+from kvcore.portable.pages import Array
+from kvcore.portable.staging import LARGEST_MANIFEST
+from kvcore.portable.transport import reference
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.layout import Array
+from kvcore.portable.exporter import Desk, Handle
+from kvcore.portable.pages import Array
 
 
 class Carrier(Protocol):

@@ -4,12 +4,12 @@ A ``Desk`` exports requests as pages with a digest each; a handle names one expo
 through a carrier (a file, torch.distributed, NIXL), checks every page, and only then makes a request of it.
 """
 
-from kvcore.handoff.carrier import Carrier, Direct
-from kvcore.handoff.desk import Desk, Handle
-from kvcore.handoff.file import FileCarrier, publish
-from kvcore.handoff.pull import decode_handle, encode_handle, pull
-from kvcore.handoff.regions import MemoryRegion, region_table
-from kvcore.handoff.staging import Manifest, Staged, stage
+from kvcore.portable.exporter import Desk, Handle
+from kvcore.portable.file_transport import FileCarrier, publish
+from kvcore.portable.importer import decode_handle, encode_handle, pull
+from kvcore.portable.memory_regions import MemoryRegion, region_table
+from kvcore.portable.staging import Manifest, Staged, stage
+from kvcore.portable.transport import Carrier, Direct
 
 __all__ = [
     "Carrier",

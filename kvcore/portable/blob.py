@@ -14,7 +14,12 @@ import msgspec
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import (
+from kvcore.digest import region_salt
+from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
+from kvcore.foreign import UNREADABLE
+from kvcore.ops import Ops
+from kvcore.plan import row_bytes
+from kvcore.portable.rows import (
     Content,
     HostRows,
     is_coherent,
@@ -26,11 +31,6 @@ from kvcore.content import (
     rings,
     state_of,
 )
-from kvcore.digest import region_salt
-from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
-from kvcore.foreign import UNREADABLE
-from kvcore.ops import Ops
-from kvcore.plan import row_bytes
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, from_json, to_json

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcore.content import kept_rows, owned
 from kvcore.ops import Strip
 from kvcore.plan import row_bytes
+from kvcore.portable.rows import kept_rows, owned
 from kvcore.spec import CacheSpec, Component
 
 Array = Any

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.content import HostRows, digests_at, page_places
 from kvcore.digest import MASK, region_salt
-from kvcore.handoff.layout import Array, PageLayout, at_once
 from kvcore.ops import Ops, Strip
+from kvcore.portable.pages import Array, PageLayout, at_once
+from kvcore.portable.rows import HostRows, digests_at, page_places
 
 
 def content_of(layout: PageLayout, pages: Array) -> dict[tuple[int, str], HostRows]:
