@@ -53,7 +53,7 @@ def check_captured(device):
         kvcore.create_cache(spec, backend="torch_triton", device=device, max_requests=PADDED, max_tokens=PADDED * 2048)
         for _ in range(2)
     ]
-    assert all(isinstance(cache._verbs, TritonOps) for cache in caches)
+    assert all(isinstance(cache._state.ops, TritonOps) for cache in caches)
     weights = torch.rand(512, device=device) + 0.5, torch.rand(128, device=device) + 0.5
     picks = torch.randint(-1, 80, (PADDED, 64), dtype=torch.int32, device=device)
     requests = [[cache.admit() for _ in range(LIVE)] for cache in caches]

@@ -1,5 +1,5 @@
-"""Another name of ``kvcore.cache.handle``: one layer in one step."""
+"""Another name of ``kvcore.cache.LayerHandle``: one layer in one step."""
 
-from kvcore.cache.handle import LayerHandle
+from kvcore.cache import LayerHandle
 
 __all__ = ["LayerHandle"]

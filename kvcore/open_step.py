@@ -1,5 +1,5 @@
-"""Another name of ``kvcore.cache.open_step``: one step of a cache."""
+"""Another name of ``kvcore.cache.Step``: one step of a cache."""
 
-from kvcore.cache.open_step import Step
+from kvcore.cache import Step
 
 __all__ = ["Step"]

@@ -84,22 +84,23 @@ VERBS: dict[str, Callable[[kvcore.Cache, kvcore.Request], Any]] = {
 
 def told(cache: kvcore.Cache) -> dict[int, Any]:
     live = cache.requests
-    return {request.id: lanes for request, lanes in zip(live, cache._digest_lanes(live), strict=True)}
+    found = cache.exclusive("digest", lambda state: state.digest_lanes(live))
+    return {request.id: lanes for request, lanes in zip(live, found, strict=True)}
 
 
 def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
     """Each call that a verb makes to the backend fails once: nothing has happened, and everything can be released."""
     cache, a, _ = world(backend)
-    real = cache._verbs
-    cache._verbs = counting = Faulty(real)
+    real = cache._state.ops
+    cache._state.ops = counting = Faulty(real)
     VERBS[verb](cache, a)
     for n in range(1, len(counting.calls) + 1):
         cache, a, b = world(backend)
-        before, free, real = told(cache), (cache.free_slots, cache.free_blocks), cache._verbs
-        cache._verbs = Faulty(real, lambda call, _, n=n: call == n, late=late)
+        before, free, real = told(cache), (cache.free_slots, cache.free_blocks), cache._state.ops
+        cache._state.ops = Faulty(real, lambda call, _, n=n: call == n, late=late)
         with pytest.raises(MemoryError):
             VERBS[verb](cache, a)
-        cache._verbs = real
+        cache._state.ops = real
         after = told(cache)
         assert after[b.id] == before[b.id]
         if a in cache.requests:
@@ -111,14 +112,14 @@ def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
 
 def a_long_step(cache: kvcore.Cache, request: kvcore.Request, fails: Callable[[int, str], bool]) -> None:
     """Seven tokens for two rings of five, whose rows wait for the commit."""
-    real = cache._verbs
-    cache._verbs = Faulty(real, fails)
+    real = cache._state.ops
+    cache._state.ops = Faulty(real, fails)
     try:
         with cache.step({request: 7}) as step:
             for layer in range(2):
                 step.layer(layer).append_window(cache.asarray(np.full((7, scene.DIM), 50, np.float32)))
     finally:
-        cache._verbs = real
+        cache._state.ops = real
 
 
 def nth(name: str, number: int) -> Callable[[int, str], bool]:

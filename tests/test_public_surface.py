@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvcore
-from kvcore.cache.handle import LayerHandle
-from kvcore.cache.open_step import Step
+from kvcore.cache import LayerHandle, Step
 from kvcore.spec import presets
 
 CACHE = {
@@ -43,6 +42,7 @@ EXTENSIONS = {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
         "fits": "a scheduler asks before it admits",
         "reset_prefix_cache": "after an update of the weights nothing old may be found",
+        "exclusive": "what moves requests in ways of its own does it in a turn of its own",
         "damaged": "the pages that load(strict=False) left out",
         "turn_timeout": "a server's thread waits for another's step no longer than it may",
     },
@@ -104,7 +104,7 @@ def test_every_name_is_explained(cache):
 
 def test_the_page_of_the_api_has_every_class_with_what_it_inherits():
     page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    for name in ("kvcore.Cache", "kvcore.Request", "kvcore.cache.open_step.Step", "kvcore.cache.handle.LayerHandle"):
+    for name in ("kvcore.Cache", "kvcore.Request", "kvcore.cache.Step", "kvcore.cache.LayerHandle"):
         assert f".. autoclass:: {name}\n   :members:\n   :inherited-members:\n" in page
     assert ":private-members:" not in page
     named = set(re.findall(r"[\w.]+", page))

@@ -70,7 +70,7 @@ class BareCache(Cache):
     def step(self, tokens, pad_tokens=None, pad_requests=None):
         step = super().step(tokens, pad_tokens, pad_requests)
         # As outside code does that fills the pools itself: completeness is the caller's business.
-        step._pools_replaced = True
+        step._state.pools_replaced = True
         # Nothing is stored, so no row takes another's place.
         step._state._harms = lambda _: False
         return step

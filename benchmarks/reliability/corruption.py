@@ -34,9 +34,9 @@ def snapshots(backend: str = "reference", device: str | None = None) -> tuple[An
     requests = [cache.admit() for _ in LENGTHS]
     for number, (request, length) in enumerate(zip(requests, LENGTHS, strict=True)):
         stories.tell(cache, {request: [100 * number + token for token in range(length)]})
-    files = [snapshot.to_bytes(cache, requests)]
+    files = [snapshot.to_bytes(cache._state, requests)]
     stories.tell(cache, {request: [5] for request in requests})
-    return cache, [*files, snapshot.to_bytes(cache, requests)]
+    return cache, [*files, snapshot.to_bytes(cache._state, requests)]
 
 
 def corrupt(data: bytes, other: bytes, choice: random.Random) -> tuple[str, bytes]:

@@ -34,7 +34,7 @@ def versions(count: int) -> tuple[Any, list[bytes]]:
     files = []
     for version in range(count):
         stories.tell(cache, {request: [version]})
-        files.append(snapshot.to_bytes(cache, [request]))
+        files.append(snapshot.to_bytes(cache._state, [request]))
     return cache, files
 
 

@@ -101,7 +101,7 @@ class World:
         self.scripts[request.id] = which
         if request.length:
             self.happened["hit"] += 1
-            stored = self.cache._row(request).stored
+            stored = self.cache._state.row(request).stored
             self.model.took_over(request.id, prompt, request.length, stored, list(request.blocks))
 
     def step(self, id: int, operation: Operation, *, commit: bool = True) -> None:
@@ -224,7 +224,7 @@ class World:
         chosen = [id, *(each for each in known if each != id and operation.b >> each % 30 & 1)]
         replaying = [each for each in chosen if self.model.replays(each)]
         try:
-            data = snapshot.to_bytes(self.cache, [self.requests[each] for each in chosen])
+            data = snapshot.to_bytes(self.cache._state, [self.requests[each] for each in chosen])
         except RequestError:
             require(bool(replaying), "a snapshot was refused")
             return

@@ -245,7 +245,7 @@ def points(verb: Verb, backend: str, folder: str) -> list[tuple[int, Line]]:
 
 def faults(cache: kvcore.Cache) -> list[str]:
     """What does not add up in a cache's counts."""
-    manager, blocks = cache._manager, cache._manager.blocks
+    manager, blocks = cache._state.manager, cache._state.manager.blocks
     places = {request: manager.place_of(request) for request in manager.requests}
     holders = Counter(block for place in places.values() for block in place.blocks)
     slots = [place.slot for place in places.values()]
@@ -264,10 +264,10 @@ def faults(cache: kvcore.Cache) -> list[str]:
             found.append(f"{len(place.blocks)} blocks for {place.length} tokens of {request}")
         if place.tokens is not None and len(place.tokens) != place.length:
             found.append(f"{len(place.tokens)} ids for {place.length} tokens of {request}")
-    if cache._step is not None:
+    if cache._state.step is not None:
         found.append("a step that is open")
-    if cache._under_way:
-        found.append(f"{cache._under_way} under way")
+    if cache._state.under_way:
+        found.append(f"{cache._state.under_way} under way")
     return found
 
 
@@ -275,7 +275,9 @@ def state(world: World) -> tuple[Any, ...]:
     """What can be told of the requests; to ask for it is the next verb, which finishes or undoes what was left."""
     cache = world.cache
     # Lengths and digest lanes.
-    lanes = dict(zip(live := cache.requests, cache._digest_lanes(live), strict=True))
+    lanes = dict(
+        zip(live := cache.requests, cache.exclusive("digest", lambda state: state.digest_lanes(live)), strict=True)
+    )
     told = {request.id: (repr(lanes[request]), request.tokens) for request in live}
     return told.pop(world.other.id), told, cache.free_slots, cache.free_blocks
 
@@ -320,7 +322,7 @@ class Check:
     def _goes_on(self, world: World) -> list[str]:
         """Whether everybody can be saved, loaded, stepped and released."""
         cache = world.cache
-        saved = snapshot.parse(snapshot.to_bytes(cache, list(cache.requests)))
+        saved = snapshot.parse(snapshot.to_bytes(cache._state, list(cache.requests)))
         loaded = kvcore.create_cache(SPEC, backend=self._backend, max_requests=5, max_tokens=64)
         take_in(loaded, saved, range(len(saved.requests)), where="memory")
         if loaded.digest() != cache.digest():

@@ -139,7 +139,7 @@ class Story:
         prompt = prompt + list(range(self.next, self.next + 1 + operation.c % 5))
         request = self.cache.admit(prompt, salt=SALT)
         self.name(prompt[-1 - operation.c % 5 :], request, len(prompt) - 1 - operation.c % 5)
-        replaying = self.cache._row(request).stored > request.length
+        replaying = self.cache._state.row(request).stored > request.length
         self.held[request] = Owner(
             prompt[: request.length], prompt[request.length :], request.length if replaying else 0
         )
@@ -189,11 +189,11 @@ class Story:
             self.held[request] = owner._replace(tokens=owner.tokens[:length], rest=[])
 
     def point(self, operation: Operation) -> None:
-        if self.cache._prefix.on and not self.replays(request := self.one(operation.a)):
+        if self.cache._state.prefix.on and not self.replays(request := self.one(operation.a)):
             self.cache.checkpoint(request)
 
     def replays(self, request: kvcore.Request) -> bool:
-        return self.cache._row(request).stored > request.length
+        return self.cache._state.row(request).stored > request.length
 
     def release(self, operation: Operation) -> None:
         request = self.one(operation.a)
@@ -360,7 +360,7 @@ def tell(seed: int, options: dict[str, str]) -> command.Told:
     story, failures = told(seed, lambda: Story(seed, options["backend"], options["device"] or None), operations)
     counts: dict[str, Any] = {"stories": 1, "gathers": 0}
     if isinstance(story, Story):
-        counts |= {"gathers": story.gathers, "rows": story.rows, "requests": story.cache._manager._next_id}
+        counts |= {"gathers": story.gathers, "rows": story.rows, "requests": story.cache._state.manager._next_id}
         counts["happened"] = dict(story.happened)
     return command.Told(counts, failures)
 

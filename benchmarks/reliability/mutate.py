@@ -165,7 +165,7 @@ def snapshots() -> list[bytes]:
     """Snapshots of some and of all requests."""
     cache = cache_of()
     requests = list(cache.requests)
-    return [snapshot.to_bytes(cache, some) for some in (requests, requests[:1], requests[1:3], [])]
+    return [snapshot.to_bytes(cache._state, some) for some in (requests, requests[:1], requests[1:3], [])]
 
 
 def snapshot_tree(data: bytes) -> Any:

@@ -119,7 +119,9 @@ class Thread:
 
     def digest(self, cache: Cache, own: Mapping[int, kvcore.Request]) -> int:
         """Of the lanes that all ranks of the plan say."""
-        mine = dict(zip(own, cache._digest_lanes(list(own.values())), strict=True))
+        mine = dict(
+            zip(own, cache.exclusive("digest", lambda state: state.digest_lanes(list(own.values()))), strict=True)
+        )
         lanes: dict[int, Any] = {}
         for part in self._turns.gather(self._rank, self._plan, mine):
             # Every shard of a replica says the same, or the digests would not be compared by rank.

@@ -143,7 +143,7 @@ class Twins:
             self._add(which, cache.admit(prompt, salt=SALT))
             request = self._rows[-1][which]
             self.rest[request] = prompt[request.length :]
-            return request.cached_tokens, cache._row(request).stored
+            return request.cached_tokens, cache._state.row(request).stored
         request = held[at]
         if what in ("step", "fail"):
             chosen = dict.fromkeys([request, *(held[(b >> shift) % len(held)] for shift in range(b % 3))])

@@ -163,7 +163,7 @@ class Life:
         length = max(0, len(self.ids[number]) - self.choice.randrange(3))
         if self.rank.mine(number):
             # How far back a prefix hit or an earlier truncation lets it go depends on the pages of a plan.
-            length = max(length, self.cache._least_length(self.own[number]))
+            length = max(length, self.cache._state.least_length(self.own[number]))
         length = self.rank.largest(length) if self.lengths is None else self.lengths[turn]
         self.told.lengths[turn] = length
         if self.rank.mine(number):

@@ -38,7 +38,7 @@ class Logged:
 
     def turn(self, what, asked, act):
         """Do something and log it in one turn of the cache."""
-        with self.cache._lock:
+        with self.cache._state._lock:
             try:
                 outcome = act()
             except KvcoreError as error:

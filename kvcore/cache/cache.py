@@ -1,23 +1,38 @@
-"""A cache: a plan, its pools, a backend's verbs, and the requests that live in them."""
+"""A cache: the door to a plan, its pools, a backend's verbs, and the requests that live in them.
 
-from collections.abc import Mapping, Sequence
+Map: ``create_cache``; what there is (``pools``, ``requests``, ``free_blocks`` ...); requests through steps (``admit``,
+``step``, ``truncate``, ``release``); what they share (``fork``, ``checkpoint``, ``restorable``, ``fits``); what leaves
+(``export_request``, ``import_request``, ``save``, ``digest``). What each verb does, it does in ``CacheState``.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
 
 from kvcore import digest
-from kvcore.arrays import to_numpy
-from kvcore.cache.open_step import Step
-from kvcore.cache.portable import PortableVerbs
-from kvcore.cache.sharing import SharingVerbs
-from kvcore.cache.step_state import StepState
-from kvcore.cache.turns import exclusive
-from kvcore.plan import plan_cache
+from kvcore.cache.state import CacheState
+from kvcore.cache.step import Step, StepState
+from kvcore.counts import as_count, check_count
+from kvcore.errors import RequestError, ShapeError, SnapshotError, SpecError
+from kvcore.ops import Backend, Ops
+from kvcore.ops.functional import FunctionalOps
+from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import Needs, choose_backend
-from kvcore.portable.rows import owned
+from kvcore.pools import Pools, check_same_tree
+from kvcore.portable import blob as blobs
+from kvcore.portable import snapshot
+from kvcore.portable.rows import state_at
+from kvcore.requests.blocks import BlockStatistics
 from kvcore.requests.manager import Request
 from kvcore.requests.padding import left_padding_of
-from kvcore.requests.prefix import Policy, check_policy
+from kvcore.requests.prefix import Policy, Restorable, check_policy
 from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
 from kvcore.spec import CacheSpec
 from kvcore.step import build_index
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def create_cache(
@@ -69,7 +84,28 @@ def create_cache(
     return Cache(plan, chosen, chosen.create(plan, device=device, check=check), prefix=policy, check=check)
 
 
-class Cache(SharingVerbs, PortableVerbs):
+def _verb(
+    name: str, *, in_step: bool = False
+) -> Callable[[Callable[Concatenate["Cache", P], R]], Callable[Concatenate["Cache", P], R]]:
+    """Make a method of a cache a verb: it waits for its turn; see ``CacheState.take_turn``.
+
+    Args:
+        name: for messages.
+        in_step: whether the thread that has a step open may call it.
+    """
+
+    def decorate(method: Callable[Concatenate["Cache", P], R]) -> Callable[Concatenate["Cache", P], R]:
+        @functools.wraps(method)
+        def turn(self: "Cache", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            act = functools.partial(method, self, *args, **kwargs)
+            return self._state.take_turn(name, act, in_step=in_step)  # pyright: ignore[reportPrivateUsage]
+
+        return turn
+
+    return decorate
+
+
+class Cache:
     """Key-value caches of many requests over all layers of a model.
 
     Safe to use from several threads: verbs run one at a time, and while a step is open other threads wait for its end.
@@ -86,8 +122,69 @@ class Cache(SharingVerbs, PortableVerbs):
         ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
         backend: the backend; ``backend.name`` says which.
         damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
-        turn_timeout: seconds for which a verb waits for the end of another thread's step; None, as at first, has none.
     """
+
+    def __init__(
+        self, plan: CachePlan, backend: Backend, ops: Ops, *, prefix: Policy = "off", check: bool = False
+    ) -> None:
+        self.spec = plan.spec
+        self.plan = plan
+        self.backend = backend
+        self._state = CacheState(plan, ops, prefix=prefix, check=check)
+        door = FunctionalOps(ops)
+        door.expect(self._state.pools)
+        self.ops = cast("Ops", door)
+        self.damaged: tuple[str, ...] = ()
+
+    @property
+    def pools(self) -> Pools:
+        """The pools, ``"L.role.field"`` -> array. Assign what functional ops returned to put it back."""
+        return self._state.pools
+
+    @pools.setter
+    def pools(self, pools: Mapping[str, Any]) -> None:
+        self._state.check_outside("cache.pools")
+        self._state.pools = check_same_tree(pools, self._state.pools)
+        if self._state.step is not None:
+            self._state.step.pools_replaced = True
+
+    def asarray(self, array: Any) -> Any:
+        """A NumPy array (bf16 as ml_dtypes) as the backend's array on its device; inverse of ``kvcore.to_numpy``."""
+        return self.ops.asarray(array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return self._state.pools.nbytes
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that can still be admitted."""
+        return self._state.manager.free_slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that steps can still take."""
+        return self._state.manager.free_blocks
+
+    @property
+    def block_statistics(self) -> BlockStatistics:
+        """Blocks taken, dropped and evicted so far, and key look-ups of prefix reuse that hit and missed."""
+        return self._state.manager.blocks.statistics
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Live requests in order of admission."""
+        return self._state.manager.requests
+
+    @property
+    def turn_timeout(self) -> float | None:
+        """Seconds for which a verb waits for the end of another thread's step; None, as at first, has none."""
+        return self._state.turn_timeout
+
+    @turn_timeout.setter
+    def turn_timeout(self, seconds: float | None) -> None:
+        self._state.turn_timeout = seconds
 
     def admit(self, tokens: TokenIds | None = None, *, salt: str | None = None) -> Request:
         """Admit a request: it gets a clean slot; blocks are taken by its steps.
@@ -106,22 +203,22 @@ class Cache(SharingVerbs, PortableVerbs):
         salt = check_salt(salt, "admit: salt")
         return self._admit(ids, salt)
 
-    @exclusive("admit", in_step=True)
+    @_verb("admit", in_step=True)
     def _admit(self, ids: list[int], salt: str | None) -> Request:
-        request, place = self._fresh(salt)
+        request, place = self._state.admit(salt)
         place.prompt = ids
         try:
-            hit = self._prefix.find(ids, limit=len(ids) - 1, salt=salt)
+            hit = self._state.prefix.find(ids, limit=len(ids) - 1, salt=salt)
             if hit.length:
-                self._take_over(request, place, hit, ids)
+                self._state.take_prefix(request, place, hit, ids)
         except BaseException:
-            self._discard(place)
+            self._state.free(place)
             raise
-        self._manager.adopt(request, place)
-        self._prefix.publish(place)
+        self._state.manager.adopt(request, place)
+        self._state.prefix.publish(place)
         return request
 
-    @exclusive("step")
+    @_verb("step")
     def step(
         self,
         tokens: Mapping[Request, Tokens],
@@ -129,7 +226,7 @@ class Cache(SharingVerbs, PortableVerbs):
         pad_requests: int | None = None,
         *,
         left_padding: Mapping[Request, int] | None = None,
-    ) -> Step:
+    ) -> "Step[Cache]":
         """Open a step: ``{request: number of new tokens, or their ids}``; mapping order is batch order.
 
         Use it as a context manager: it commits on exit and rolls back on an exception.
@@ -149,7 +246,7 @@ class Cache(SharingVerbs, PortableVerbs):
             Nothing is changed by any of them.
         """
         given = as_mapping(tokens)
-        requests = [self._manager.check(request, "step") for request in given]
+        requests = [self._state.manager.check(request, "step") for request in given]
         parsed = [
             parse_tokens(value, f"step: request {request.id}")
             for request, value in zip(requests, given.values(), strict=True)
@@ -157,31 +254,31 @@ class Cache(SharingVerbs, PortableVerbs):
         counts = [count for count, _ in parsed]
         # A number stands for the prompt's next ids, as far as there are any.
         known = [
-            self._manager.known_ids(request, count) if ids is None else ids
+            self._state.manager.known_ids(request, count) if ids is None else ids
             for request, (count, ids) in zip(requests, parsed, strict=True)
         ]
         padding = left_padding_of(self.spec, requests, left_padding)
         for request, ids in zip(requests, known, strict=True):
-            self._manager.check_replay(request, ids)
-        grown = self._manager.grow(requests, counts)
+            self._state.manager.check_replay(request, ids)
+        grown = self._state.manager.grow(requests, counts)
         try:
-            rows = self._grown_rows(requests, counts, grown)
+            rows = self._state.grown_rows(requests, counts, grown)
             if padding is not None:
                 rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
             host = build_index(rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
-            self._prepare_blocks(grown)
+            self._state.prepare_blocks(grown)
             # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
             padded = pad_tokens is not None or pad_requests is not None
             put = self.ops.padded_index if padded else self.ops.index
-            state = StepState(self, requests, rows, known, grown, put(host))
-            step = Step(state)
+            state = StepState(self._state, requests, rows, known, grown, put(host))
+            step: Step[Cache] = Step(self, state)
         except BaseException:
-            self._manager.shrink(grown)
+            self._state.manager.shrink(grown)
             raise
-        self._step = state
+        self._state.step = state
         return step
 
-    @exclusive("truncate")
+    @_verb("truncate")
     def truncate(self, request: Request, length: int) -> None:
         """Shorten a request to ``length`` tokens, exactly, for every component; blocks beyond it are freed.
 
@@ -189,17 +286,189 @@ class Cache(SharingVerbs, PortableVerbs):
             RollbackError: ``length`` is out of range, or a ring has overwritten rows that would be needed.
             RequestError: stale or foreign. StepError: a step is open.
         """
-        self._poison([], self._manager.truncate(self._manager.check(request), length))
+        self._state.poison([], self._state.manager.truncate(self._state.manager.check(request), length))
 
-    @exclusive("release")
+    @_verb("release")
     def release(self, request: Request) -> None:
         """End a request: its slot and blocks become free.
 
         Raises:
             RequestError: already released, or foreign. StepError: a step is open.
         """
-        place = self._manager.place_of(self._manager.check(request, lost=True))
-        self._poison([place.slot], self._manager.release(request))
+        place = self._state.manager.place_of(self._state.manager.check(request, lost=True))
+        self._state.poison([place.slot], self._state.manager.release(request))
+
+    @_verb("fork")
+    def fork(self, request: Request) -> Request:
+        """A second request with the same history: blocks are shared until one of them writes, the slot is copied.
+
+        Raises:
+            OutOfSlots: none is free. RequestError: stale or foreign. StepError: a step is open.
+        """
+        source = self._state.manager.place(request)
+        fork, place = self._state.manager.fork(source)
+        try:
+            slots = [self._state.integers([slot]) for slot in (source.slot, place.slot)]
+            self._state.pools = self._state.ops.copy_slots(self._state.pools, *slots)
+        except BaseException:
+            self._state.manager.discard(place)
+            raise
+        self._state.manager.adopt(fork, place)
+        return fork
+
+    @_verb("checkpoint")
+    def checkpoint(self, request: Request) -> None:
+        """Make the request's present length a semantic point: later prompts that start with its tokens can begin there.
+
+        Raises:
+            RequestError: stale, foreign, its token ids are not known, or a layer did not get all of its tokens.
+            StepError: a step is open. SpecError: the cache was created with ``prefix="off"``.
+        """
+        place = self._state.manager.place(request)
+        if not self._state.prefix.on:
+            raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
+        if place.tokens is None:
+            raise RequestError(
+                got=f"request {request.id}, token ids unknown",
+                where="checkpoint",
+                allowed="a request whose ids were given to admit or to its steps",
+                hint="Give the prompt's ids to admit; beyond it, open steps with {request: ids}, not numbers.",
+            )
+        if not place.shares:
+            raise RequestError(
+                got=f"request {request.id}, which was imported under no salt or is older than a reset",
+                where="checkpoint",
+                allowed="a request whose prefixes may be found",
+                hint="Say salt= to import_request.",
+            )
+        if max(place.length, place.stored) > place.complete:
+            raise RequestError(
+                got=f"request {request.id}, {place.complete} tokens in every layer and {place.length} in some",
+                where="checkpoint",
+                allowed="a request whose layers got all of its tokens",
+            )
+        if place.length:
+            state = state_at(self._state.ops, self._state.pools, self._state.row(request), place.length, {})
+            self._state.prefix.keep(place, place.length, state)
+
+    def restorable(self, tokens: TokenIds, n: SupportsIndex | None = None, *, salt: str | None = None) -> Restorable:
+        """How much of a prompt's first ``n`` tokens (None: all) can be taken over: (length, replay, exact).
+
+        Args:
+            salt: as for ``admit``.
+
+        Raises:
+            ShapeError: tokens are not ids, n is out of range, or the salt is no text.
+        """
+        ids = token_ids(tokens, "restorable: tokens")
+        salt = check_salt(salt, "restorable: salt")
+        most = len(ids) if n is None else as_count(n)
+        if most is None or most > len(ids):
+            raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
+        return self._restorable(ids[:most], salt)
+
+    @_verb("restorable", in_step=True)
+    def _restorable(self, ids: list[int], salt: str | None) -> Restorable:
+        hit = self._state.prefix.find(ids, limit=len(ids), salt=salt)
+        return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
+
+    def fits(self, tokens: Tokens, new_tokens: SupportsIndex = 0, *, salt: str | None = None) -> bool:
+        """Whether a prompt could be admitted and stepped through now: a slot is free, and as many blocks as it needs.
+
+        Args:
+            tokens: the prompt's ids, whose blocks are not needed where prefix reuse has them; or how many there are.
+            new_tokens: tokens to be generated after it.
+            salt: as for ``admit``.
+
+        ``cache.plan.blocks_for(n)`` says how many blocks n tokens take.
+
+        Raises:
+            ShapeError: tokens are neither ids nor a count, ``new_tokens`` is no count, or the salt is no text.
+        """
+        count, ids = parse_tokens(tokens, "fits: tokens")
+        count += check_count(ShapeError, "fits: new_tokens", new_tokens, 0)
+        return self._fits(ids or [], count, check_salt(salt, "fits: salt"))
+
+    @_verb("fits", in_step=True)
+    def _fits(self, ids: list[int], length: int, salt: str | None) -> bool:
+        longest = self.plan.longest
+        if not self.free_slots or (longest is not None and length > longest):
+            return False
+        hit = self._state.prefix.find(ids, limit=len(ids) - 1, salt=salt)
+        blocks = hit.blocks if hit.length else ()
+        # Blocks that are taken over are no longer there for others.
+        there = self.free_blocks - self._state.manager.blocks.idle_among(blocks)
+        return self.plan.blocks_for(length) - len(blocks) <= there
+
+    @_verb("reset_prefix_cache")
+    def reset_prefix_cache(self) -> None:
+        """Forget every published prefix and checkpoint, as after an update of the model's weights.
+
+        Live requests go on, but what they hold was computed before: neither it nor what follows from it is found again.
+        What is admitted from now on is published as before.
+
+        Raises:
+            StepError: a step is open.
+        """
+        self._state.poison([], self._state.prefix.reset())
+
+    @_verb("export_request")
+    def export_request(self, request: Request, *, checkpoints: bool = True) -> bytes:
+        """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
+
+        Args:
+            request: a live one.
+            checkpoints: whether those of its tokens go with it, so that prompts find there what they find here. Each
+                is as large as the request's rings: under ``prefix="full"`` one for every block.
+
+        Raises:
+            RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
+        """
+        return blobs.export(self._state, self._state.manager.check(request), checkpoints=checkpoints)
+
+    @_verb("import_request")
+    def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
+        """Take in an exported request; generation goes on where it was.
+
+        Digests tell damage, not deceit: whoever made the blob may have written any rows beside any ids. So it is you
+        who says whom its prefixes may serve; the blob's own salt counts for nothing.
+
+        Args:
+            blob: from ``export_request`` of a cache with the same spec, on any backend.
+            into: a request without tokens to fill; None admits one.
+            salt: as for ``admit``: prefixes of the request, and of what follows it, may be found by requests of this
+                salt. None: they are not published. With ``into`` it is that request's own salt.
+
+        Raises:
+            SnapshotError: the blob is damaged or of another spec (the first difference is named).
+            OutOfSlots, OutOfBlocks: no room. ShapeError: the salt is no text. RequestError: ``into`` is stale, foreign,
+            not empty or of another salt. Nothing is changed.
+        """
+        return blobs.import_(self._state, blob, into, check_salt(salt, "import_request: salt"))
+
+    def save(
+        self, path: str | PathLike[str], requests: Sequence[Request] | None = None, *, checkpoints: bool = True
+    ) -> None:
+        """Write a verified snapshot of some or all requests; the file appears whole or not at all.
+
+        Args:
+            path: of the file.
+            requests: in the order wanted; None for all live ones.
+            checkpoints: as for ``export_request``.
+
+        Raises:
+            RequestError: stale, foreign, or still replaying a prefix hit. StepError: a step is open.
+            OSError: the disk refused; a file of that name is as it was, or the new one, whole.
+            BackendError: safetensors is not installed. SnapshotError: a layer has a component of outside code, which no
+            file's spec can say.
+        """
+        # The bytes are a finished copy: others need not wait for the disk.
+        snapshot.write(path, self._snapshot(requests, checkpoints))
+
+    @_verb("save")
+    def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> bytes:
+        chosen = [self._state.manager.check(request) for request in (self.requests if requests is None else requests)]
+        return snapshot.to_bytes(self._state, chosen, checkpoints=checkpoints)
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.
@@ -207,22 +476,29 @@ class Cache(SharingVerbs, PortableVerbs):
         Args:
             requests: in the order that counts; None for all live ones in order of admission.
         """
-        return digest.combine(self._digest_lanes(requests))
+        wanted = self.requests if requests is None else requests
+        return digest.combine(self.exclusive("digest", lambda state: state.digest_lanes(wanted)))
 
-    @exclusive("digest")
-    def _digest_lanes(self, requests: Sequence[Request] | None = None) -> list[tuple[int, list[tuple[int, int]]]]:
-        """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
-        chosen = [self._manager.check(request) for request in (self.requests if requests is None else requests)]
-        rows = self._rows(chosen, [0] * len(chosen))
-        index = self._verbs.index(build_index(rows, max_blocks=self.plan.max_blocks))
-        lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
-        for layer, role, component in owned(self.spec):
-            columns = max((len(component.live(row.length)) for row in rows), default=0)
-            raw = self._verbs.gather_rows(self._pools, layer, role, index, columns=columns)
-            found = to_numpy(self._verbs.digest_rows(raw, digest.region_salt(layer, role)))
-            for request, pair in enumerate(found):
-                lanes[request].append((int(pair[0]), int(pair[1])))
-        return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
+    def exclusive(self, verb: str, act: Callable[[CacheState], R], *, in_step: bool = False) -> R:
+        """Do something with what the cache holds, alone, as its own verbs do: for what moves requests in other ways.
+
+        Args:
+            verb: its name, for messages.
+            act: what to do. An error of kvcore's own says that it changed nothing.
+            in_step: whether the thread that has a step open may do it.
+
+        Raises:
+            StepError: a step is open.
+        """
+        return self._state.take_turn(verb, functools.partial(act, self._state), in_step=in_step)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: requests are alive in one cache, and pools belong to a device."""
+        raise SnapshotError(
+            got=f"pickle or copy of a {type(self).__name__}",
+            where="cache",
+            allowed="save(path) and kvcore.load(path), or export_request and import_request into a cache of its own",
+        )
 
     def __repr__(self) -> str:
         live = self.plan.slots - self.free_slots

@@ -1,19 +1,19 @@
 """A saved snapshot as a new cache."""
 
-# pyright: reportPrivateUsage=false
-
 import os
 from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
 
-from kvcore.cache import Cache, create_cache
+from kvcore.cache.cache import Cache, create_cache
+from kvcore.cache.state import CacheState
 from kvcore.counts import as_count
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError
 from kvcore.plan import plan_cache
 from kvcore.portable.rows import Content, owned, rings, state_of
-from kvcore.portable.snapshot import Saved, checkpoints_of, damage, read, rows_of
+from kvcore.portable.snapshot import Saved, SavedRequest, checkpoints_of, damage, read, rows_of
+from kvcore.requests.manager import Request
 from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec
 
@@ -140,11 +140,14 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
         if not damaged[number]:
             request = saved.requests[number]
             content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            states = [
+            states: list[tuple[int, Content]] = [
                 (at, state_of(cache.ops, content, _rings_at(saved, number, at), at)) for at in checkpoints_of(request)
             ]
-            take_in = partial(cache._take_in, request, content, salt=request.salt, shares=True, states=states)
-            cache._take_turn("load", take_in)
+            cache.exclusive("load", partial(_restore, request, content, states))
+
+
+def _restore(request: SavedRequest, content: Content, states: list[tuple[int, Content]], state: CacheState) -> Request:
+    return state.restore(request, content, salt=request.salt, shares=True, states=states)
 
 
 def _rings_at(saved: Saved, number: int, at: int) -> Content:

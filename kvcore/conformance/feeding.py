@@ -12,8 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvcore.cache import Cache
-from kvcore.cache.open_step import Step
+from kvcore.cache import Cache, Step
 from kvcore.requests.manager import Request
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcore.cache import Cache, create_cache
-from kvcore.cache.open_step import Step
+from kvcore.cache import Cache, Step, create_cache
 from kvcore.conformance.feeding import feed, life_spec
 from kvcore.errors import (
     KvcoreError,

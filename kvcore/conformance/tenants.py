@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.cache import Cache
-from kvcore.cache.handle import LayerHandle
-from kvcore.cache.open_step import Step
+from kvcore.cache import Cache, LayerHandle, Step
 from kvcore.conformance.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
 from kvcore.step import Row
 

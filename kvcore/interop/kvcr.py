@@ -3,13 +3,11 @@
 KVCR moves and tiers fixed-size elements without knowing what they mean; here an element is a block or a slot.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.errors import BackendError
+from kvcore.portable.caches import Buffers
 from kvcore.portable.memory_regions import MemoryRegion, region_table
-
-if TYPE_CHECKING:
-    from kvcore.cache.base import CacheBase
 
 
 def descriptor_fields(region: MemoryRegion) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def descriptor_fields(region: MemoryRegion) -> dict[str, Any]:
     }
 
 
-def region_descriptors(cache: "CacheBase") -> list[Any]:
+def region_descriptors(cache: Buffers) -> list[Any]:
     """KVCR's own descriptors of all buffers of a cache.
 
     Raises:

@@ -8,7 +8,7 @@ digest of each. Import checks all of it before it takes a slot, and a failure le
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ from kvcore.digest import region_salt
 from kvcore.errors import OutOfBlocks, RequestError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
 from kvcore.ops import Ops
-from kvcore.plan import row_bytes
+from kvcore.plan import CachePlan, row_bytes
+from kvcore.portable.caches import CacheInTurn, SharedCache
 from kvcore.portable.rows import (
     Content,
     HostRows,
@@ -34,9 +35,6 @@ from kvcore.portable.rows import (
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, from_json, to_json
-
-if TYPE_CHECKING:
-    from kvcore.cache.base import CacheBase
 
 VERSIONS = (1, 2)
 """2 where checkpoints come along; without any the bytes are those of 1."""
@@ -86,13 +84,13 @@ class _Version(msgspec.Struct, frozen=True):
     version: int
 
 
-def export(cache: "CacheBase", request: Request, *, checkpoints: bool = True) -> bytes:
+def export(cache: CacheInTurn, request: Request, *, checkpoints: bool = True) -> bytes:
     """The request as a blob."""
-    cache._check_whole(request, "export_request")
-    floor = cache._least_length(request)
-    rows, digests = _packed(cache.ops, read_rows(cache.ops, cache.pools, cache._row(request), floor))
+    cache.manager.check_whole(request, "export_request")
+    floor = cache.least_length(request)
+    rows, digests = _packed(cache.ops, read_rows(cache.ops, cache.pools, cache.row(request), floor))
     past: list[Checkpoint] = []
-    for length, state in cache._kept_states(request) if checkpoints else ():
+    for length, state in cache.kept_states(request) if checkpoints else ():
         brought = {(layer, role): state[layer, role] for layer, role, _ in rings(cache.spec)}
         packed = _packed(cache.ops, brought)
         past.append(Checkpoint(length=length, rows=packed[0], digests=packed[1]))
@@ -123,34 +121,43 @@ class Leaving(NamedTuple):
     rows: Content
 
 
-def leave(cache: "CacheBase", request: Request) -> Leaving:
+def leave(cache: CacheInTurn, request: Request) -> Leaving:
     """Finished copies of a request's rows; no digests, since they stay in memory."""
-    cache._check_whole(request, "copy")
-    floor = cache._least_length(request)
+    cache.manager.check_whole(request, "copy")
+    floor = cache.least_length(request)
     tokens = None if request.tokens is None else list(request.tokens)
-    rows = read_rows(cache.ops, cache.pools, cache._row(request), floor)
+    rows = read_rows(cache.ops, cache.pools, cache.row(request), floor)
     return Leaving(to_json(cache.spec), request.length, floor, tokens, request.salt, rows)
 
 
-def arrive(cache: "CacheBase", leaving: Leaving) -> Request:
+def arrive(cache: CacheInTurn, leaving: Leaving) -> Request:
     """A request of a cache of the same spec with the rows of one that left another; its prefixes are not published."""
     check_spec(cache.spec, leaving.spec)
-    check_length(cache, leaving.length, "copy")
-    return cache._take_in(leaving, leaving.rows)
+    check_length(cache.plan, leaving.length, "copy")
+    return cache.restore(leaving, leaving.rows)
 
 
-def import_(cache: "CacheBase", blob: bytes, into: Request | None, salt: str | None) -> Request:
+def copy_request(source: SharedCache, request: Request, target: SharedCache) -> Request:
+    """A request of ``target`` with the rows of one of another cache of the same spec, on any backend, in this process.
+
+    As export and import do it, but nothing is digested.
+    """
+    leaving = source.exclusive("copy", lambda cache: leave(cache, cache.manager.check(request)))
+    return target.exclusive("copy", lambda cache: arrive(cache, leaving))
+
+
+def import_(cache: CacheInTurn, blob: bytes, into: Request | None, salt: str | None) -> Request:
     """Check a blob, then make a request of it."""
-    if into is not None and cache._row(into).length:
+    if into is not None and cache.row(into).length:
         raise RequestError(
             got=f"request {into.id} of {into.length} tokens", where="import_request: into", allowed="one without tokens"
         )
     found = _decode(blob)
     check_spec(cache.spec, found.spec)
-    check_length(cache, found.length, "import_request")
+    check_length(cache.plan, found.length, "import_request")
     content = _complete(cache, found, owned(cache.spec), found.floor, found.length)
     states = _states(cache, found, content)
-    return cache._take_in(found, content, into, salt=salt, states=states)
+    return cache.restore(found, content, into, salt=salt, states=states)
 
 
 def _packed(ops: Ops, content: Content) -> tuple[dict[str, bytes], dict[str, tuple[int, int]]]:
@@ -159,7 +166,7 @@ def _packed(ops: Ops, content: Content) -> tuple[dict[str, bytes], dict[str, tup
     return rows, {f"{layer}.{role}": _lanes(ops, held, layer, role) for (layer, role), held in content.items()}
 
 
-def _states(cache: "CacheBase", found: Blob, content: Content) -> list[tuple[int, Content]]:
+def _states(cache: CacheInTurn, found: Blob, content: Content) -> list[tuple[int, Content]]:
     """The checkpoints of a blob, complete and undamaged.
 
     Raises:
@@ -179,7 +186,7 @@ def _states(cache: "CacheBase", found: Blob, content: Content) -> list[tuple[int
 
 
 def _complete(
-    cache: "CacheBase",
+    cache: CacheInTurn,
     found: Blob | Checkpoint,
     components: Iterable[tuple[int, str, Component]],
     floor: int,
@@ -235,13 +242,13 @@ def check_spec(spec: CacheSpec, text: str) -> None:
         )
 
 
-def check_length(cache: "CacheBase", length: int, where: str) -> None:
+def check_length(plan: CachePlan, length: int, where: str) -> None:
     """Refuse a request that is longer than one of this cache can be.
 
     Raises:
         OutOfBlocks: it is.
     """
-    longest = cache.plan.longest
+    longest = plan.longest
     if longest is not None and length > longest:
         raise OutOfBlocks(
             got=f"{length} tokens",

@@ -12,22 +12,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvcore.cache.turns import locked
 from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.ops.arguments import check_seconds
+from kvcore.portable.caches import CacheInTurn, SharedCache
 from kvcore.portable.pages import Array
 from kvcore.portable.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
-
-if TYPE_CHECKING:
-    from kvcore.cache import Cache
-
+from kvcore.turns import locked
 
 NAME = re.compile("[0-9a-fA-F]{32}")
 """What a desk may be called: its name becomes part of files' names and of messages."""
@@ -93,7 +89,7 @@ class Desk:
     """Exports of one cache. Safe to use from several threads."""
 
     def __init__(
-        self, cache: "Cache", *, places: int = 64, on_device: bool = False, clock: Callable[[], float] = time.time
+        self, cache: SharedCache, *, places: int = 64, on_device: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         places = check_count(SpecError, "places", places, 1)
         self.name = uuid.uuid4().hex
@@ -113,10 +109,10 @@ class Desk:
         lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
         check_count(ShapeError, "export: readers", readers, 1)
         # The cache's turn comes before the desk's: whoever waits for it keeps nobody from the desk.
-        return self._cache._take_turn("export", partial(self._export, request, lease_seconds, readers))
+        return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers))
 
     @locked
-    def _export(self, request: Request, lease_seconds: float, readers: int) -> Handle:
+    def _export(self, request: Request, lease_seconds: float, readers: int, cache: CacheInTurn) -> Handle:
         now = self._clock()
         free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
         if not free:
@@ -126,7 +122,7 @@ class Desk:
         # The place that was used least often: a stale handle is then the likeliest to be told so.
         number = min(free, key=lambda n: self._places[n].generation)
         generation = self._places[number].generation + 1
-        staged = stage(self._cache, request, (self.name, number, generation), on_device=self._on_device)
+        staged = stage(cache, request, (self.name, number, generation), on_device=self._on_device)
         self._places[number] = _Place(generation, staged, now + lease_seconds, readers)
         return self._handle(number)
 

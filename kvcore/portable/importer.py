@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from kvcore.ops import Ops
 from kvcore.ops.arguments import check_number
 from kvcore.pools import Pools
 from kvcore.portable.blob import check_length, check_spec
+from kvcore.portable.caches import SharedCache
 from kvcore.portable.exporter import Handle
 from kvcore.portable.page_digests import Array, PageDigests, content_of
 from kvcore.portable.pages import PageLayout
@@ -23,10 +24,6 @@ from kvcore.portable.transport import Carrier, begin
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 from kvcore.step import Row
-
-if TYPE_CHECKING:
-    from kvcore.cache import Cache
-
 
 MOST_DRAFTS = 1 << 16
 """Tokens to roll back that an exporter may keep more than the importer's smallest ring has rows."""
@@ -41,7 +38,7 @@ class Received(NamedTuple):
 
 
 def pull(
-    cache: "Cache",
+    cache: SharedCache,
     handle: Handle,
     carrier: Carrier,
     *,
@@ -86,7 +83,7 @@ def pull(
 
 
 def receive(
-    cache: "Cache",
+    cache: SharedCache,
     handle: Handle,
     carrier: Carrier,
     *,
@@ -99,7 +96,7 @@ def receive(
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
     manifest = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
     check_spec(cache.spec, manifest.spec)
-    check_length(cache, manifest.length, "pull")
+    check_length(cache.plan, manifest.length, "pull")
     _check_rollback(cache, manifest)
     layout = layout_of(cache.spec, manifest)
     if len(manifest.digests) != layout.blocks + 1:
@@ -129,7 +126,7 @@ def receive(
     return Received(manifest, layout, pages)
 
 
-def _check_rollback(cache: "Cache", manifest: Manifest) -> None:
+def _check_rollback(cache: SharedCache, manifest: Manifest) -> None:
     """Refuse an export that could be rolled back farther than rings are large: all those rows would be made room for.
 
     Raises:
@@ -146,7 +143,7 @@ def _check_rollback(cache: "Cache", manifest: Manifest) -> None:
         )
 
 
-def commit(cache: "Cache", received: Received, salt: str | None = None) -> Request:
+def commit(cache: SharedCache, received: Received, salt: str | None = None) -> Request:
     """Make a request of what was verified, its prefixes for requests of the salt, or for nobody.
 
     Raises:
@@ -159,7 +156,7 @@ def commit(cache: "Cache", received: Received, salt: str | None = None) -> Reque
             return pools
         return write_rows(ops, pools, row, content_of(layout, pages))
 
-    return cache._take_turn("pull", lambda: cache._take_in(manifest, write, salt=salt))
+    return cache.exclusive("pull", lambda state: state.restore(manifest, write, salt=salt))
 
 
 def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:

@@ -5,10 +5,9 @@ checkpoint of a request contains it. Pages of the packed layout carry their scal
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from kvcore.cache.base import CacheBase
+from kvcore.portable.caches import Buffers
 
 
 class MemoryRegion(NamedTuple):
@@ -63,7 +62,7 @@ class MemoryRegion(NamedTuple):
         return [(self.pointer + unit * self.stride, self.unit_bytes, self.device_id) for unit in units]
 
 
-def region_table(cache: "CacheBase") -> list[MemoryRegion]:
+def region_table(cache: Buffers) -> list[MemoryRegion]:
     """All buffers of a cache in canonical order."""
     spec, found = cache.spec, list[MemoryRegion]()
     for region in cache.plan.regions:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from kvcore.errors import BackendError, KvcoreError, SnapshotError, SpecError
 from kvcore.foreign import UNREADABLE
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
+from kvcore.portable.caches import CacheInTurn
 from kvcore.portable.disk import Disk, NotAFile, write_whole
 from kvcore.portable.rows import (
     HostRows,
@@ -39,9 +40,6 @@ from kvcore.portable.rows import (
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import ROLES, CacheSpec, from_json, to_json
-
-if TYPE_CHECKING:
-    from kvcore.cache.base import CacheBase
 
 VERSIONS = ("1", "2")
 """2 where checkpoints come along; without any the bytes are those of 1."""
@@ -118,16 +116,16 @@ def _check_readable(spec: CacheSpec) -> None:
             )
 
 
-def to_bytes(cache: "CacheBase", requests: list[Request], *, checkpoints: bool = True) -> bytes:
+def to_bytes(cache: CacheInTurn, requests: list[Request], *, checkpoints: bool = True) -> bytes:
     """The snapshot file of some requests."""
     _check_readable(cache.spec)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     saved: list[SavedRequest] = []
-    past = [cache._kept_states(request) if checkpoints else [] for request in requests]
+    past = [cache.kept_states(request) if checkpoints else [] for request in requests]
     for number, request in enumerate(requests):
-        cache._check_whole(request, "save")
-        floor = cache._least_length(request)
-        for (layer, role), held in read_rows(cache.ops, cache.pools, cache._row(request), floor).items():
+        cache.manager.check_whole(request, "save")
+        floor = cache.least_length(request)
+        for (layer, role), held in read_rows(cache.ops, cache.pools, cache.row(request), floor).items():
             name = f"{number}.{layer}.{role}"
             arrays[name] = held.rows
             arrays[f"{name}.digest"] = _lanes(cache.ops, cache.spec, held, layer, role)

@@ -1,7 +1,7 @@
 """A request as pages and a manifest, and back: the one thing that every carrier moves."""
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.errors import TransferError
 from kvcore.foreign import UNREADABLE
+from kvcore.portable.caches import Buffers, CacheInTurn
 from kvcore.portable.page_digests import Array, PageDigests
 from kvcore.portable.pages import PageLayout, page_layout
 from kvcore.portable.rows import is_coherent, read_rows
@@ -16,9 +17,6 @@ from kvcore.portable.strips import move_at_once
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, to_json
 from kvcore.step import Row, build_index
-
-if TYPE_CHECKING:
-    from kvcore.cache.base import CacheBase
 
 VERSION = 1
 
@@ -69,7 +67,7 @@ def root_of(manifest: bytes) -> bytes:
     return hashlib.sha256(manifest).digest()
 
 
-def empty_pages(cache: "CacheBase", pages: int, page_bytes: int, *, on_device: bool) -> Array:
+def empty_pages(cache: Buffers, pages: int, page_bytes: int, *, on_device: bool) -> Array:
     """Pages of any content: on the host, or beside the pools of a torch cache."""
     if on_device:
         like = next(iter(cache.pools.values()))
@@ -77,7 +75,7 @@ def empty_pages(cache: "CacheBase", pages: int, page_bytes: int, *, on_device: b
     return np.empty((pages, page_bytes), np.uint8)
 
 
-def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *, on_device: bool = False) -> Staged:
+def stage(cache: CacheInTurn, request: Request, export: tuple[str, int, int], *, on_device: bool = False) -> Staged:
     """Copy a request out of the pools into pages.
 
     Args:
@@ -89,8 +87,8 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     Raises:
         RequestError: the request is still replaying the tokens of a prefix hit.
     """
-    cache._check_whole(request, "export")
-    row, floor = cache._row(request), cache._least_length(request)
+    cache.manager.check_whole(request, "export")
+    row, floor = cache.row(request), cache.least_length(request)
     layout = page_layout(cache.spec, floor, row.length)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
     # Padding is zeros: of the last page of history, and of the record.
@@ -110,7 +108,7 @@ def stage(cache: "CacheBase", request: Request, export: tuple[str, int, int], *,
     return Staged(manifest.encode(), pages)
 
 
-def stage_one_by_one(cache: "CacheBase", row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
+def stage_one_by_one(cache: CacheInTurn, row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
     """Copy rows into pages component by component, on the host or on the device."""
     on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.max_blocks))

@@ -287,7 +287,7 @@ def test_what_comes_damaged_is_refused_and_changes_nothing(backend, change, name
     stories.tell(cache, {request: list(range(77))})
     desk = Desk(cache)
     handle = desk.export(request, readers=2)
-    assert page_layout(stories.LATENT, cache._least_length(request), 77).blocks == 5
+    assert page_layout(stories.LATENT, cache._state.least_length(request), 77).blocks == 5
     other = stories.create(stories.LATENT, backend)
     stories.tell(other, {other.admit(): [5] * 20})
     before = scene.raw(other), other.digest(), other.free_slots, other.free_blocks

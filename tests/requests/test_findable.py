@@ -116,9 +116,9 @@ def test_what_follows_a_truncation_is_published_by_no_interruption(backend):
     step_of(cache, {request: 21}, PROMPT)
     cache.truncate(request, 4)
     step_of(cache, {request: 16}, [1] * 16)
-    cache._under_way = "a verb that was interrupted"
+    cache._state.under_way = "a verb that was interrupted"
     cache.admit()
-    assert [cache._manager.blocks.key(block) for block in request.blocks] == [None] * 3
+    assert [cache._state.manager.blocks.key(block) for block in request.blocks] == [None] * 3
 
 
 def test_a_failed_step_of_numbers_forgets_nothing(backend):

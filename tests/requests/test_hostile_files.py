@@ -180,7 +180,7 @@ def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backen
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr("kvcore.cache.base.write_rows", fails)
+    monkeypatch.setattr("kvcore.cache.state.write_rows", fails)
     free = cache.free_blocks
     with pytest.raises(MemoryError):
         cache.import_request(blob, into=waiting)
@@ -221,7 +221,7 @@ def test_a_manifest_that_lies_is_refused_before_any_page(spec, change):
 
 def rewritten(cache, requests=None, sizes=None, **metadata):
     """A snapshot of a cache that says something else, signed anew."""
-    data = snapshot.to_bytes(cache, list(cache.requests))
+    data = snapshot.to_bytes(cache._state, list(cache.requests))
     end = snapshot._header_end(data)
     header = msgspec.json.decode(data[8:end])
     told = header["__metadata__"]
@@ -285,7 +285,7 @@ def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, chan
 
 def test_the_root_of_a_snapshot_is_not_what_its_header_grows_by(backend):
     cache = stories.create(MIXED, backend)
-    data = snapshot.to_bytes(cache, [cache.admit()])
+    data = snapshot.to_bytes(cache._state, [cache.admit()])
     end = snapshot._header_end(data)
     header = msgspec.json.decode(data[8:end])
     for root in ("", "0", None, 5, "0" * 65):

@@ -37,7 +37,7 @@ def check_hits(cache, backend, spec):
         length = hit.length
         assert length == hit.cached_tokens > 0
         # What replays is not complete yet.
-        if cache._row(hit).stored <= length:
+        if cache._state.row(hit).stored <= length:
             assert cache.digest([hit]) == stories.retell(backend, spec, PROMPT[:length])
         stories.tell(cache, {hit: PROMPT[length:45]})
         assert cache.digest([hit]) == stories.retell(backend, spec, PROMPT)
@@ -97,7 +97,7 @@ def test_without_a_salt_nothing_is_found(backend):
     other = stories.create(LATENT, backend, prefix="full")
     other.import_request(cache.export_request(request))
     assert [set(found(other, salt)) for salt in (None, "a")] == [{0}, {0}]
-    assert other._prefix.checkpoints == 0
+    assert other._state.prefix.checkpoints == 0
 
 
 def signed(blob, change):
@@ -133,7 +133,7 @@ def test_hostile_checkpoints_are_refused_and_change_nothing(backend, name):
     free = other.free_slots, other.free_blocks
     with pytest.raises(SnapshotError):
         other.import_request(signed(blob, BAD[name]), salt="a")
-    assert ((other.free_slots, other.free_blocks), other._prefix.checkpoints) == (free, 0)
+    assert ((other.free_slots, other.free_blocks), other._state.prefix.checkpoints) == (free, 0)
     assert other.import_request(signed(blob, list), salt="a").length == 45
 
 

@@ -173,7 +173,7 @@ def test_pressure_evicts_and_what_was_evicted_is_no_hit(backend):
     assert request.cached_tokens == 16
     assert cache.digest([request, other]) == _both(backend, PROMPT[:16], OTHER)
     # Checkpoints go with the blocks that they continue.
-    assert cache._prefix.checkpoints == 1 + 4
+    assert cache._state.prefix.checkpoints == 1 + 4
 
 
 def _both(backend, *histories):
@@ -209,7 +209,7 @@ def test_a_failed_step_publishes_nothing(backend):
     request = cache.admit(PROMPT)
     stories.fail(cache, {request: OTHER[:40]})
     assert cache.restorable(OTHER).length == 0
-    assert cache._prefix.checkpoints == 0
+    assert cache._state.prefix.checkpoints == 0
     stories.tell(cache, {request: PROMPT[:40]})
     assert (cache.restorable(OTHER).length, cache.restorable(PROMPT).length) == (0, 32)
 
@@ -307,7 +307,7 @@ def test_kept_bytes_are_what_the_checkpoints_hold(backend):
     # Windows of 6, 5, 4 and 7 rows; the last 4 rows of the CSA tail and of its indexer's; the HCA tail is empty.
     row = {"fp32": 32, "bf16": 16, "fp16": 16}
     windows = (6 + 5) * row["fp32"] + 4 * row["bf16"] + 7 * row["fp16"]
-    assert cache._prefix.kept_bytes == 4 * (windows + 2 * 4 * (2 * 2 * 32))
+    assert cache._state.prefix.kept_bytes == 4 * (windows + 2 * 4 * (2 * 2 * 32))
 
 
 def test_thousands_of_tokens_hash_each_block_once(monkeypatch):

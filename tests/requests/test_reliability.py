@@ -152,7 +152,7 @@ REFERENCE = "kvcore.backends.reference.backend.ReferenceOps"
 @pytest.mark.parametrize(
     ("name", "fault", "seed"),
     [
-        pytest.param("kvcore.cache.sharing.write_rows", without_rows, 2, id="a hit without its rings"),
+        pytest.param("kvcore.cache.state.write_rows", without_rows, 2, id="a hit without its rings"),
         pytest.param(f"{REFERENCE}.copy_slots", keep_pools, 0, id="a fork without its slot's rows"),
     ],
 )

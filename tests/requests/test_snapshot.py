@@ -326,7 +326,7 @@ def test_a_disk_that_takes_nothing_is_an_error():
 
 def test_lost_flushes_can_lose_a_snapshot_but_a_torn_one_is_never_accepted():
     cache, _ = filled(LATENT, "reference", (20, 7))
-    data = snapshot.to_bytes(cache, list(cache.requests))
+    data = snapshot.to_bytes(cache._state, list(cache.requests))
     torn = whole = 0
     for seed in range(60):
         disk = SimulatedDisk(seed, fault="lost flushes")
@@ -453,7 +453,7 @@ def test_a_snapshot_whose_numbers_do_not_fit_together_is_refused(monkeypatch):
     real = snapshot.SavedRequest
     # One that a faulty writer signed: header and root are right.
     monkeypatch.setattr(snapshot, "SavedRequest", lambda **told: real(**{**told, "tokens": told["tokens"][:-1]}))
-    data = snapshot.to_bytes(cache, list(cache.requests))
+    data = snapshot.to_bytes(cache._state, list(cache.requests))
     monkeypatch.undo()
     with pytest.raises(SnapshotError, match="fit together"):
         snapshot.parse(data)

@@ -131,32 +131,34 @@ TABLE = {
         ),
         ("        self._manager.hide()\n", "", "live requests publish what was forgotten"),
     ],
-    "cache/sharing.py": [
+    "cache/cache.py": [
         (
-            "            self._pools = self._verbs.copy_slots(self._pools, *slots)\n",
+            "            self._state.pools = self._state.ops.copy_slots(self._state.pools, *slots)\n",
             "            pass\n",
             "a fork has empty rings",
         ),
+        (
+            "        there = self.free_blocks - self._state.manager.blocks.idle_among(blocks)\n",
+            "        there = self.free_blocks\n",
+            "blocks that are taken over count as free",
+        ),
+    ],
+    "cache/state.py": [
         (
             "        return 0 if all(component.live(length).start == 0 for component in rings) else length\n",
             "        return 0\n",
             "a restored request goes back to rows that it never had",
         ),
         (
-            "            self._pools = write_rows(self._verbs, self._pools, self._row_of(place), hit.state)\n",
+            "            self.pools = write_rows(self.ops, self.pools, self.row_of(place), hit.state)\n",
             "            pass\n",
             "a hit's rings are empty",
         ),
         ("        place.cached_tokens = hit.length\n", "", "a hit says that nothing was cached"),
-        (
-            "        there = self.free_blocks - self._manager.blocks.idle_among(blocks)\n",
-            "        there = self.free_blocks\n",
-            "blocks that are taken over count as free",
-        ),
     ],
-    "cache/step_state.py": [
+    "cache/step.py": [
         (
-            "            for handle in self._layers.values():\n                handle._store_waiting()\n        except",
+            "            for writes in self._layers.values():\n                writes.store_waiting()\n        except",
             "            pass\n        except",
             "rows that waited are never stored",
         ),
@@ -170,24 +172,24 @@ TABLE = {
             "        freed = []\n",
             "shared blocks that were replaced are lost",
         ),
-        ("        self._manager.shrink(self.grown)\n", "", "blocks of a step that failed are lost"),
+        ("        self.cache.manager.shrink(self.grown)\n", "", "blocks of a step that failed are lost"),
         (
-            "        for handle in self._layers.values():\n            handle._put_back()\n",
+            "        for writes in self._layers.values():\n            writes.put_back()\n",
             "",
             "ring rows are not put back",
         ),
         (
-            "            self.cache._replace_pools(self._undo.apply(self.cache.pools))\n",
+            "            self.cache.pools = self._undo.apply(self.cache.pools)\n",
             "            pass\n",
             "functional verbs are not undone",
         ),
         (
-            "            missing = layer._missing()\n",
+            "            missing = writes.missing()\n",
             "            missing = []\n",
             "a layer that was left out is committed",
         ),
         (
-            "(self._layers.get(number) or LayerHandle(self, number))._blank()",
+            "self._writes(number).fill_unwritten()",
             "pass",
             "a block's last owner's bytes are read as entries",
         ),
@@ -195,11 +197,6 @@ TABLE = {
             "                if length <= place.complete:\n                    prefix.keep",
             "                if True:\n                    prefix.keep",
             "checkpoints are kept of layers that got nothing",
-        ),
-        (
-            "starts = [max(row.start, row.length - rows) if row.start else row.length for row in self._rows]",
-            "starts = [row.length for row in self._rows]",
-            "what a commit overwrites is not kept for a failure in the commit itself",
         ),
     ],
     "cache/undo.py": [
@@ -219,10 +216,22 @@ TABLE = {
             "functional verbs in place are not undone",
         ),
     ],
-    "cache/handle/state.py": [
+    "cache/layer.py": [
         (
-            "            self._waiting[role] = copy.deepcopy(arrays)\n",
-            "            self._waiting[role] = arrays\n",
+            "            return self._index._replace(lengths=self._index.starts)\n",
+            "            return self._index\n",
+            "entries are read before they are stored",
+        ),
+    ],
+    "cache/ring_writes.py": [
+        (
+            "starts = [max(row.start, row.length - rows) if row.start else row.length for row in self.rows]",
+            "starts = [row.length for row in self.rows]",
+            "what a commit overwrites is not kept for a failure in the commit itself",
+        ),
+        (
+            "            self.waiting[role] = copy.deepcopy(arrays)\n",
+            "            self.waiting[role] = arrays\n",
             "the caller's buffer is read at commit",
         ),
         (
@@ -241,14 +250,9 @@ TABLE = {
             "nothing is kept for an abort",
         ),
         (
-            "        return self._own[role] if role in self._waiting else None\n",
+            "        return self.own[role] if role in self.waiting else None\n",
             "        return None\n",
             "a long step's own rows are read from the ring",
-        ),
-        (
-            "            return self._index._replace(lengths=self._index.starts)\n",
-            "            return self._index\n",
-            "entries are read before they are stored",
         ),
     ],
     "portable/rows.py": [
@@ -291,7 +295,7 @@ TABLE = {
             "        bad = np.flatnonzero((lanes != stored).all(axis=1))\n",
             "a page counts as damaged only if both lanes say so",
         ),
-        ('        cache._check_whole(request, "save")\n', "", "a request in the middle of a replay is saved"),
+        ('        cache.manager.check_whole(request, "save")\n', "", "a request in the middle of a replay is saved"),
         (
             '        if name.endswith(".digest"):\n',
             '        if name.endswith(".digests"):\n',
@@ -299,7 +303,11 @@ TABLE = {
         ),
     ],
     "portable/blob.py": [
-        ('    cache._check_whole(request, "export_request")\n', "", "a request in the middle of a replay is exported"),
+        (
+            '    cache.manager.check_whole(request, "export_request")\n',
+            "",
+            "a request in the middle of a replay is exported",
+        ),
         (
             "        if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):\n",
             "        if False:\n",

@@ -118,7 +118,9 @@ def gathered_digest(cache: Cache, mesh: DeviceMesh, requests: Mapping[int, Reque
         mesh: as given to ``create_cache``; every rank calls this.
         requests: this replica's requests by their numbers over all replicas.
     """
-    lanes = dict(zip(requests, cache._digest_lanes(list(requests.values())), strict=True))
+    own = list(requests.values())
+    found_here = cache.exclusive("digest", lambda state: state.digest_lanes(own))
+    lanes = dict(zip(requests, found_here, strict=True))
     if "requests" in (mesh.mesh_dim_names or ()):
         group = mesh["requests"].get_group()
         found: list[Any] = [None] * dist.get_world_size(group)

@@ -31,6 +31,7 @@ from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
 from kvcore.interop.transformers.static import CACHES, NUMBERS
 from kvcore.interop.transformers.tensors import ACCEPTED, to_torch, uses_torch
+from kvcore.portable.blob import copy_request
 from kvcore.spec import CacheSpec
 
 
@@ -461,7 +462,7 @@ class KVCache(Cache):
         """Take the rows of another kvcore cache; all or none."""
         try:
             for request in requests:
-                self.requests.append(self.kv._copy_from(other, request))
+                self.requests.append(copy_request(other, request, self.kv))
         except BaseException:
             self._release()
             raise

@@ -1,0 +1,565 @@
+"""One layer in one step: the verbs that a model calls.
+
+The handle is the door: it checks every argument, then calls the backend's verbs with the step's index. What the layer
+was given, and what of it is stored when, its ``RingWrites`` know.
+
+Map: window, tails and entries of latent layers (``append_window`` to ``gather_all_index_keys``); indexer and attention
+(``index_scores``, ``select``, ``attend``); keys and values of classic layers (``append_kv`` to ``visible_rows``); rows
+of any role (``append_rows``, ``gather_rows``); raw buffers and digests (``window_view`` to ``digest``).
+"""
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kvcore import digest
+from kvcore.arrays import to_numpy
+from kvcore.cache.ring_writes import AT_ONCE, WRITERS, RingWrites, StepWrites
+from kvcore.counts import check_count
+from kvcore.errors import ShapeError, StepError
+from kvcore.ops import (
+    AllEntries,
+    Array,
+    Attention,
+    Closed,
+    PagedView,
+    RawRows,
+    RingView,
+    SelectedEntries,
+    StepIndex,
+    VisibleRows,
+    WindowRows,
+)
+from kvcore.ops.arguments import (
+    FLOATS,
+    check_array,
+    check_finite,
+    check_float,
+    check_indices,
+    check_number,
+    check_rope,
+    check_weight,
+    like,
+)
+from kvcore.plan import Region
+from kvcore.spec import KV, TAIL_OF, Component, Entries, IndexKeys, Rope, Tail, Window
+
+
+class LayerHandle:
+    """One layer's cache during one step, from ``step.layer(i)``; it ends with the step.
+
+    T tokens of the step (padding included), Q requests, d row channels, C ring rows, H query heads, n columns.
+    """
+
+    def __init__(self, layers: StepWrites, number: int) -> None:
+        context = layers.context
+        self._layers = layers
+        self._writes = layers[number]
+        self._context = context
+        self._layer = number
+        self._spec = self._writes.spec
+        self._plan = context.plan.layers[number]
+        self._ops = context.ops
+        self._index = context.index
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: one handle knows what a layer got in its step."""
+        raise StepError(
+            got="pickle or copy of a layer's handle",
+            where=self._where,
+            allowed=f"{self._where}, the same one each time",
+        )
+
+    def append_window(self, rows: Array) -> None:
+        """Encode and store the window rows of the step's tokens: rows [T, d], fp32 or bf16.
+
+        Raises:
+            ShapeError: wrong shape, dtype or device. StepError: the layer has no window, or already got its rows.
+            NonFiniteError: a value is NaN or infinite, under ``check=True``.
+        """
+        window = self._component("window", Window)
+        rows = check_float(self._ops, rows, "append_window: rows", (self._tokens, window.dim))
+        self._check(rows, "append_window: rows", window)
+        self._writes.append("window", (rows,))
+
+    def append_tail(self, kv: Array, score: Array) -> None:
+        """Store the compressor's raw rows: kv and score [T, width] fp32, score with its positional bias.
+
+        ``width`` is 2·dim with overlap (carry half first, then cur half), else dim.
+        """
+        self._append_tail("tail", kv, score)
+
+    def append_index_tail(self, kv: Array, score: Array) -> None:
+        """The same for the indexer's compressor."""
+        self._append_tail("index_tail", kv, score)
+
+    def flush(
+        self,
+        norm_weight: Array | None = None,
+        eps: float = 1e-6,
+        rope: Rope | Array | None = None,
+        index_norm_weight: Array | None = None,
+    ) -> None:
+        """Compress and store every entry whose window closed in this step; then its index keys.
+
+        Args:
+            norm_weight: [d] weight of the RMS norm after pooling; None for no norm.
+            eps: of both norms.
+            rope: rotation of the last channels at position m·i: a Rope, or fp32 inverse frequencies; None for none.
+            index_norm_weight: [d of the index keys], as ``norm_weight``.
+
+        Raises:
+            StepError: the step's tail rows were not appended first, or the pool belongs to another layer.
+        """
+        entries = self._own_entries("flush")
+        self._context.check_outside("flush", (norm_weight, rope, index_norm_weight))
+        self._component("tail", Tail)
+        weights = {"entries": norm_weight, "index_keys": index_norm_weight}
+        streams: list[Array] = []
+        flushed: set[str] = set()
+        for role, tail in TAIL_OF.items():
+            if getattr(self._spec, tail) is None or getattr(self._spec, role) is None:
+                streams += [None, None]
+                continue
+            streams += self._tail_rows(tail, "flush")
+            flushed.add(role)
+            if weights[role] is not None:
+                dim = getattr(self._spec, role).dim
+                weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
+        narrowest = min(getattr(self._spec, role).dim for role in flushed)
+        pools = self._ops.flush(
+            self._context.pools,
+            self._layer,
+            self._index,
+            *streams,
+            closed=self._context.closed_count(entries.ratio),
+            norm_weight=weights["entries"],
+            eps=check_number(eps, "flush: eps"),
+            rope=check_rope(self._ops, rope, "flush: rope", narrowest),
+            index_norm_weight=weights["index_keys"],
+        )
+        self._context.replace(pools)
+        self._writes.stored |= flushed
+
+    def store_entries(self, entries: Array, index_keys: Array | None = None) -> None:
+        """Encode and store entries that the caller compressed: [closed, d], in the order of ``closed``.
+
+        Args:
+            entries: fp32 or bf16, one row for every entry that the step completes.
+            index_keys: [closed, index d], likewise.
+        """
+        spec = self._own_entries("store_entries")
+        self._context.check_outside("store_entries", (entries, index_keys))
+        count = self._context.closed_count(spec.ratio)
+        entries = check_float(self._ops, entries, "store_entries: entries", (count, spec.dim))
+        self._check(entries, "store_entries: entries", spec)
+        if index_keys is not None:
+            keys = self._component("index_keys", IndexKeys)
+            index_keys = check_float(self._ops, index_keys, "store_entries: index_keys", (count, keys.dim))
+            self._check(index_keys, "store_entries: index_keys", keys)
+        self._context.replace(
+            self._ops.store_entries(self._context.pools, self._layer, self._index, entries, index_keys)
+        )
+        self._writes.stored |= {"entries"} if index_keys is None else {"entries", "index_keys"}
+
+    def compress(self, norm_weight: Array | None = None, eps: float = 1e-6) -> Array:
+        """The latents of the entries that close in this step: pooled, normed, not rotated, not stored; [closed, d].
+
+        V4.1's index keys are made from these.
+        """
+        entries = self._own_entries("compress")
+        self._component("tail", Tail)
+        kv, score = self._tail_rows("tail", "compress")
+        if norm_weight is not None:
+            norm_weight = check_weight(self._ops, norm_weight, "compress: norm_weight", entries.dim)
+        closed = self._context.closed_count(entries.ratio)
+        return self._ops.compress(
+            self._context.pools,
+            self._layer,
+            self._index,
+            kv,
+            score,
+            closed=closed,
+            norm_weight=norm_weight,
+            eps=check_number(eps, "compress: eps"),
+        )
+
+    @property
+    def closed(self) -> Closed:
+        """Entries that close in this step, in storing order: (request_index [n], entry_index [n]), int32."""
+        ratio = self._component("entries", Entries).ratio
+        return self._ops.closed(self._layer, self._index, self._context.closed_count(ratio))
+
+    def gather_window(self) -> WindowRows:
+        """The last min(length, W) rows: values [Q, C, d], positions [Q, C]; the step's own once appended."""
+        self._component("window", Window)
+        index, rows = self._writes.readable("window")
+        return self._ops.gather_window(self._context.pools, self._layer, index, rows[0] if rows else None)
+
+    def gather_entries(self, indices: Array) -> SelectedEntries:
+        """Entries by index: indices [T, k] int32 or int64 -> values [T, k, d], valid [T, k]; invalid ones are zeros."""
+        self._component("entries", Entries)
+        indices = check_indices(self._ops, indices, "gather_entries: indices", self._tokens)
+        return self._ops.gather_entries(self._context.pools, self._layer, self._paged_index("entries"), indices)
+
+    def gather_all_entries(self) -> AllEntries:
+        """Every entry: values [Q, n, d], counts [Q], positions [Q, n]."""
+        return self._gather_all("entries")
+
+    def gather_all_index_keys(self) -> AllEntries:
+        """Every index key, decoded (rotated ones stay rotated): values [Q, n, d], counts [Q], positions [Q, n]."""
+        return self._gather_all("index_keys")
+
+    def index_scores(self, q: Array, weights: Array) -> Array:
+        """Indexer scores: q [T, H, d], weights [T, H] -> [T, n] fp32, -inf where an entry is not visible.
+
+        ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate.
+        """
+        keys = self._component("index_keys", IndexKeys)
+        self._require_entries("index_keys", "index_scores")
+        q = check_float(self._ops, q, "index_scores: q", (self._tokens, None, keys.dim))
+        weights = check_float(self._ops, weights, "index_scores: weights", (self._tokens, q.shape[1]))
+        columns = max((row.length // keys.ratio for row in self._context.rows), default=0)
+        return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
+
+    def select(self, scores: Array, k: int) -> Array:
+        """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
+        self._context.check_open()
+        # No gradient comes from an order.
+        scores = check_array(self._ops, scores, "select: scores", (self._tokens, None), FLOATS)
+        k = check_count(ShapeError, "select: k", k, 0)
+        return self._ops.select(scores, k)
+
+    def attend(
+        self,
+        q: Array,
+        selected: Array | None = None,
+        sink: Array | None = None,
+        scale: float | None = None,
+        *,
+        rope: Rope | Array | None = None,
+    ) -> Attention:
+        """Attention of the step's queries to this layer's cache.
+
+        Latent layers: q [T, H, d] against the window and the selected entries (None: every visible one; [T, 0]: none).
+        Classic layers: q [T, H, key_dim], out [T, H, value_dim]; ``selected`` and ``rope`` do not apply.
+
+        Args:
+            q: fp32 or bf16, already rotated.
+            selected: [T, k] int32 or int64, distinct per token; -1 and invisible ones are ignored.
+            sink: [H] fp32 logits that count in the denominator only.
+            scale: of the logits; the key dim to the power -0.5 unless given.
+            rope: turns the last channels of out back by the query's position, as models do whose values are rotated
+                keys: a Rope, or fp32 inverse frequencies; None leaves them. See ``kvcore.ops`` for the rounding.
+
+        Returns:
+            out in q's dtype, and lse [T, H] fp32 without the sink; 0 and -inf for a query without keys.
+        """
+        self._context.check_open()
+        if self._spec.kv is not None:
+            return self._attend_kv(q, selected, sink, scale, rope)
+        component = self._spec.window or self._component("entries", Entries)
+        q = check_float(self._ops, q, "attend: q", (self._tokens, None, component.dim))
+        if selected is not None:
+            self._component("entries", Entries)
+            selected = check_indices(self._ops, selected, "attend: selected", self._tokens)
+        if self._spec.window is not None:
+            self._require("window", "attend")
+        if self._spec.entries is not None:
+            self._require_entries("entries", "attend")
+        rows = self._writes.unwritten("window")
+        return self._ops.attend(
+            self._context.pools,
+            self._layer,
+            self._index,
+            q,
+            selected,
+            rows=rows[0] if rows else None,
+            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (q.shape[1],)),
+            scale=None if scale is None else check_number(scale, "attend: scale"),
+            rope=check_rope(self._ops, rope, "attend: rope", component.dim),
+        )
+
+    def append_kv(self, k: Array, v: Array) -> None:
+        """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
+        kv = self._component("kv", KV)
+        self._writes.append("kv", self._checked_kv(kv, k, v))
+
+    def gather_kv(self) -> tuple[Array, Array, Array]:
+        """Rows that the step's queries may see, in position order: k, v [Q, n, heads, dim], positions [Q, n]."""
+        kv = self._component("kv", KV)
+        index, rows = self._writes.readable("kv")
+        k, v = rows or (None, None)
+        columns = self._kv_columns(kv, ended="kv" in self._writes.own)
+        return self._ops.gather_kv(self._context.pools, self._layer, index, k, v, columns=columns)
+
+    def borrow_kv(self) -> tuple[Array, Array] | None:
+        """What ``gather_kv`` returns after the append, k and v [Q, n, heads, dim], without copying; None if it must be.
+
+        The arrays are the pools' own memory: for reading, until the step ends. Possible on backends that have views,
+        in a plain format, where all requests see equally many rows and each of them in one run: of blocks, of a slot,
+        or of a ring that has not wrapped between them or lies there twice (``by_head``).
+        """
+        kv = self._component("kv", KV)
+        if "kv" not in self._writes.own or "kv" in self._writes.waiting:
+            return None
+        columns = self._kv_columns(kv, ended=True)
+        return self._ops.borrow_kv(self._context.pools, self._layer, self._index, columns=columns)
+
+    def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
+        """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
+        kv, context = self._component("kv", KV), self._context
+        memo, key = context.memo, ("append_borrow", kv)
+        if context.traced is not None:
+            context.check_outside("append_borrow_kv", (k, v))
+        if key not in memo:
+            memo[key] = self._writes.writing("kv") == AT_ONCE, self._kv_columns(kv, ended=True), []
+        at_once, columns, passed = memo[key]
+        if not at_once or "kv" in self._writes.own:
+            self.append_kv(k, v)
+            return self.borrow_kv()
+        # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
+        likes = like(k), like(v)
+        if likes not in passed or context.check:
+            checked = self._checked_kv(kv, k, v)
+            if checked[0] is k and checked[1] is v and self._ops.in_place:
+                passed.append(likes)
+            k, v = checked
+        pools, lent = self._ops.append_borrow_kv(context.pools, self._layer, self._index, k, v, columns=columns)
+        context.replace(pools)
+        self._writes.own["kv"] = k, v
+        return lent
+
+    def mask(self) -> Array:
+        """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""
+        kv = self._component("kv", KV)
+        return self._ops.mask(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+
+    def visible_rows(self) -> VisibleRows:
+        """The mask with what it was made from: positions [Q, n] of the rows, -1 where there is none; valid [T, n]."""
+        kv = self._component("kv", KV)
+        return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
+
+    def append_rows(self, role: str, *values: Array) -> None:
+        """Encode and store the step's rows of a component that outside code defined: the inverse of ``gather_rows``.
+
+        Args:
+            role: one that has no ``append_`` verb of its own.
+            values: for every part of the component [T, dim], or [T, heads, dim] if it has heads; fp32 or bf16.
+
+        Raises:
+            StepError: the layer has no such role, or already got its rows, or the role has a verb of its own.
+            ShapeError: wrong number of arrays, shape, dtype or device.
+            NonFiniteError: a value is NaN or infinite, under ``check=True``.
+        """
+        component = self._component(role)
+        if role in WRITERS or not component.written_by_step:
+            allowed = WRITERS[role] if role in self._spec.written else "a role whose rows are the step's tokens"
+            raise StepError(got=f"append_rows({role!r})", where=self._where, allowed=allowed)
+        parts = component.parts
+        if len(values) != len(parts):
+            allowed = f"{len(parts)}, one for each part"
+            raise ShapeError(got=f"{len(values)} arrays", where=f"append_rows: {role}", allowed=allowed)
+        checked: list[Array] = []
+        for part, given in zip(parts, values, strict=True):
+            where = f"append_rows: {role}" + (f".{part.name}" if part.name else "")
+            heads = (part.heads,) if component.headed or part.heads > 1 else ()
+            checked.append(check_float(self._ops, given, where, (self._tokens, *heads, part.format.dim)))
+            self._check(checked[-1], where, component)
+        self._writes.append(role, tuple(checked))
+
+    def gather_rows(self, role: str) -> RawRows:
+        """A role's live rows in position order as canonical bytes: rows [Q, n, row_bytes] uint8, positions [Q, n].
+
+        Tail rows are fp32 kv then score; K-V rows are the key heads, then the value heads; entries are at position m·i.
+        """
+        component = self._component(role)
+        if component.written_by_step:
+            index, rows = self._writes.readable(role)
+            rows = None if rows is None else self._writes.parts(role)
+        else:
+            index, rows = self._paged_index(role), None
+        columns = max((len(component.live(length)) for length in self._lengths(index)), default=0)
+        return self._ops.gather_rows(self._context.pools, self._layer, role, index, rows, columns=columns)
+
+    def window_view(self) -> RingView:
+        """The window's raw buffers and slots, zero-copy, for outside kernels. Rows appended in this step are in it.
+
+        Raises:
+            StepError: the step brings more tokens than the ring has spare rows, so its rows wait for the commit.
+        """
+        self._component("window", Window)
+        if "window" in self._writes.waiting:
+            raise StepError(
+                got=f"{max(row.new for row in self._context.rows)} new tokens of one request",
+                where=f"{self._where}.window_view",
+                allowed="at most 1 + max_draft_tokens",
+                hint="Use attend, or commit first: a long step's rows overwrite what its own queries need.",
+            )
+        (region,) = self._plan.regions["window"]
+        index, _ = self._writes.readable("window")
+        return RingView(region.format, region.unit, self._buffers(region), index.slots, region.rows, index.lengths)
+
+    def entries_view(self) -> PagedView:
+        """The entries' raw buffers and block table, zero-copy."""
+        return self._paged_view("entries")
+
+    def indexer_view(self) -> PagedView:
+        """The index keys' raw buffers and block table, zero-copy."""
+        return self._paged_view("index_keys")
+
+    def digest(self) -> int:
+        """One number for everything this layer holds of the step's requests; equal on every backend and layout."""
+        lanes: list[list[tuple[int, int]]] = [[] for _ in self._context.rows]
+        for role, _ in self._spec.components():
+            salt = digest.region_salt(self._context.plan.spec.owner(self._layer, role), role)
+            found = to_numpy(self._ops.digest_rows(self.gather_rows(role), salt))
+            for lane, pair in zip(lanes, found, strict=False):
+                lane.append((int(pair[0]), int(pair[1])))
+        return digest.combine([(row.length, lane) for row, lane in zip(self._context.rows, lanes, strict=True)])
+
+    @property
+    def _tokens(self) -> int:
+        """Token rows of every input, padding included."""
+        return self._index.positions.shape[0]
+
+    @property
+    def _where(self) -> str:
+        return f"step.layer({self._layer})"
+
+    def _component(self, role: str, kind: type = Component) -> Any:
+        """The layer's component of that role and kind, or a StepError that lists what the layer has."""
+        self._context.check_open()
+        component = getattr(self._spec, role) if role in self._spec.every_role else None
+        if not isinstance(component, kind):
+            has = ", ".join(found for found, _ in self._spec.components())
+            raise StepError(got=f"role {role!r}", where=self._where, allowed=f"a component of the layer: {has}")
+        return component
+
+    def _require(self, role: str, verb: str) -> None:
+        """Verbs that see the step's new tokens need them appended first."""
+        if self._tokens and role not in self._writes.own:
+            raise StepError(
+                got=f"{verb} before append_{role}", where=self._where, allowed=f"append_{role}, then {verb}"
+            )
+
+    def _require_entries(self, role: str, verb: str) -> None:
+        """Verbs that let a query see the entries it completes need those stored first."""
+        owner = self._owner(role)
+        if owner.awaits_entries(role):
+            raise StepError(
+                got=f"{verb} while entries that close in this step are not stored",
+                where=self._where,
+                allowed=f"step.layer({owner.number}).flush or store_entries, then {verb}",
+            )
+
+    def _owner(self, role: str) -> RingWrites:
+        """What the layer got that owns the pool a role reads."""
+        return self._layers[self._context.plan.spec.owner(self._layer, role)]
+
+    def _append_tail(self, role: str, kv: Array, score: Array) -> None:
+        tail = self._component(role, Tail)
+        shape = (self._tokens, tail.width)
+        kv = check_float(self._ops, kv, f"append_{role}: kv", shape, only_fp32=True)
+        score = check_float(self._ops, score, f"append_{role}: score", shape, only_fp32=True)
+        self._check(kv, f"append_{role}: kv", tail)
+        self._check(score, f"append_{role}: score", tail, minus_infinity=True)
+        self._writes.append(role, (kv, score))
+
+    def _own_entries(self, verb: str) -> Entries:
+        entries: Entries = self._component("entries", Entries)
+        if entries.shared_from is not None:
+            raise StepError(
+                got=f"{verb} on a layer that shares layer {entries.shared_from}'s pool",
+                where=self._where,
+                allowed=f"{verb} on step.layer({entries.shared_from})",
+            )
+        return entries
+
+    def _tail_rows(self, role: str, verb: str) -> tuple[Array, ...]:
+        """The step's own tail rows (kv, score); empty ones in a step without tokens."""
+        self._require(role, verb)
+        if role in self._writes.own:
+            return self._writes.own[role]
+        empty = self._ops.asarray(np.zeros((0, getattr(self._spec, role).width), np.float32))
+        return empty, empty
+
+    def _gather_all(self, role: str) -> AllEntries:
+        component = self._component(role, Entries)
+        index = self._paged_index(role)
+        columns = max((length // component.ratio for length in self._lengths(index)), default=0)
+        return self._ops.gather_all_entries(self._context.pools, self._layer, index, columns=columns, role=role)
+
+    def _checked_kv(self, kv: KV, k: Array, v: Array) -> tuple[Array, Array]:
+        tokens, (keys, values) = self._tokens, self._plan.regions["kv"]
+        k = check_float(self._ops, k, "append_kv: key", (tokens, keys.heads, keys.format.dim))
+        v = check_float(self._ops, v, "append_kv: value", (tokens, values.heads, values.format.dim))
+        if self._context.check:
+            self._check(k, "append_kv: key", kv)
+            self._check(v, "append_kv: value", kv)
+        return k, v
+
+    def _kv_columns(self, kv: KV, *, ended: bool) -> int:
+        memo, key = self._context.memo, ("columns", kv, ended)
+        if key not in memo:
+            spans = (
+                (row.start, row.length if ended else row.start, row.left_padding or 0) for row in self._context.rows
+            )
+            memo[key] = max((len(kv.visible(*span)) for span in spans), default=0)
+        return memo[key]
+
+    def _attend_kv(
+        self, q: Array, selected: Array | None, sink: Array | None, scale: float | None, rope: Rope | Array | None
+    ) -> Attention:
+        kv = self._component("kv", KV)
+        q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
+        heads = q.shape[1]
+        for region in self._plan.regions["kv"]:
+            if heads % region.heads:
+                raise ShapeError(got=f"{heads} heads", where="attend: q", allowed=f"a multiple of {region.heads}")
+        if selected is not None:
+            raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
+        if rope is not None:
+            raise ShapeError(got="a rotation", where="attend: rope", allowed="None on a classic layer")
+        self._require("kv", "attend")
+        k, v = self._writes.unwritten("kv") or (None, None)
+        return self._ops.attend_kv(
+            self._context.pools,
+            self._layer,
+            self._index,
+            q,
+            k,
+            v,
+            columns=self._kv_columns(kv, ended=True),
+            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (heads,)),
+            scale=None if scale is None else check_number(scale, "attend: scale"),
+        )
+
+    def _paged_view(self, role: str) -> PagedView:
+        component = self._component(role, Entries)
+        (region,) = self._plan.regions[role]
+        index = self._paged_index(role)
+        counts = index.lengths // component.ratio
+        return PagedView(region.format, region.unit, self._buffers(region), index.block_table, region.rows, counts)
+
+    def _buffers(self, region: Region) -> dict[str, Array]:
+        return {buffer: self._context.pools[name] for buffer, (name, _) in region.buffers.items()}
+
+    def _paged_index(self, role: str) -> StepIndex:
+        """The index to read entries with: their count of before the step until the step's entries are stored."""
+        if self._owner(role).awaits_entries(role):
+            return self._index._replace(lengths=self._index.starts)
+        return self._index
+
+    def _lengths(self, index: StepIndex) -> list[int]:
+        """Host lengths that match an index from ``readable`` or ``_paged_index``."""
+        ended = index.lengths is self._index.lengths
+        return [row.length if ended else row.start for row in self._context.rows]
+
+    def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
+        """Under ``check=True``, refuse what is not finite."""
+        if self._context.check:
+            self._context.check_outside(where, (array,))
+            # Padding comes last, and its rows are ignored.
+            given = to_numpy(array)[: sum(row.new for row in self._context.rows)]
+            check_finite(given, where, component, minus_infinity=minus_infinity)

@@ -1,0 +1,303 @@
+"""What one layer was given in a step, and which of it the rings hold already.
+
+A step reads old rows from the pools and new rows from itself. A ring row is written at once only while nothing in the
+step can still need the row it overwrites, and at commit otherwise; what was overwritten at once is put back if the step
+fails. This is the one place that knows that rule. A ``LayerHandle`` appends to its ``RingWrites`` and reads through
+them; the step drives all of them when it ends.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcore.cache.state import CacheState
+from kvcore.errors import StepError
+from kvcore.ops import Array, Ops, RawRows, StepIndex
+from kvcore.plan import Region
+from kvcore.pools import Pools
+from kvcore.requests.manager import Request
+from kvcore.spec import ROLES, Component
+from kvcore.step import Row, at_start, build_index, closed_count
+
+WRITERS = {role: f"append_{role}" for role in ROLES}
+"""The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
+
+
+class Writing(NamedTuple):
+    """When a step's rows are stored: at once, unless they wait; an abort may have to put back what was there."""
+
+    waits: bool
+    undone: bool
+
+
+AT_ONCE = Writing(waits=False, undone=False)
+
+
+class StepContext:
+    """What the layers of a step share.
+
+    Attributes:
+        ops, plan, check: of the cache.
+        index: the step's, on the device.
+        rows: each request's part, as host integers.
+        traced: see ``CacheState``.
+        memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
+            on.
+    """
+
+    def __init__(self, cache: CacheState, requests: Sequence[Request], rows: list[Row], index: StepIndex) -> None:
+        self.ops = cache.ops
+        self.plan = cache.plan
+        self.check = cache.check
+        self.traced = cache.traced
+        self.index = index
+        self.rows = rows
+        self.memo: dict[Any, Any] = {}
+        self._cache = cache
+        self._requests = requests
+
+    def check_open(self) -> None:
+        """Refuse to go on after commit or abort."""
+        step = self._cache.step
+        if step is None or step.context is not self:
+            raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
+
+    def check_outside(self, verb: str, arrays: tuple[Any, ...]) -> None:
+        """Refuse what changes the cache while it is only being traced; see ``CacheState.check_outside``."""
+        if self.traced is not None:
+            self._cache.check_outside(verb, arrays)
+
+    @property
+    def pools(self) -> Pools:
+        """The cache's pools, while the step is open."""
+        self.check_open()
+        return self._cache.pools
+
+    def replace(self, pools: Pools) -> None:
+        """Make what a verb returned the cache's pools; nothing is checked."""
+        self._cache.pools = pools
+
+    @cached_property
+    def most_new(self) -> int:
+        """Most new tokens of a request."""
+        return max((row.new for row in self.rows), default=0)
+
+    @cached_property
+    def deepest(self) -> list[int]:
+        """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
+        return [self._cache.manager.deepest_truncation(request) for request in self._requests]
+
+    def closed_count(self, ratio: int) -> int:
+        """Entries of ``ratio`` tokens that the step completes, over all requests."""
+        return closed_count(self.rows, ratio)
+
+    def ring_index(self, rows: int) -> StepIndex | None:
+        """The tokens whose rows take the place of others in rings of ``rows``; None where there is nothing to lose."""
+        key = "ring index", rows
+        if key not in self.memo:
+            starts = [max(row.start, row.length - rows) if row.start else row.length for row in self.rows]
+            last = [
+                row._replace(start=start, new=row.length - start) for row, start in zip(self.rows, starts, strict=True)
+            ]
+            host = build_index(last, max_blocks=self.index.block_table.shape[1])
+            self.memo[key] = self.ops.index(host) if any(row.new for row in last) else None
+        return self.memo[key]
+
+
+class RingWrites:
+    """One layer's part in one step: what was appended, stored, overwritten, and what still waits for the commit.
+
+    Attributes:
+        context: of the step.
+        number: of the layer.
+        spec: of the layer.
+        own: role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
+        waiting: those of them that the rings get at commit.
+        stored: paged roles whose closing entries were stored in this step.
+    """
+
+    def __init__(self, context: StepContext, number: int) -> None:
+        self.context = context
+        self.number = number
+        self.spec = context.plan.spec.all_layers[number]
+        self.own: dict[str, tuple[Array, ...]] = {}
+        self.waiting: dict[str, tuple[Array, ...]] = {}
+        self.stored: set[str] = set()
+        self._regions = context.plan.layers[number].regions
+        # Role -> the index and bytes of the rows that this step's take the place of.
+        self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
+
+    def append(self, role: str, arrays: tuple[Array, ...]) -> None:
+        """Take the step's rows of a role, and write them as soon as that is safe."""
+        context = self.context
+        context.check_outside(f"append_{role}", arrays)
+        if role in self.own:
+            raise StepError(
+                got=f"a second append to {role}", where=f"step.layer({self.number})", allowed="one append a step"
+            )
+        writing = self.writing(role)
+        if writing.waits:
+            # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
+            self.waiting[role] = copy.deepcopy(arrays)
+            self.own[role] = self.waiting[role]
+            return
+        # What an append left that failed is not what was there before the step.
+        if writing.undone and role not in self._overwritten:
+            saved = context.ops.read_ring(context.pools, self.number, role, context.index)
+            self._overwritten[role] = context.index, saved
+        self._write(role, arrays)
+        # A flush reads them again, when the caller may have filled its NumPy buffer anew; backends copy those as they
+        # come, all but the one whose own arrays they are.
+        self.own[role] = copy.deepcopy(arrays) if isinstance(arrays[0], np.ndarray) else arrays
+
+    def writing(self, role: str) -> Writing:
+        """When the step's rows of a role are written."""
+        component: Component = getattr(self.spec, role)
+        rows = 0 if component.span is None else self._regions[role][0].rows
+        memo, key = self.context.memo, ("writing", component, rows)
+        if key not in memo:
+            memo[key] = self._new_writing(component, rows)
+        return memo[key]
+
+    def _new_writing(self, component: Component, rows: int) -> Writing:
+        """When rows may go to a ring of ``rows``, 0 where there is no ring."""
+        if component.reach is None:
+            return AT_ONCE
+        context, longest = self.context, self.context.plan.longest
+        # The step's own queries and entries read ``reach`` older rows; what an aborted step must leave readable beyond
+        # that is put back.
+        at_once = rows - component.reach
+        if (longest is None or rows < longest) and context.most_new > at_once:
+            return Writing(waits=True, undone=False)
+        # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
+        # takes the place of position length - 1 - rows; what is live begins no earlier at a greater length.
+        undone = any(
+            row.new and row.length - rows > component.live(deepest).start
+            for row, deepest in zip(context.rows, context.deepest, strict=True)
+        )
+        return Writing(waits=False, undone=undone)
+
+    def _write(self, role: str, arrays: tuple[Array, ...]) -> None:
+        context = self.context
+        if role in WRITERS:
+            append = getattr(context.ops, WRITERS[role])
+            context.replace(append(context.pools, self.number, context.index, *arrays))
+            return
+        component: Component = getattr(self.spec, role)
+        pools = store_own(
+            context.ops, context.pools, self._regions[role], component, context.index, context.rows, arrays
+        )
+        context.replace(pools)
+
+    def unwritten(self, role: str) -> tuple[Array, ...] | None:
+        """The step's own rows where the ring does not hold them yet; None: the pools have everything."""
+        return self.own[role] if role in self.waiting else None
+
+    def parts(self, role: str) -> tuple[Array, ...]:
+        """The step's own rows as ``gather_rows`` takes them: one array for every part of the component."""
+        own = self.own[role]
+        component: Component = getattr(self.spec, role)
+        return own if len(own) == len(component.parts) else (self.context.ops.join(*own),)
+
+    def readable(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
+        """(index, own rows) to read a role with: the start of the step before its append, the end after it."""
+        self.context.check_open()
+        index = self.context.index
+        return (index, self.unwritten(role)) if role in self.own else (at_start(index), None)
+
+    def awaits_entries(self, role: str) -> bool:
+        """Whether entries of a role close in this step and were not stored yet."""
+        return role not in self.stored and self.context.closed_count(getattr(self.spec, role).tokens_per_row) > 0
+
+    def missing(self) -> list[str]:
+        """Roles that new tokens should have reached but did not: what a commit refuses."""
+        own, stored = self.own, "entries" in self.stored
+        return [role for role in self.spec.written if role not in own and not (stored and role == "tail")]
+
+    def unstored(self) -> list[str]:
+        """Own paged roles with entries that close in this step and were not stored yet."""
+        return [role for role in self.spec.compressed if self.awaits_entries(role)]
+
+    def waiting_rows(self) -> dict[str, tuple[Array, ...]]:
+        """Rows that the rings do not hold yet, by role, one array a part (a tail's kv and score side by side)."""
+        return {role: self.parts(role) for role in self.waiting}
+
+    def store_waiting(self) -> None:
+        """Write the ring rows that had to wait, with what they take the place of kept for ``put_back``."""
+        context = self.context
+        for role in self.waiting:
+            index = context.ring_index(self._regions[role][0].rows)
+            if index is not None:
+                self._overwritten[role] = index, context.ops.read_ring(context.pools, self.number, role, index)
+            self._write(role, self.waiting[role])
+
+    def fill_unwritten(self) -> None:
+        """Store NaN for paged rows that this step leaves out: seen, and never the bytes of the block's last owner.
+
+        Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
+        """
+        context, kv = self.context, self.spec.kv
+        tokens = context.index.positions.shape[0]
+        if kv is not None and "kv" not in self.own and kv.growth == "block" and tokens:
+            shapes = ((tokens, part.heads, part.format.dim or 0) for part in kv.parts)
+            k, v = (context.ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
+            context.replace(context.ops.append_kv(context.pools, self.number, context.index, k, v))
+        unstored = self.unstored()
+        if unstored:
+            blank: dict[str, Array] = {}
+            for role in unstored:
+                component = getattr(self.spec, role)
+                shape = context.closed_count(component.ratio), component.dim
+                blank[role] = context.ops.asarray(np.full(shape, np.nan, np.float32))
+            entries, keys = blank.get("entries"), blank.get("index_keys")
+            context.replace(context.ops.store_entries(context.pools, self.number, context.index, entries, keys))
+
+    def put_back(self) -> None:
+        """Put back the ring rows that were overwritten; once more after it was interrupted."""
+        context = self.context
+        for role, (index, saved) in self._overwritten.items():
+            context.replace(context.ops.restore_ring(context.pools, self.number, role, index, saved))
+
+
+class StepWrites(dict[int, RingWrites]):
+    """What each layer got, of those that the step used: by number. Whatever asks for another's uses it from here on."""
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def __missing__(self, number: int) -> RingWrites:
+        found = self[number] = RingWrites(self.context, number)
+        return found
+
+
+def store_own(
+    ops: Ops,
+    pools: Pools,
+    regions: Sequence[Region],
+    component: Component,
+    index: StepIndex,
+    rows: Sequence[Row],
+    own: Sequence[Array],
+) -> Pools:
+    """Pools with the step's rows of a component: for every part [T, dim] or [T, heads, dim]; padding writes nowhere.
+
+    Through the two verbs that every backend has for bytes: for roles without a verb of their own.
+    """
+    tokens, width = len(index.positions), max((row.new for row in rows), default=0)
+    scale: float = getattr(component, "global_scale", 1.0)
+    encoded: list[Array] = []
+    for region, values in zip(regions, own, strict=True):
+        flat = values.reshape(tokens * region.heads, region.format.dim or 0)
+        encoded.append(ops.encode(region.format, flat, scale).reshape(tokens, region.heads * region.format.row))
+    positions = np.full((len(index.slots), width), -1, np.int32)
+    for number, row in enumerate(rows):
+        # In a ring, all but what a later token of the step overwrites; in blocks, all but what was taken over.
+        first = row.stored if regions[0].growth == "block" else row.length - regions[0].rows
+        written = np.arange(row.start, row.length, dtype=np.int32)
+        positions[number, : row.new] = np.where(written >= first, written, -1)
+    raw = RawRows(ops.to_batch(index, reduce(ops.join, encoded), width), ops.asarray(positions))
+    return ops.store_rows(pools, regions[0].layer, regions[0].role, index, raw)

@@ -1,0 +1,385 @@
+"""What a cache is made of, and the rules that all its verbs keep: one at a time, none inside a step, freed is gone.
+
+``Cache`` is the door: it checks what it is given and acts here, each verb in a turn of its own. Steps, snapshots and
+hand-offs work on a ``CacheState`` as well, within a turn, and know nothing of the door.
+
+Map: whose turn it is (``take_turn``, ``mend``); requests that come and go (``admit``, ``free``, ``restore``,
+``take_prefix``); their parts in steps (``row``, ``grown_rows``); blocks and slots of the pools (``poison``).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from kvcore import digest
+from kvcore.arrays import to_numpy
+from kvcore.cache.reuse import Hit, PrefixCache
+from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
+from kvcore.ops import Ops
+from kvcore.plan import CachePlan
+from kvcore.pools import Pools
+from kvcore.portable.rows import Content, Left, owned, write_rows
+from kvcore.requests.growth import Growth
+from kvcore.requests.manager import Manager, Place, Request, TakenOver
+from kvcore.requests.prefix import Policy
+from kvcore.step import Row, build_index
+from kvcore.turns import Owner, locked, owner
+
+R = TypeVar("R")
+
+LOOK_SECONDS = 0.05
+"""How often a verb that waits for another thread's step looks whether somebody can still end it."""
+
+MOST_BYTES = 1 << 62
+"""Of all pools: what frameworks can count."""
+
+
+class OpenStep(Protocol):
+    """What the others must know of the step that is open.
+
+    Attributes:
+        requests: those of the step.
+        grown: the blocks that each of them got.
+        owner_name: name of the thread that opened it.
+        ending: its end has begun, and is finished or undone by whoever comes next.
+        table: the manager's table with the step's tokens in it, once that is all there is left to do.
+        pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+    """
+
+    requests: list[Request]
+    grown: list[Growth]
+    owner_name: str
+    ending: bool
+    table: dict[Request, Place] | None
+    pools_replaced: bool
+
+    @property
+    def context(self) -> object:
+        """What its layers share, and know it by."""
+        ...
+
+    @property
+    def is_left(self) -> bool:
+        """True once nobody can be expected to end it."""
+        ...
+
+    def owner(self) -> Owner | None:
+        """The thread that opened it, while it runs."""
+        ...
+
+    def try_undo(self) -> bool:
+        """Put the rows back; False if the device refused."""
+        ...
+
+
+class CacheState:
+    """A plan, its pools, a backend's verbs, and the requests that live in them.
+
+    Attributes:
+        spec, plan, ops: as of the cache; ``ops`` are the backend's verbs themselves.
+        check: whether freed rows are made unreadable.
+        pools: ``"L.role.field"`` -> array.
+        manager: who holds which slots and blocks.
+        prefix: what later prompts can take over.
+        traced: of backends whose verbs can be traced: (verb, its arrays) -> whether it is.
+        turn_timeout: seconds that a verb waits for another thread's step; None: without end.
+        step: the step that is open.
+        under_way: the verb that is under way, or that did not get to its end.
+        filling: the live, empty request that it fills.
+    """
+
+    def __init__(self, plan: CachePlan, ops: Ops, *, prefix: Policy, check: bool) -> None:
+        self.spec = plan.spec
+        self.plan = plan
+        self.ops = ops
+        self.check = check
+        # Before anything that grows with the plan: whatever is too much for the machine is said at once.
+        self.pools = _allocated(ops)
+        self.manager = Manager(plan)
+        self.prefix = PrefixCache(plan.spec, prefix, self.manager)
+        self.traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
+        self.turn_timeout: float | None = None
+        self._lock = threading.RLock()
+        self._turns = threading.Condition(self._lock)
+        self.step: OpenStep | None = None
+        self.under_way = ""
+        self.filling: Request | None = None
+
+    def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
+        """Refuse what changes the cache while it is only being traced.
+
+        Raises:
+            StepError: inside ``jax.jit``, or an array is mapped over. ShapeError: an array is differentiated.
+        """
+        if self.traced is not None and self.traced(verb, arrays):
+            raise StepError(
+                got=f"{verb} inside a function that JAX traces",
+                where=verb,
+                allowed="verbs of a cache, its steps and its layers outside of jit and other transformations",
+                hint="Inside, use the functional verbs of cache.ops, with cache.pools and step.index as arguments, and "
+                "assign cache.pools what the function returns.",
+            )
+
+    @locked
+    def take_turn(self, verb: str, act: Callable[[], R], *, in_step: bool = False, ends: bool = False) -> R:
+        """Do something alone: after whatever was interrupted is finished or undone, and outside other threads' steps.
+
+        Args:
+            verb: its name, for messages.
+            act: what to do. An error of kvcore's own says that it changed nothing; after any other, and after an
+                interruption, the next verb looks what is left to do.
+            in_step: whether the thread that has a step open may do it.
+            ends: it is the end of the open step.
+        """
+        self.check_outside(verb)
+        if self.under_way:
+            self.mend()
+        if self.step is not None and not ends:
+            self._meet_step(verb, in_step=in_step)
+        self.under_way = verb
+        try:
+            done = act()
+        except KvcoreError:
+            self.under_way = ""
+            raise
+        self.under_way = ""
+        return done
+
+    def _meet_step(self, verb: str, *, in_step: bool) -> None:
+        """Wait for the end of another thread's step, or refuse; end a step that nobody can end any more.
+
+        Raises:
+            StepError: the step is this thread's own, or it did not end within ``turn_timeout``.
+        """
+        end = None if self.turn_timeout is None else time.monotonic() + self.turn_timeout
+        while (step := self.step) is not None:
+            if step.is_left:
+                step.ending = True
+                self.mend()
+                continue
+            if step.owner() is owner():
+                if in_step:
+                    return
+                raise StepError(
+                    got=f"{verb} while a step is open",
+                    where="cache",
+                    allowed="one step at a time, then others",
+                    hint="End the step first: leave its with block, or call its commit() or abort().",
+                )
+            left = LOOK_SECONDS if end is None else end - time.monotonic()
+            if left <= 0:
+                raise StepError(
+                    got=f"{verb} while a step of thread {step.owner_name!r} is open, for {self.turn_timeout} seconds",
+                    where="cache",
+                    allowed="verbs once the step has ended",
+                    hint="Leave its with block there, or call its commit() or abort() from any thread; "
+                    "cache.turn_timeout says how long others wait.",
+                )
+            self._turns.wait(min(left, LOOK_SECONDS))
+            if self.under_way:
+                self.mend()
+
+    def mend(self) -> None:
+        """Finish or undo what a verb left that did not get to its end. May itself be interrupted: it begins anew."""
+        step, self.under_way = self.step, self.under_way or "mend"
+        # Nobody was given a step whose opening was interrupted.
+        if step is not None and (step.ending or self.under_way == "step"):
+            step.ending = True
+            if not self.manager.is_table(step.table) and not (step.try_undo() or step.try_undo()):
+                self.manager.lose(step.requests)
+            self.end_step()
+        step = self.step
+        self.manager.mend(*(((), ()) if step is None else (step.requests, step.grown)))
+        self.prefix.mend(map(self.manager.place_of, self.manager.requests))
+        self._clean()
+        self.under_way = ""
+
+    def end_step(self) -> None:
+        """Let the others go on."""
+        self.step = None
+        self._turns.notify_all()
+
+    def restore(
+        self,
+        left: Left,
+        rows: Content | Callable[[Ops, Pools, Row], Pools],
+        into: Request | None = None,
+        *,
+        salt: str | None = None,
+        shares: bool | None = None,
+        states: Sequence[tuple[int, Content]] = (),
+    ) -> Request:
+        """A request that holds ``rows``, or what a function writes, as it was when it left another cache.
+
+        Args:
+            into: a request without tokens to fill; None admits one.
+            salt: under which its prefixes may be found, whatever it says of itself.
+            shares: whether they may be found at all; None: if there is a salt.
+            states: (length, state) of checkpoints that came with it.
+
+        Raises:
+            OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` has another salt. Nothing is changed.
+        """
+        shares = salt is not None if shares is None else shares
+        if into is None:
+            request, place = self.admit(salt)
+        else:
+            request, place = into, self.manager.place(into).copy()
+            if salt not in (None, place.salt):
+                raise RequestError(
+                    got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
+                )
+            self.filling = into
+        taken = TakenOver(left.length, left.floor, left.tokens, salt=place.salt, shares=shares)
+        try:
+            self.manager.take_over(request, place, taken)
+            row = self.row_of(place)
+            self.pools = (
+                rows(self.ops, self.pools, row) if callable(rows) else write_rows(self.ops, self.pools, row, rows)
+            )
+            self.prefix.extend(place)
+        except BaseException:
+            if into is None:
+                self.free(place)
+            else:
+                self.manager.blocks.drop(place.blocks[::-1])
+                self._clean()
+            raise
+        self.manager.adopt(request, place)
+        self.filling = None
+        self.prefix.publish(place)
+        if shares and self.prefix.on and place.tokens is not None:
+            for length, state in states:
+                self.prefix.keep(place, length, state)
+        return request
+
+    def admit(self, salt: str | None = None) -> tuple[Request, Place]:
+        """A request with a clean slot that is not live yet: to be adopted, or discarded.
+
+        Raises:
+            OutOfSlots: ``max_requests`` requests are live.
+        """
+        request, place = self.manager.reserve(salt)
+        try:
+            self.pools = self.ops.reset_slots(self.pools, self.integers([place.slot]))
+        except BaseException:
+            self.manager.discard(place)
+            raise
+        return request, place
+
+    def free(self, place: Place) -> None:
+        """Take back the slot and blocks of a place that nobody adopted."""
+        self.poison([place.slot], self.manager.discard(place))
+
+    def take_prefix(self, request: Request, place: Place, hit: Hit, ids: list[int]) -> None:
+        """Fill a fresh place from a prefix hit; without room for its last, partial block it starts from nothing."""
+        stored = hit.stored if self.plan.blocks else 0
+        floor = self._floor(max(hit.length, hit.stored))
+        taken = TakenOver(hit.length, floor, ids[: hit.length], stored, hit.blocks, ids, place.salt)
+        try:
+            self.manager.take_over(request, place, taken)
+        except OutOfBlocks:
+            return
+        place.cached_tokens = hit.length
+        if hit.state is not None:
+            self.pools = write_rows(self.ops, self.pools, self.row_of(place), hit.state)
+        self.prefix.extend(place)
+
+    def _floor(self, length: int) -> int:
+        """Smallest length that a request restored at ``length`` can go back to: 0 if nothing had left its rings."""
+        rings = [component for _, _, component in owned(self.spec) if component.in_checkpoint]
+        return 0 if all(component.live(length).start == 0 for component in rings) else length
+
+    def _clean(self) -> None:
+        """Make the slot of a request that was being filled, and is still empty, as if never used."""
+        if self.filling is not None and not (place := self.manager.place_of(self.filling)).length:
+            self.pools = self.ops.reset_slots(self.pools, self.integers([place.slot]))
+        self.filling = None
+
+    def row(self, request: Request) -> Row:
+        """The request as it is now, as a part of a step without tokens."""
+        return self.row_of(self.manager.place(request))
+
+    def row_of(self, place: Place) -> Row:
+        return Row(place.slot, place.length, 0, place.blocks, place.stored)
+
+    def least_length(self, request: Request) -> int:
+        """Smallest length that ``truncate`` accepts for the request."""
+        return self.manager.deepest_truncation(self.manager.check(request))
+
+    def kept_states(self, request: Request) -> list[tuple[int, Content]]:
+        """Checkpoints that the request's own tokens lead to, to go with it where it goes."""
+        return self.prefix.kept(self.manager.place(request))
+
+    def check_whole(self, request: Request, where: str) -> None:
+        """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
+        self.manager.check_whole(request, where)
+
+    def rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
+        """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
+        return [self.row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
+
+    def grown_rows(self, requests: Sequence[Request], new: Sequence[int], grown: Sequence[Growth]) -> list[Row]:
+        """The same in the blocks that they will have."""
+        places = map(self.manager.place_of, requests)
+        return [
+            Row(place.slot, place.length, count, growth.blocks, place.stored)
+            for place, count, growth in zip(places, new, grown, strict=True)
+        ]
+
+    def digest_lanes(self, requests: Sequence[Request]) -> list[tuple[int, list[tuple[int, int]]]]:
+        """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
+        chosen = [self.manager.check(request) for request in requests]
+        rows = self.rows(chosen, [0] * len(chosen))
+        index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
+        lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
+        for layer, role, component in owned(self.spec):
+            columns = max((len(component.live(row.length)) for row in rows), default=0)
+            raw = self.ops.gather_rows(self.pools, layer, role, index, columns=columns)
+            found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
+            for request, pair in enumerate(found):
+                lanes[request].append((int(pair[0]), int(pair[1])))
+        return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
+
+    def prepare_blocks(self, grown: Sequence[Growth]) -> None:
+        """Copy shared blocks into those that replaced them; under check, poison all others that are new."""
+        if not any(growth.added or growth.replaced for growth in grown):
+            return
+        self.poison([], [block for growth in grown for block in growth.new])
+        pairs = [(old, growth.blocks[column]) for growth in grown for column, old in growth.replaced]
+        if pairs:
+            sources, targets = (self.integers(list(side)) for side in zip(*pairs, strict=True))
+            self.pools = self.ops.copy_blocks(self.pools, sources, targets)
+
+    def poison(self, slots: list[int], blocks: list[int]) -> None:
+        """Under ``check=True``, make what was freed unreadable."""
+        if self.check and (slots or blocks):
+            self.pools = self.ops.poison(self.pools, self.integers(slots), self.integers(blocks))
+
+    def integers(self, values: list[int]) -> Any:
+        return self.ops.asarray(np.array(values, np.int32))
+
+
+def _allocated(ops: Ops) -> Pools:
+    """Fresh pools.
+
+    Raises:
+        OutOfBlocks: the device has no room for them.
+    """
+    try:
+        if ops.plan.nbytes > MOST_BYTES:
+            raise MemoryError
+        return ops.allocate()
+    except KvcoreError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:
+        # NumPy, torch and JAX each have errors of their own for memory, and for sizes that are beyond any.
+        raise OutOfBlocks(
+            got=f"pools of {ops.plan.nbytes} bytes",
+            where="create_cache",
+            allowed=f"what {ops.device} has room for",
+            hint=(str(error).splitlines() or [""])[0][:200],
+        ) from error

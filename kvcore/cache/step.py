@@ -1,0 +1,445 @@
+"""One step of a cache: the ``Step`` that its user holds, from ``cache.step`` until commit or abort, and its state.
+
+The cache holds the ``StepState`` until the step has ended: what it took, what it overwrote, and how it ends. The user
+holds the ``Step``, whose end can be seen even if nobody says so.
+
+Map: ``Step``, ``_Leaving`` (the end of a ``with`` block), ``StepState`` (``commit``, ``roll_back``).
+"""
+
+# pyright: reportPrivateUsage=false
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+from kvcore.cache.layer import LayerHandle
+from kvcore.cache.ring_writes import RingWrites, StepContext, StepWrites
+from kvcore.cache.state import CacheState
+from kvcore.cache.undo import Undo
+from kvcore.counts import as_count
+from kvcore.errors import ShapeError, StepError
+from kvcore.ops import Ops, StepIndex
+from kvcore.ops.arguments import check_constant
+from kvcore.portable.rows import Content, Own, owned, state_at
+from kvcore.requests.growth import Growth
+from kvcore.requests.manager import Place, Request
+from kvcore.spec import CacheSpec
+from kvcore.step import Row
+from kvcore.turns import owner
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Opener(Protocol):
+    """What a step needs of the cache that it shows: what it holds, and the verbs for functional use."""
+
+    spec: CacheSpec
+    ops: Ops
+
+
+C = TypeVar("C", bound=Opener)
+
+
+class _Leaving:
+    """``Step.__exit__``, of which a ``with`` statement keeps hold for as long as it lasts.
+
+    A block that was left without a word, because an interruption came before the first line of its end, is seen by
+    that: the cache's next verb rolls the step back.
+    """
+
+    def __get__(self, step: "Step[Any] | None", kind: type["Step[Any]"]) -> Any:
+        if step is None:
+            return self
+        leave = partial(_leave, step._state)
+        step._leaving = weakref.ref(leave)
+        return leave
+
+    def __call__(self, step: "Step[Any]", *error: Any) -> None:
+        _leave(step._state, *error)
+
+
+class Step(Generic[C]):
+    """One step of a cache: new tokens of some requests, through all layers.
+
+    It ends with ``commit`` or ``abort``, or as a ``with`` block: committed at its end, rolled back by an exception. One
+    that is forgotten (dropped, or of a thread that has ended) is rolled back by the cache's next verb.
+
+    Attributes:
+        cache: the cache it belongs to.
+    """
+
+    def __init__(self, cache: C, state: "StepState") -> None:
+        self.cache = cache
+        self._state = state
+        self._leaving: weakref.ref[Any] | None = None
+        state.user = weakref.ref(self)
+
+    @property
+    def index(self) -> StepIndex:
+        """The step's index for functional use: ``pools = cache.ops.append_window(pools, layer, step.index, rows)``.
+
+        Functional verbs write at once, so what they may overwrite is noted here, to be put back if the step fails. A
+        padded step belongs to a captured graph and is not slowed by that: after a failure its rows count as written,
+        and a request is lost that still needs rows in whose place they belong (``max_draft_tokens`` leaves room).
+        """
+        return self._state.functional_index()
+
+    @property
+    def positions(self) -> Any:
+        """[T] int32 absolute position of every token, -1 for padding."""
+        return self._device_index.positions
+
+    @property
+    def request_index(self) -> Any:
+        """[T] int32 which of the step's requests every token belongs to, -1 for padding."""
+        return self._device_index.request_index
+
+    def from_batch(self, batch: Any) -> Any:
+        """Rows [T, ...] for the verbs, of a batch [Q, S, ...] padded on the right: request q's new tokens come first.
+
+        Raises:
+            ShapeError: another number of requests, or fewer columns than a request has new tokens.
+        """
+        self._state.context.check_open()
+        check_constant(batch, "from_batch")
+        batch = self.cache.ops.asarray(batch)
+        requests, width = len(self._device_index.slots), max((row.new for row in self._rows), default=0)
+        if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
+            allowed = f"{requests} requests × {width} columns or more"
+            raise ShapeError(got=list(batch.shape), where="from_batch", allowed=allowed)
+        return self.cache.ops.from_batch(self._device_index, batch)
+
+    def to_batch(self, rows: Any, width: int | None = None) -> Any:
+        """The inverse for what verbs return: rows [T, ...] -> [Q, width, ...], zeros (or False) in the padding.
+
+        Args:
+            rows: one for every token of the step.
+            width: columns; the most new tokens of a request unless given, and no fewer.
+
+        Raises:
+            ShapeError: another number of rows, or a width that has no room for them.
+        """
+        self._state.context.check_open()
+        check_constant(rows, "to_batch")
+        rows = self.cache.ops.asarray(rows)
+        tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
+        if not rows.ndim or rows.shape[0] != tokens:
+            raise ShapeError(got=list(rows.shape), where="to_batch", allowed=f"{tokens} rows")
+        columns = least if width is None else as_count(width, least)
+        if columns is None:
+            raise ShapeError(got=width, where="to_batch: width", allowed=f"{least} or more")
+        return self.cache.ops.to_batch(self._device_index, rows, columns)
+
+    def layer(self, number: int) -> LayerHandle:
+        """The handle of layer ``number``; draft layers follow the main ones."""
+        self._state.context.check_open()
+        count = len(self.cache.spec.all_layers)
+        found = as_count(number)
+        if found is None or found >= count:
+            raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
+        return self._state.layer(found)
+
+    def commit(self) -> None:
+        """Make the step's tokens part of their requests; refused, and rolled back, if a layer did not get them.
+
+        Raises:
+            StepError: new tokens reached no window, tail or kv of some layer, or the step has ended.
+        """
+        self._state.cache.take_turn("commit", self._state.commit, ends=True)
+
+    def abort(self) -> None:
+        """Give everything back: lengths, blocks, and the bytes of every row that can still be read.
+
+        Raises:
+            StepError: the step has ended.
+        """
+        self._state.cache.take_turn("abort", partial(_abort, self._state), ends=True)
+
+    def __enter__(self) -> "Step[C]":
+        return _entered(self)
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None: ...
+
+    else:
+        __exit__ = _Leaving()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, to ``pickle`` and ``copy``: a step is open once, and ends once."""
+        raise StepError(
+            got="pickle or copy of a step",
+            where="step",
+            allowed="the step itself, until it ends; then cache.fork(request) copies what it brought",
+        )
+
+    @property
+    def _rows(self) -> list[Row]:
+        """Each request's part, as host integers."""
+        return self._state.context.rows
+
+    @property
+    def _device_index(self) -> StepIndex:
+        """The index as the handles use it: with nothing noted for functional verbs."""
+        return self._state.context.index
+
+
+def _entered(step: "Step[C]") -> "Step[C]":
+    step._state.context.check_open()
+    # Whoever enters without a ``with`` statement has nothing that ends with the block.
+    step._state.block = step._leaving if step._leaving is not None and step._leaving() is not None else None
+    return step
+
+
+def _abort(state: "StepState") -> None:
+    state.context.check_open()
+    state.roll_back()
+
+
+def _leave(state: "StepState", kind: type[BaseException] | None, *_: object) -> None:
+    """The end of a ``with`` block."""
+    end: Callable[[], None] = state.commit if kind is None else state.roll_back
+    state.cache.take_turn("commit" if kind is None else "abort", partial(_if_open, state, end), ends=True)
+
+
+def _if_open(state: "StepState", end: Callable[[], None]) -> None:
+    """End a step that has not ended."""
+    if state.is_open:
+        end()
+
+
+class StepState:
+    """One step of a cache, open until commit or abort.
+
+    Attributes:
+        cache: what it belongs to.
+        context: what its layers share.
+        requests: those of the step, in mapping order.
+        grown: the blocks that each of them gets.
+        owner: weak reference to the thread that opened it.
+        owner_name: that thread's name.
+        user: weak reference to the ``Step`` that stands for it.
+        block: weak reference to what the ``with`` block holds of it; None outside of one.
+        ending: its end has begun, and is finished or undone by whoever comes next.
+        table: the manager's table with the step's tokens in it, once that is all there is left to do.
+        pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
+    """
+
+    def __init__(
+        self,
+        cache: CacheState,
+        requests: list[Request],
+        rows: list[Row],
+        ids: list[list[int] | None],
+        grown: list[Growth],
+        index: StepIndex,
+    ) -> None:
+        self.cache = cache
+        self.requests = requests
+        self.grown = grown
+        here = owner()
+        self.owner = weakref.ref(here)
+        self.owner_name = here.name
+        self.user: weakref.ref[Any] | None = None
+        self.block: weakref.ref[Any] | None = None
+        self.ending = False
+        self.table: dict[Request, Place] | None = None
+        self.pools_replaced = False
+        self.context = StepContext(cache, requests, rows, index)
+        self._rows = rows
+        self._ids = ids
+        self._layers = StepWrites(self.context)
+        self._handles: dict[int, LayerHandle] = {}
+        self._undo: Undo | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Until it was committed or rolled back."""
+        return self.cache.step is self
+
+    @property
+    def is_left(self) -> bool:
+        """True once nobody can be expected to end it: its end was interrupted, or whoever had it is gone."""
+        # A ``with`` block ends its step even if nobody kept the ``Step``.
+        ends = self.user if self.block is None else self.block
+        return self.ending or (ends is not None and ends() is None) or self.owner() is None
+
+    def functional_index(self) -> StepIndex:
+        """The index for functional verbs, with what they may overwrite noted."""
+        padded = len(self.context.index.positions) > sum(row.new for row in self._rows)
+        if self.is_open and self._undo is None and not padded and any(row.new for row in self._rows):
+            self.cache.check_outside("step.index")
+            self._undo = Undo(self.cache.ops, self.cache.pools, self.context.ring_index)
+        return self.context.index
+
+    def layer(self, number: int) -> LayerHandle:
+        """The handle of a layer."""
+        if number not in self._handles:
+            self._handles[number] = LayerHandle(self._layers, number)
+        return self._handles[number]
+
+    def commit(self) -> None:
+        """Make the step's tokens part of their requests: all of it, or nothing. In the cache's turn."""
+        self.context.check_open()
+        self.ending = True
+        cache, manager, prefix = self.cache, self.cache.manager, self.cache.prefix
+        try:
+            self._check_complete()
+            if not self.pools_replaced:
+                for number in range(len(cache.spec.all_layers)):
+                    self._writes(number).fill_unwritten()
+            states = self._states()
+            places = self._places()
+            for writes in self._layers.values():
+                writes.store_waiting()
+        except BaseException:
+            self.roll_back()
+            raise
+        done = [len(manager.place_of(request).keys) for request in self.requests] if prefix.on else []
+        self.table = manager.with_places(places)
+        for place, row, ids in zip(places.values(), self._rows, self._ids, strict=True):
+            manager.learn(place, row.new, ids)
+        # Until here nothing has happened; from here on all of it has.
+        manager.become(self.table)
+        cache.end_step()
+        freed = manager.settle(self.grown)
+        for place, sealed, kept in zip(places.values(), done, states, strict=True) if prefix.on else ():
+            prefix.publish(place, sealed)
+            for length, state in kept:
+                if length <= place.complete:
+                    prefix.keep(place, length, state)
+        cache.poison([], freed)
+
+    def _writes(self, number: int) -> RingWrites:
+        """What a layer got; one that the step left out stays one that it did not touch."""
+        return self._layers.get(number) or RingWrites(self.context, number)
+
+    def roll_back(self) -> None:
+        """Give everything back: lengths, blocks, and the bytes of every row that can still be read."""
+        self.ending = True
+        self._put_back()
+        self.cache.end_step()
+        self.cache.manager.shrink(self.grown)
+
+    def try_undo(self) -> bool:
+        """Put the rows back; False if the device refused."""
+        try:
+            self._put_back()
+        except Exception:  # noqa: BLE001 - a backend may fail in any way; twice is enough
+            return False
+        return True
+
+    def _put_back(self) -> None:
+        """Restore what was overwritten; may be called again after it was interrupted."""
+        # Functional verbs have written even if nobody assigned what they returned.
+        if self._undo is not None:
+            self.cache.pools = self._undo.apply(self.cache.pools)
+        for writes in self._layers.values():
+            writes.put_back()
+        if self.pools_replaced and self._undo is None:
+            lengths = (row.length for row in self._rows)
+            self.cache.manager.disturb(dict(zip(self.requests, lengths, strict=True)))
+            self.cache.manager.lose(
+                [request for request, row in zip(self.requests, self._rows, strict=True) if self._harms(row)]
+            )
+
+    def _harms(self, row: Row) -> bool:
+        """Whether a request's new rows take the place of rows that it still needs without them."""
+        rings = ((layer, role, part) for layer, role, part in owned(self.cache.spec) if part.span is not None)
+        return row.new > 0 and any(
+            row.length - self.cache.plan.region(layer, role)[0].rows > component.live(row.start).start
+            for layer, role, component in rings
+        )
+
+    def _places(self) -> dict[Request, Place]:
+        """The requests' places after the step."""
+        touched = self._touched()
+        places = {
+            request: self.cache.manager.after(request, row.new, ids, growth, touched)
+            for request, row, ids, growth in zip(self.requests, self._rows, self._ids, self.grown, strict=True)
+        }
+        if self.cache.prefix.on:
+            for place, ids in zip(places.values(), self._ids, strict=True):
+                self.cache.prefix.extend(place, ids or ())
+        return places
+
+    def _states(self) -> list[list[tuple[int, Content]]]:
+        """For each request, (length, state) of the checkpoints that the policy wants of this step."""
+        if not self.cache.prefix.on:
+            return []
+        return [
+            [] if ids is None else self._boundary_states(number, request, ids)
+            for number, (request, ids) in enumerate(zip(self.requests, self._ids, strict=True))
+        ]
+
+    def _boundary_states(self, number: int, request: Request, ids: list[int]) -> list[tuple[int, Content]]:
+        cache, row, own = self.cache, self._rows[number], self._own_rows(number)
+        place = cache.manager.place(request)
+        if place.tokens is None or not place.shares:
+            return []
+        return [
+            (length, state_at(cache.ops, cache.pools, row, length, own(length)))
+            for length in cache.prefix.boundaries(row.start, row.length)
+            # Beyond the ids that are known no prompt can ask for it; of what outside code put into the pools only the
+            # end of the step is known.
+            if length <= row.start + len(ids) and (not self.pools_replaced or length == row.length)
+        ]
+
+    def _own_rows(self, number: int) -> Callable[[int], Own]:
+        """Length -> one request's rows that still wait, cut at that length."""
+
+        def until(length: int) -> Own:
+            first = sum(row.new for row in self._rows[:number])
+            last = first + length - self._rows[number].start
+            waiting = [(layer, writes.waiting_rows()) for layer, writes in self._layers.items()]
+            return {
+                (layer, role): tuple(array[first:last] for array in arrays)
+                for layer, roles in waiting
+                for role, arrays in roles.items()
+            }
+
+        return until
+
+    def _touched(self) -> Mapping[str, bool]:
+        """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
+        main = len(self.cache.spec.layers)
+        layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
+        used = self._layers
+        touched = {"main": True} if self.pools_replaced else {}
+        for group, numbers in layers.items():
+            if any(number in used for number in numbers):
+                touched[group] = self.pools_replaced or all(
+                    number in used and not used[number].missing() for number in numbers
+                )
+        return touched
+
+    def _check_complete(self) -> None:
+        if self.pools_replaced or not any(row.new for row in self._rows):
+            return
+        main = range(len(self.cache.spec.layers))
+        drafts = range(len(main), len(self.cache.spec.all_layers))
+        # A draft model may be stepped alone; then the main layers get their tokens in a step of their own.
+        used = self._layers
+        if not any(number in used for number in main) and any(number in used for number in drafts):
+            return
+        for number in main:
+            writes = self._writes(number)
+            missing = writes.missing()
+            if missing:
+                raise StepError(
+                    got=f"no rows for {', '.join(missing)}",
+                    where=f"commit: {self.cache.spec.path(number)}",
+                    allowed="every window, tail and kv gets the step's tokens",
+                    hint="The step was rolled back. Call append_* for this layer before the step ends.",
+                )
+            unstored = writes.unstored() if self.cache.check else []
+            if unstored:
+                raise StepError(
+                    got=f"{', '.join(unstored)} closed but not stored",
+                    where=f"commit: {self.cache.spec.path(number)}",
+                    allowed="flush or store_entries before the step ends (check=True)",
+                )
