@@ -278,7 +278,7 @@ def test_parity_run_agrees(capsys, spec_file, tmp_path) -> None:
     written = json.loads(out.read_text())
     assert written["schema"] == "kvcore.parity/1"
     assert written["spec"] == {"name": "one window", "digest": SMALL.digest}
-    assert len(written["checks"]) == 21
+    assert len(written["checks"]) == 22
     assert written["runs"][0]["command"].startswith("kvcore parity run --check append_window/*")
 
 

@@ -76,6 +76,7 @@ def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged
     return f"({verbs}) and {layouts} and {shapes} and {ROWS}"
 
 
+WRITTEN = "(ragged or padded or one_over or taken_over)"
 FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
 TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
 CORE_TESTS = {
@@ -108,10 +109,10 @@ SHARDS = ("tests/shards/test_plans.py", "tests/shards/test_digest.py", "tests/sh
 
 TRITON_CHECKS = {
     "address": sampled("append_window or store_entries or gather_all or append_kv"),
-    "append": sampled("append_window or append_rotated or append_kv or store_entries"),
+    "append": sampled("append_window or append_rotated or append_kv or store_entries", shapes=WRITTEN),
     "tail": sampled("append_tail or append_index_tail or flush", "(packed or planar or tpu_tile)"),
     "pool": sampled("flush or compress"),
-    "close": sampled("flush"),
+    "close": sampled("flush", shapes=WRITTEN),
     "latent": sampled("flush or append_rotated"),
     "rows": sampled("append_window or append_kv or gather_kv or gather_window or store_entries or gather_all"),
     "codes": sampled("append_window or append_kv or store_entries"),

@@ -51,8 +51,10 @@ class Case:
         """The index with left padding: of no, some and all positions, whole chunks where a ring holds only those."""
         kv, lengths = self.component("kv"), self.index.lengths
         padding = self.rng("left padding").integers(0, lengths + 1).astype(np.int32)
-        padding[::3] = 0
+        padding[:1] = 0
         padding[1:2] = lengths[1:2]
+        # From there chunks begin elsewhere than from 0, whatever the first query's position is.
+        padding[3:4] = np.minimum(lengths[3:4], 4)
         grain = kv.chunk if kv.storage == "ring" and kv.chunk else 1
         return self.index._replace(left_padding=padding // grain * grain)
 
@@ -89,8 +91,8 @@ class Case:
         """[T, *shape] values for the step's tokens; padding rows are NaN, since nobody may look at them.
 
         Args:
-            wild: rows of very different magnitude, a row of zeros, -0, and a NaN with a payload in one channel of
-                the fourth: what an encoder must get right.
+            wild: rows of very different magnitude, a row of zeros, -0, a NaN with a payload in one channel of the
+                fourth, and a number beyond fp16 in one of the fifth: what an encoder must get right.
         """
         values = self.rng(name).standard_normal((self.tokens, *shape), np.float32)
         if wild:
@@ -98,6 +100,7 @@ class Case:
             values *= np.exp2(steps).astype(np.float32).reshape(-1, *[1] * len(shape))
             values[1:2] = 0
             values[..., :1] = -0.0
+            values[4:5, ..., 3:4] = 1e6
         values[self.index.request_index < 0] = np.nan
         values = values.astype(dtype or self.shape.dtype)
         if wild:

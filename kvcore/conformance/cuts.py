@@ -75,17 +75,18 @@ def sizes(cut: Cut, role: str) -> Sizes:
 
 @cache
 def plan_of(spec: CacheSpec, full: int, layout: str, shapes: tuple[Shape, ...] = SHAPES) -> CachePlan:
-    """A cache for every one of some shape classes of a cut, with blocks to spare."""
+    """A cache for every one of some shape classes of a cut, with blocks to spare, but no columns in a block table."""
     ratio = max(component.tokens_per_row for _, _, component in spec.components())
     relative = Sizes(full=full, ratio=ratio, block=spec.block_tokens)
-    needed = max(
-        sum(-(-(start + new) // spec.block_tokens) for start, new in shape.requests(relative)) for shape in shapes
-    )
+    ends = [[start + new for start, new in shape.requests(relative)] for shape in shapes]
+    needed = max(sum(-(-end // spec.block_tokens) for end in shape) for shape in ends)
     return plan_cache(
         spec,
         max_requests=SLOTS,
         max_tokens=(needed + 2) * spec.block_tokens,
         max_draft_tokens=drafts(spec),
+        # Rings are no smaller for it.
+        max_request_tokens=max(full, spec.block_tokens, *(end for shape in ends for end in shape)),
         layout=layout,
     )
 

@@ -82,19 +82,24 @@ def _classic_layer(format: Format) -> LayerSpec:
 
 
 def _classic_storages() -> list[LayerSpec]:
-    """Every storage with every way of seeing, the values in another format than the keys."""
+    """Every storage with every way of seeing, the values in another format than the keys; then keys and values alike.
+
+    One of them has more heads of values than of keys.
+    """
     ways = [("slot", None, None), ("paged", 7, None), ("paged", None, 5), ("ring", 7, None), ("ring", None, 5)]
+    kinds = [("int8_row", "bf16", *way) for way in ways] + [("bf16", None, *way) for way in ways[:2]]
     return [
         LayerSpec(
             kv=KV(
                 key_heads=2,
+                value_heads=4 if storage == "ring" and chunk else None,
                 key_dim=64,
                 storage=storage,
                 window=window,
                 chunk=chunk,
-                key_format="int8_row",
-                value_format="bf16",
+                key_format=keys,
+                value_format=values,
             )
         )
-        for storage, window, chunk in ways
+        for keys, values, storage, window, chunk in kinds
     ]

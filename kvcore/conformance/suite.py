@@ -13,7 +13,7 @@ from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.plugins import VERBS, Needs
-from kvcore.spec import LAYOUTS, TAIL_OF, CacheSpec, Format
+from kvcore.spec import LAYOUTS, TAIL_OF, CacheSpec, Field, Format
 
 ANY_LAYOUT = "any"
 
@@ -57,7 +57,8 @@ def computed_formats_of(spec: CacheSpec) -> list[Format]:
 
 def _format_checks(spec: CacheSpec) -> Iterator[Check]:
     plan = _any_plan(spec)
-    for format, label in _labelled(formats_of(spec)):
+    formats = formats_of(spec)
+    for format, label in [*_labelled(formats), *((format, format.name) for format in _bare(formats))]:
         for row in FORMAT_CHECKS:
             id = f"{row.name}/{label}/{ANY_LAYOUT}/{row.case}"
 
@@ -72,6 +73,19 @@ def _format_checks(spec: CacheSpec) -> Iterator[Check]:
                 plan=plan,
                 prepare=prepare,
             )
+
+
+def _bare(formats: list[Format]) -> list[Format]:
+    """Each code that stands under a scale in those formats, alone: as a format of outside code may have it."""
+    fields = [field for format in formats for field in format.fields if field.is_value]
+    scaled = dict.fromkeys(field.code for field in fields if field.group is not None)
+    return [
+        Format(name=f"bare_{code}", fields=(Field(name="codes", dims=None, code=code),), planes=(("codes",),)).for_dim(
+            64
+        )
+        for code in scaled
+        if not any(field.code == code and field.group is None for field in fields)
+    ]
 
 
 def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:

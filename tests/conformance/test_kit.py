@@ -50,8 +50,8 @@ def kit(tmp_path):
 def test_a_sound_backend_passes(kit, tmp_path) -> None:
     ran = kit("--kv-backend=broken", f"--junitxml={tmp_path / 'junit.xml'}")
     assert ran.code == 0, ran.text
-    assert "21 passed" in ran.text
-    assert "broken (cpu): 21 agree" in ran.text
+    assert "22 passed" in ran.text
+    assert "broken (cpu): 22 agree" in ran.text
     report = ran.report()
     assert (report["schema"], report["spec"]["digest"]) == ("kvcore.parity/1", SMALL.digest)
     assert {record["status"] for record in report["checks"]} == {"agree"}
@@ -64,10 +64,10 @@ def test_a_sound_backend_passes(kit, tmp_path) -> None:
 def test_a_broken_backend_fails_with_a_diagnosis(kit) -> None:
     ran = kit("--kv-backend=broken", backend="RingOffByOne")
     assert ran.code == 1
-    assert "18 failed, 3 passed" in ran.text
+    assert "19 failed, 3 passed" in ran.text
     assert "likely cause: shifted by one row" in ran.text
     statuses = [record["status"] for record in ran.report()["checks"]]
-    assert (statuses.count("disagree"), statuses.count("agree")) == (18, 3)
+    assert (statuses.count("disagree"), statuses.count("agree")) == (19, 3)
 
 
 def test_parts_make_up_the_whole(kit) -> None:
@@ -76,7 +76,7 @@ def test_parts_make_up_the_whole(kit) -> None:
         ran = kit("--kv-backend=broken", f"--kv-shard={part}/3")
         assert ran.code == 0, ran.text
         checks += [record["check"] for record in ran.report()["checks"]]
-    assert len(checks) == len(set(checks)) == 21
+    assert len(checks) == len(set(checks)) == 22
 
 
 def test_the_reference_is_checked_unless_another_is_named(kit) -> None:
@@ -119,14 +119,14 @@ def test_under_all_what_cannot_run_is_reported(kit) -> None:
     assert "broken cannot run here: no such chip" in ran.text
     assert "skipped" not in ran.text
     absent = [record for record in ran.report()["checks"] if record["backend"] == "broken"]
-    assert len(absent) == 21
+    assert len(absent) == 22
     assert {(record["status"], record["detail"]) for record in absent} == {("unavailable", "no such chip")}
 
 
 def test_a_known_gap_is_an_expected_failure(kit) -> None:
     ran = kit("--kv-backend=broken", backend="gap", only=f"{WINDOWS} and ragged")
     assert ran.code == 0
-    assert "3 xfailed" in ran.text
+    assert "4 xfailed" in ran.text
     assert {record["status"] for record in ran.report()["checks"]} == {"known_gap"}
 
 
@@ -140,7 +140,7 @@ def test_records_survive_several_processes(kit) -> None:
     pytest.importorskip("xdist")
     ran = kit("--kv-backend=broken", "-n", "2")
     assert ran.code == 0, ran.text
-    assert len(ran.report()["checks"]) == 21
+    assert len(ran.report()["checks"]) == 22
 
 
 @pytest.mark.parametrize(

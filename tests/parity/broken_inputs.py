@@ -159,3 +159,68 @@ class PlacesByIndex(ReferenceOps):
         if key not in places:
             places[key] = index, index._replace(slots=index.slots.copy(), block_table=index.block_table.copy())
         return super().append_kv(pools, layer, places[key][1], k, v)
+
+
+class LastColumnForgotten(ReferenceOps):
+    """The last column of a block table is read as the one before it."""
+
+    def append_kv(self, pools, layer, index, k, v):
+        table = index.block_table.copy()
+        table[:, 1:][:, -1:] = table[:, :-1][:, -1:]
+        return super().append_kv(pools, layer, index._replace(block_table=table), k, v)
+
+
+class NothingDividedByNothing(ReferenceOps):
+    """Weights that are all 0 are divided by their sum."""
+
+    def compress(self, *given, **options):
+        def pool(keys, scores):
+            with np.errstate(invalid="ignore"):
+                weights = np.exp(scores - scores.max(axis=0))
+                products = np.where(weights == 0, 0, weights * keys)
+                return products.sum(axis=0) / weights.sum(axis=0)
+
+        with patch.object(tail, "pool", pool):
+            return super().compress(*given, **options)
+
+
+class DeadRowsDigested(ReferenceOps):
+    """Rows without a position count in a digest, as if they had the first."""
+
+    def digest_rows(self, raw, salt):
+        return super().digest_rows(raw._replace(positions=np.maximum(raw.positions, 0)), salt)
+
+
+class MidpointsUpOnTheWay(ReferenceOps):
+    """``append_kv`` encodes otherwise than ``encode``: half way between two levels it takes the upper one."""
+
+    def append_kv(self, pools, layer, index, k, v):
+        largest = np.abs(v).max(axis=2, keepdims=True, initial=0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            above = np.where(np.abs(v) == largest, v, np.nextafter(v, np.float32(np.inf)))
+        return super().append_kv(pools, layer, index, k, above if v.dtype == np.float32 else v)
+
+
+class BeyondHalf(ReferenceOps):
+    """What fp16 cannot hold becomes infinite."""
+
+    def append_kv(self, pools, layer, index, k, v):
+        with np.errstate(over="ignore"):
+            k, v = (values.astype(np.float16).astype(values.dtype) for values in (k, v))
+        return super().append_kv(pools, layer, index, k, v)
+
+
+class ValueHeadsLikeKeys(ReferenceOps):
+    """Query heads that share a key head share a value head."""
+
+    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
+        keys, values, positions = super().gather_kv(pools, layer, index, k, v, columns=columns)
+        heads = values.shape[2]
+        return keys, values[:, :, np.arange(heads) * keys.shape[2] // heads], positions
+
+
+class NaNIsLargest(ReferenceOps):
+    """Where a code without NaN stands alone, NaN is its largest value."""
+
+    def encode(self, format, values, global_scale=1.0):
+        return super().encode(format, np.where(np.isnan(values), np.float32(np.inf), values), global_scale)

@@ -19,6 +19,7 @@ SPEC = CacheSpec(
         LayerSpec(kv=KV(key_heads=2, key_dim=16, storage="slot")),
         LayerSpec(kv=KV(key_heads=2, key_dim=16, storage="ring", window=5)),
         LayerSpec(kv=KV(key_heads=2, key_dim=16, window=7)),
+        LayerSpec(kv=KV(key_heads=2, key_dim=16, value_heads=4, key_format="fp16")),
     ),
     block_tokens=12,
 )
@@ -38,6 +39,13 @@ MISTAKES = [
     ("NothingTimesNaN", "compress/*/packed/ragged", "*", "pooling", "entry 0", "NaN"),
     ("KeptByIndex", "gather_kv/bf16*/packed/*", "*.held/packed/ragged", "keys before the step", "request 1", ""),
     ("MemoryHandedOutTwice", "gather_entries/*", "*.held/packed/ragged", "values", "token", ""),
+    ("LastColumnForgotten", "append_kv/fp16*/packed/*", "*/packed/*", "1.kv", "unit", ""),
+    ("NothingDividedByNothing", "compress/*/packed/longer", "*", "pooling", "entry", "NaN"),
+    ("DeadRowsDigested", "digest_rows/bf16.window*/*/ragged", "*", "lanes", "request", ""),
+    ("MidpointsUpOnTheWay", "append_kv/*nf4_b64*/packed/ragged", "*.edges/packed/ragged", "1.kv.value", "codes", ""),
+    ("BeyondHalf", "append_kv/fp16*/packed/*", "*", "1.kv", "codes", ""),
+    ("ValueHeadsLikeKeys", "attend_kv/fp16*/packed/ragged", "*", "out plain", "token 0, head 2", ""),
+    ("NaNIsLargest", "encode/bare_nf4/*", "*/[rbe]*s", "rows", "codes", ""),
     ("PlacesByIndex", "padded_index/*paged*", "*.steps/packed/padded", "1.kv", "row", ""),
 ]
 

@@ -64,14 +64,14 @@ def test_a_page_that_does_not_stand_alone_is_seen(text: str, fault: str) -> None
 def test_what_an_agreeing_page_says() -> None:
     text = page()
     assert "everything that was compared agrees" in text
-    assert "43 agree" in text  # two verbs, three layouts, seven shapes, and one check of outputs that are held
+    assert "44 agree" in text  # two verbs, three layouts, seven shapes, one of edges and one of outputs that are held
     assert "packed, planar, tpu_tile × no_tokens, one_token, exactly_full, one_over, ragged, longer, padded" in text
     assert "spec one &lt;window&gt;" in text.lower()
     assert "<details open" not in text
 
 
 def test_what_a_disagreeing_page_says(mixed: str) -> None:
-    assert "13 of 129 checks fail" in mixed  # 6 shapes in 2 layouts, and the gap is closed where there are no tokens
+    assert "13 of 132 checks fail" in mixed  # 6 shapes in 2 layouts, and the gap is closed where there are no tokens
     assert "likely cause: shifted by one row" in mixed
     assert "not_yet: being written" in mixed
     assert "no &lt;such&gt; chip" in mixed

@@ -7,6 +7,7 @@ TRITON = {
             "        known = known & (column < table_columns)\n",
             "",
             "entries beyond the table lie in another request's block",
+            "what is asked for beyond a request's rows is -1 before it comes here, or is blanked by what is valid",
         ),
         (
             "        unit = tl.load(slots_ptr + request, mask=known, other=-1)\n",

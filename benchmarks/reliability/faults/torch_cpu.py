@@ -14,6 +14,7 @@ TABLE = {
             "torch.where(known & (column < columns), unit, -1)",
             "torch.where(known, unit, -1)",
             "entries beyond the table lie in the last block",
+            "what is asked for beyond a request's rows is -1 before it comes here, or is blanked by what is valid",
         ),
         ("        stored = join_bytes(stored) if place.split else stored\n", "", "split bytes are not joined"),
         ("rows.masked_fill_(~known[:, None, None], 0)", "rows", "rows of no unit read what unit 0 holds"),
@@ -208,6 +209,7 @@ TABLE = {
             "torch.where(index.request_index >= 0, (index",
             "torch.where(index.request_index >= -1, (index",
             "padding tokens have scores",
+            "a padding token's position is -1, before which there is no entry",
         ),
         (
             "torch.where(scores.isnan(), -torch.inf, scores.to(torch.float32)) + 0.0",
@@ -354,7 +356,12 @@ TABLE = {
             "seen = (position <= query) & (position >= 0)",
             "a sliding layer sees what is beyond its window",
         ),
-        ("    return seen & (request >= 0)[:, None]\n", "    return seen\n", "padding tokens see rows"),
+        (
+            "    return seen & (request >= 0)[:, None]\n",
+            "    return seen\n",
+            "padding tokens see rows",
+            "a padding token's position is -1, before every row",
+        ),
         (
             "    left = 0 if index.left_padding is None else index.left_padding\n",
             "    left = 0\n",
@@ -422,6 +429,7 @@ TABLE = {
             "    begin, step = pool.storage_offset() + first.base, pool.stride(0)\n",
             "    begin, step = pool.storage_offset(), pool.stride(0)\n",
             "a field's offset in its unit is forgotten",
+            "a plain format has one field, which begins its unit in every layout",
         ),
         (
             "        row = first % region.rows\n        some",

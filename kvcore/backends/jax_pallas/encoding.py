@@ -148,7 +148,9 @@ def scale_of(amax, field: Field, format: Format, global_scale):
 
 
 def to_bytes(values, code: str, clamp: bool = False):
-    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
+    if code in CODES and CODES[code].nan is None:
+        values = jnp.where(jnp.isnan(values), 0, values)
     if code == "nf4":
         # A value on a midpoint takes the lower level: only midpoints strictly below it count.
         return pack_nibbles(jnp.sum(values[:, :, None] > NF4_MIDPOINTS[None, None], axis=2, dtype=jnp.uint8))
@@ -156,7 +158,7 @@ def to_bytes(values, code: str, clamp: bool = False):
         raise unknown("element code", code, "encode")
     values = within(values, code, keep=not clamp)
     if code == "int8":
-        return lax.bitcast_convert_type(jnp.rint(jnp.where(jnp.isnan(values), 0, values)).astype(jnp.int8), jnp.uint8)
+        return lax.bitcast_convert_type(jnp.rint(values).astype(jnp.int8), jnp.uint8)
     if code == "e2m1":
         return pack_nibbles(e2m1_codes(values).astype(jnp.uint8))
     if code == "fp32":

@@ -143,7 +143,9 @@ def scale_values(stored, code: str):
 
 
 def to_bytes(values, code: str, clamp: bool = False):
-    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
+    if code in CODES and CODES[code].nan is None:
+        values = np.where(np.isnan(values), np.float32(0), values)
     if code == "nf4":
         # A value on a midpoint takes the lower level: "left" counts the midpoints strictly below it.
         return pack_nibbles(np.searchsorted(NF4_MIDPOINTS, values, side="left").astype(np.uint8))
@@ -152,7 +154,7 @@ def to_bytes(values, code: str, clamp: bool = False):
     # Infinities stay what they are where the code has any: a plain field keeps them.
     values = within if clamp or code in ("int8", "e2m1") else np.where(np.isinf(values), values, within)
     if code == "int8":
-        return np.where(np.isnan(values), 0, np.rint(values)).astype(np.int8).view(np.uint8)
+        return np.rint(values).astype(np.int8).view(np.uint8)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         bits = np.ascontiguousarray(values.astype(dtype)).view(BITS[CODES[code].bits])
     if code == "e2m1":

@@ -148,8 +148,9 @@ def spread(scales, field: Field):
 
 
 def to_bytes(values, code: str, clamp: bool = False):
-    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one NaN."""
+    """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
     if code == "nf4":
+        values = torch.where(values.isnan(), 0, values)
         # A value on a midpoint takes the lower level: bucketize counts the midpoints strictly below it.
         edges = nf4_midpoints(values.device)
         return pack_nibbles(torch.bucketize(values.contiguous(), edges, out_int32=True).to(torch.uint8))
@@ -160,9 +161,8 @@ def to_bytes(values, code: str, clamp: bool = False):
         return values.nan_to_num(nan=0.0).round().to(torch.int8).view(torch.uint8)
     if code == "e2m1":
         magnitude = torch.bucketize(values.abs(), e2m1_edges(values.device), out_int32=True)
-        # NaN has no code; like ml_dtypes, an unscaled one becomes -0.
         magnitude = torch.where(values.isnan(), 0, magnitude)
-        negative = values.signbit() | values.isnan()
+        negative = values.signbit() & ~values.isnan()
         return pack_nibbles((magnitude + 8 * negative).to(torch.uint8))
     values = values.contiguous()  # only then can elements be seen as bytes
     bits = values.to(DTYPES[code]).view(BITS[CODES[code].bits])

@@ -26,6 +26,12 @@ def _role(name, drive, role, *, roles=None, **options):
     return Verb(name, drive, "storage", role, roles or (role,), (role,), **options)
 
 
+def _edges(name: str, drive: Drive, role: str, **options) -> Verb:
+    """A writer that encodes, given what encoders get wrong."""
+    options |= {"layouts": ("packed",), "shapes": ("ragged",), "variant": "edges", "writes": True}
+    return _role(name, drive, role, **options)
+
+
 def _held(name: str, drive: Drive, role: str, *, roles: tuple[str, ...] | None = None, rule: Rule = "storage") -> Verb:
     """A reader that is called on other pools while what it returned is held."""
     drive = held(drive, name)
@@ -44,6 +50,7 @@ VERBS: tuple[Verb, ...] = (
         needs=("window",),
         writes=True,
     ),
+    _edges("append_window", rings.append_edges, "window"),
     _role("gather_window", rings.gather_window, "window"),
     _held("gather_window", rings.gather_window, "window"),
     _role("append_tail", rings.append_tail, "tail", writes=True),
@@ -98,6 +105,7 @@ VERBS: tuple[Verb, ...] = (
         writes=True,
         extra=("taken_over",),
     ),
+    _edges("store_entries", paged.store_edges, "entries", roles=_INDEXED, named=_INDEXED),
     _role("closed", paged.closed, "entries", layouts=False),
     _role("gather_entries", paged.gather_entries, "entries"),
     _held("gather_entries", paged.gather_entries, "entries"),
@@ -141,6 +149,7 @@ VERBS: tuple[Verb, ...] = (
         for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
     _role("append_kv", classic.append_kv, "kv", writes=True, extra=("taken_over",)),
+    _edges("append_kv", classic.append_edges, "kv"),
     _role("gather_kv", classic.gather_kv, "kv"),
     _held("gather_kv", classic.gather_kv, "kv"),
     _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",), extra=("apart",)),

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.formats import edge_rows
 from kvcore.conformance.checks.rings import kv_inputs
 from kvcore.conformance.outputs import Output, close, exact
 from kvcore.conformance.shapes import FP32
@@ -16,6 +17,16 @@ def append_kv(bench: Bench) -> list[Output]:
     """Keys and values of very different magnitude into poisoned pools."""
     pools = bench.ops.append_kv(bench.pools(), bench.layer, bench.index, *kv_inputs(bench, wild=True))
     return bench.stored(pools)
+
+
+def append_edges(bench: Bench) -> list[Output]:
+    """Keys and values of what encoders get wrong, encoded on the way."""
+    case = bench.case
+    k, v = (
+        edge_rows(case.id, region.format, case.tokens * region.heads).reshape(case.tokens, region.heads, -1)
+        for region in case.plan.region(bench.layer, "kv")
+    )
+    return bench.stored(bench.ops.append_kv(bench.pools(), bench.layer, bench.index, bench.put(k), bench.put(v)))
 
 
 def gather_kv(bench: Bench) -> list[Output]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -119,6 +119,17 @@ FORMAT_CHECKS: tuple[FormatCheck, ...] = (
     FormatCheck("unpack_page", "one_row", unpack_page(1)),
     FormatCheck("unpack_page", "rows", unpack_page(33)),
 )
+
+
+def edge_rows(id: str, format: Format, count: int) -> np.ndarray:
+    """[count, dim] fp32, for a verb that encodes on its way: of each kind of edges in turn, infinities first."""
+    bench = FormatBench(id, format, cast("Ops", None))
+    infinite = np.roll(_special_rows(bench), -2, axis=0)
+    kinds = [kind for kind in (_midpoint_rows(bench), infinite, _scale_rows(bench)) if len(kind)]
+    chosen = [
+        kinds[number % len(kinds)][number // len(kinds) % len(kinds[number % len(kinds)])] for number in range(count)
+    ]
+    return np.array(chosen, np.float32).reshape(count, format.dim or 0)
 
 
 def _encoded(bench: FormatBench, values: np.ndarray) -> Output:

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.formats import edge_rows
 from kvcore.conformance.outputs import Output, exact
 from kvcore.spec import TAIL_OF
 
@@ -17,6 +18,20 @@ def store_entries(bench: Bench) -> list[Output]:
     keys = bench.put(_wild(bench, "index_keys")) if case.has("index_keys") else None
     pools = bench.ops.store_entries(bench.pools(start=("entries",)), bench.layer, bench.index, bench.put(entries), keys)
     return bench.stored(pools)
+
+
+def store_edges(bench: Bench) -> list[Output]:
+    """Entries, and index keys, of what encoders get wrong."""
+    case, regions = bench.case, bench.case.plan.region
+    values = {
+        role: bench.put(edge_rows(case.id, regions(bench.layer, role)[0].format, case.closed(role)))
+        for role in TAIL_OF
+        if case.has(role)
+    }
+    pools = bench.pools(start=("entries",))
+    return bench.stored(
+        bench.ops.store_entries(pools, bench.layer, bench.index, values["entries"], values.get("index_keys"))
+    )
 
 
 def closed(bench: Bench) -> list[Output]:

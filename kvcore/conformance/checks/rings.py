@@ -8,6 +8,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.cache.ring_writes import store_own
 from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.formats import edge_rows
 from kvcore.conformance.outputs import Output, exact
 from kvcore.conformance.shapes import FP32
 from kvcore.plan import Region
@@ -20,6 +21,13 @@ def append_window(bench: Bench) -> list[Output]:
     rows = bench.case.token_floats("rows", bench.case.component("window").dim, wild=True)
     pools = bench.ops.append_window(bench.pools(), bench.layer, bench.index, bench.put(rows))
     return bench.stored(pools)
+
+
+def append_edges(bench: Bench) -> list[Output]:
+    """Rows of what encoders get wrong, encoded on the way."""
+    (region,) = bench.case.plan.region(bench.layer, "window")
+    rows = edge_rows(bench.case.id, region.format, bench.case.tokens)
+    return bench.stored(bench.ops.append_window(bench.pools(), bench.layer, bench.index, bench.put(rows)))
 
 
 def append_tail(bench: Bench) -> list[Output]:
@@ -92,11 +100,15 @@ def _store_own(bench: Bench, pools: Pools, role: str) -> Pools:
 
 
 def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype = FP32) -> tuple[object, object]:
-    """The compressor's kv and score, [T, width] each, on the device; some are NaN, which have no weight."""
+    """The compressor's kv and score, [T, width] each, on the device; some are NaN, which have no weight.
+
+    One channel has no weight in any of the step's rows: of the windows that are all in the step nothing is left there.
+    """
     width = bench.case.component(role).width
     kv = bench.case.token_floats(f"{role} kv", width, dtype=dtype, wild=wild)
     score = bench.case.token_floats(f"{role} score", width, dtype=dtype)
     kv[2::5, 1::3], score[2::5, 1::3] = np.nan, -np.inf
+    score[:, [5, width // 2 + 5]] = -np.inf
     return bench.put(kv), bench.put(score)
 
 
