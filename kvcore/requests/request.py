@@ -2,12 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from kvcore.errors import RequestError
-
-if TYPE_CHECKING:
-    from kvcore.requests.manager import Manager
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +67,26 @@ class Place:
         return min(self.length, *self.written.values())
 
 
+class Places(Protocol):
+    """Whoever knows what requests hold: the manager that admitted them."""
+
+    def place(self, request: "Request") -> Place:
+        """What a live request holds."""
+        ...
+
+    def blocks_of(self, request: "Request") -> tuple[int, ...]:
+        """What a live request holds, in an open step what it got for it too."""
+        ...
+
+    def is_live(self, request: "Request") -> bool:
+        """True between admission and release."""
+        ...
+
+    def is_lost(self, request: "Request") -> bool:
+        """True for a live request whose rows could not be put back after a step that failed."""
+        ...
+
+
 class Request:
     """One request of a cache, from ``cache.admit()``. Hashable; after ``release`` only ``id`` may be used.
 
@@ -79,7 +96,7 @@ class Request:
 
     __slots__ = ("_manager", "id")
 
-    def __init__(self, id: int, manager: "Manager") -> None:
+    def __init__(self, id: int, manager: Places) -> None:
         self.id = id
         self._manager = manager
 
@@ -119,7 +136,7 @@ class Request:
         """What the request was admitted with: only requests of the same salt share prefixes."""
         return self._manager.place(self).salt
 
-    def _of(self, manager: "Manager") -> bool:
+    def _of(self, manager: Places) -> bool:
         """True if this manager admitted the request."""
         return self._manager is manager
 

@@ -8,14 +8,11 @@ import math
 import struct
 from collections.abc import Collection, Iterable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from kvcore.errors import BackendError, SpecError
-
-if TYPE_CHECKING:
-    from kvcore.spec.formats import Format
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +161,25 @@ def unknown(what: str, name: object, where: str) -> BackendError:
     )
 
 
-def check_known(formats: Iterable["Format"], codes: Collection[str], backend: str) -> None:
+class Coded(Protocol):
+    """A field of a format, as far as its element code goes."""
+
+    @property
+    def is_value(self) -> bool: ...
+    @property
+    def code(self) -> str: ...
+
+
+class OfFields(Protocol):
+    """A format, as far as the codes of its fields go."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fields(self) -> Iterable[Coded]: ...
+
+
+def check_known(formats: Iterable[OfFields], codes: Collection[str], backend: str) -> None:
     """Refuse formats of which a backend does not know every element code, before a plan is bound to it.
 
     Raises:

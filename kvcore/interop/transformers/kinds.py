@@ -1,17 +1,15 @@
 """Which class serves a layer of a spec, and what it needs of the model."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcore.errors import SpecError
 from kvcore.interop.transformers.latent import CompressedLayer, LatentLayer, MlaLayer, StaticMlaLayer
 from kvcore.interop.transformers.layers import ClassicLayer, Layer, StaticLayer
+from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.spec import decoder_of
 from kvcore.spec import CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from kvcore.interop.transformers.cache import KVCache
 
 SHAPES = {
     ("kv",): "classic",
@@ -64,7 +62,7 @@ def _biases(model: Any, layer: LayerSpec, number: int) -> dict[str, torch.Tensor
     return found
 
 
-def layer_of(owner: "KVCache", number: int, of: OfModel) -> Layer:
+def layer_of(owner: Owner, number: int, of: OfModel) -> Layer:
     """The layer of a cache as its model calls it.
 
     Raises:

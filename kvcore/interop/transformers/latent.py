@@ -1,17 +1,15 @@
 """Layers whose keys and values are one row a token: latent attention, and DeepSeek-V4's windows and entries."""
 # ruff: noqa: ARG002 - the signatures are those that models call
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvcore.interop.transformers.layers import Layer, Pair
+from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import check_inference, to_torch
 from kvcore.spec import Entries, LayerSpec, Tail, Window
-
-if TYPE_CHECKING:
-    from kvcore.interop.transformers.cache import KVCache
 
 
 class MlaLayer(Layer):
@@ -22,7 +20,7 @@ class MlaLayer(Layer):
 
     component: Entries
 
-    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, rank: int | None) -> None:
+    def __init__(self, owner: Owner, number: int, spec: LayerSpec, rank: int | None) -> None:
         assert spec.entries is not None
         super().__init__(owner, number, spec.entries)
         self._has_indexer = spec.index_keys is not None
@@ -130,7 +128,7 @@ class CompressedLayer(LatentLayer):
     token's score by one rounding.
     """
 
-    def __init__(self, owner: "KVCache", number: int, spec: LayerSpec, biases: dict[str, torch.Tensor]) -> None:
+    def __init__(self, owner: Owner, number: int, spec: LayerSpec, biases: dict[str, torch.Tensor]) -> None:
         assert spec.window is not None
         assert spec.tail is not None
         super().__init__(owner, number, spec.window)

@@ -7,18 +7,16 @@ for the forward that writes them too, and a prompt's logits do not depend on how
 """
 # ruff: noqa: ARG002 - the signatures are those that models call
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
+from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
 from kvcore.spec import KV, Entries, Window
-
-if TYPE_CHECKING:
-    from kvcore.interop.transformers.cache import KVCache
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,7 +27,7 @@ class Layer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, owner: "KVCache", number: int, component: KV | Window | Entries) -> None:
+    def __init__(self, owner: Owner, number: int, component: KV | Window | Entries) -> None:
         # Not the base class's, which assigns keys and values: here they are looked up in the cache.
         self.owner = owner
         self.number = number

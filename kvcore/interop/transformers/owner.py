@@ -1,0 +1,79 @@
+"""What a layer of transformers needs of the ``KVCache`` that it belongs to."""
+
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+import kvcore
+
+
+class Owner(Protocol):
+    """One cache of a model: its rows, its settings, and the forward that is under way.
+
+    Attributes:
+        kv: the cache that holds the rows.
+        max_length: tokens that every row can hold.
+        static: whether shapes stay the same over steps.
+        lend: whether layers may hand out the pools' own memory.
+        dtype: of the model's keys and values.
+        can_undo: whether ``crop`` can undo tokens.
+        number: of the cache, among those of the process.
+    """
+
+    kv: kvcore.Cache
+    max_length: int
+    static: bool
+    lend: bool
+    dtype: torch.dtype
+    can_undo: bool
+    number: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of every row, those of a forward under way not counted."""
+        ...
+
+    def holds(self, layer: int) -> bool:
+        """Whether a layer has rows, those of a forward under way counted."""
+        ...
+
+    def forward(self, layer: int, states: torch.Tensor) -> AbstractContextManager[Any]:
+        """The handle with which ``layer`` begins its part of a forward; an error in its body undoes the forward."""
+        ...
+
+    def forward_part(self, layer: int) -> AbstractContextManager[Any]:
+        """The handle with which ``layer`` goes on in the open forward."""
+        ...
+
+    def reading(self, layer: int) -> AbstractContextManager[Any]:
+        """A handle to read a layer with: of the forward under way, else of a step without tokens."""
+        ...
+
+    def begin(self, layer: int, states: torch.Tensor) -> Any:
+        """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
+        ...
+
+    def finish(self, layer: int) -> None:
+        """Note that a layer has all it needs from this forward; the last one commits the step."""
+        ...
+
+    def abort(self) -> None:
+        """Undo a forward that did not reach its end; nothing happens if there is none."""
+        ...
+
+    def give(self, tensor: torch.Tensor) -> Any:
+        """A float tensor of the model as an array of the backend."""
+        ...
+
+    def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An array of the backend as a tensor where the model is."""
+        ...
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refused: see ``prefetch``."""
+        ...
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refused: pools are allocated once, on one device, and do not move."""
+        ...
