@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -378,10 +379,22 @@ def main() -> int:
         if given.after:
             known, faults = taken_over(json.loads(given.after.read_text(encoding="utf-8")), faults)
         faults = faults[int(number) :: int(total)]
+
+        def record_so_far(told: list[dict[str, Any]]) -> dict[str, Any]:
+            found = record_of([*known, *told], time.perf_counter() - start)
+            if given.out:
+                command.write(found | {"not_run": len(known) + len(faults) - found["faults"]}, given.out)
+            return found
+
         told = run_all(
-            [*unplanted([fault.file for fault in faults]), *faults], given.jobs, given.seconds, ways=given.ways
+            [*unplanted([fault.file for fault in faults]), *faults],
+            given.jobs,
+            given.seconds,
+            ways=given.ways,
+            # A process that is ended leaves a record of what it judged.
+            so_far=record_so_far,
         )
-        record = record_of([*known, *told], time.perf_counter() - start)
+        record = record_so_far(told)
         record["not_run"] = len(known) + len(faults) - record["faults"]
     if given.out:
         command.write(record, given.out)
@@ -389,7 +402,14 @@ def main() -> int:
     return 1 if record["divergences"] else 0
 
 
-def run_all(faults: list[Fault], jobs: int, seconds: float | None = None, *, ways: str = "all") -> list[dict[str, Any]]:
+def run_all(
+    faults: list[Fault],
+    jobs: int,
+    seconds: float | None = None,
+    *,
+    ways: str = "all",
+    so_far: Callable[[list[dict[str, Any]]], object] = len,
+) -> list[dict[str, Any]]:
     """Judge all, some at a time; a line for each as it ends. After ``seconds`` no further one is begun."""
     told = []
     start = time.perf_counter()
@@ -409,6 +429,7 @@ def run_all(faults: list[Fault], jobs: int, seconds: float | None = None, *, way
                 file=sys.stderr,
                 flush=True,
             )
+            so_far(told)
     return told
 
 
