@@ -55,7 +55,7 @@ def median_us(step: Callable[[Any, Any, Any, Any], Any], state: Any) -> tuple[fl
 def kvcore_side() -> dict[str, Any]:
     """Times and outcomes of kvcore."""
     import kvcore
-    from kvcore.interop.jax_views import init_views
+    from kvcore.interop.jax.views import init_views
     from kvcore.spec import KV, CacheSpec, LayerSpec
 
     def spec(window: int | None, heads: int = HEADS, dim: int = DIM) -> CacheSpec:

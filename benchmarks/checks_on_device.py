@@ -8,11 +8,11 @@ from strips_on_device import check_strips
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.interop.torch_distributed.exchange import TorchExchange, merged
 from kvcore.ops import Attention, RawRows
 from kvcore.plan import plan_cache
 from kvcore.portable.page_digests import PageDigests
 from kvcore.portable.pages import page_layout
+from kvcore.sharding.torch import TorchExchange, merged
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import Row, build_index
 

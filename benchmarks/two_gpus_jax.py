@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import two_gpus_kernels
-from kvcore.interop.jax_sharding import Sharded
+from kvcore.interop.jax.sharding import Sharded
 from kvcore.ops import StepIndex
 from kvcore.parity import environment
 from kvcore.spec import CacheSpec, Rope

@@ -19,7 +19,7 @@ from jax import lax
 
 from kvcore.conformance import outputs
 from kvcore.conformance.agreement import compare_output
-from kvcore.interop.jax_sharding import RULES, Axes, Sharded
+from kvcore.interop.jax.sharding import RULES, Axes, Sharded
 from kvcore.ops import StepIndex
 from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer

@@ -11,8 +11,8 @@ import kvcore
 from benchmarks.reliability import ranks, shards
 from kvcore.errors import KvcoreError
 from kvcore.interop import torch_distributed
-from kvcore.interop.torch_distributed import exchange
-from kvcore.shards import ops
+from kvcore.sharding import ops
+from kvcore.sharding import torch as exchange
 from kvcore.spec import CacheSpec, Rope, presets
 
 SPECS = {spec.name: spec for spec in (stories.LATENT, stories.STORED)} | {

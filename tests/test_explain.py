@@ -91,7 +91,7 @@ def test_classic_attention_runs_as_it_is_said_to(monkeypatch, queries: str) -> N
 
 
 def test_a_shard_says_what_runs_on_it() -> None:
-    from kvcore.shards.ops import ShardedOps
+    from kvcore.sharding.ops import ShardedOps
 
     spec = presets.deepseek_v4_flash_tiny()
     plan = plan_cache(spec, max_requests=1, max_tokens=256, layout="packed")

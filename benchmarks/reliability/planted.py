@@ -175,7 +175,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
         for name, modules in CORE_TESTS.items()
     },
     "kvcore/portable/*": (lives("torch_triton"), suite(*HANDOFF)),
-    "kvcore/shards/*": (lives("torch_triton"), suite(*SHARDS)),
+    "kvcore/sharding/*": (lives("torch_triton"), suite(*SHARDS)),
 }
 """Pattern of files -> what judges their faults, in order; the first pattern that fits counts.
 

@@ -16,7 +16,7 @@ from kvcore.cache import Cache
 from kvcore.interop import torch_distributed
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
-from kvcore.shards import ShardedOps
+from kvcore.sharding import ShardedOps
 from kvcore.spec import CacheSpec
 
 BACKEND = "torch_triton"

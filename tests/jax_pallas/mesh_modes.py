@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import scene
 
-from kvcore.interop.jax_sharding import RULES, Axes, Sharded
+from kvcore.interop.jax.sharding import RULES, Axes, Sharded
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Tail, Window
 from kvcore.step import Row, build_index
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import scene  # noqa: E402
 
-from kvcore.interop.jax_sharding import Sharded  # noqa: E402
+from kvcore.interop.jax.sharding import Sharded  # noqa: E402
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window  # noqa: E402
 from kvcore.step import Row, build_index  # noqa: E402
 

@@ -15,7 +15,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 
 import kvcore  # noqa: E402
-from kvcore.interop.jax_sharding import Sharded  # noqa: E402
+from kvcore.interop.jax.sharding import Sharded  # noqa: E402
 from kvcore.spec import KV, CacheSpec, LayerSpec, Tail, Window  # noqa: E402
 
 DATA, MODEL = 4, 2

@@ -10,7 +10,7 @@ import pytest
 import view_kinds
 from view_kinds import KINDS, appended, copied, given, made, step
 
-from kvcore.interop.jax_views import CacheViews
+from kvcore.interop.jax.views import CacheViews
 
 RINGS = [kind for kind, layer in KINDS.items() if layer.kv is not None and layer.kv.storage == "ring"]
 STEPS = [(kind, 1) for kind in KINDS] + [(kind, 20) for kind in ("full, paged", *RINGS)]

@@ -12,7 +12,7 @@ import whole_step
 
 import kvcore
 from kvcore.errors import ShapeError
-from kvcore.interop.jax_views import init_views
+from kvcore.interop.jax.views import init_views
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec

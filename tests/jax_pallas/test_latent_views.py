@@ -11,7 +11,7 @@ import scene
 
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.errors import OutOfBlocks, ShapeError, SpecError, StepError
-from kvcore.interop.jax_views import CacheViews, init_views
+from kvcore.interop.jax.views import CacheViews, init_views
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, from_hf_config, presets
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvcore.interop.jax_views import init_views
+from kvcore.interop.jax.views import init_views
 from kvcore.spec import CacheSpec
 
 

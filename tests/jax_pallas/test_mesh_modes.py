@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec
 from processes import finished, start
 
 from kvcore.errors import ShapeError, SpecError
-from kvcore.interop.jax_rules import Axes, Rules, mode_of
-from kvcore.interop.jax_sharding import Sharded
+from kvcore.interop.jax.rules import Axes, Rules, mode_of
+from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import Row, build_index
 

@@ -9,7 +9,7 @@ import pytest
 from processes import finished, start
 
 from kvcore.errors import SpecError
-from kvcore.interop.jax_sharding import Sharded
+from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
 PROGRAM = "mesh_plans.py"

@@ -8,8 +8,8 @@ import pytest
 from processes import finished, start
 
 from kvcore.errors import SpecError
-from kvcore.interop.jax_heads import with_heads
-from kvcore.interop.jax_sharding import Sharded
+from kvcore.interop.jax.heads import with_heads
+from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, LayerSpec, presets
 
 PROGRAM = "sharded_steps.py"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcore.errors import KvcoreError, RollbackError, ShapeError
-from kvcore.interop.jax_views import CacheViews, init_views
+from kvcore.interop.jax.views import CacheViews, init_views
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
 LENGTH = 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcore.errors import KvcoreError, OutOfBlocks, ShapeError, SnapshotError, SpecError
-from kvcore.interop.jax_views import init_views
+from kvcore.interop.jax.views import init_views
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
 
 HEADS, DIM = 2, 4

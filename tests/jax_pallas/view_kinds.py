@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcore.interop.jax_views import CacheViews, init_views
+from kvcore.interop.jax.views import CacheViews, init_views
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec
 
 BATCH, LENGTH, HEADS, DIM = 2, 90, 2, 32

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType
 
 from kvcore.errors import ShapeError, SpecError
-from kvcore.interop.jax_views import CacheViews, init_views
+from kvcore.interop.jax.views import CacheViews, init_views
 from kvcore.spec import KV, CacheSpec, LayerSpec
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

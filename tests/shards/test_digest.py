@@ -7,7 +7,7 @@ import stories
 
 import kvcore
 from kvcore import digest
-from kvcore.shards import ShardPlan, assemble_rows
+from kvcore.sharding import ShardPlan, assemble_rows
 from kvcore.spec import CacheSpec
 
 SPEC = CacheSpec(

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from kvcore.errors import SpecError
 from kvcore.plan import plan_cache
-from kvcore.shards import Canonical, Heads, Layers, Local, Pages, ShardPlan
-from kvcore.shards.layers import stages
+from kvcore.sharding import Canonical, Heads, Layers, Local, Pages, ShardPlan
+from kvcore.sharding.layers import stages
 from kvcore.spec import CacheSpec, LayerSpec, Window, presets
 
 SMALL = st.integers(1, 9)

@@ -5,7 +5,7 @@ import sharded
 
 from benchmarks.reliability import shards
 from benchmarks.reliability.turns import Abandoned, TurnExchange, Turns
-from kvcore.interop.torch_distributed import exchange
+from kvcore.sharding import torch as exchange
 
 
 def test_all_hear_what_the_members_of_a_group_say_in_their_order():

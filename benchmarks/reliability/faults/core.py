@@ -344,7 +344,7 @@ TABLE = {
             "pages beyond the last are asked for",
         ),
     ],
-    "shards/pages.py": [
+    "sharding/pages.py": [
         (
             "        return row // self.rows % self.shards\n",
             "        return row % self.shards\n",
@@ -357,7 +357,7 @@ TABLE = {
             "every shard holds the last page",
         ),
     ],
-    "shards/heads.py": [
+    "sharding/heads.py": [
         (
             "        first = head // self.per_shard * self.replicas\n",
             "        first = head // self.per_shard\n",
@@ -365,7 +365,7 @@ TABLE = {
         ),
         ("        return head % self.per_shard\n", "        return head\n", "heads keep their number on a shard"),
     ],
-    "shards/index.py": [
+    "sharding/index.py": [
         (
             "    pages = (table[:, :, None] + 1) * mine[None, None] - 1\n",
             "    pages = table[:, :, None] * mine[None, None]\n",
@@ -377,7 +377,7 @@ TABLE = {
             "a query does not see the last row here",
         ),
     ],
-    "shards/plan.py": [
+    "sharding/plan.py": [
         (
             "        owner = at.request % self.requests,",
             "        owner = at.request // self.requests,",
@@ -389,7 +389,7 @@ TABLE = {
             "every rank is the first",
         ),
     ],
-    "shards/assemble.py": [
+    "sharding/assemble.py": [
         (
             "        starts = [start + heads.per_shard * size for start in starts]\n",
             "",

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from kvcore import digest
 from kvcore.cache import Cache
 from kvcore.errors import BackendError, SpecError
-from kvcore.interop.torch_distributed.exchange import TorchExchange
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.requests.manager import Request
 from kvcore.requests.prefix import Policy, check_policy
-from kvcore.shards import ShardedOps, ShardPlan
+from kvcore.sharding import ShardedOps, ShardPlan
+from kvcore.sharding.torch import TorchExchange
 from kvcore.spec import CacheSpec
 
 RUN = ("requests", "context")

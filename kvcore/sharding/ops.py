@@ -27,9 +27,9 @@ from kvcore.ops import (
 from kvcore.ops.choices import explain
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
-from kvcore.shards.exchange import Exchange
-from kvcore.shards.index import to_read, to_write
-from kvcore.shards.pages import Pages
+from kvcore.sharding.exchange import Exchange
+from kvcore.sharding.index import to_read, to_write
+from kvcore.sharding.pages import Pages
 from kvcore.spec import LayerSpec, Rope
 
 WHOLE = (

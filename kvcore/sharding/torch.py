@@ -8,7 +8,7 @@ import torch.distributed as dist
 from kvcore.backends.torch_triton.attention import turned_back
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
-from kvcore.shards.pages import Pages
+from kvcore.sharding.pages import Pages
 
 # all_gather_into_tensor is deprecated in torch 2.13, and what follows it is not in 2.11.
 GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,7 +20,7 @@ TOGETHER = 1 << 23
 
 
 class TorchExchange:
-    """``kvcore.shards.Exchange`` over one process group.
+    """``kvcore.sharding.Exchange`` over one process group.
 
     Attributes:
         shards: ranks of the group.

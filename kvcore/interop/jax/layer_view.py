@@ -1,4 +1,4 @@
-"""One layer's view: its arrays, and what is appended to it; see ``kvcore.interop.jax_views``."""
+"""One layer's view: its arrays, and what is appended to it; see ``kvcore.interop.jax.views``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError, StepError
-from kvcore.interop.jax_view_steps import Seen, State, append_kv, append_latents
+from kvcore.interop.jax.view_steps import Seen, State, append_kv, append_latents
 from kvcore.ops.arguments import check_float
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Int
 
-    from kvcore.interop.jax_view_kinds import Kind
+    from kvcore.interop.jax.view_kinds import Kind
     from kvcore.spec import KV, Entries, LayerSpec
 
 

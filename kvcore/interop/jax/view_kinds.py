@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kvcore.interop.jax_heads import divides, layer_with_heads
-from kvcore.interop.jax_rules import Rules
+from kvcore.interop.jax.heads import divides, layer_with_heads
+from kvcore.interop.jax.rules import Rules
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend

@@ -1,4 +1,4 @@
-"""What shards tell one another, as one small Protocol; ``kvcore.interop`` has it for torch.distributed and for JAX."""
+"""What shards tell one another, as one small Protocol; ``torch`` and ``jax`` beside it have it."""
 
 from typing import Protocol
 

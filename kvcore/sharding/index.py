@@ -5,7 +5,7 @@ pages. Everything follows from it by arithmetic, on the device.
 """
 
 from kvcore.ops import Array, StepIndex
-from kvcore.shards.pages import Pages
+from kvcore.sharding.pages import Pages
 
 
 def to_write(index: StepIndex, mine: Array) -> StepIndex:

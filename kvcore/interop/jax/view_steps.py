@@ -16,7 +16,7 @@ from kvcore.backends.jax_pallas.kv import in_order
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.rows import Held
-from kvcore.interop.jax_view_kinds import Kind, index_of
+from kvcore.interop.jax.view_kinds import Kind, index_of
 
 if TYPE_CHECKING:
     from kvcore.ops import StepIndex

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.shards.plan import ShardPlan
+from kvcore.sharding.plan import ShardPlan
 
 
 def assemble_rows(

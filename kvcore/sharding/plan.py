@@ -8,9 +8,9 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
-from kvcore.shards.heads import Heads
-from kvcore.shards.layers import Layers, stages
-from kvcore.shards.pages import Pages
+from kvcore.sharding.heads import Heads
+from kvcore.sharding.layers import Layers, stages
+from kvcore.sharding.pages import Pages
 from kvcore.spec import CacheSpec, LayerSpec
 
 AXES = ("requests", "layers", "context", "heads")
