@@ -2,7 +2,8 @@
 
 A small world is made, a verb is run in it, and the n-th line of kvcore that it comes to raises, for every n. Then the
 next verbs have to find a cache whose counts add up, whose other requests are as they were, whose own request is as it
-was before the verb or as it is after it, without a step left open, and which can be saved and loaded.
+was before the verb or as it is after it, with as many keys to be found by, without a step left open, and which can
+be saved and loaded.
 """
 
 import contextlib
@@ -279,7 +280,8 @@ def state(world: World) -> tuple[Any, ...]:
         zip(live := cache.requests, cache.exclusive("digest", lambda state: state.digest_lanes(live)), strict=True)
     )
     told = {request.id: (repr(lanes[request]), request.tokens) for request in live}
-    return told.pop(world.other.id), told, cache.free_slots, cache.free_blocks
+    prefix, blocks = cache._state.prefix, cache._state.manager.blocks
+    return told.pop(world.other.id), told, cache.free_slots, cache.free_blocks, {*blocks._found, *prefix._states}
 
 
 class Check:
@@ -310,14 +312,27 @@ class Check:
             found = faults(cache)
             if now[0] != self._before[0]:
                 found.append("another request has other rows")
-            if now not in (self._before, self._after):
+            if now[:-1] not in (self._before[:-1], self._after[:-1]):
                 found.append(f"{now}, neither {self._before} nor {self._after}")
+            elif not self._as_findable(now):
+                found.append(
+                    f"{len(now[-1])} keys are found, {len(self._before[-1])} before, {len(self._after[-1])} after"
+                )
             if not found and now not in self._seen:
                 self._seen.append(now)
                 found += self._goes_on(world)
         except Exception as error:  # noqa: BLE001 - whatever the next verbs raise is a fault
             return [f"{type(error).__name__}: {error}"]
         return found
+
+    def _as_findable(self, now: tuple[Any, ...]) -> bool:
+        """Whether no key is found but for rows that were committed, and none is lost that was found all along.
+
+        A verb publishes once its request has the rows: interrupted on the way to that, it leaves less to be found.
+        """
+        before, after = self._before, self._after
+        committed = set[bytes]().union(*(end[-1] for end in (before, after) if end[:-1] == now[:-1]))
+        return before[-1] & after[-1] <= now[-1] <= committed
 
     def _goes_on(self, world: World) -> list[str]:
         """Whether everybody can be saved, loaded, stepped and released."""

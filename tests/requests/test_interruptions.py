@@ -8,6 +8,8 @@ from backends_under_test import seed_of
 
 from benchmarks.reliability import interrupt
 from benchmarks.reliability.interrupt import Check, Verb, points
+from kvcore.cache.reuse import PrefixCache
+from kvcore.requests.manager import Manager
 
 # Every point of what changes counts alone; of the others, every line of kvcore once.
 ALL_POINTS = ("release", "truncate", "fork", "admit", "finish", "withdraw")
@@ -65,3 +67,23 @@ def test_ids_that_no_key_can_hold_are_refused_before_anything_happens(backend: s
     stories.feed(step, [3, 4, 7, 8])
     step.commit()
     assert (a.length, b.length) == (2, 2)
+
+
+def test_what_is_published_before_its_request_has_the_rows_is_noticed(tmp_path, monkeypatch) -> None:
+    learn, reuse = Manager.learn, list[PrefixCache]()
+    begin = PrefixCache.__init__
+
+    def noted(self, *given, **options):
+        begin(self, *given, **options)
+        reuse.append(self)
+
+    def publish_first(self, place, new, ids):
+        learn(self, place, new, ids)
+        reuse[-1].publish(place, 0)
+
+    monkeypatch.setattr(PrefixCache, "__init__", noted)
+    monkeypatch.setattr(Manager, "learn", publish_first)
+    verb = next(verb for verb in interrupt.VERBS if verb.name == "a long step")
+    check = Check(verb, "reference", str(tmp_path))
+    late = [n for n, line in points(verb, "reference", str(tmp_path)) if line.file.endswith("cache/step.py")]
+    assert any("keys are found" in error for n in late for error in check.point(n) or ())
