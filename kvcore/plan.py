@@ -47,7 +47,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     layout: str
     copies: int = 1
 
-    @property
+    @cached_property
     def places(self) -> int:
         """Rows that a unit has room for; row r lies at r, r + rows, … of them, and every copy holds the same."""
         return self.rows * self.copies
@@ -57,7 +57,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Layout of one unit (a slot's ring, or a block): ``places * heads`` format rows."""
         return block_layout(self.format, self.places * self.heads, self.layout)
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, int]:
         """Format rows of a unit from a row to the next, and from a head to the next: head by head, or side by side."""
         return (1, self.places) if self.layout == "by_head" else (self.heads, 1)

@@ -430,7 +430,7 @@ class LayerHandle:
     def _component(self, role: str, kind: type = Component) -> Any:
         """The layer's component of that role and kind, or a StepError that lists what the layer has."""
         self._context.check_open()
-        component = getattr(self._spec, role) if role in self._spec.every_role else None
+        component = getattr(self._spec, role) if role in self._spec.roles else None
         if not isinstance(component, kind):
             has = ", ".join(found for found, _ in self._spec.components())
             raise StepError(got=f"role {role!r}", where=self._where, allowed=f"a component of the layer: {has}")

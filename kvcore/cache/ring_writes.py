@@ -156,16 +156,17 @@ class RingWrites:
     def writing(self, role: str) -> Writing:
         """When the step's rows of a role are written."""
         component: Component = getattr(self.spec, role)
-        rows = 0 if component.span is None else self._regions[role][0].rows
+        rows = self._regions[role][0].rows
         memo, key = self.context.memo, ("writing", component, rows)
         if key not in memo:
             memo[key] = self._new_writing(component, rows)
         return memo[key]
 
     def _new_writing(self, component: Component, rows: int) -> Writing:
-        """When rows may go to a ring of ``rows``, 0 where there is no ring."""
+        """When rows may go to a pool of ``rows`` a unit."""
         if component.reach is None:
             return AT_ONCE
+        rows = 0 if component.span is None else rows
         context, longest = self.context, self.context.plan.longest
         # The step's own queries and entries read ``reach`` older rows; what an aborted step must leave readable beyond
         # that is put back.

@@ -1,0 +1,63 @@
+"""``docs/architecture.md`` is right: what it names exists, no package is missing, an append goes the way it shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import append_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PATHS = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", PAGE)
+OUTSIDE = ("benchmarks", "docs", "kvcore", "tests")
+MOST_FILES = 10
+"""That a reader opens to follow one append on the reference."""
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def in_first_column(text: str) -> list[str]:
+    return [path for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for path in re.findall(r"`(.*?)`", row)]
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_what_is_named_exists(path):
+    root = ROOT if path.split("/")[0] in OUTSIDE else ROOT / "kvcore"
+    # In the line of its package a file goes by its name alone.
+    homes = [root, *(root / folder for folder in PATHS if folder.endswith("/"))]
+    assert any((home / path).is_dir() if path.endswith("/") else (home / path).is_file() for home in homes)
+
+
+def test_every_package_and_module_has_a_line():
+    found = {
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in (ROOT / "kvcore").iterdir()
+        if (entry / "__init__.py").is_file() or entry.suffix == ".py"
+    }
+    assert sorted(in_first_column(section("The tree"))) == sorted(found - {"__init__.py"})
+
+
+def test_an_append_goes_the_way_that_is_shown():
+    shown = in_first_column(section("The way of one append"))
+    assert set(append_trace.trace("reference", "append_window")) == set(shown)
+    assert len(shown) == len(set(shown)) <= MOST_FILES
+
+
+@pytest.mark.parametrize("verb", append_trace.SPECS)
+def test_an_append_on_torch_goes_through_few_more(verb):
+    files = append_trace.trace("torch_triton", verb, "cpu")
+    assert next(iter(files)) == "cache/layer.py"
+    assert len(files) <= MOST_FILES + 3
+
+
+def test_the_trace_is_printed(capsys):
+    append_trace.main(["--backend", "reference"])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == [
+        f"reference, {verb}: {found.total() and len(found)} files, {found.total()} calls"
+        for verb in append_trace.SPECS
+        for found in [append_trace.trace("reference", verb)]
+    ]
