@@ -11,23 +11,41 @@ from scene import numbered
 
 import kvcore
 from kvcore.errors import RequestError
+from kvcore.ops import Ops
 from kvcore.spec import CacheSpec
 
-WRITERS = (
-    "append_",
-    "flush",
-    "store_",
-    "restore_ring",
-    "read_ring",
-    "copy_",
-    "reset_slots",
-    "poison",
-    "index",
-    "gather_rows",
+NOT_PLANTED = {
+    **dict.fromkeys(
+        (
+            "encode",
+            "decode",
+            "pack_page",
+            "unpack_page",
+            "append_rotated_window",
+            "from_batch",
+            "to_batch",
+            "attend_kv",
+        ),
+        "a handle does not call it by that name, and who calls it as a function has pools that nobody replaced",
+    ),
+    **dict.fromkeys(("how", "explain"), "says what there is, and is given no pools"),
+    "allocate": "before there is a cache",
+    "store_entries": "its step stores what others compressed, like the steps that flush",
+    "join": "the two arrays of a tail side by side, on the way to verbs that are planted",
+    "asarray": "an array that is handed over, before every verb that is planted",
+    "append_flush": "what flush and the appends of the tails are together",
+    "index_select": "what index_scores and select are together",
+    "move_strips": "pages of a hand-off: a file of its own is about peers that fail",
+    "digest_strips": "pages of a hand-off, likewise",
+}
+"""Verbs of a backend that no fault is planted at, and why; at all others of the Protocol one is."""
+
+PLANTED = sorted(
+    name for name, verb in vars(Ops).items() if not name.startswith("_") and callable(verb) and name not in NOT_PLANTED
 )
 
 SPEC = CacheSpec(
-    layers=[scene.ring(5), scene.ring(5), scene.compressed(4, window=3, indexer=False), scene.classic()],
+    layers=[scene.ring(5), scene.ring(5), scene.compressed(4, window=3), scene.classic(heads=1)],
     block_tokens=4,
     name="faulty",
 )
@@ -45,7 +63,7 @@ class Faulty:
 
     def __getattr__(self, name: str) -> Any:
         verb = getattr(self._ops, name)
-        if not name.startswith(WRITERS):
+        if name not in PLANTED:
             return verb
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,6 +80,12 @@ class Faulty:
         return call
 
 
+def plant(cache: kvcore.Cache, ops: Any) -> None:
+    """Let a cache, and its functional verbs, call those of a backend."""
+    cache._state.ops = ops
+    vars(cache.ops)["_verbs"] = ops
+
+
 def world(backend: str) -> tuple[kvcore.Cache, kvcore.Request, kvcore.Request]:
     cache = stories.create(SPEC, backend, prefix="full", max_requests=5)
     a, b = cache.admit(), cache.admit()
@@ -69,9 +93,62 @@ def world(backend: str) -> tuple[kvcore.Cache, kvcore.Request, kvcore.Request]:
     return cache, a, b
 
 
+def read_all(cache: kvcore.Cache, request: kvcore.Request) -> None:
+    """A long step in which everything is read that a layer has."""
+    with cache.step({request: NEW}) as step:
+        stories.feed(step, NEW)
+        queries = cache.asarray(np.ones((len(NEW), 2, scene.DIM), np.float32))
+        step.layer(0).gather_window()
+        step.layer(0).gather_rows("window")
+        step.layer(0).attend(queries)
+        latent, classic = step.layer(2), step.layer(3)
+        latent.closed  # noqa: B018 - asks the backend
+        latent.gather_all_entries()
+        latent.gather_all_index_keys()
+        picks = latent.select(latent.index_scores(queries, cache.asarray(np.ones((len(NEW), 2), np.float32))), 2)
+        latent.gather_entries(picks)
+        latent.attend(queries, picks)
+        classic.gather_kv()
+        classic.borrow_kv()
+        classic.mask()
+        classic.visible_rows()
+        classic.attend(cache.asarray(np.ones((len(NEW), 1, 4), np.float32)))
+
+
+def append_and_read(cache: kvcore.Cache, request: kvcore.Request) -> None:
+    """A padded step: latents before they are flushed, and keys that are lent as they are appended."""
+    with cache.step({request: [200]}, pad_tokens=2, pad_requests=2) as step:
+        rows = {width: cache.asarray(np.ones((2, width), np.float32)) for width in (8, 16)}
+        for layer in (0, 1, 2):
+            step.layer(layer).append_window(rows[8])
+        latent = step.layer(2)
+        latent.append_tail(rows[16], rows[16])
+        latent.append_index_tail(rows[16], rows[16])
+        latent.compress()
+        latent.flush()
+        keys, values = (cache.asarray(np.ones((2, 1, width), np.float32)) for width in (4, 6))
+        step.layer(3).append_borrow_kv(keys, values)
+
+
+def undo(cache: kvcore.Cache, request: kvcore.Request) -> None:
+    """A step that overwrites rows at once, and is given up."""
+    with cache.step({request: [200]}) as step:
+        stories.feed(step, [200])
+        step.abort()
+
+
+def part(cache: kvcore.Cache, request: kvcore.Request) -> None:
+    """A fork goes on in the block that it shares."""
+    stories.tell(cache, {cache.fork(request): [201]})
+
+
 VERBS: dict[str, Callable[[kvcore.Cache, kvcore.Request], Any]] = {
     "a long step": lambda cache, a: stories.tell(cache, {a: NEW}),
     "a decode step": lambda cache, a: stories.tell(cache, {a: [200]}),
+    "a step that reads": read_all,
+    "a padded step": append_and_read,
+    "a step that is given up": undo,
+    "a step of a fork": part,
     "fork": lambda cache, a: cache.fork(a),
     "admit": lambda cache, _: cache.admit(OLD),
     "release": lambda cache, a: cache.release(a),
@@ -80,6 +157,18 @@ VERBS: dict[str, Callable[[kvcore.Cache, kvcore.Request], Any]] = {
     "import_request": lambda cache, a: cache.import_request(cache.export_request(a)),
     "import_request into": lambda cache, a: cache.import_request(cache.export_request(a), into=cache.admit()),
 }
+
+
+def planted_calls(backend: str) -> set[str]:
+    """Names of all calls that the verbs here make, at each of which a fault is planted."""
+    called: set[str] = set()
+    for verb in VERBS.values():
+        cache, a, _ = world(backend)
+        real = cache._state.ops
+        plant(cache, counting := Faulty(real))
+        verb(cache, a)
+        called |= set(counting.calls)
+    return called
 
 
 def told(cache: kvcore.Cache) -> dict[int, Any]:
@@ -92,15 +181,15 @@ def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
     """Each call that a verb makes to the backend fails once: nothing has happened, and everything can be released."""
     cache, a, _ = world(backend)
     real = cache._state.ops
-    cache._state.ops = counting = Faulty(real)
+    plant(cache, counting := Faulty(real))
     VERBS[verb](cache, a)
     for n in range(1, len(counting.calls) + 1):
         cache, a, b = world(backend)
         before, free, real = told(cache), (cache.free_slots, cache.free_blocks), cache._state.ops
-        cache._state.ops = Faulty(real, lambda call, _, n=n: call == n, late=late)
+        plant(cache, Faulty(real, lambda call, _, n=n: call == n, late=late))
         with pytest.raises(MemoryError):
             VERBS[verb](cache, a)
-        cache._state.ops = real
+        plant(cache, real)
         after = told(cache)
         assert after[b.id] == before[b.id]
         if a in cache.requests:
@@ -113,13 +202,13 @@ def check_one_fault(backend: str, verb: str, *, late: bool) -> None:
 def a_long_step(cache: kvcore.Cache, request: kvcore.Request, fails: Callable[[int, str], bool]) -> None:
     """Seven tokens for two rings of five, whose rows wait for the commit."""
     real = cache._state.ops
-    cache._state.ops = Faulty(real, fails)
+    plant(cache, Faulty(real, fails))
     try:
         with cache.step({request: 7}) as step:
             for layer in range(2):
                 step.layer(layer).append_window(cache.asarray(np.full((7, scene.DIM), 50, np.float32)))
     finally:
-        cache._state.ops = real
+        plant(cache, real)
 
 
 def nth(name: str, number: int) -> Callable[[int, str], bool]:

@@ -3,6 +3,8 @@
 import faulty
 import pytest
 
+from kvcore.ops import Ops
+
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("verb", faulty.VERBS)
@@ -16,3 +18,10 @@ def test_rows_that_a_commit_overwrote_are_put_back(backend: str) -> None:
 
 def test_a_request_whose_rows_cannot_be_put_back_is_lost_and_says_so(backend: str) -> None:
     faulty.check_a_loss(backend)
+
+
+def test_a_fault_is_planted_at_every_verb_of_the_protocol(backend: str) -> None:
+    assert set(faulty.NOT_PLANTED) | set(faulty.PLANTED) == {
+        name for name, verb in vars(Ops).items() if not name.startswith("_") and (callable(verb) or name == "how")
+    }
+    assert set(faulty.PLANTED) - faulty.planted_calls(backend) == set()
