@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import scene
 import stories
@@ -43,6 +43,9 @@ SPEC = CacheSpec(
     name="interrupted",
 )
 """Two rings that a long step fills more than once, a tail that closes, pages."""
+
+SHARD = " shard"
+"""After a backend's name: one of two context shards, whose verbs do not wait for the other, which has no rows."""
 
 BIG = list(range(200, 207))
 """Ids of a step that waits for its commit: more than the rings have room for beside what its queries see."""
@@ -75,9 +78,19 @@ class Planned(Exception):
     """The error of a step that is meant to fail."""
 
 
+def create(backend: str, prefix: Literal["off", "full"] = "off") -> kvcore.Cache:
+    """A cache on a backend, or one shard of it."""
+    name, shard, _ = backend.partition(SHARD)
+    if not shard:
+        return kvcore.create_cache(SPEC, backend=name, max_requests=5, max_tokens=64, prefix=prefix)
+    from benchmarks.reliability.ranks import first_of_two
+
+    return first_of_two(SPEC, name, max_requests=5, max_tokens=64, prefix=prefix)
+
+
 def make_world(backend: str, folder: str) -> World:
     """A world of few tokens, some of them published."""
-    cache = kvcore.create_cache(SPEC, backend=backend, max_requests=5, max_tokens=64, prefix="full")
+    cache = create(backend, prefix="full")
     touched, other, empty = (cache.admit() for _ in range(3))
     stories.tell(cache, {touched: list(range(9)), other: list(range(100, 106))})
     return World(cache, touched, other, empty, Desk(cache), folder)
@@ -134,6 +147,20 @@ def _imported(*, into: bool) -> Callable[[World], Callable[[], Any]]:
     return make
 
 
+def _of_free_units(*calls: tuple[str, tuple[list[int], ...]]) -> Callable[[World], Callable[[], Any]]:
+    """Functional verbs between steps, into slots and blocks that nobody has."""
+
+    def make(world: World) -> Callable[[], Any]:
+        def run() -> None:
+            for name, units in calls:
+                arrays = [world.cache.asarray(scene.np.array(each, scene.np.int32)) for each in units]
+                world.cache.pools = getattr(world.cache.ops, name)(world.cache.pools, *arrays)
+
+        return run
+
+    return make
+
+
 def _load(world: World) -> Any:
     path = Path(world.folder) / "saved"
     world.cache.save(path)
@@ -152,6 +179,8 @@ VERBS = (
     Verb("a step that is dropped", lambda w: lambda: w.cache.step({w.touched: BIG})),
     Verb("release", lambda w: lambda: w.cache.release(w.touched)),
     Verb("truncate", lambda w: lambda: w.cache.truncate(w.touched, 9 - 1 if w.cache.plan.rollback_tokens else 9)),
+    Verb("copies", _of_free_units(("copy_slots", ([0, 1], [4, 3])), ("copy_blocks", ([0, 1], [5, 6])))),
+    Verb("resets", _of_free_units(("reset_slots", ([4, 3],)), ("poison", ([3], [6])))),
     Verb("truncate to nothing", lambda w: lambda: w.cache.truncate(w.empty, 0)),
     Verb("fork", lambda w: lambda: w.cache.fork(w.touched)),
     Verb("admit", lambda w: w.cache.admit),
@@ -338,7 +367,7 @@ class Check:
         """Whether everybody can be saved, loaded, stepped and released."""
         cache = world.cache
         saved = snapshot.parse(snapshot.to_bytes(cache._state, list(cache.requests)))
-        loaded = kvcore.create_cache(SPEC, backend=self._backend, max_requests=5, max_tokens=64)
+        loaded = create(self._backend)
         take_in(loaded, saved, range(len(saved.requests)), where="memory")
         if loaded.digest() != cache.digest():
             return ["what was loaded is not what was saved"]

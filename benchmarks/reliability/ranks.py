@@ -5,7 +5,7 @@ requests, and the largest of what all ranks say.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from benchmarks.reliability.turns import TurnExchange, Turns
 from kvcore import digest
 from kvcore.cache import Cache
 from kvcore.interop import torch_distributed
+from kvcore.interop.torch_distributed import TorchExchange
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.sharding import ShardedOps
@@ -131,6 +132,27 @@ class Thread:
     def largest(self, value: int) -> int:
         """Of all plans: one log is acted on by all of them at once."""
         return max(self._turns.gather(self._rank, self._everyone, value))
+
+
+class Silent(TorchExchange):
+    """The exchange of the first of two shards, the other of which has nothing to say."""
+
+    def __init__(self) -> None:
+        self._take_place(2, 0, "cpu")
+
+    def _sum(self, values):
+        pass
+
+    def _stack(self, values):
+        return torch.stack((values, torch.zeros_like(values)))
+
+
+def first_of_two(spec: CacheSpec, backend: str, *, prefix: Literal["off", "full"], **sizes: Any) -> Cache:
+    """A context shard alone: what it does by itself can be looked at in one thread."""
+    chosen = choose_backend(backend, None)
+    plan = plan_cache(spec, layout=chosen.default_layout(None), context=2, **sizes)
+    ops: Any = ShardedOps(chosen, plan, Silent(), device=None, check=False)
+    return Cache(plan, chosen, ops, prefix=prefix, check=False)
 
 
 _meshes: dict[tuple[int, int], Any] = {}

@@ -30,11 +30,18 @@ def chosen(backend: str, folder: str) -> list[tuple[Verb, int]]:
 
 def test_lines_of_kvcore(backend: str, tmp_path) -> None:
     # Every line's turn comes in the figure; here some that the check's name chooses, fewer where verbs take longer.
-    every = 4 if backend == "reference" else 16
+    check_lines(backend, str(tmp_path), 4 if backend == "reference" else 16)
+
+
+def test_lines_of_a_shard(tmp_path) -> None:
+    check_lines(f"torch_triton{interrupt.SHARD}", str(tmp_path), 24)
+
+
+def check_lines(backend: str, folder: str, every: int) -> None:
     broken, tried = [], 0
-    tries = itertools.islice(chosen(backend, str(tmp_path)), seed_of(f"lines of {backend}") % every, None, every)
+    tries = itertools.islice(chosen(backend, folder), seed_of(f"lines of {backend}") % every, None, every)
     for verb, group in itertools.groupby(tries, lambda found: found[0]):
-        check = Check(verb, backend, str(tmp_path))
+        check = Check(verb, backend, folder)
         for _, n in group:
             tried += 1
             broken += [(verb.name, n, error) for error in check.point(n) or ()]
