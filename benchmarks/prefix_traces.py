@@ -135,7 +135,7 @@ def simulate(spec: CacheSpec, policy: Policy, trace: Iterator[Turn], blocks: int
             prefix.extend(place, tokens[start:end])
             manager.learn(place, end - start, tokens[start:end])
             manager.adopt(request, place)
-            manager.settle(grown)
+            manager.release_replaced(grown)
             prefix.publish(place, done)
             lengths = set(prefix.boundaries(start, end))
             # Periodic policies keep semantic points beside: the ends of the prompt and of the answer.

@@ -260,20 +260,20 @@ class Cache:
         padding = left_padding_of(self.spec, requests, left_padding)
         for request, ids in zip(requests, known, strict=True):
             self._state.manager.check_replay(request, ids)
-        grown = self._state.manager.grow(requests, counts)
+        grants = self._state.manager.grow(requests, counts)
         try:
-            rows = self._state.grown_rows(requests, counts, grown)
+            rows = self._state.granted_rows(requests, counts, grants)
             if padding is not None:
                 rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
             host = build_index(rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
-            self._state.prepare_blocks(grown)
+            self._state.prepare_blocks(grants)
             # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
             padded = pad_tokens is not None or pad_requests is not None
             put = self.ops.padded_index if padded else self.ops.index
-            state = StepState(self._state, requests, rows, known, grown, put(host))
+            state = StepState(self._state, requests, rows, known, grants, put(host))
             step: Step[Cache] = Step(self, state)
         except BaseException:
-            self._state.manager.shrink(grown)
+            self._state.manager.shrink(grants)
             raise
         self._state.step = state
         return step

@@ -4,7 +4,7 @@
 hand-offs work on a ``CacheState`` as well, within a turn, and know nothing of the door.
 
 Map: whose turn it is (``take_turn``, ``mend``); requests that come and go (``admit``, ``free``, ``restore``,
-``take_prefix``); their parts in steps (``row``, ``grown_rows``); blocks and slots of the pools (``poison``).
+``take_prefix``); their parts in steps (``row``, ``granted_rows``); blocks and slots of the pools (``poison``).
 """
 
 import threading
@@ -22,7 +22,7 @@ from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.portable.rows import Content, Left, owned, write_rows
-from kvcore.requests.growth import Growth
+from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Manager, Place, Request, TakenOver
 from kvcore.requests.prefix import Policy
 from kvcore.step import Row, build_index
@@ -42,7 +42,7 @@ class OpenStep(Protocol):
 
     Attributes:
         requests: those of the step.
-        grown: the blocks that each of them got.
+        grants: the blocks that each of them got.
         owner_name: name of the thread that opened it.
         ending: its end has begun, and is finished or undone by whoever comes next.
         table: the manager's table with the step's tokens in it, once that is all there is left to do.
@@ -50,7 +50,7 @@ class OpenStep(Protocol):
     """
 
     requests: list[Request]
-    grown: list[Growth]
+    grants: list[BlockGrant]
     owner_name: str
     ending: bool
     table: dict[Request, Place] | None
@@ -192,7 +192,7 @@ class CacheState:
                 self.manager.lose(step.requests)
             self.end_step()
         step = self.step
-        self.manager.mend(*(((), ()) if step is None else (step.requests, step.grown)))
+        self.manager.mend(*(((), ()) if step is None else (step.requests, step.grants)))
         self.prefix.mend(map(self.manager.place_of, self.manager.requests))
         self._clean()
         self.under_way = ""
@@ -322,12 +322,12 @@ class CacheState:
         """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
         return [self.row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
 
-    def grown_rows(self, requests: Sequence[Request], new: Sequence[int], grown: Sequence[Growth]) -> list[Row]:
+    def granted_rows(self, requests: Sequence[Request], new: Sequence[int], grants: Sequence[BlockGrant]) -> list[Row]:
         """The same in the blocks that they will have."""
         places = map(self.manager.place_of, requests)
         return [
-            Row(place.slot, place.length, count, growth.blocks, place.stored)
-            for place, count, growth in zip(places, new, grown, strict=True)
+            Row(place.slot, place.length, count, grant.blocks, place.stored)
+            for place, count, grant in zip(places, new, grants, strict=True)
         ]
 
     def digest_lanes(self, requests: Sequence[Request]) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -344,12 +344,12 @@ class CacheState:
                 lanes[request].append((int(pair[0]), int(pair[1])))
         return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
-    def prepare_blocks(self, grown: Sequence[Growth]) -> None:
+    def prepare_blocks(self, grants: Sequence[BlockGrant]) -> None:
         """Copy shared blocks into those that replaced them; under check, poison all others that are new."""
-        if not any(growth.added or growth.replaced for growth in grown):
+        if not any(grant.added or grant.replaced for grant in grants):
             return
-        self.poison([], [block for growth in grown for block in growth.new])
-        pairs = [(old, growth.blocks[column]) for growth in grown for column, old in growth.replaced]
+        self.poison([], [block for grant in grants for block in grant.new])
+        pairs = [(old, grant.blocks[column]) for grant in grants for column, old in grant.replaced]
         if pairs:
             sources, targets = (self.integers(list(side)) for side in zip(*pairs, strict=True))
             self.pools = self.ops.copy_blocks(self.pools, sources, targets)

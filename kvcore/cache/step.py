@@ -22,7 +22,7 @@ from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, StepIndex
 from kvcore.ops.arguments import check_constant
 from kvcore.portable.rows import Content, Own, owned, state_at
-from kvcore.requests.growth import Growth
+from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Place, Request
 from kvcore.spec import CacheSpec
 from kvcore.step import Row
@@ -219,7 +219,7 @@ class StepState:
         cache: what it belongs to.
         context: what its layers share.
         requests: those of the step, in mapping order.
-        grown: the blocks that each of them gets.
+        grants: the blocks that each of them gets.
         owner: weak reference to the thread that opened it.
         owner_name: that thread's name.
         user: weak reference to the ``Step`` that stands for it.
@@ -235,12 +235,12 @@ class StepState:
         requests: list[Request],
         rows: list[Row],
         ids: list[list[int] | None],
-        grown: list[Growth],
+        grants: list[BlockGrant],
         index: StepIndex,
     ) -> None:
         self.cache = cache
         self.requests = requests
-        self.grown = grown
+        self.grants = grants
         here = owner()
         self.owner = weakref.ref(here)
         self.owner_name = here.name
@@ -306,7 +306,7 @@ class StepState:
         # Until here nothing has happened; from here on all of it has.
         manager.become(self.table)
         cache.end_step()
-        freed = manager.settle(self.grown)
+        freed = manager.release_replaced(self.grants)
         for place, sealed, kept in zip(places.values(), done, states, strict=True) if prefix.on else ():
             prefix.publish(place, sealed)
             for length, state in kept:
@@ -323,7 +323,7 @@ class StepState:
         self.ending = True
         self._put_back()
         self.cache.end_step()
-        self.cache.manager.shrink(self.grown)
+        self.cache.manager.shrink(self.grants)
 
     def try_undo(self) -> bool:
         """Put the rows back; False if the device refused."""
@@ -342,7 +342,7 @@ class StepState:
             writes.put_back()
         if self.pools_replaced and self._undo is None:
             lengths = (row.length for row in self._rows)
-            self.cache.manager.disturb(dict(zip(self.requests, lengths, strict=True)))
+            self.cache.manager.mark_written(dict(zip(self.requests, lengths, strict=True)))
             self.cache.manager.lose(
                 [request for request, row in zip(self.requests, self._rows, strict=True) if self._harms(row)]
             )
@@ -359,8 +359,8 @@ class StepState:
         """The requests' places after the step."""
         touched = self._touched()
         places = {
-            request: self.cache.manager.after(request, row.new, ids, growth, touched)
-            for request, row, ids, growth in zip(self.requests, self._rows, self._ids, self.grown, strict=True)
+            request: self.cache.manager.after(request, row.new, ids, grant, touched)
+            for request, row, ids, grant in zip(self.requests, self._rows, self._ids, self.grants, strict=True)
         }
         if self.cache.prefix.on:
             for place, ids in zip(places.values(), self._ids, strict=True):

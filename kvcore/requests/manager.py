@@ -16,10 +16,10 @@ from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
-from kvcore.requests.growth import Growth, shared_columns
+from kvcore.requests.grants import BlockGrant, shared_columns
 from kvcore.requests.request import Place, Request
 
-__all__ = ["Growth", "Manager", "Place", "Request", "TakenOver"]
+__all__ = ["BlockGrant", "Manager", "Place", "Request", "TakenOver"]
 
 
 MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
@@ -120,14 +120,14 @@ class Manager:
         """Whether that table is the one that holds now."""
         return self._places is table
 
-    def mend(self, requests: Sequence[Request], grown: Sequence[Growth]) -> None:
+    def mend(self, requests: Sequence[Request], grants: Sequence[BlockGrant]) -> None:
         """Work out anew what follows from the table, after a verb that did not get to its end.
 
         Args:
             requests: those of the step that is open.
-            grown: what they got for it.
+            grants: what they got for it.
         """
-        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
+        self._growing = {request: grant.blocks for request, grant in zip(requests, grants, strict=True)}
         places = self._places.values()
         slots = {place.slot for place in places}
         self._free_slots = [slot for slot in range(self._unused_slot - 1, -1, -1) if slot not in slots]
@@ -135,7 +135,7 @@ class Manager:
             if place.tokens is not None:
                 del place.tokens[place.length :]
         held = [block for place in places for block in place.blocks]
-        self.blocks.mend([*held, *(block for growth in grown for block in growth.taken)])
+        self.blocks.mend([*held, *(block for grant in grants for block in grant.taken)])
 
     def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
         """The request, if it is a live one of this cache, and not a lost one unless ``lost``.
@@ -217,7 +217,7 @@ class Manager:
                 hint=f"Step it through the prompt's ids up to token {place.stored} first.",
             )
 
-    def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[Growth]:
+    def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[BlockGrant]:
         """Get each request the blocks that its new tokens need; all of them or none.
 
         A block that others read too is replaced by a fresh one if the step writes into it; the caller copies the bytes.
@@ -234,30 +234,32 @@ class Manager:
         ]
         shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
         fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
-        grown = [
-            Growth(place.blocks, 0, ()) if column is None and not count else _grown(place.blocks, count, column, fresh)
+        grants = [
+            BlockGrant(place.blocks, 0, ())
+            if column is None and not count
+            else _granted(place.blocks, count, column, fresh)
             for place, count, column in zip(places, added, shared, strict=True)
         ]
-        self._growing = {request: growth.blocks for request, growth in zip(requests, grown, strict=True)}
-        return grown
+        self._growing = {request: grant.blocks for request, grant in zip(requests, grants, strict=True)}
+        return grants
 
-    def shrink(self, grown: Sequence[Growth]) -> None:
+    def shrink(self, grants: Sequence[BlockGrant]) -> None:
         """Undo ``grow``."""
         self._growing = {}
-        for growth in reversed(grown):
-            self.blocks.drop(growth.taken)
+        for grant in reversed(grants):
+            self.blocks.drop(grant.taken)
 
-    def settle(self, grown: Sequence[Growth]) -> list[int]:
+    def release_replaced(self, grants: Sequence[BlockGrant]) -> list[int]:
         """Let go of the shared blocks that a committed step replaced. Returns those that became free."""
         self._growing = {}
-        return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]
+        return [block for grant in grants for _, old in grant.replaced for block in self.blocks.drop([old])]
 
     def after(
         self,
         request: Request,
         new: int,
         tokens: Sequence[int] | None,
-        growth: Growth,
+        grant: BlockGrant,
         touched: Mapping[str, bool] = MAIN,
     ) -> Place:
         """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
@@ -267,7 +269,7 @@ class Manager:
             touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows.
         """
         place = self._places[request].copy()
-        place.blocks = growth.blocks
+        place.blocks = grant.blocks
         if not new:
             return place
         start = place.length
@@ -294,7 +296,7 @@ class Manager:
         elif place.tokens is not None:
             place.tokens += known
 
-    def disturb(self, lengths: Mapping[Request, int]) -> None:
+    def mark_written(self, lengths: Mapping[Request, int]) -> None:
         """Note that rows up to these lengths may have been written although the step did not commit."""
         places = {request: self._places[request].copy() for request in lengths}
         for request, place in places.items():
@@ -436,11 +438,11 @@ class TakenOver(NamedTuple):
     shares: bool = True
 
 
-def _grown(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> Growth:
+def _granted(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> BlockGrant:
     """One request's blocks for a step, with those that it gets from ``fresh``."""
     blocks = list(held)
     replaced = () if column is None else ((column, blocks[column]),)
     if column is not None:
         blocks[column] = next(fresh)
     blocks += [next(fresh) for _ in range(added)]
-    return Growth(tuple(blocks), added, replaced)
+    return BlockGrant(tuple(blocks), added, replaced)

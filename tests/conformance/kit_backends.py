@@ -80,7 +80,7 @@ KINDS = {kind.__name__: kind for kind in (NothingRestored, BlocksNotCopied, Slot
 RECORDS = {
     "DeviceIgnored": lambda: broken.info(load=lambda: DeviceIgnored(broken.ReferenceOps)),
     "blocks kept by an abort": lambda: forgetful("shrink", None),
-    "blocks kept by a copy": lambda: forgetful("settle", []),
+    "blocks kept by a copy": lambda: forgetful("release_replaced", []),
     "absent": lambda: broken.info(probe=lambda: "no such chip"),
     "gap": lambda: broken.info(
         broken.RingOffByOne, known_gaps=[KnownGap(check="append_window/*", status="not_yet", reason="being written")]

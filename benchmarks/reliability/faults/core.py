@@ -10,12 +10,12 @@ TABLE = {
             "a step takes a block too many",
         ),
         (
-            "        for growth in reversed(grown):\n            self.blocks.drop(growth.taken)\n",
+            "        for grant in reversed(grants):\n            self.blocks.drop(grant.taken)\n",
             "        pass\n",
             "blocks of a step that failed are lost",
         ),
         (
-            "        return [block for growth in grown for _, old in growth.replaced for block in self.blocks.drop([old])]\n",
+            "        return [block for grant in grants for _, old in grant.replaced for block in self.blocks.drop([old])]\n",
             "        return []\n",
             "shared blocks that were replaced are lost",
         ),
@@ -168,11 +168,11 @@ TABLE = {
             "checkpoints are of the first request's rows",
         ),
         (
-            "        freed = manager.settle(self.grown)\n",
+            "        freed = manager.release_replaced(self.grants)\n",
             "        freed = []\n",
             "shared blocks that were replaced are lost",
         ),
-        ("        self.cache.manager.shrink(self.grown)\n", "", "blocks of a step that failed are lost"),
+        ("        self.cache.manager.shrink(self.grants)\n", "", "blocks of a step that failed are lost"),
         (
             "        for writes in self._layers.values():\n            writes.put_back()\n",
             "",

@@ -7,7 +7,7 @@ from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.request import Place
 
 
-class Growth(NamedTuple):
+class BlockGrant(NamedTuple):
     """What one request gets for a step: blocks added, and shared blocks replaced by copies.
 
     Attributes:
