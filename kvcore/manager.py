@@ -1,5 +1,5 @@
 """Another name of ``kvcore.requests.manager``: requests over time."""
 
-from kvcore.requests.manager import Manager, Place, Request, TakenOver
+from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 
-__all__ = ["Manager", "Place", "Request", "TakenOver"]
+__all__ = ["Manager", "Request", "RequestState", "TakenOver"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.portable.rows import Content
-from kvcore.requests.manager import Manager, Place
+from kvcore.requests.manager import Manager, RequestState
 from kvcore.requests.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
 from kvcore.spec import CacheSpec
 
@@ -84,7 +84,7 @@ class PrefixCache:
             return [length]
         return []
 
-    def extend(self, place: Place, tokens: Sequence[int] = ()) -> None:
+    def extend(self, place: RequestState, tokens: Sequence[int] = ()) -> None:
         """Work out the keys of a place that is not in the table yet, with ``tokens`` after those that it knows."""
         size, done = self._block_tokens, len(place.keys)
         if not self.on or not place.shares or place.tokens is None or place.complete // size <= done:
@@ -93,13 +93,13 @@ class PrefixCache:
         known = [*place.tokens[done * size :], *tokens][: place.complete - done * size]
         place.keys = [*place.keys, *chain(parent, known, size, None if done else place.salt)]
 
-    def publish(self, place: Place, done: int = 0) -> None:
+    def publish(self, place: RequestState, done: int = 0) -> None:
         """Seal a request's full blocks whose keys are known, the first ``done`` of which are sealed already."""
         if self.on and len(place.keys) > done:
             for block, key in zip(place.blocks[done:], place.keys[done:], strict=False):
                 self._manager.blocks.seal(block, key)
 
-    def mend(self, places: Iterable[Place]) -> None:
+    def mend(self, places: Iterable[RequestState]) -> None:
         """Work out anew what follows from blocks and checkpoints, after a verb that did not get to its end."""
         for place in places if self.on else ():
             self.publish(place)
@@ -122,7 +122,7 @@ class PrefixCache:
         self._states, self._beyond = OrderedDict(), {}
         return self._manager.blocks.forget()
 
-    def keep(self, place: Place, length: int, state: Content) -> None:
+    def keep(self, place: RequestState, length: int, state: Content) -> None:
         """Keep the state of a published request at ``length`` tokens; the oldest one goes where there are too many."""
         full = length // self._block_tokens
         parent = place.keys[full - 1] if full else self._seed
@@ -137,7 +137,7 @@ class PrefixCache:
         while len(self._states) > self._capacity:
             self._forget(next(iter(self._states)))
 
-    def kept(self, place: Place) -> list[tuple[int, Content]]:
+    def kept(self, place: RequestState) -> list[tuple[int, Content]]:
         """(length, state) of every checkpoint of a request's own tokens, shortest first."""
         if place.tokens is None or not place.shares:
             return []

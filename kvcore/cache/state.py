@@ -23,7 +23,7 @@ from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.portable.rows import Content, Left, owned, write_rows
 from kvcore.requests.grants import BlockGrant
-from kvcore.requests.manager import Manager, Place, Request, TakenOver
+from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 from kvcore.requests.prefix import Policy
 from kvcore.step import Row, build_index
 from kvcore.turns import Owner, locked, owner
@@ -53,7 +53,7 @@ class OpenStep(Protocol):
     grants: list[BlockGrant]
     owner_name: str
     ending: bool
-    table: dict[Request, Place] | None
+    table: dict[Request, RequestState] | None
     pools_replaced: bool
 
     @property
@@ -256,7 +256,7 @@ class CacheState:
                 self.prefix.keep(place, length, state)
         return request
 
-    def admit(self, salt: str | None = None) -> tuple[Request, Place]:
+    def admit(self, salt: str | None = None) -> tuple[Request, RequestState]:
         """A request with a clean slot that is not live yet: to be adopted, or discarded.
 
         Raises:
@@ -270,11 +270,11 @@ class CacheState:
             raise
         return request, place
 
-    def free(self, place: Place) -> None:
+    def free(self, place: RequestState) -> None:
         """Take back the slot and blocks of a place that nobody adopted."""
         self.poison([place.slot], self.manager.discard(place))
 
-    def take_prefix(self, request: Request, place: Place, hit: Hit, ids: list[int]) -> None:
+    def take_prefix(self, request: Request, place: RequestState, hit: Hit, ids: list[int]) -> None:
         """Fill a fresh place from a prefix hit; without room for its last, partial block it starts from nothing."""
         stored = hit.stored if self.plan.blocks else 0
         floor = self._floor(max(hit.length, hit.stored))
@@ -303,7 +303,7 @@ class CacheState:
         """The request as it is now, as a part of a step without tokens."""
         return self.row_of(self.manager.place(request))
 
-    def row_of(self, place: Place) -> Row:
+    def row_of(self, place: RequestState) -> Row:
         return Row(place.slot, place.length, 0, place.blocks, place.stored)
 
     def least_length(self, request: Request) -> int:

@@ -23,7 +23,7 @@ from kvcore.ops import Ops, StepIndex
 from kvcore.ops.arguments import check_constant
 from kvcore.portable.rows import Content, Own, owned, state_at
 from kvcore.requests.grants import BlockGrant
-from kvcore.requests.manager import Place, Request
+from kvcore.requests.manager import Request, RequestState
 from kvcore.spec import CacheSpec
 from kvcore.step import Row
 from kvcore.turns import owner
@@ -247,7 +247,7 @@ class StepState:
         self.user: weakref.ref[Any] | None = None
         self.block: weakref.ref[Any] | None = None
         self.ending = False
-        self.table: dict[Request, Place] | None = None
+        self.table: dict[Request, RequestState] | None = None
         self.pools_replaced = False
         self.context = StepContext(cache, requests, rows, index)
         self._rows = rows
@@ -355,7 +355,7 @@ class StepState:
             for layer, role, component in rings
         )
 
-    def _places(self) -> dict[Request, Place]:
+    def _places(self) -> dict[Request, RequestState]:
         """The requests' places after the step."""
         touched = self._touched()
         places = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcore.requests.blocks import BlockAllocator
-from kvcore.requests.request import Place
+from kvcore.requests.request import RequestState
 
 
 class BlockGrant(NamedTuple):
@@ -32,7 +32,7 @@ class BlockGrant(NamedTuple):
 
 
 def shared_columns(
-    blocks: BlockAllocator, block_tokens: int, places: Sequence[Place], new: Sequence[int]
+    blocks: BlockAllocator, block_tokens: int, places: Sequence[RequestState], new: Sequence[int]
 ) -> list[int | None]:
     """For each request, the column of the block that it writes into although others read it, or None.
 

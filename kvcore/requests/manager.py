@@ -17,9 +17,9 @@ from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.grants import BlockGrant, shared_columns
-from kvcore.requests.request import Place, Request
+from kvcore.requests.request import Request, RequestState
 
-__all__ = ["BlockGrant", "Manager", "Place", "Request", "TakenOver"]
+__all__ = ["BlockGrant", "Manager", "Request", "RequestState", "TakenOver"]
 
 
 MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
@@ -37,7 +37,7 @@ class Manager:
         self.blocks = BlockAllocator(plan.blocks)
         # Of slots that had a request.
         self._generations: dict[int, int] = {}
-        self._places: dict[Request, Place] = {}
+        self._places: dict[Request, RequestState] = {}
         # What an open step's requests hold while it is open.
         self._growing: dict[Request, tuple[int, ...]] = {}
         self._next_id = 0
@@ -77,7 +77,7 @@ class Manager:
         self.adopt(request, place)
         return request
 
-    def reserve(self, salt: str | None = None) -> tuple[Request, Place]:
+    def reserve(self, salt: str | None = None) -> tuple[Request, RequestState]:
         """A request that is not live yet, and its place: ``adopt`` or ``discard`` it.
 
         Raises:
@@ -97,26 +97,26 @@ class Manager:
             self._unused_slot = slot + 1
         generation, id = self._generations.get(slot, 0), self._next_id
         self._generations[slot], self._next_id = generation + 1, id + 1
-        return Request(id, self), Place(slot=slot, generation=generation, salt=salt)
+        return Request(id, self), RequestState(slot=slot, generation=generation, salt=salt)
 
-    def adopt(self, request: Request, place: Place) -> None:
+    def adopt(self, request: Request, place: RequestState) -> None:
         """Make a place the request's; a request without one becomes live."""
         self._places[request] = place
 
-    def discard(self, place: Place) -> list[int]:
+    def discard(self, place: RequestState) -> list[int]:
         """Take back what a place has that nobody adopted. Returns the blocks that became free."""
         self._free_slots.append(place.slot)
         return self.blocks.drop(place.blocks[::-1])
 
-    def with_places(self, places: Mapping[Request, Place]) -> dict[Request, Place]:
+    def with_places(self, places: Mapping[Request, RequestState]) -> dict[Request, RequestState]:
         """The table with some places exchanged, for ``become``."""
         return {**self._places, **places}
 
-    def become(self, table: dict[Request, Place]) -> None:
+    def become(self, table: dict[Request, RequestState]) -> None:
         """Exchange the table: all of a step's requests at once."""
         self._places = table
 
-    def is_table(self, table: dict[Request, Place] | None) -> bool:
+    def is_table(self, table: dict[Request, RequestState] | None) -> bool:
         """Whether that table is the one that holds now."""
         return self._places is table
 
@@ -165,11 +165,11 @@ class Manager:
             )
         return request
 
-    def place(self, request: Request) -> Place:
+    def place(self, request: Request) -> RequestState:
         """What a live request holds."""
         return self._places[self.check(request)]
 
-    def place_of(self, request: Request) -> Place:
+    def place_of(self, request: Request) -> RequestState:
         """The same for requests that were checked, lost ones included."""
         return self._places[request]
 
@@ -261,7 +261,7 @@ class Manager:
         tokens: Sequence[int] | None,
         grant: BlockGrant,
         touched: Mapping[str, bool] = MAIN,
-    ) -> Place:
+    ) -> RequestState:
         """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
 
         Args:
@@ -288,7 +288,7 @@ class Manager:
                 written[group] = end
         return place
 
-    def learn(self, place: Place, new: int, tokens: Sequence[int] | None) -> None:
+    def learn(self, place: RequestState, new: int, tokens: Sequence[int] | None) -> None:
         """Note the ids of a step's ``new`` tokens, right before its table becomes the one that holds."""
         known = tokens or ()
         if len(known) < new:
@@ -369,7 +369,7 @@ class Manager:
         """Take back a request's slot and blocks. Returns the blocks that became free."""
         return self.discard(self._places.pop(request))
 
-    def take_over(self, request: Request, place: Place, taken: "TakenOver") -> None:
+    def take_over(self, request: Request, place: RequestState, taken: "TakenOver") -> None:
         """Fill a place that is not in the table from shared blocks, plus those of its own that it needs beyond them.
 
         Raises:
@@ -392,7 +392,7 @@ class Manager:
         place.tokens = None if taken.tokens is None else list(taken.tokens)
         place.salt, place.shares = taken.salt, taken.shares
 
-    def fork(self, source: Place) -> tuple[Request, Place]:
+    def fork(self, source: RequestState) -> tuple[Request, RequestState]:
         """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
 
         Raises:
@@ -424,7 +424,7 @@ class TakenOver(NamedTuple):
     """What a request starts from that did not come through steps of its own.
 
     Attributes:
-        length, floor, stored, prompt, tokens, salt, shares: see ``Place``.
+        length, floor, stored, prompt, tokens, salt, shares: see ``RequestState``.
         blocks: shared ones, in order of history.
     """
 

@@ -8,7 +8,7 @@ from kvcore.errors import RequestError
 
 
 @dataclass(kw_only=True, slots=True)
-class Place:
+class RequestState:
     """What a live request holds.
 
     One that is in the manager's table is never changed, only replaced, so that a change has happened or has not. Its
@@ -50,10 +50,10 @@ class Place:
     shares: bool = True
     lost: bool = False
 
-    def copy(self) -> "Place":
+    def copy(self) -> "RequestState":
         """A place to change and put in this one's stead; lists are shared, and not changed below ``length``."""
         # Once a step for each request: several attributes a line, and no call, are a third of what a dict's copy takes.
-        new = object.__new__(Place)
+        new = object.__new__(RequestState)
         new.slot, new.generation, new.salt, new.shares, new.lost = (
             self.slot, self.generation, self.salt, self.shares, self.lost)  # fmt: skip
         new.length, new.high_water, new.floor, new.written = self.length, self.high_water, self.floor, self.written
@@ -67,10 +67,10 @@ class Place:
         return min(self.length, *self.written.values())
 
 
-class Places(Protocol):
+class RequestStates(Protocol):
     """Whoever knows what requests hold: the manager that admitted them."""
 
-    def place(self, request: "Request") -> Place:
+    def place(self, request: "Request") -> RequestState:
         """What a live request holds."""
         ...
 
@@ -96,7 +96,7 @@ class Request:
 
     __slots__ = ("_manager", "id")
 
-    def __init__(self, id: int, manager: Places) -> None:
+    def __init__(self, id: int, manager: RequestStates) -> None:
         self.id = id
         self._manager = manager
 
@@ -136,7 +136,7 @@ class Request:
         """What the request was admitted with: only requests of the same salt share prefixes."""
         return self._manager.place(self).salt
 
-    def _of(self, manager: Places) -> bool:
+    def _of(self, manager: RequestStates) -> bool:
         """True if this manager admitted the request."""
         return self._manager is manager
 

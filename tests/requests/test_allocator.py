@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcore.errors import OutOfBlocks, RequestError
 from kvcore.requests.blocks import BlockAllocator
-from kvcore.requests.request import Place
+from kvcore.requests.request import RequestState
 
 BLOCKS = 9
 
@@ -202,8 +202,8 @@ def test_a_twin_takes_the_place_of_what_is_dropped_or_evicted():
 
 
 def test_a_copied_place_is_the_same_in_everything_and_changes_alone():
-    values = {field.name: object() for field in fields(Place)}
-    place: Any = Place(**values)
+    values = {field.name: object() for field in fields(RequestState)}
+    place: Any = RequestState(**values)
     copied: Any = place.copy()
     assert {name: getattr(copied, name) for name in values} == values
     copied.length = 3
