@@ -124,14 +124,14 @@ def check_captured(device):
 def check_compiled(device, backend="inductor"):
     """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes and outputs."""
     from kvcore.plan import plan_cache
-    from kvcore.step import Row, build_index
+    from kvcore.step import StepRequest, build_index
 
     for what, spec, layout, step in COMPILED:
         what = f"torch.compile(fullgraph=True), {what}"
         torch.manual_seed(11)
         plan = plan_cache(spec, max_requests=4, max_tokens=4 * spec.block_tokens, layout=layout)
         ops = TritonOps(plan, device)
-        rows = [Row(slot=n, start=21 + n, new=1, blocks=[3 - n], stored=0) for n in range(3)]
+        rows = [StepRequest(slot=n, start=21 + n, new=1, blocks=[3 - n], stored=0) for n in range(3)]
         index = ops.index(build_index(rows, max_blocks=1, pad_tokens=4, pad_requests=4))
         given = [torch.randn(4, width, device=device) for width in INPUTS]
         # As a tensor: a compiled step would make it anew from a ``Rope`` each time.

@@ -20,7 +20,7 @@ from expected import as_bf16, decoded, encoded, images, random_values
 from kvcore.parity import environment
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
 GLOBAL_SCALE = 0.37
@@ -96,7 +96,7 @@ def case_of(name: str, layout: str, count: int):
     order = np.random.default_rng(count).permutation(plan.blocks)
     firsts = np.concatenate([[0], np.cumsum(blocks)])
     rows = [
-        Row(slot=requests + 1 - n, start=5, new=new, blocks=order[firsts[n] : firsts[n + 1]].tolist(), stored=0)
+        StepRequest(slot=requests + 1 - n, start=5, new=new, blocks=order[firsts[n] : firsts[n + 1]].tolist(), stored=0)
         for n, new in enumerate(news)
     ]
     index = build_index(rows, max_blocks=max(blocks), pad_tokens=count + 2, pad_requests=requests + 1)

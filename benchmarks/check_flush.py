@@ -11,7 +11,7 @@ from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 LAYOUTS = ("packed", "planar")
 IN_PLANAR = ("csa", "csa in chunks", "csa, long", "hca", "hca in chunks")
@@ -75,7 +75,9 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
     starts = [0] * requests
     for step in steps + [[1] * requests] * (ratio + 1 if after is None else after):
         rows = [
-            Row(slot=requests - 1 - n, start=starts[n], new=new, blocks=list(range(n * per, n * per + per)), stored=0)
+            StepRequest(
+                slot=requests - 1 - n, start=starts[n], new=new, blocks=list(range(n * per, n * per + per)), stored=0
+            )
             for n, new in enumerate(step)
         ]
         host = build_index(rows, max_blocks=per, pad_tokens=sum(step) + 1, pad_requests=requests + 1)

@@ -14,7 +14,7 @@ from kvcore.portable.page_digests import PageDigests
 from kvcore.portable.pages import page_layout
 from kvcore.sharding.torch import TorchExchange, merged
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 
 def poisoned(ops):
@@ -109,7 +109,7 @@ def check_rotated(rng, device):
     """The fused norm + rotation + append against the reference's steps."""
     for format, dim in (("v4_584", 512), ("v41_528", 512), ("bf16", 96), ("row_580", 512), ("fp32", 128)):
         for normed in (False, True):
-            rows = [Row(slot=2 - n, start=1000 * n, new=40 + n, blocks=[], stored=0) for n in range(3)]
+            rows = [StepRequest(slot=2 - n, start=1000 * n, new=40 + n, blocks=[], stored=0) for n in range(3)]
             spec = CacheSpec(layers=[LayerSpec(window=Window(dim=dim, window=64, format=format))])
             plan = plan_cache(spec, max_requests=3)
             here, there = ReferenceOps(plan), TritonOps(plan, device)
@@ -249,7 +249,7 @@ def check_large(rng, device):
     ops = TritonOps(plan, device)
     pools = ops.allocate()
     chosen = [0, blocks // 2 + 1, blocks - 1]
-    host = build_index([Row(slot=1, start=0, new=192, blocks=chosen, stored=0)], max_blocks=3)
+    host = build_index([StepRequest(slot=1, start=0, new=192, blocks=chosen, stored=0)], max_blocks=3)
     values = random_values(rng, 192, 512, odd=False)
     index = ops.index(host)
     ops.store_role(pools, 0, "entries", index, torch.from_numpy(values).to(device))

@@ -33,7 +33,7 @@ from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 DIM, INDEX_DIM, BLOCK_TOKENS, HEADS, TOPK = 512, 128, 256, 64, 512
 LAYERS, REPEATS = 8, 20
@@ -91,7 +91,7 @@ def verbs(requests: int, tokens: int, rng: np.random.Generator) -> Iterator[Verb
 def index_of(requests: int, tokens: int) -> Any:
     """Every request's last token of a window of four is new."""
     blocks = -(-tokens // BLOCK_TOKENS)
-    rows = [Row(n, tokens - 1, 1, tuple(range(n * blocks, (n + 1) * blocks))) for n in range(requests)]
+    rows = [StepRequest(n, tokens - 1, 1, tuple(range(n * blocks, (n + 1) * blocks))) for n in range(requests)]
     return build_index(rows, max_blocks=blocks)
 
 

@@ -15,7 +15,7 @@ from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.ops import tolerances
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, LayerSpec, Rope
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 ROWS_AT_ONCE = 1 << 16
 
@@ -60,14 +60,14 @@ def scene(
     for number, (length, new) in enumerate(zip(lengths, news, strict=True)):
         taken = tuple(order.pop() for _ in range(blocks[number]))
         left = None if padding is None else padding[number]
-        rows.append(Row(len(lengths) - number, length - new, new, taken, left_padding=left))
+        rows.append(StepRequest(len(lengths) - number, length - new, new, taken, left_padding=left))
         write(ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
     columns = max(blocks, default=1) or 1
     host = build_index(rows, max_blocks=columns, pad_tokens=sum(news) + pad, pad_requests=len(rows) + (pad > 0))
     return Scene(ops, plain, pools, ops.index(host), host)
 
 
-def write(ops: Any, pools: Any, layer: LayerSpec, row: Row, columns: int, spread: float) -> None:
+def write(ops: Any, pools: Any, layer: LayerSpec, row: StepRequest, columns: int, spread: float) -> None:
     """Random rows for everything that is live at the row's length."""
 
     def values(count: int, dim: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from kvcore.portable.rows import write_rows
 from kvcore.portable.staging import stage_one_by_one
 from kvcore.portable.strips import move_at_once
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 SPEC = CacheSpec(
     layers=[
@@ -66,7 +66,7 @@ def check_strips(rng, device):
             theirs = filled(here[0], rng)
             ours = filled(here[1], rng, theirs)
             blocks = rng.permutation(wide.blocks)[: pages.blocks].tolist()
-            row = Row(slot=1, start=length, new=0, blocks=blocks)
+            row = StepRequest(slot=1, start=length, new=0, blocks=blocks)
             want = np.zeros((pages.pages, pages.page_bytes), np.uint8)
             cache = SimpleNamespace(spec=SPEC, plan=wide, ops=here[0], pools=theirs)
             stage_one_by_one(cache, row, floor, pages, want)

@@ -21,7 +21,7 @@ from kvcore.interop.jax import inspect_in_place
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
@@ -71,7 +71,7 @@ def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[i
     plan = plan_cache(spec, max_requests=32, max_tokens=64 * 1024, max_draft_tokens=1, layout="tpu_tile")
     ops = JaxOps(plan, "tpu", None, "tpu")
     pools = jax.eval_shape(JaxOps(plan, "cpu", None).allocate)
-    index = build_index([Row(i, 255 + i, 1, (i,)) for i in range(REQUESTS)], max_blocks=BLOCKS)
+    index = build_index([StepRequest(i, 255 + i, 1, (i,)) for i in range(REQUESTS)], max_blocks=BLOCKS)
     inputs = [jax.ShapeDtypeStruct((REQUESTS, *shape), jnp.float32) for shape in shapes]
     return (lambda pools, index, *inputs: fn(ops, pools, index, *inputs)), pools, index, *inputs
 

@@ -35,7 +35,7 @@ from kvcore.ops import StepIndex
 from kvcore.parity import environment
 from kvcore.spec import CacheSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 FULL = {"lengths": (262_144, 1_048_576), "requests": 4, "chunk": 65_536, "repeats": 20}
 TINY = {"lengths": (2048, 4096), "requests": 2, "chunk": 1024, "repeats": 2}
@@ -75,7 +75,7 @@ class OnMesh:
     def index(self, start: int, new: int, *, requests: int | None = None, rows: bool = True) -> StepIndex:
         """Requests in blocks of their own; without ``rows`` for verbs that look at lengths only."""
         found = [
-            Row(place, start, new, range(place * self.blocks, (place + 1) * self.blocks))
+            StepRequest(place, start, new, range(place * self.blocks, (place + 1) * self.blocks))
             for place in range(requests or self.requests)
         ]
         index = build_index(found, max_blocks=self.blocks)

@@ -23,7 +23,7 @@ from kvcore.interop.jax.sharding import RULES, Axes, Sharded
 from kvcore.ops import StepIndex
 from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 FULL = {
     "requests": 16,
@@ -147,7 +147,8 @@ class OnMesh:
     def index(self, start: int, new: int, *, rows: bool = True) -> StepIndex:
         """Every request's tokens ``start`` to ``start + new``, in blocks of its own."""
         places = [
-            Row(place, start, new, range(place * self.blocks, (place + 1) * self.blocks)) for place in range(self.local)
+            StepRequest(place, start, new, range(place * self.blocks, (place + 1) * self.blocks))
+            for place in range(self.local)
         ]
         index = build_index(places, max_blocks=self.blocks)
         if not rows:

@@ -94,10 +94,13 @@ def main(requests=8, history=16384):
         # Bytes that decode to finite numbers stand in for a history.
         for some in pool.split(1024):
             some.copy_(torch.randint(96, 120, some.shape, dtype=torch.uint8, device="cuda"))
-    from kvcore.step import Row, build_index
+    from kvcore.step import StepRequest, build_index
 
     per = history // 256 + 1
-    rows = [Row(slot=n, start=history + 3, new=1, blocks=tuple(range(n * per, n * per + per))) for n in range(requests)]
+    rows = [
+        StepRequest(slot=n, start=history + 3, new=1, blocks=tuple(range(n * per, n * per + per)))
+        for n in range(requests)
+    ]
     index = cache.ops.padded_index(build_index(rows, max_blocks=per))
     weights = torch.rand(512, device="cuda") + 0.5, torch.rand(128, device="cuda") + 0.5
     inputs = [inputs_for(layer, requests) for layer in spec.layers]

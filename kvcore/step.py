@@ -11,7 +11,7 @@ from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 
 
-class Row(NamedTuple):
+class StepRequest(NamedTuple):
     """One request's part in a step, as host integers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def build_index(
-    rows: Sequence[Row], *, max_blocks: int, pad_tokens: int | None = None, pad_requests: int | None = None
+    rows: Sequence[StepRequest], *, max_blocks: int, pad_tokens: int | None = None, pad_requests: int | None = None
 ) -> StepIndex:
     """The index of a step as NumPy int32 arrays.
 
@@ -88,7 +88,7 @@ def at_start(index: StepIndex) -> StepIndex:
     return index._replace(positions=index.positions[:0], request_index=index.request_index[:0], lengths=index.starts)
 
 
-def closed_count(rows: Sequence[Row], ratio: int) -> int:
+def closed_count(rows: Sequence[StepRequest], ratio: int) -> int:
     """Entries of ``ratio`` tokens that the step completes, over all requests."""
     return sum(row.length // ratio - row.start // ratio for row in rows)
 

@@ -70,7 +70,7 @@ def test_a_gpu_without_triton_is_refused(monkeypatch) -> None:
 def test_classic_attention_runs_as_it_is_said_to(monkeypatch, queries: str) -> None:
     torch = pytest.importorskip("torch")
     from kvcore.backends.torch_triton import streamed
-    from kvcore.step import Row, build_index
+    from kvcore.step import StepRequest, build_index
 
     ops, pieces = made("torch_triton"), []
     right = streamed.one_request
@@ -81,7 +81,10 @@ def test_classic_attention_runs_as_it_is_said_to(monkeypatch, queries: str) -> N
 
     monkeypatch.setattr(streamed, "one_request", counted)
     said = {choice.layer: choice.reason for choice in ops.explain() if choice.verb == "attend_kv"}
-    pools, index = ops.allocate(), ops.index(build_index([Row(slot=0, start=0, new=2, blocks=[0])], max_blocks=1))
+    pools, index = (
+        ops.allocate(),
+        ops.index(build_index([StepRequest(slot=0, start=0, new=2, blocks=[0])], max_blocks=1)),
+    )
     q = torch.ones(2, 2, 8, dtype=torch.bfloat16 if queries == "bf16" else torch.float32)
     for layer, dim in ((1, 8), (3, 4)):
         del pieces[:]

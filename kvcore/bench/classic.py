@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from kvcore.bench.reading import decode_rows
 from kvcore.bench.workloads import BLOCK, Setting, Workload, rotating
 from kvcore.spec import KV, LayerSpec
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 HEADS, KEY_HEADS, DIM = 32, 8, 128
 SHAPES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 4096), (64, 32768))
@@ -72,7 +72,7 @@ def dense_copy(device: str, name: str, count: int, tokens: int) -> Workload:
 
 def fill(setting: Setting) -> None:
     """Random rows in one block of every layer, copied to all others."""
-    row = Row(slot=0, start=0, new=BLOCK, blocks=(0,))
+    row = StepRequest(slot=0, start=0, new=BLOCK, blocks=(0,))
     index = setting.ops.index(build_index([row], max_blocks=1))
     for layer in range(setting.layers):
         k, v = (torch.randn(BLOCK, KEY_HEADS, DIM, device=setting.ops.device) for _ in range(2))

@@ -8,7 +8,7 @@ from kvcore.backends.torch_triton.kernels import launch
 from kvcore.backends.torch_triton.kernels.indexer import RUN
 from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
 from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Rope, Window
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 HEADS, TOPK = 64, 512
 SHAPES = ((1, 16384), (1, 262144), (64, 16384), (64, 262144))
@@ -56,12 +56,12 @@ def reading_workloads(device: str) -> Iterator[Callable[[], Workload]]:
         yield lambda ratio=ratio: attend_chunk(device, ratio, 1024, 65536)
 
 
-def decode_rows(count: int, tokens: int, drafts: int = 1) -> list[Row]:
+def decode_rows(count: int, tokens: int, drafts: int = 1) -> list[StepRequest]:
     """``count`` requests of ``tokens`` tokens, the last ``drafts`` new, in shuffled blocks."""
     per = tokens // BLOCK
     order = RANDOM.permutation(count * per).tolist()
     return [
-        Row(slot=n, start=tokens - drafts, new=drafts, blocks=tuple(order[n * per : n * per + per]))
+        StepRequest(slot=n, start=tokens - drafts, new=drafts, blocks=tuple(order[n * per : n * per + per]))
         for n in range(count)
     ]
 

@@ -9,7 +9,7 @@ import torch
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 DIM, INDEX_DIM, BLOCK = 512, 128, 256
 RANDOM = np.random.default_rng()
@@ -41,7 +41,14 @@ class Setting:
     """Layers with equal specs, an index and inputs; every call takes the next layer's pools."""
 
     def __init__(
-        self, layer: LayerSpec, rows: Sequence[Row], blocks: int, layers: int, device: str, *, layout: str = "packed"
+        self,
+        layer: LayerSpec,
+        rows: Sequence[StepRequest],
+        blocks: int,
+        layers: int,
+        device: str,
+        *,
+        layout: str = "packed",
     ) -> None:
         spec = CacheSpec(layers=(layer,) * layers, block_tokens=BLOCK)
         slots = max((row.slot for row in rows), default=0) + 1
@@ -123,7 +130,7 @@ def append_rotated(device: str, count: int, goal: float, peer: float) -> Workloa
 def window_setting(device: str, count: int, layers: int) -> Setting:
     """Up to 256 tokens: a request each; more: 128 tokens of each request."""
     each = 1 if count <= 256 else 128
-    rows = [Row(slot=n, start=300 + n % 7, new=each, blocks=[], stored=0) for n in range(count // each)]
+    rows = [StepRequest(slot=n, start=300 + n % 7, new=each, blocks=[], stored=0) for n in range(count // each)]
     return Setting(LayerSpec(window=Window(dim=DIM, window=128)), rows, 0, layers, device)
 
 
@@ -146,7 +153,7 @@ def csa_decode(
     rows_bytes = [count * 4 * width * 4 * 2 + closing * 7 * width * 4 * 2 for width in widths]
     nbytes = sum(rows_bytes) + closing * (ENTRY_BYTES + 68 * indexed)
     rows = [
-        Row(slot=n, start=4 * (3 + n % 50) + (3 if n % share == 0 else n % 3), new=1, blocks=[n], stored=0)
+        StepRequest(slot=n, start=4 * (3 + n % 50) + (3 if n % share == 0 else n % 3), new=1, blocks=[n], stored=0)
         for n in range(count)
     ]
     setting = Setting(compressor(4, True, indexed), rows, count, rotating(nbytes), device, layout=layout)
@@ -163,7 +170,7 @@ def csa_decode(
 def hca_decode(device: str, count: int, goal: float, peer: float) -> Workload:
     """One token a request, every one closes a window of 128."""
     nbytes = count * (2 * DIM * 4 * 2 + 127 * 2 * DIM * 4 + ENTRY_BYTES)
-    rows = [Row(slot=n, start=127 + 128 * (n % 2), new=1, blocks=[n], stored=0) for n in range(count)]
+    rows = [StepRequest(slot=n, start=127 + 128 * (n % 2), new=1, blocks=[n], stored=0) for n in range(count)]
     setting = Setting(compressor(128, False, False), rows, count, rotating(nbytes), device)
     calls = flush_calls(setting, count, False, False, torch.float32, newest=1)
     return Workload(f"HCA close, n = {count}", nbytes, calls, goal, peer)
@@ -183,7 +190,7 @@ def prefill(
     """One request from its first token; the tail's few rows only where ``append``."""
     width = DIM * (2 if overlap else 1)
     nbytes = count * 2 * width * given.itemsize + count // ratio * ENTRY_BYTES
-    rows = [Row(slot=0, start=0, new=count, blocks=list(range(count // BLOCK)), stored=0)]
+    rows = [StepRequest(slot=0, start=0, new=count, blocks=list(range(count // BLOCK)), stored=0)]
     setting = Setting(compressor(ratio, overlap, False), rows, count // BLOCK, min(8, rotating(nbytes)), device)
     calls = flush_calls(setting, count, overlap, False, given, newest=count if append else None)
     kind, narrow = "CSA" if overlap else "HCA", given == torch.bfloat16
@@ -235,7 +242,7 @@ def gather_picked(device: str, count: int, goal: float, peer: float) -> Workload
     nbytes = count * 512 * (ENTRY_BYTES + 2 * DIM)
     per = 16
     rows = [
-        Row(slot=n, start=per * BLOCK - 1, new=1, blocks=list(range(n * per, n * per + per)), stored=0)
+        StepRequest(slot=n, start=per * BLOCK - 1, new=1, blocks=list(range(n * per, n * per + per)), stored=0)
         for n in range(count)
     ]
     setting = Setting(LayerSpec(entries=Entries(dim=DIM, ratio=4)), rows, count * per, 3, device)
@@ -258,7 +265,7 @@ def gather_all(device: str, count: int, goal: float, peer: float) -> Workload:
     nbytes = count * (ENTRY_BYTES + 2 * DIM)
     blocks = count * 4 // BLOCK
     order = RANDOM.permutation(blocks).tolist()
-    rows = [Row(slot=0, start=count * 4 - 1, new=1, blocks=order, stored=0)]
+    rows = [StepRequest(slot=0, start=count * 4 - 1, new=1, blocks=order, stored=0)]
     setting = Setting(LayerSpec(entries=Entries(dim=DIM, ratio=4)), rows, blocks, 5, device)
     fill(setting)
     calls = [
@@ -284,7 +291,7 @@ def store_keys(device: str, format: str, count: int, goal: float | None, peer: f
     keys = IndexKeys(dim=INDEX_DIM, ratio=4, heads=64, topk=512, format=format)
     per = -(-each * 4 // BLOCK)
     rows = [
-        Row(slot=n, start=0, new=each * 4, blocks=list(range(n * per, n * per + per)), stored=0)
+        StepRequest(slot=n, start=0, new=each * 4, blocks=list(range(n * per, n * per + per)), stored=0)
         for n in range(requests)
     ]
     layer = LayerSpec(entries=Entries(dim=8, ratio=4, format="bf16"), index_keys=keys)

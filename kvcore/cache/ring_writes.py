@@ -20,7 +20,7 @@ from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Request
 from kvcore.spec import ROLES, Component
-from kvcore.step import Row, at_start, build_index, closed_count
+from kvcore.step import StepRequest, at_start, build_index, closed_count
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
@@ -48,7 +48,9 @@ class StepContext:
             on.
     """
 
-    def __init__(self, cache: CacheState, requests: Sequence[Request], rows: list[Row], index: StepIndex) -> None:
+    def __init__(
+        self, cache: CacheState, requests: Sequence[Request], rows: list[StepRequest], index: StepIndex
+    ) -> None:
         self.ops = cache.ops
         self.plan = cache.plan
         self.check = cache.check
@@ -281,7 +283,7 @@ def store_own(
     regions: Sequence[Region],
     component: Component,
     index: StepIndex,
-    rows: Sequence[Row],
+    rows: Sequence[StepRequest],
     own: Sequence[Array],
 ) -> Pools:
     """Pools with the step's rows of a component: for every part [T, dim] or [T, heads, dim]; padding writes nowhere.

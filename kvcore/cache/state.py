@@ -25,7 +25,7 @@ from kvcore.portable.rows import Content, Left, owned, write_rows
 from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 from kvcore.requests.prefix import Policy
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 from kvcore.turns import Owner, locked, owner
 
 R = TypeVar("R")
@@ -205,7 +205,7 @@ class CacheState:
     def restore(
         self,
         left: Left,
-        rows: Content | Callable[[Ops, Pools, Row], Pools],
+        rows: Content | Callable[[Ops, Pools, StepRequest], Pools],
         into: Request | None = None,
         *,
         salt: str | None = None,
@@ -299,12 +299,12 @@ class CacheState:
             self.pools = self.ops.reset_slots(self.pools, self.integers([place.slot]))
         self.filling = None
 
-    def row(self, request: Request) -> Row:
+    def row(self, request: Request) -> StepRequest:
         """The request as it is now, as a part of a step without tokens."""
         return self.row_of(self.manager.place(request))
 
-    def row_of(self, place: RequestState) -> Row:
-        return Row(place.slot, place.length, 0, place.blocks, place.stored)
+    def row_of(self, place: RequestState) -> StepRequest:
+        return StepRequest(place.slot, place.length, 0, place.blocks, place.stored)
 
     def least_length(self, request: Request) -> int:
         """Smallest length that ``truncate`` accepts for the request."""
@@ -318,15 +318,17 @@ class CacheState:
         """Refuse a request whose rings are not complete yet; see ``Manager.check_whole``."""
         self.manager.check_whole(request, where)
 
-    def rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[Row]:
+    def rows(self, requests: Sequence[Request], new: Sequence[int]) -> list[StepRequest]:
         """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
         return [self.row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
 
-    def granted_rows(self, requests: Sequence[Request], new: Sequence[int], grants: Sequence[BlockGrant]) -> list[Row]:
+    def granted_rows(
+        self, requests: Sequence[Request], new: Sequence[int], grants: Sequence[BlockGrant]
+    ) -> list[StepRequest]:
         """The same in the blocks that they will have."""
         places = map(self.manager.place_of, requests)
         return [
-            Row(place.slot, place.length, count, grant.blocks, place.stored)
+            StepRequest(place.slot, place.length, count, grant.blocks, place.stored)
             for place, count, grant in zip(places, new, grants, strict=True)
         ]
 

@@ -25,7 +25,7 @@ from kvcore.portable.rows import Content, Own, owned, state_at
 from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Request, RequestState
 from kvcore.spec import CacheSpec
-from kvcore.step import Row
+from kvcore.step import StepRequest
 from kvcore.turns import owner
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Step(Generic[C]):
         )
 
     @property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[StepRequest]:
         """Each request's part, as host integers."""
         return self._state.context.rows
 
@@ -233,7 +233,7 @@ class StepState:
         self,
         cache: CacheState,
         requests: list[Request],
-        rows: list[Row],
+        rows: list[StepRequest],
         ids: list[list[int] | None],
         grants: list[BlockGrant],
         index: StepIndex,
@@ -347,7 +347,7 @@ class StepState:
                 [request for request, row in zip(self.requests, self._rows, strict=True) if self._harms(row)]
             )
 
-    def _harms(self, row: Row) -> bool:
+    def _harms(self, row: StepRequest) -> bool:
         """Whether a request's new rows take the place of rows that it still needs without them."""
         rings = ((layer, role, part) for layer, role, part in owned(self.cache.spec) if part.span is not None)
         return row.new > 0 and any(

@@ -17,7 +17,7 @@ from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
 from kvcore.spec import TAIL_OF
-from kvcore.step import Row, at_start, build_index
+from kvcore.step import StepRequest, at_start, build_index
 
 
 class Case:
@@ -140,7 +140,7 @@ class Case:
         """The component's global scale, 1 where it has none."""
         return getattr(self.component(role), "global_scale", 1.0)
 
-    def _requests(self, sizes: Sizes) -> tuple[Row, ...]:
+    def _requests(self, sizes: Sizes) -> tuple[StepRequest, ...]:
         """Slots and blocks in no order, the last of each left free: where a wrapped -1 would write."""
         requests = self.shape.requests(sizes)
         stored = self.shape.stored(sizes) if self.shape.stored else (0,) * len(requests)
@@ -151,10 +151,10 @@ class Case:
             # Requests of one block each.
             slots = np.arange(len(requests)) + np.cumsum(self.shape.apart)
             blocks = iter(slots)
-        found: list[Row] = []
+        found: list[StepRequest] = []
         for slot, (start, new), taken_over in zip(slots, requests, stored, strict=False):
             count = self.plan.blocks_for(start + new)
-            found.append(Row(int(slot), start, new, tuple(int(next(blocks)) for _ in range(count)), taken_over))
+            found.append(StepRequest(int(slot), start, new, tuple(int(next(blocks)) for _ in range(count)), taken_over))
         return tuple(found)
 
     def _fill(self, image: dict[str, np.ndarray], role: str, lengths: list[int]) -> None:
@@ -239,7 +239,7 @@ def nan_with_payload(dtype: np.dtype, number: int) -> np.ndarray:
     return np.array(bits, f"u{dtype.itemsize}").view(dtype)
 
 
-def _place(region: Region, row: Row, number: int) -> tuple[int, int]:
+def _place(region: Region, row: StepRequest, number: int) -> tuple[int, int]:
     """(unit, row in it) of row ``number`` of a request."""
     if region.growth == "slot":
         return row.slot, number % region.rows

@@ -8,7 +8,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.cache import Cache, LayerHandle, Step
 from kvcore.conformance.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 if TYPE_CHECKING:
     from kvcore.requests.manager import Request
@@ -175,7 +175,7 @@ class Tenants:
             raise AssertionError(f"{where}, channel {channel}: {found} where {mine} belongs")
 
 
-def row_range(row: Row) -> range:
+def row_range(row: StepRequest) -> range:
     """Positions of a request's new tokens."""
     return range(row.start, row.start + row.new)
 

@@ -9,7 +9,7 @@ from kvcore.pools import Pools
 from kvcore.portable.rows import Content, Left
 from kvcore.requests.manager import Manager, Request
 from kvcore.spec import CacheSpec
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 R = TypeVar("R")
 
@@ -23,7 +23,7 @@ class CacheInTurn(Protocol):
     pools: Pools
     manager: Manager
 
-    def row(self, request: Request) -> Row:
+    def row(self, request: Request) -> StepRequest:
         """The request as it is now, as a part of a step without tokens."""
         ...
 
@@ -38,7 +38,7 @@ class CacheInTurn(Protocol):
     def restore(
         self,
         left: Left,
-        rows: Content | Callable[[Ops, Pools, Row], Pools],
+        rows: Content | Callable[[Ops, Pools, StepRequest], Pools],
         into: Request | None = None,
         *,
         salt: str | None = None,

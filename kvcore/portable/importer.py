@@ -23,7 +23,7 @@ from kvcore.portable.strips import move_at_once
 from kvcore.portable.transport import Carrier, begin
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 MOST_DRAFTS = 1 << 16
 """Tokens to roll back that an exporter may keep more than the importer's smallest ring has rows."""
@@ -151,7 +151,7 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
     """
     manifest, layout, pages = received
 
-    def write(ops: Ops, pools: Pools, row: Row) -> Pools:
+    def write(ops: Ops, pools: Pools, row: StepRequest) -> Pools:
         if move_at_once(ops, pools, row, layout, pages, store=True):
             return pools
         return write_rows(ops, pools, row, content_of(layout, pages))

@@ -16,7 +16,7 @@ from kvcore.pools import Pools
 from kvcore.requests.tokens import is_salt
 from kvcore.spec import CacheSpec, Component
 from kvcore.spec.components import Growth
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 LARGE_PAGE = 4096
 """Rows."""
@@ -102,7 +102,7 @@ def kept_positions(component: Component, floor: int, length: int) -> Sequence[in
 
 
 def read_rows(
-    ops: Ops, pools: Pools, row: Row, floor: int, *, growth: Growth | None = None
+    ops: Ops, pools: Pools, row: StepRequest, floor: int, *, growth: Growth | None = None
 ) -> dict[tuple[int, str], HostRows]:
     """Everything that one request holds and could roll back to, down to ``floor``, on the host.
 
@@ -138,7 +138,7 @@ def _covering(component: Component, floor: int, length: int) -> list[int]:
     return lengths
 
 
-def state_at(ops: Ops, pools: Pools, row: Row, length: int, own: Own) -> dict[tuple[int, str], HostRows]:
+def state_at(ops: Ops, pools: Pools, row: StepRequest, length: int, own: Own) -> dict[tuple[int, str], HostRows]:
     """What full blocks do not hold of a request at ``length``: rings and tails, and paged rows of a partial block.
 
     Args:
@@ -181,7 +181,7 @@ def state_of(ops: Ops, content: Content, brought: Content, length: int) -> dict[
     return state
 
 
-def write_rows(ops: Ops, pools: Pools, row: Row, content: Content) -> Pools:
+def write_rows(ops: Ops, pools: Pools, row: StepRequest, content: Content) -> Pools:
     """Put rows back at their positions; those that the ring has no room for beside later ones are left out."""
     index = ops.index(build_index([row], max_blocks=ops.plan.max_blocks))
     # Layers may come with one array of positions for all of them, which then goes to the device once.

@@ -16,7 +16,7 @@ from kvcore.portable.rows import is_coherent, read_rows
 from kvcore.portable.strips import move_at_once
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, to_json
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 VERSION = 1
 
@@ -108,7 +108,7 @@ def stage(cache: CacheInTurn, request: Request, export: tuple[str, int, int], *,
     return Staged(manifest.encode(), pages)
 
 
-def stage_one_by_one(cache: CacheInTurn, row: Row, floor: int, layout: PageLayout, pages: Array) -> None:
+def stage_one_by_one(cache: CacheInTurn, row: StepRequest, floor: int, layout: PageLayout, pages: Array) -> None:
     """Copy rows into pages component by component, on the host or on the device."""
     on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.max_blocks))

@@ -7,10 +7,12 @@ import numpy as np
 from kvcore.ops import Ops, Strip
 from kvcore.pools import Pools
 from kvcore.portable.pages import Array, PageLayout, at_once
-from kvcore.step import Row
+from kvcore.step import StepRequest
 
 
-def move_at_once(ops: Ops, pools: Pools, row: Row, layout: PageLayout, pages: Array, *, store: bool = False) -> bool:
+def move_at_once(
+    ops: Ops, pools: Pools, row: StepRequest, layout: PageLayout, pages: Array, *, store: bool = False
+) -> bool:
     """Copy a request's rows into its pages, or with ``store`` back; False where some must go component by component.
 
     Args:

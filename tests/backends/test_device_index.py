@@ -6,14 +6,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.backends.torch_triton.device_index import DeviceIndex  # noqa: E402
-from kvcore.step import Row, build_index  # noqa: E402
+from kvcore.step import StepRequest, build_index  # noqa: E402
 
 
 def padded(start: int, *, tokens: int = 5, requests: int = 3, left_padding: int | None = None):
     """Two requests, the second without a new token, padded."""
     rows = [
-        Row(slot=4, start=start, new=2, blocks=[start % 7, 9], stored=1, left_padding=left_padding),
-        Row(slot=1, start=start + 3, new=0, blocks=[8]),
+        StepRequest(slot=4, start=start, new=2, blocks=[start % 7, 9], stored=1, left_padding=left_padding),
+        StepRequest(slot=1, start=start + 3, new=0, blocks=[8]),
     ]
     return build_index(rows, max_blocks=4, pad_tokens=tokens, pad_requests=requests)
 

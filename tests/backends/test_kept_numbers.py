@@ -9,11 +9,13 @@ torch = pytest.importorskip("torch")
 from kvcore.backends.torch_triton.host import Memory  # noqa: E402
 from kvcore.backends.torch_triton.spare import Spare  # noqa: E402
 from kvcore.ops import StepIndex  # noqa: E402
-from kvcore.step import Row, build_index  # noqa: E402
+from kvcore.step import StepRequest, build_index  # noqa: E402
 
 
 def index_of(*rows):
-    host = build_index([Row(slot=slot, start=start, new=new, blocks=[3, 1]) for slot, start, new in rows], max_blocks=4)
+    host = build_index(
+        [StepRequest(slot=slot, start=start, new=new, blocks=[3, 1]) for slot, start, new in rows], max_blocks=4
+    )
     return StepIndex(*(None if array is None else torch.from_numpy(array) for array in host))
 
 

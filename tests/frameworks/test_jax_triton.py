@@ -17,7 +17,7 @@ from kvcore.backends.torch_triton.kernels.cut import Chip
 from kvcore.plan import plan_cache
 from kvcore.pools import allocate
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 CHECKS = {
     "append": (
@@ -162,7 +162,7 @@ def lowered(ops: JaxOps, function, inputs, monkeypatch: pytest.MonkeyPatch, *, d
         units, _, _, region, buffer = given
         return jax.ShapeDtypeStruct(*pool_shape(region, buffer, units))
 
-    rows = [Row(n, 255, 1, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(Q)]
+    rows = [StepRequest(n, 255, 1, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(Q)]
     index = build_index(rows, max_blocks=BLOCKS)
     traced = jax.jit(function, donate_argnums=(0,) if donated else ()).trace(allocate(ops.plan, empty), index, *inputs)
     return traced.lower(lowering_platforms=("cuda",)).as_text()

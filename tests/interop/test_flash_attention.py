@@ -13,7 +13,7 @@ from kvcore.backends.torch_triton.backend import TorchOps  # noqa: E402
 from kvcore.errors import BackendError  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Window  # noqa: E402
-from kvcore.step import Row, build_index  # noqa: E402
+from kvcore.step import StepRequest, build_index  # noqa: E402
 
 HEADS, DIM = 64, 512
 
@@ -77,7 +77,7 @@ def test_attention_equals_the_plain_verb(module, entries):
     for name, pool in pools.items():
         pool.copy_(torch.from_numpy(rng.integers(96, 120, pool.shape, np.uint8)))
         assert name
-    rows = [Row(slot=2, start=37, new=3, blocks=(5, 1, 3)), Row(slot=0, start=2, new=1, blocks=(4,))]
+    rows = [StepRequest(slot=2, start=37, new=3, blocks=(5, 1, 3)), StepRequest(slot=0, start=2, new=1, blocks=(4,))]
     index = ops.index(build_index(rows, max_blocks=3, pad_tokens=5, pad_requests=3))
     q = torch.from_numpy(rng.standard_normal((5, HEADS, DIM), np.float32)).bfloat16()
     selected = torch.from_numpy(rng.permuted(np.tile(np.arange(-2, 10), (5, 1)), axis=1).astype(np.int32))

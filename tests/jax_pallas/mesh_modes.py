@@ -23,7 +23,7 @@ import scene
 
 from kvcore.interop.jax.sharding import RULES, Axes, Sharded
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -126,7 +126,7 @@ def arrays_of(sharded: Sharded, number: int, lengths: list[int]):
     indices, inputs = [], {name: [] for name in INPUTS}
     for some in shards:
         rows = [
-            Row(place, lengths[request], counts[request], range(place * size, (place + 1) * size))
+            StepRequest(place, lengths[request], counts[request], range(place * size, (place + 1) * size))
             for place, request in enumerate(some)
         ]
         indices.append(build_index(rows, max_blocks=size, pad_tokens=tokens, pad_requests=len(some)))

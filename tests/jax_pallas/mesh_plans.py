@@ -26,7 +26,7 @@ import scene  # noqa: E402
 
 from kvcore.interop.jax.sharding import Sharded  # noqa: E402
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window  # noqa: E402
-from kvcore.step import Row, build_index  # noqa: E402
+from kvcore.step import StepRequest, build_index  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -140,7 +140,7 @@ class OnMesh:
         indices, inputs = [], {name: [] for name in INPUTS}
         for some in shards:
             rows = [
-                Row(place, self.lengths[request], counts[request], range(place * size, (place + 1) * size))
+                StepRequest(place, self.lengths[request], counts[request], range(place * size, (place + 1) * size))
                 for place, request in enumerate(some)
             ]
             indices.append(build_index(rows, max_blocks=size, pad_tokens=tokens, pad_requests=len(some)))

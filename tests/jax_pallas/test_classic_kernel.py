@@ -12,7 +12,7 @@ from kvcore.backends.jax_pallas.pallas import attend_kv
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 LENGTHS, NEWS = (19, 5, 30), (1, 2, 1)
 BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
@@ -20,7 +20,7 @@ BLOCKS = ((3, 0, 6), (5,), (1, 7, 2, 8))
 
 def steps(left_padding=(None, None, None)):
     rows = [
-        Row(slot=slot, start=length - new, new=new, blocks=blocks, left_padding=left)
+        StepRequest(slot=slot, start=length - new, new=new, blocks=blocks, left_padding=left)
         for slot, (length, new, blocks, left) in enumerate(zip(LENGTHS, NEWS, BLOCKS, left_padding, strict=True))
     ]
     read = build_index(rows, max_blocks=4, pad_tokens=6, pad_requests=4)

@@ -10,7 +10,7 @@ from kvcore.errors import ShapeError, SpecError
 from kvcore.interop.jax.rules import Axes, Rules, mode_of
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 MESH = jax.sharding.AbstractMesh((2, 2, 4), ("data", "context", "model"))
 RULES = {"requests": "data", "blocks": "context", "heads": "model", "query_length": "context"}
@@ -108,6 +108,6 @@ def test_what_does_not_divide_is_not_put() -> None:
     ],
 )
 def test_shapes_choose_the_mode(counts: tuple, padded: int, drafts: int, mode: str) -> None:
-    rows = [Row(number, 0, count, (number,)) for number, count in enumerate(counts)]
+    rows = [StepRequest(number, 0, count, (number,)) for number, count in enumerate(counts)]
     index = build_index(rows, max_blocks=1, pad_tokens=padded, pad_requests=len(rows))
     assert mode_of(index, drafts) == mode

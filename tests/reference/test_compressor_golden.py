@@ -9,7 +9,7 @@ from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Rope, Tail
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 CHUNKINGS = {
     "one step": lambda tokens: [tokens],
@@ -169,7 +169,7 @@ def test_entries_by_formula_through_the_functional_verbs(build, ratio, overlap, 
     ops = cache.ops
     pools = ops.reset_slots(cache.pools, ops.asarray(np.array([1], np.int32)))
     for start, new in ((0, 6), (6, tokens - 6)):
-        index = ops.index(build_index([Row(slot=1, start=start, new=new, blocks=[3, 0, 2])], max_blocks=4))
+        index = ops.index(build_index([StepRequest(slot=1, start=start, new=new, blocks=[3, 0, 2])], max_blocks=4))
         rows = [ops.asarray(part[start : start + new]) for part in (kv, score)]
         closed = (start + new) // ratio - start // ratio
         pools = ops.flush(pools, 1, index, *rows, closed=closed, norm_weight=ops.asarray(NORM), rope=ROPE)

@@ -7,7 +7,7 @@ from built_in_formats import DIM
 
 import kvcore
 from kvcore.spec import LAYOUTS, CacheSpec, Entries, LayerSpec
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,7 +40,7 @@ def test_pool_07_a_pool_beyond_two_gibibytes():
     spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=292, ratio=1, format="bf16"))], block_tokens=1)
     cache = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=3_700_001)
     assert cache.nbytes == 3_700_001 * 584 == 2_160_800_584
-    row = Row(slot=0, start=0, new=2, blocks=[0, 3_700_000])
+    row = StepRequest(slot=0, start=0, new=2, blocks=[0, 3_700_000])
     index = cache.ops.index(build_index([row], max_blocks=2))
     values = np.stack([np.full(292, 3.0), np.full(292, -5.0)]).astype(np.float32)
     pools = cache.ops.store_entries(cache.pools, 0, index, values)

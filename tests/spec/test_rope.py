@@ -9,7 +9,7 @@ import pytest
 import kvcore
 from kvcore.errors import SpecError
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Rope, Tail, Yarn
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 COMPRESS = Rope(dim=64, theta=160000.0, yarn=Yarn(factor=16.0, original_length=65536))
 PLAIN = Rope(dim=64, theta=160000.0)
@@ -108,7 +108,7 @@ def test_angles_are_fp32_products(build, rope):
     spec = CacheSpec(layers=[LayerSpec(tail=tail, entries=entries)], block_tokens=2**20)
     cache = build(spec, max_requests=1, max_tokens=2**20)
     ops, start = cache.ops, 1_048_572
-    index = ops.index(build_index([Row(slot=0, start=start, new=4, blocks=[0])], max_blocks=1))
+    index = ops.index(build_index([StepRequest(slot=0, start=start, new=4, blocks=[0])], max_blocks=1))
     kv = ops.asarray(np.tile(np.array([1, 0, 1, 0], np.float32), (4, 1)))
     score = ops.asarray(np.zeros((4, 4), np.float32))
     given = rope if isinstance(rope, Rope) else ops.asarray(rope)

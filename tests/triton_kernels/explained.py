@@ -18,7 +18,7 @@ from kvcore.errors import BackendError
 from kvcore.ops.choices import VERBS
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Field, Format, LayerSpec, presets
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 TOKENS = 16
 APART = "layout tpu_tile stores the bytes of an element apart"
@@ -88,7 +88,7 @@ def calls(ops, layer):
     """(verb as ``explain`` names it, a call) of every verb of a layer."""
     spec, block = ops.plan.spec.all_layers[layer], ops.plan.spec.block_tokens
     blocks = list(range(-(-TOKENS // block)))
-    index = ops.index(build_index([Row(slot=0, start=0, new=TOKENS, blocks=blocks)], max_blocks=len(blocks)))
+    index = ops.index(build_index([StepRequest(slot=0, start=0, new=TOKENS, blocks=blocks)], max_blocks=len(blocks)))
     pools, random = ops.allocate(), torch.Generator().manual_seed(0)
 
     def some(*shape):

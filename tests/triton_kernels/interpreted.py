@@ -22,7 +22,7 @@ from kvcore.parity.show import failure_text
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Tail, Window
-from kvcore.step import Row, build_index
+from kvcore.step import StepRequest, build_index
 
 
 def formats(names):
@@ -89,7 +89,7 @@ def views():
     )
     plan = plan_cache(CacheSpec(layers=[layer], block_tokens=4), max_requests=1, max_tokens=8)
     ops, random = TritonOps(plan), torch.Generator().manual_seed(0)
-    index = ops.index(build_index([Row(slot=0, start=0, new=4, blocks=[0, 1])], max_blocks=2))
+    index = ops.index(build_index([StepRequest(slot=0, start=0, new=4, blocks=[0, 1])], max_blocks=2))
     rows, kv, score, q = (torch.randn(4, 16, generator=random) for _ in range(4))
     matrix = torch.rand(16, 3, generator=random)
     weight, rope, sink = matrix[:, 0], matrix[:4, 1], matrix[:2, 2]
