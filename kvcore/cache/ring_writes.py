@@ -74,8 +74,10 @@ class StepContext:
 
     @property
     def pools(self) -> Pools:
-        """The cache's pools, while the step is open."""
+        """The cache's pools, while the step is open; never as constants of a function that is traced."""
         self.check_open()
+        if self.traced is not None:
+            self._cache.check_outside("a layer's rows")
         return self._cache.pools
 
     def replace(self, pools: Pools) -> None:

@@ -126,3 +126,24 @@ def test_functional_verbs_are_what_a_trace_is_for() -> None:
         found = step.layer(cases.PLAIN).gather_window().values
         step.abort()
     assert found.shape[-1] == 16
+
+
+READERS = {
+    "gather_window": lambda step, x: step.layer(cases.PLAIN).gather_window(),
+    "gather_all_entries": lambda step, x: step.layer(0).gather_all_entries(),
+    "gather_kv": lambda step, x: step.layer(cases.PAGED).gather_kv(),
+    "gather_rows": lambda step, x: step.layer(0).gather_rows("tail"),
+    "attend": lambda step, x: step.layer(cases.PAGED).attend(x(TOKENS, 2, 16)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_is_read_in_a_trace_is_no_constant_of_it(way: str, right: int) -> None:
+    cache = cases.create("jax_pallas")
+    with cache.step({cache.admit(): TOKENS}) as step:
+        fill(step)
+        for name, read in READERS.items():
+            with pytest.raises(StepError, match=r"a layer's rows inside a function that JAX traces(.|\n)*cache\.ops"):
+                WAYS[way](lambda x, read=read: read(step, x))
+            assert read(step, lambda *shape: floats(*shape)) is not None, name
+    assert cache.digest() == right
