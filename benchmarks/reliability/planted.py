@@ -387,7 +387,7 @@ def main() -> int:
             return found
 
         told = run_all(
-            [*unplanted([fault.file for fault in faults]), *faults],
+            [*faults, *unplanted([fault.file for fault in faults])],
             given.jobs,
             given.seconds,
             ways=given.ways,
