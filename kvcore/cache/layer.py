@@ -22,6 +22,7 @@ from kvcore.ops import (
     Array,
     Attention,
     Closed,
+    Given,
     PagedView,
     RawRows,
     RingView,
@@ -70,7 +71,7 @@ class LayerHandle:
             allowed=f"{self._where}, the same one each time",
         )
 
-    def append_window(self, rows: Array) -> None:
+    def append_window(self, rows: Given) -> None:
         """Encode and store the window rows of the step's tokens: rows [T, d], fp32 or bf16.
 
         Raises:
@@ -82,23 +83,23 @@ class LayerHandle:
         self._check(rows, "append_window: rows", window)
         self._writes.append("window", (rows,))
 
-    def append_tail(self, kv: Array, score: Array) -> None:
+    def append_tail(self, kv: Given, score: Given) -> None:
         """Store the compressor's raw rows: kv and score [T, width] fp32, score with its positional bias.
 
         ``width`` is 2·dim with overlap (carry half first, then cur half), else dim.
         """
         self._append_tail("tail", kv, score)
 
-    def append_index_tail(self, kv: Array, score: Array) -> None:
+    def append_index_tail(self, kv: Given, score: Given) -> None:
         """The same for the indexer's compressor."""
         self._append_tail("index_tail", kv, score)
 
     def flush(
         self,
-        norm_weight: Array | None = None,
+        norm_weight: Given | None = None,
         eps: float = 1e-6,
-        rope: Rope | Array | None = None,
-        index_norm_weight: Array | None = None,
+        rope: Rope | Given | None = None,
+        index_norm_weight: Given | None = None,
     ) -> None:
         """Compress and store every entry whose window closed in this step; then its index keys.
 
@@ -141,7 +142,7 @@ class LayerHandle:
         self._context.replace(pools)
         self._writes.stored |= flushed
 
-    def store_entries(self, entries: Array, index_keys: Array | None = None) -> None:
+    def store_entries(self, entries: Given, index_keys: Given | None = None) -> None:
         """Encode and store entries that the caller compressed: [closed, d], in the order of ``closed``.
 
         Args:
@@ -162,7 +163,7 @@ class LayerHandle:
         )
         self._writes.stored |= {"entries"} if index_keys is None else {"entries", "index_keys"}
 
-    def compress(self, norm_weight: Array | None = None, eps: float = 1e-6) -> Array:
+    def compress(self, norm_weight: Given | None = None, eps: float = 1e-6) -> Array:
         """The latents of the entries that close in this step: pooled, normed, not rotated, not stored; [closed, d].
 
         V4.1's index keys are made from these.
@@ -196,7 +197,7 @@ class LayerHandle:
         index, rows = self._writes.readable("window")
         return self._ops.gather_window(self._context.pools, self._layer, index, rows[0] if rows else None)
 
-    def gather_entries(self, indices: Array) -> SelectedEntries:
+    def gather_entries(self, indices: Given) -> SelectedEntries:
         """Entries by index: indices [T, k] int32 or int64 -> values [T, k, d], valid [T, k]; invalid ones are zeros."""
         self._component("entries", Entries)
         indices = check_indices(self._ops, indices, "gather_entries: indices", self._tokens)
@@ -210,7 +211,7 @@ class LayerHandle:
         """Every index key, decoded (rotated ones stay rotated): values [Q, n, d], counts [Q], positions [Q, n]."""
         return self._gather_all("index_keys")
 
-    def index_scores(self, q: Array, weights: Array) -> Array:
+    def index_scores(self, q: Given, weights: Given) -> Array:
         """Indexer scores: q [T, H, d], weights [T, H] -> [T, n] fp32, -inf where an entry is not visible.
 
         ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate.
@@ -222,7 +223,7 @@ class LayerHandle:
         columns = max((row.length // keys.ratio for row in self._context.rows), default=0)
         return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
 
-    def select(self, scores: Array, k: int) -> Array:
+    def select(self, scores: Given, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
         self._context.check_open()
         # No gradient comes from an order.
@@ -232,12 +233,12 @@ class LayerHandle:
 
     def attend(
         self,
-        q: Array,
-        selected: Array | None = None,
-        sink: Array | None = None,
+        q: Given,
+        selected: Given | None = None,
+        sink: Given | None = None,
         scale: float | None = None,
         *,
-        rope: Rope | Array | None = None,
+        rope: Rope | Given | None = None,
     ) -> Attention:
         """Attention of the step's queries to this layer's cache.
 
@@ -280,7 +281,7 @@ class LayerHandle:
             rope=check_rope(self._ops, rope, "attend: rope", component.dim),
         )
 
-    def append_kv(self, k: Array, v: Array) -> None:
+    def append_kv(self, k: Given, v: Given) -> None:
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
         kv = self._component("kv", KV)
         self._writes.append("kv", self._checked_kv(kv, k, v))
@@ -306,7 +307,7 @@ class LayerHandle:
         columns = self._kv_columns(kv, ended=True)
         return self._ops.borrow_kv(self._context.pools, self._layer, self._index, columns=columns)
 
-    def append_borrow_kv(self, k: Array, v: Array) -> tuple[Array, Array] | None:
+    def append_borrow_kv(self, k: Given, v: Given) -> tuple[Array, Array] | None:
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         kv, context = self._component("kv", KV), self._context
         memo, key = context.memo, ("append_borrow", kv)
@@ -340,7 +341,7 @@ class LayerHandle:
         kv = self._component("kv", KV)
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
-    def append_rows(self, role: str, *values: Array) -> None:
+    def append_rows(self, role: str, *values: Given) -> None:
         """Encode and store the step's rows of a component that outside code defined: the inverse of ``gather_rows``.
 
         Args:

@@ -26,6 +26,15 @@ Array: TypeAlias = Any
 """An array of the backend's framework."""
 
 
+class Given(Protocol):
+    """What verbs of a layer take for an array: one of the backend's framework, or of NumPy; no list, and no number."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Paging:
     """What makes a step's index one of a cache's: how its plan numbers slots and blocks. Data of a pytree, no arrays.
