@@ -52,6 +52,8 @@ class LayerHandle:
     T tokens of the step (padding included), Q requests, d row channels, C ring rows, H query heads, n columns.
     """
 
+    __slots__ = ("_context", "_index", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
+
     def __init__(self, layers: StepWrites, number: int) -> None:
         context = layers.context
         self._layers = layers

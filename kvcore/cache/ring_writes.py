@@ -123,6 +123,8 @@ class RingWrites:
         stored: paged roles whose closing entries were stored in this step.
     """
 
+    __slots__ = ("_overwritten", "_regions", "context", "number", "own", "spec", "stored", "waiting")
+
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
         self.number = number
@@ -215,7 +217,7 @@ class RingWrites:
 
     def awaits_entries(self, role: str) -> bool:
         """Whether entries of a role close in this step and were not stored yet."""
-        return role not in self.stored and self.context.closed_count(getattr(self.spec, role).tokens_per_row) > 0
+        return role not in self.stored and closed_count(self.context.rows, getattr(self.spec, role).tokens_per_row) > 0
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
@@ -245,8 +247,8 @@ class RingWrites:
         Those are entries that close and were not stored, and keys and values of draft layers, which may be left out.
         """
         context, kv = self.context, self.spec.kv
-        tokens = context.index.positions.shape[0]
-        if kv is not None and "kv" not in self.own and kv.growth == "block" and tokens:
+        tokens = len(context.index.positions) if kv is not None and kv.growth == "block" else 0
+        if kv is not None and "kv" not in self.own and tokens:
             shapes = ((tokens, part.heads, part.format.dim or 0) for part in kv.parts)
             k, v = (context.ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
             context.replace(context.ops.append_kv(context.pools, self.number, context.index, k, v))
@@ -270,8 +272,9 @@ class RingWrites:
 class StepWrites(dict[int, RingWrites]):
     """What each layer got, of those that the step used: by number. Whatever asks for another's uses it from here on."""
 
+    __slots__ = ("context",)
+
     def __init__(self, context: StepContext) -> None:
-        super().__init__()
         self.context = context
 
     def __missing__(self, number: int) -> RingWrites:

@@ -4,6 +4,11 @@ Everything is all-or-nothing: an error leaves every integer as it was. The table
 assignment each time; who else holds what follows from it, and ``mend`` works that out anew after an interruption. A
 request is a handle with an id that is never reused, and its slot has a generation, so that a stale one is refused
 rather than read as its slot's next owner.
+
+Map: what there is (``free_slots``, ``requests`` ...); admission (``reserve``, ``adopt``, ``discard``); the table
+(``with_places``, ``become``, ``mend``); what is refused (``check``, ``check_whole``); a step (``grow``,
+``shrink``, ``after``, ``learn``, ``release_replaced``); its failure (``mark_written``, ``lose``); fewer tokens
+(``truncate``, ``release``); what comes from elsewhere (``take_over``, ``fork``).
 """
 
 # pyright: reportPrivateUsage=false
