@@ -27,12 +27,12 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
 
 def encoded(format: Format, values: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Canonical rows [n, row_bytes] by the reference."""
-    return encoding.encode(None, format, values, global_scale)
+    return encoding.encode(format, values, global_scale)
 
 
 def decoded(format: Format, rows: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Values of canonical rows by the reference, in its dtype."""
-    return encoding.decode(None, format, rows, None, global_scale)
+    return encoding.decode(format, rows, None, global_scale)
 
 
 def images(region: Region, units: int, unit: np.ndarray, row: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:

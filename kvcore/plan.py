@@ -7,6 +7,7 @@ for every stream of rows that a layer owns; pools are allocated from the regions
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -88,7 +89,7 @@ class LayerPlan:
             role: getattr(component, "global_scale", 1.0) for role, component in components.items()
         }
 
-    def component(self, role: str) -> Component | None:
+    def component(self, role: str) -> Any:
         """The layer's component of that role, or None."""
         return self._components.get(role)
 

@@ -171,7 +171,7 @@ class Case:
             )
             if role in TAIL_OF.values():
                 without_weight(values[1::3])
-            encoded = encoding.encode(None, region.format, values, self.global_scale(role))
+            encoded = encoding.encode(region.format, values, self.global_scale(role))
             write_rows(image, region, units, numbers, encoded.reshape(len(places), region.heads, region.format.row))
 
 

@@ -89,7 +89,7 @@ def locate_row(want: Output, got: Array, format: Format, coordinate: tuple[int, 
 
 def decode(rows: Array, format: Format, global_scale: float) -> Array:
     """Canonical rows [..., row_bytes] -> values [..., channels] of the format's own dtype, read by the reference."""
-    values = encoding.decode(None, format, rows.reshape(-1, rows.shape[-1]), format.dim, global_scale)
+    values = encoding.decode(format, rows.reshape(-1, rows.shape[-1]), format.dim, global_scale)
     return values.reshape(*rows.shape[:-1], values.shape[-1])
 
 

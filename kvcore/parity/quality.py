@@ -39,7 +39,7 @@ def measure() -> tuple[Quality, ...]:
         rng = np.random.default_rng(20_240_117)
         sample = rng.standard_normal((ROWS, dim)) * np.exp2(rng.uniform(-3, 3, (ROWS, 1)))
         values = sample.astype(np.float32)
-        decoded = encoding.decode(None, sized, encoding.encode(None, sized, values)).astype(np.float64)
+        decoded = encoding.decode(sized, encoding.encode(sized, values)).astype(np.float64)
         error = np.sqrt(np.mean((decoded - values) ** 2) / np.mean(values.astype(np.float64) ** 2))
         found.append(Quality(format=name, bits=8 * sized.row / dim, error=float(error)))
     return tuple(sorted(found, key=lambda quality: quality.bits))

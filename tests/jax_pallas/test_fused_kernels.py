@@ -84,8 +84,8 @@ def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, rng: np.ra
     values *= np.exp(rng.uniform(-12, 8, (11, 1))).astype(np.float32)
     values[0, 5], values[1, -1], values[2], values[3, ::2] = np.inf, np.nan, 0, -0.0
     with np.errstate(all="ignore"):
-        wanted = np.asarray(reference.encode(None, name, values, scale))
-        decoded = np.asarray(reference.decode(None, name, wanted, one.format.dim, scale)).astype(np.float32)
+        wanted = np.asarray(reference.encode(name, values, scale))
+        decoded = np.asarray(reference.decode(name, wanted, one.format.dim, scale)).astype(np.float32)
 
     @jax.jit
     def there_and_back(pools, unit, row, values):
@@ -143,7 +143,7 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
         stored = rng.standard_normal((UNITS * ROWS - 1, 512)).astype(np.float32)
         at = np.arange(len(stored), dtype=np.int32)
         pools = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))(pools, at // ROWS, at % ROWS, stored)
-        keys = np.asarray(reference.decode(None, name, reference.encode(None, name, stored, 1.0), 512, 1.0))
+        keys = np.asarray(reference.decode(name, reference.encode(name, stored, 1.0), 512, 1.0))
         pick = rng.integers(0, len(stored), (3, count)).astype(np.int32)
         pick[rng.random(pick.shape) < 0.3] = -1
         pick[2] = -1

@@ -1,12 +1,13 @@
 """Backends that are the reference but for one mistake each, and records of them for ``parity.run``."""
 
 from collections.abc import Callable, Iterable
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 
 from kvcore.backends.records import EVERYTHING
-from kvcore.backends.reference import ReferenceOps
+from kvcore.backends.reference import ReferenceOps, encoding, entries
 from kvcore.backends.reference.tail import rotate
 from kvcore.digest import MASK, region_salt
 from kvcore.errors import BackendError
@@ -77,6 +78,22 @@ def change_field(format, rows, name, change):
     return rows
 
 
+class Encoding(ReferenceOps):
+    """Verbs that store what the class's own ``encode`` makes of values."""
+
+
+def with_own_encoder(verb):
+    def run(self, *given, **options):
+        with patch.object(encoding, "encode", self.encode):
+            return verb(self, *given, **options)
+
+    return run
+
+
+for name in ("append_window", "append_rotated_window", "append_kv", "store_entries", "flush", "attend_kv", "attend"):
+    setattr(Encoding, name, with_own_encoder(getattr(ReferenceOps, name)))
+
+
 class RingOffByOne(ReferenceOps):
     """Row of position p at p + 1."""
 
@@ -85,28 +102,28 @@ class RingOffByOne(ReferenceOps):
         return super().append_window(pools, layer, index._replace(positions=moved, lengths=index.lengths + 1), rows)
 
 
-class NibblesSwapped(ReferenceOps):
+class NibblesSwapped(Encoding):
     """The even channel in the high nibble."""
 
     def encode(self, format, values, global_scale=1.0):
         return swap_nibbles(format, super().encode(format, values, global_scale))
 
 
-class ScaleInverted(ReferenceOps):
+class ScaleInverted(Encoding):
     """1 / scale is stored."""
 
     def encode(self, format, values, global_scale=1.0):
         return change_field(format, super().encode(format, values, global_scale), "scales", lambda s: 254 - s)
 
 
-class ScaleRoundedDown(ReferenceOps):
+class ScaleRoundedDown(Encoding):
     """Floor where the rule says ceil, on power-of-two scales."""
 
     def encode(self, format, values, global_scale=1.0):
         return change_field(format, super().encode(format, values, global_scale), "scales", lambda s: s - 1)
 
 
-class ScaleFloored(ReferenceOps):
+class ScaleFloored(Encoding):
     """Floor where the rule says ceil, right where the two agree: at powers of two."""
 
     def encode(self, format, values, global_scale=1.0):
@@ -121,14 +138,14 @@ class ScaleFloored(ReferenceOps):
         return change_field(format, rows, "scales", lambda _: above[:, first:last] - 1)
 
 
-class AnotherRounding(ReferenceOps):
+class AnotherRounding(Encoding):
     """Every odd code is one too small: truncation instead of rounding."""
 
     def encode(self, format, values, global_scale=1.0):
         return change_field(format, super().encode(format, values, global_scale), "codes", lambda c: c - (c & 1))
 
 
-class BigEndian(ReferenceOps):
+class BigEndian(Encoding):
     """16-bit elements with the high byte first."""
 
     def encode(self, format, values, global_scale=1.0):
@@ -208,7 +225,7 @@ class LastEntryForNone(ReferenceOps):
     """Index -1 reads the last entry there is."""
 
     def gather_entries(self, pools, layer, index, indices):
-        ratio = self.component(layer, "entries").ratio
+        ratio = self.layers[layer].component("entries").ratio
         last = index.lengths[np.maximum(index.request_index, 0)] // ratio - 1
         found = super().gather_entries(pools, layer, index, np.where(indices < 0, last[:, None], indices))
         return found._replace(valid=super().gather_entries(pools, layer, index, indices).valid)
@@ -358,9 +375,9 @@ class RotatedAtWindowEnd(ReferenceOps):
         latents = self.compress(
             pools, layer, index, kv, score, closed=count, norm_weight=norm_weight, eps=options["eps"]
         )
-        entries = self.component(layer, "entries")
-        ends = (self.closed(layer, index, count).entry_index + 1) * entries.ratio - 1
-        self.store_role(pools, layer, "entries", index, rotate(latents, ends, rope))
+        ratio = self.layers[layer].component("entries").ratio
+        ends = (self.closed(layer, index, count).entry_index + 1) * ratio - 1
+        entries.store_role(self.layers[layer], pools, index, rotate(latents, ends, rope), role="entries")
         return pools
 
 

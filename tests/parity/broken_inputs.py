@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 import numpy as np
-from parity.broken import change_field
+from parity.broken import Encoding, change_field
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.conformance.shapes import LONG
@@ -29,7 +29,7 @@ class LentEvenly(ReferenceOps):
         return self.gather_kv(pools, layer, evenly, columns=columns)[:2]
 
 
-class MidpointsUp(ReferenceOps):
+class MidpointsUp(Encoding):
     """A value half way between two levels of NF4 takes the upper one."""
 
     def encode(self, format, values, global_scale=1.0):
@@ -52,8 +52,12 @@ class WrittenAgain(ReferenceOps):
     def append_kv(self, pools, layer, index, k, v):
         return super().append_kv(pools, layer, index._replace(stored=np.zeros_like(index.stored)), k, v)
 
-    def store_role(self, pools, layer, role, index, values):
-        return super().store_role(pools, layer, role, index._replace(stored=np.zeros_like(index.stored)), values)
+    def store_entries(self, pools, layer, index, entries, index_keys=None):
+        taken = index._replace(stored=np.zeros_like(index.stored))
+        return super().store_entries(pools, layer, taken, entries, index_keys)
+
+    def flush(self, pools, layer, index, *streams, **options):
+        return super().flush(pools, layer, index._replace(stored=np.zeros_like(index.stored)), *streams, **options)
 
 
 class LastPieceOnly(ReferenceOps):
@@ -68,7 +72,7 @@ class LastPieceOnly(ReferenceOps):
         return super().attend_kv(pools, layer, index._replace(left_padding=left.astype(np.int32)), q, k, v, **options)
 
 
-class PayloadKept(ReferenceOps):
+class PayloadKept(Encoding):
     """NaN is cut down to bf16 with whatever it carries."""
 
     def encode(self, format, values, global_scale=1.0):
@@ -89,7 +93,7 @@ class PaddingOfRingsForgotten(ReferenceOps):
     """Left padding counts where history is paged alone."""
 
     def attend_kv(self, pools, layer, index, q, k=None, v=None, **options):
-        if self.component(layer, "kv").storage == "ring":
+        if self.layers[layer].component("kv").storage == "ring":
             index = index._replace(left_padding=None)
         return super().attend_kv(pools, layer, index, q, k, v, **options)
 
@@ -108,7 +112,7 @@ class NothingTimesNaN(ReferenceOps):
             return super().compress(*given, **options)
 
 
-class NaNAboveLargest(ReferenceOps):
+class NaNAboveLargest(Encoding):
     """What is above the largest value of e4m3 becomes NaN, also where it is nearer to that value than to the next."""
 
     def encode(self, format, values, global_scale=1.0):

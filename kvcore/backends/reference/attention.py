@@ -3,31 +3,46 @@
 import numpy as np
 
 from kvcore.backends.reference import rows as place
+from kvcore.backends.reference.encoding import decode
 from kvcore.backends.reference.tail import rotate
-from kvcore.ops import Attention
+from kvcore.ops import Attention, StepIndex
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
+from kvcore.spec import Rope
 
 
-def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
+def attend(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    q: np.ndarray,
+    selected: np.ndarray | None = None,
+    *,
+    rows: np.ndarray | None = None,
+    sink: np.ndarray | None = None,
+    scale: float | None = None,
+    rope: Rope | np.ndarray | None = None,
+) -> Attention:
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     tokens, heads, dim = q.shape
     scale = np.float32(dim**-0.5 if scale is None else scale)
     out = np.zeros((tokens, heads, dim), np.float32)
     lse = np.full((tokens, heads), -np.inf, np.float32)
-    window = ops.component(layer, "window")
-    entries = ops.component(layer, "entries")
+    window = layer.component("window")
+    entries = layer.component("entries")
     own = None
     if window is not None and rows is not None:
-        own = ops.encode_rows(ops.plan.region(layer, "window")[0], rows)
+        own = place.encode_rows(layer.regions["window"][0], rows)
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:
             continue
         keys = [np.zeros((0, dim), np.float32)]
         if window is not None:
-            keys += [read(ops, pools, layer, "window", index, request, p, own) for p in window.live(int(position) + 1)]
+            keys += [_read(layer, pools, index, request, p, own, role="window") for p in window.live(int(position) + 1)]
         if entries is not None:
             visible = (int(position) + 1) // entries.ratio
             picks = range(visible) if selected is None else [i for i in selected[token] if 0 <= i < visible]
-            keys += [read(ops, pools, layer, "entries", index, request, i) for i in picks]
+            keys += [_read(layer, pools, index, request, i, role="entries") for i in picks]
         keys = np.concatenate(keys)
         out[token], lse[token] = softmax_sum(q[token].astype(np.float32), keys, keys, sink, scale)
         if rope is not None:
@@ -36,14 +51,16 @@ def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, 
     return Attention(out.astype(q.dtype), lse)
 
 
-def read(ops, pools, layer, role, index, request, number, own=None):
+def _read(layer, pools, index, request, number, own=None, *, role):
     """One decoded row, [1, d] fp32."""
-    (region,) = ops.plan.region(layer, role)
+    (region,) = layer.regions[role]
     stored = place.read(pools, region, index, int(request), int(number), own)
-    return ops.decode(region.format, stored, global_scale=ops.global_scale(layer, role)).astype(np.float32)
+    return decode(region.format, stored, global_scale=layer.global_scale(role)).astype(np.float32)
 
 
-def softmax_sum(q, keys, values, sink, scale):
+def softmax_sum(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, sink: np.ndarray | None, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     """One query's attention: q [H, d], keys [n, d], values [n, e] -> out [H, e], lse [H].
 
     The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse.

@@ -1,75 +1,84 @@
 """The reference backend: the verbs bound to a plan, on the CPU, in place."""
 
+from typing import Any
+
 import numpy as np
 
 from kvcore.backends.reference import attention, encoding, entries, indexer, kv, lifecycle, tail, window
 from kvcore.errors import BackendError
+from kvcore.ops import StepIndex
 from kvcore.ops.choices import Decision
 from kvcore.ops.composed import ComposedVerbs
-from kvcore.plan import CachePlan
-from kvcore.pools import allocate
-from kvcore.spec import TAIL_OF
+from kvcore.ops.facade import copy_in_place, of_streams, poison_in_place, reset_in_place, verb
+from kvcore.plan import CachePlan, Region
+from kvcore.pools import Pools, allocate
 from kvcore.spec.codes import check_known
 
 
 class ReferenceOps(ComposedVerbs):
-    """Every verb of ``kvcore.ops.Ops`` on NumPy arrays."""
+    """Every verb of ``kvcore.ops.Ops`` on NumPy arrays.
+
+    Attributes:
+        layers: of the plan, by number: what the functions behind the verbs are given.
+    """
 
     in_place = True
 
     def __init__(self, plan: CachePlan) -> None:
         self.plan = plan
+        self.layers = plan.layers
         self.device = "cpu"
 
     @property
-    def how(self):
+    def how(self) -> str:
         """NumPy on the CPU."""
         return "cpu"
 
-    def decide(self, layer, verb):
+    def decide(self, layer: int | None, verb: str) -> Decision:
         """NumPy, whatever it is."""
+        del layer, verb
         return Decision("numpy", "the reference is NumPy alone")
 
-    encode = encoding.encode
-    decode = encoding.decode
-    pack_page = encoding.pack_page
-    unpack_page = encoding.unpack_page
-    append_window = window.append_window
-    append_rotated_window = window.append_rotated_window
-    append_tail = tail.append_tail
-    append_index_tail = tail.append_index_tail
-    gather_window = window.gather_window
-    compress = tail.compress
-    flush = tail.flush
-    store_entries = entries.store_entries
-    store_role = entries.store_role
-    closed = entries.closed
-    gather_entries = entries.gather_entries
-    gather_all_entries = entries.gather_all_entries
-    index_scores = indexer.index_scores
-    select = indexer.select
-    attend = attention.attend
-    append_kv = kv.append_kv
-    gather_kv = kv.gather_kv
-    mask = kv.mask
-    visible_rows = kv.visible_rows
-    from_batch = kv.from_batch
-    to_batch = kv.to_batch
-    attend_kv = kv.attend_kv
-    reset_slots = lifecycle.reset_slots
-    poison = lifecycle.poison
-    copy_slots = lifecycle.copy_slots
-    copy_blocks = lifecycle.copy_blocks
-    gather_rows = lifecycle.gather_rows
-    store_rows = lifecycle.store_rows
-    read_ring = lifecycle.read_ring
-    restore_ring = lifecycle.restore_ring
-    digest_rows = lifecycle.digest_rows
+    encode = verb(encoding.encode)
+    decode = verb(encoding.decode)
+    pack_page = verb(encoding.pack_page)
+    unpack_page = verb(encoding.unpack_page)
+    join = verb(tail.join)
+    append_window = verb(window.append_window)
+    append_rotated_window = verb(window.append_rotated_window)
+    append_tail = verb(tail.append_tail, role="tail")
+    append_index_tail = verb(tail.append_tail, "append_index_tail", role="index_tail")
+    gather_window = verb(window.gather_window)
+    compress = verb(tail.compress)
+    flush = of_streams(verb(tail.flush))
+    store_entries = verb(entries.store_entries)
+    closed = verb(entries.closed)
+    gather_entries = verb(entries.gather_entries)
+    gather_all_entries = verb(entries.gather_all_entries)
+    index_scores = verb(indexer.index_scores)
+    select = verb(indexer.select)
+    attend = verb(attention.attend)
+    append_kv = verb(kv.append_kv)
+    gather_kv = verb(kv.gather_kv)
+    mask = verb(kv.mask)
+    visible_rows = verb(kv.visible_rows)
+    from_batch = verb(kv.from_batch)
+    to_batch = verb(kv.to_batch)
+    attend_kv = verb(kv.attend_kv)
+    reset_slots = reset_in_place(lifecycle.reset_slots)
+    poison = poison_in_place(lifecycle.poison)
+    copy_slots = copy_in_place(lifecycle.copy_units, "slot")
+    copy_blocks = copy_in_place(lifecycle.copy_units, "block")
+    gather_rows = verb(lifecycle.gather_rows)
+    store_rows = verb(lifecycle.store_rows)
+    read_ring = verb(lifecycle.read_ring)
+    restore_ring = verb(lifecycle.restore_ring)
+    digest_rows = verb(lifecycle.digest_rows)
 
-    def allocate(self):
+    def allocate(self) -> Pools:
         """Fresh pools for the plan."""
 
-        def make(units, size, fresh, region, buffer):
+        def make(units: int, size: int, fresh: bytes | None, region: Region, buffer: str) -> np.ndarray:
             pool = np.zeros((units, size), np.uint8)
             if fresh is not None:
                 pool[:] = np.frombuffer(fresh, np.uint8)
@@ -77,34 +86,13 @@ class ReferenceOps(ComposedVerbs):
 
         return allocate(self.plan, make)
 
-    def asarray(self, array):
+    def asarray(self, array: Any) -> np.ndarray:
         """A NumPy array as it is."""
         return np.asarray(array)
 
-    def join(self, kv, score):
-        """Kv and score [T, width] side by side."""
-        return np.concatenate([kv, score], axis=1)
-
-    def index(self, host):
+    def index(self, host: StepIndex) -> StepIndex:
         """The step index as it is."""
         return host
-
-    def component(self, layer, role):
-        """The layer's component of that role, or None."""
-        return self.plan.layers[layer].component(role)
-
-    def tail_of(self, role):
-        """The role whose rows are compressed into ``role``."""
-        return TAIL_OF[role]
-
-    def global_scale(self, layer, role):
-        """The component's global scale, 1 where it has none."""
-        return self.plan.layers[layer].global_scale(role)
-
-    def encode_rows(self, region, values, global_scale=1.0):
-        """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
-        flat = values.reshape(len(values) * region.heads, region.format.dim)
-        return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
 
 
 class ReferenceBackend:
@@ -112,13 +100,15 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def create(self, plan, *, device=None, check=False):
+    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> ReferenceOps:
         """Bind the verbs to a plan."""
+        del check
         if device not in (None, "cpu"):
             raise BackendError(got=device, where="device", allowed="None or 'cpu' for backend='reference'")
         check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
         return ReferenceOps(plan)
 
-    def default_layout(self, device):
+    def default_layout(self, device: str | None) -> str:
         """Packed, like the engines."""
+        del device
         return "packed"

@@ -28,7 +28,7 @@ NF4 = np.array(NF4_LEVELS, np.float32)
 NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 
 
-def encode(ops, format, values, global_scale=1.0):
+def encode(format: str | Format, values: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
     format = sized(format, values.shape[1])
     values = np.asarray(values).astype(np.float32)
@@ -50,7 +50,7 @@ def encode(ops, format, values, global_scale=1.0):
     return rows
 
 
-def decode(ops, format, rows, dim=None, global_scale=1.0):
+def decode(format: str | Format, rows: np.ndarray, dim: int | None = None, global_scale: float = 1.0) -> np.ndarray:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     format = sized(format, dim)
     channels = []
@@ -69,7 +69,7 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
         return np.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
 
 
-def pack_page(ops, format, rows):
+def pack_page(format: str | Format, rows: np.ndarray) -> np.ndarray:
     """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
     format = sized(format, None)
     layout = block_layout(format, len(rows), "packed")
@@ -81,7 +81,7 @@ def pack_page(ops, format, rows):
     return page
 
 
-def unpack_page(ops, format, page, rows):
+def unpack_page(format: str | Format, page: np.ndarray, rows: int) -> np.ndarray:
     """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
     format = sized(format, None)
     out = np.zeros((rows, format.row), np.uint8)
@@ -93,7 +93,7 @@ def unpack_page(ops, format, page, rows):
     return out
 
 
-def quantise(channels, field: Field, format: Format, global_scale):
+def quantise(channels: np.ndarray, field: Field, format: Format, global_scale: float) -> tuple[np.ndarray, np.ndarray]:
     """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
     padded = np.zeros((len(channels), field.groups * field.width), np.float32)
     padded[:, : field.size] = channels
@@ -115,7 +115,7 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
 
 
-def scale_of(amax, field: Field, format: Format, global_scale):
+def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float) -> tuple[np.ndarray, np.ndarray]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
     product = np.maximum(amax * np.float32(1 / field.element.largest), np.float32(format.scale_floor))
     if field.rule == "pow2":
@@ -133,7 +133,7 @@ def scale_of(amax, field: Field, format: Format, global_scale):
     return scales, scales.view(np.uint32)
 
 
-def scale_values(stored, code: str):
+def scale_values(stored: np.ndarray, code: str) -> np.ndarray:
     """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
     if code == "e8m0":
         exponent = stored.astype(np.uint32)
@@ -142,7 +142,7 @@ def scale_values(stored, code: str):
     return from_bytes(stored, code)
 
 
-def to_bytes(values, code: str, clamp: bool = False):
+def to_bytes(values: np.ndarray, code: str, clamp: bool = False) -> np.ndarray:
     """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
     if code in CODES and CODES[code].nan is None:
         values = np.where(np.isnan(values), np.float32(0), values)
@@ -163,7 +163,7 @@ def to_bytes(values, code: str, clamp: bool = False):
     return bits.view(np.uint8).reshape(len(values), values.shape[1] * bits.itemsize)
 
 
-def from_bytes(stored, code: str):
+def from_bytes(stored: np.ndarray, code: str) -> np.ndarray:
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
     stored = np.ascontiguousarray(stored)
     if code == "nf4":
@@ -173,7 +173,7 @@ def from_bytes(stored, code: str):
     return stored.view(dtype_of(code)).astype(np.float32)
 
 
-def dtype_of(code: str):
+def dtype_of(code: str) -> np.dtype:
     """The dtype whose numbers a code's bits are.
 
     Raises:
@@ -184,17 +184,17 @@ def dtype_of(code: str):
     return DTYPES[code]
 
 
-def pack_nibbles(codes):
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def unpack_nibbles(stored):
+def unpack_nibbles(stored: np.ndarray) -> np.ndarray:
     """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
     return np.stack([stored & 0xF, stored >> 4], axis=2).reshape(len(stored), 2 * stored.shape[1])
 
 
-def hadamard(values):
+def hadamard(values: np.ndarray) -> np.ndarray:
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
     rows, dim = values.shape
     stride = 1
@@ -206,13 +206,13 @@ def hadamard(values):
         return to_bf16(values * np.float32(dim**-0.5))
 
 
-def to_bf16(values):
+def to_bf16(values: np.ndarray) -> np.ndarray:
     """fp32 rounded to bf16, still as fp32."""
     with np.errstate(over="ignore"):
         return values.astype(DTYPES["bf16"]).astype(np.float32)
 
 
-def sized(format, dim) -> Format:
+def sized(format: str | Format, dim: int | None) -> Format:
     """The format by name or record, sized for ``dim`` where it has no size of its own.
 
     Raises:
@@ -227,13 +227,13 @@ def sized(format, dim) -> Format:
     return format
 
 
-def take(rows, format: Format, name: str):
+def take(rows: np.ndarray, format: Format, name: str) -> np.ndarray:
     """A field's bytes out of canonical rows."""
     first, last = format.byte_range(name)
     return rows[:, first:last]
 
 
-def put(rows, format: Format, name: str, stored) -> None:
+def put(rows: np.ndarray, format: Format, name: str, stored: np.ndarray) -> None:
     """Write a field's bytes into canonical rows."""
     first, last = format.byte_range(name)
     rows[:, first:last] = stored

@@ -3,33 +3,41 @@
 import numpy as np
 
 from kvcore.backends.reference import rows as place
-from kvcore.backends.reference.encoding import DTYPES
-from kvcore.ops import AllEntries, Closed, SelectedEntries, bounds
+from kvcore.backends.reference.encoding import DTYPES, decode
+from kvcore.ops import AllEntries, Closed, SelectedEntries, StepIndex
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
 
 
-def store_entries(ops, pools, layer, index, entries, index_keys=None):
+def store_entries(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    entries: np.ndarray | None,
+    index_keys: np.ndarray | None = None,
+) -> Pools:
     """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
     if entries is not None:
-        ops.store_role(pools, layer, "entries", index, entries)
+        pools = store_role(layer, pools, index, entries, role="entries")
     if index_keys is not None:
-        ops.store_role(pools, layer, "index_keys", index, index_keys)
+        pools = store_role(layer, pools, index, index_keys, role="index_keys")
     return pools
 
 
-def store_role(ops, pools, layer, role, index, values):
+def store_role(layer: LayerPlan, pools: Pools, index: StepIndex, values: np.ndarray, *, role: str) -> Pools:
     """Store the entries that the step completes in the pool of one role."""
-    (region,) = ops.plan.region(layer, role)
-    ratio = ops.component(layer, role).ratio
-    rows = ops.encode_rows(region, values, ops.global_scale(layer, role))
-    for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, len(values), role), strict=True)):
+    (region,) = layer.regions[role]
+    ratio = layer.component(role).ratio
+    rows = place.encode_rows(region, values, layer.global_scale(role))
+    for row, (request, entry) in enumerate(zip(*closed(layer, index, count=len(values), role=role), strict=True)):
         if request >= 0 and (entry + 1) * ratio > index.stored[request]:
             place.store(pools, region, *place.locate(region, index, int(request), int(entry)), rows[row])
+    return pools
 
 
-def closed(ops, layer, index, count=None, role="entries"):
+def closed(layer: LayerPlan, index: StepIndex, *, count: int, role: str = "entries") -> Closed:
     """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
-    ratio = ops.component(layer, role).ratio
-    count = bounds.closed(ops.plan, layer, role, index) if count is None else count
+    ratio = layer.component(role).ratio
     found = [
         (request, entry)
         for request, (start, length) in enumerate(zip(index.starts, index.lengths, strict=True))
@@ -40,10 +48,10 @@ def closed(ops, layer, index, count=None, role="entries"):
     return Closed(requests, entries)
 
 
-def gather_entries(ops, pools, layer, index, indices):
+def gather_entries(layer: LayerPlan, pools: Pools, index: StepIndex, indices: np.ndarray) -> SelectedEntries:
     """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
-    (region,) = ops.plan.region(layer, "entries")
-    component = ops.component(layer, "entries")
+    (region,) = layer.regions["entries"]
+    component = layer.component("entries")
     values = np.zeros((*indices.shape, component.dim), DTYPES[region.format.value_code])
     valid = np.zeros(indices.shape, bool)
     for token, request in enumerate(index.request_index):
@@ -53,16 +61,17 @@ def gather_entries(ops, pools, layer, index, indices):
         for pick, entry in enumerate(indices[token]):
             if 0 <= entry < count:
                 stored = place.read(pools, region, index, int(request), int(entry))
-                values[token, pick] = ops.decode(region.format, stored)[0]
+                values[token, pick] = decode(region.format, stored)[0]
                 valid[token, pick] = True
     return SelectedEntries(values, valid)
 
 
-def gather_all_entries(ops, pools, layer, index, *, columns=None, role="entries"):
+def gather_all_entries(
+    layer: LayerPlan, pools: Pools, index: StepIndex, *, columns: int, role: str = "entries"
+) -> AllEntries:
     """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
-    (region,) = ops.plan.region(layer, role)
-    component = ops.component(layer, role)
-    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
+    (region,) = layer.regions[role]
+    component = layer.component(role)
     requests = len(index.slots)
     values = np.zeros((requests, columns, component.dim), DTYPES[region.format.value_code])
     positions = np.full((requests, columns), -1, np.int32)
@@ -70,6 +79,6 @@ def gather_all_entries(ops, pools, layer, index, *, columns=None, role="entries"
     for request in range(requests):
         for entry in range(min(int(counts[request]), columns)):
             stored = place.read(pools, region, index, request, entry)
-            values[request, entry] = ops.decode(region.format, stored, global_scale=ops.global_scale(layer, role))[0]
+            values[request, entry] = decode(region.format, stored, global_scale=layer.global_scale(role))[0]
             positions[request, entry] = entry * component.ratio
     return AllEntries(values, counts, positions)

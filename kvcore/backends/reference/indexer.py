@@ -2,15 +2,20 @@
 
 import numpy as np
 
+from kvcore.backends.reference import entries
 from kvcore.backends.reference.encoding import hadamard
-from kvcore.ops import bounds
+from kvcore.ops import StepIndex
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
 
 
-def index_scores(ops, pools, layer, index, q, weights, *, columns=None):
+def index_scores(
+    layer: LayerPlan, pools: Pools, index: StepIndex, q: np.ndarray, weights: np.ndarray, *, columns: int
+) -> np.ndarray:
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
-    component = ops.component(layer, "index_keys")
-    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
-    keys = ops.gather_all_entries(pools, layer, index, columns=columns, role="index_keys").values.astype(np.float32)
+    component = layer.component("index_keys")
+    keys = entries.gather_all_entries(layer, pools, index, columns=columns, role="index_keys").values
+    keys = keys.astype(np.float32)
     q = q.astype(np.float32)
     if component.parts[0].format.hadamard:
         q = hadamard(q.reshape(-1, component.dim)).reshape(q.shape)
@@ -22,7 +27,7 @@ def index_scores(ops, pools, layer, index, q, weights, *, columns=None):
     return scores
 
 
-def select(ops, scores, k):
+def select(scores: np.ndarray, k: int) -> np.ndarray:
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
     picks = np.full((len(scores), k), -1, np.int32)
     for token, row in enumerate(scores):

@@ -4,72 +4,70 @@ import numpy as np
 
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.attention import softmax_sum
-from kvcore.backends.reference.encoding import DTYPES
-from kvcore.ops import Attention, VisibleRows, bounds
+from kvcore.backends.reference.encoding import DTYPES, decode
+from kvcore.ops import Attention, StepIndex, VisibleRows
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
+from kvcore.spec import Component
 
 
-def append_kv(ops, pools, layer, index, k, v):
+def append_kv(layer: LayerPlan, pools: Pools, index: StepIndex, k: np.ndarray, v: np.ndarray) -> Pools:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        place.append(pools, region, index, ops.encode_rows(region, values))
+    for region, values in zip(layer.regions["kv"], (k, v), strict=True):
+        pools = place.append(pools, region, index, place.encode_rows(region, values))
     return pools
 
 
-def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
+def gather_kv(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    k: np.ndarray | None = None,
+    v: np.ndarray | None = None,
+    *,
+    columns: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
-    component = ops.component(layer, "kv")
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    component = layer.component("kv")
     requests = len(index.slots)
     positions = np.full((requests, columns), -1, np.int32)
     gathered = []
-    for region, values in zip(ops.plan.region(layer, "kv"), (k, v), strict=True):
-        own = None if values is None else ops.encode_rows(region, values)
+    for region, values in zip(layer.regions["kv"], (k, v), strict=True):
+        own = None if values is None else place.encode_rows(region, values)
         dense = np.zeros((requests, columns, region.heads, region.format.dim), DTYPES[region.format.value_code])
         for request in range(requests):
-            seen = visible(component, index, request)[:columns]
+            seen = _visible(component, index, request)[:columns]
             for column, position in enumerate(seen):
                 stored = place.read(pools, region, index, request, position, own)
-                dense[request, column] = ops.decode(region.format, stored)
+                dense[request, column] = decode(region.format, stored)
                 positions[request, column] = position
         gathered.append(dense)
     return gathered[0], gathered[1], positions
 
 
-def mask(ops, layer, index, *, columns=None):
+def mask(layer: LayerPlan, index: StepIndex, *, columns: int) -> np.ndarray:
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
-    component = ops.component(layer, "kv")
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    component = layer.component("kv")
     seen = np.zeros((len(index.positions), columns), bool)
     for token, (request, query) in enumerate(zip(index.request_index, index.positions, strict=True)):
         if request < 0:
             continue
-        first = component.first_visible(int(query), left_padding(index, request))
-        for column, position in enumerate(visible(component, index, request)[:columns]):
+        first = component.first_visible(int(query), _left_padding(index, request))
+        for column, position in enumerate(_visible(component, index, request)[:columns]):
             seen[token, column] = first <= position <= query
     return seen
 
 
-def visible_rows(ops, layer, index, *, columns=None):
+def visible_rows(layer: LayerPlan, index: StepIndex, *, columns: int) -> VisibleRows:
     """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     positions = np.full((len(index.slots), columns), -1, np.int32)
     for request in range(len(index.slots)):
-        rows = visible(ops.component(layer, "kv"), index, request)[:columns]
+        rows = _visible(layer.component("kv"), index, request)[:columns]
         positions[request, : len(rows)] = rows
-    return VisibleRows(positions, ops.mask(layer, index, columns=columns))
+    return VisibleRows(positions, mask(layer, index, columns=columns))
 
 
-def visible(component, index, request) -> range:
-    """Positions that a request's queries may see."""
-    return component.visible(int(index.starts[request]), int(index.lengths[request]), left_padding(index, request))
-
-
-def left_padding(index, request) -> int:
-    """First positions of a request that are no tokens."""
-    return 0 if index.left_padding is None else int(index.left_padding[request])
-
-
-def from_batch(ops, index, batch):
+def from_batch(index: StepIndex, batch: np.ndarray) -> np.ndarray:
     """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
     rows = np.zeros((len(index.positions), *batch.shape[2:]), batch.dtype)
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
@@ -78,7 +76,7 @@ def from_batch(ops, index, batch):
     return rows
 
 
-def to_batch(ops, index, rows, width):
+def to_batch(index: StepIndex, rows: np.ndarray, width: int) -> np.ndarray:
     """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
     batch = np.zeros((len(index.slots), width, *rows.shape[1:]), rows.dtype)
     for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
@@ -87,12 +85,23 @@ def to_batch(ops, index, rows, width):
     return batch
 
 
-def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+def attend_kv(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    q: np.ndarray,
+    k: np.ndarray | None = None,
+    v: np.ndarray | None = None,
+    *,
+    columns: int,
+    sink: np.ndarray | None = None,
+    scale: float | None = None,
+) -> Attention:
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
-    component = ops.component(layer, "kv")
+    component = layer.component("kv")
     tokens, heads, dim = q.shape
-    keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
-    seen = ops.mask(layer, index, columns=columns)
+    keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
+    seen = mask(layer, index, columns=columns)
     scale = np.float32(dim**-0.5 if scale is None else scale)
     out = np.zeros((tokens, heads, values.shape[3]), np.float32)
     lse = np.full((tokens, heads), -np.inf, np.float32)
@@ -108,3 +117,13 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink
                 scale,
             )
     return Attention(out.astype(q.dtype), lse)
+
+
+def _visible(component: Component, index: StepIndex, request: int) -> range:
+    """Positions that a request's queries may see."""
+    return component.visible(int(index.starts[request]), int(index.lengths[request]), _left_padding(index, request))
+
+
+def _left_padding(index: StepIndex, request: int) -> int:
+    """First positions of a request that are no tokens."""
+    return 0 if index.left_padding is None else int(index.left_padding[request])

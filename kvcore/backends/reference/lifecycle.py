@@ -4,57 +4,47 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.backends.reference import rows as place
-from kvcore.ops import RawRows, bounds
-from kvcore.pools import fresh_unit
+from kvcore.ops import RawRows, StepIndex
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
 
 
-def reset_slots(ops, pools, slots):
-    """Make slots [n] as if never used; -1 is ignored."""
-    slots = slots[slots >= 0]
-    for region in ops.plan.regions:
-        if region.growth == "slot":
-            for buffer, (name, size) in region.buffers.items():
-                pools[name][slots] = np.frombuffer(fresh_unit(region, buffer) or bytes(size), np.uint8)
-    return pools
+def reset_slots(pool: np.ndarray, slots: np.ndarray, fresh: bytes | None) -> np.ndarray:
+    """One pool with slots [n] as if never used; -1 is ignored. ``fresh`` is one unit's bytes, or None for zeros."""
+    pool[slots[slots >= 0]] = 0 if fresh is None else np.frombuffer(fresh, np.uint8)
+    return pool
 
 
-def poison(ops, pools, slots, blocks):
-    """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
-    for region in ops.plan.regions:
-        for name, _ in region.buffers.values():
-            pools[name][slots if region.growth == "slot" else blocks] = 0xFF
-    return pools
+def poison(pool: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """One pool with freed slots or blocks [n] filled with 0xFF, so that a stale read is seen."""
+    pool[units] = 0xFF
+    return pool
 
 
-def copy_slots(ops, pools, sources, targets):
-    """Copy whole slots; all sources are read before any target is written."""
-    return _copy(ops, pools, sources, targets, "slot")
+def copy_units(pool: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """One pool with whole slots or blocks copied; all sources are read before any target is written."""
+    pool[targets] = pool[sources]
+    return pool
 
 
-def copy_blocks(ops, pools, sources, targets):
-    """Copy whole blocks; all sources are read before any target is written."""
-    return _copy(ops, pools, sources, targets, "block")
-
-
-def _copy(ops, pools, sources, targets, growth):
-    for region in ops.plan.regions:
-        if region.growth == growth:
-            for name, _ in region.buffers.values():
-                pools[name][targets] = pools[name][sources]
-    return pools
-
-
-def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
+def gather_rows(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    rows: tuple[np.ndarray, ...] | None = None,
+    *,
+    role: str,
+    columns: int,
+) -> RawRows:
     """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
-    component = ops.component(layer, role)
-    regions = ops.plan.region(layer, role)
-    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
+    component = layer.component(role)
+    regions = layer.regions[role]
     requests = len(index.slots)
     out = np.zeros((requests, columns, sum(region.heads * region.format.row for region in regions)), np.uint8)
     positions = np.full((requests, columns), -1, np.int32)
     own = [None] * len(regions)
     if rows is not None:
-        own = [ops.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
+        own = [place.encode_rows(region, values) for region, values in zip(regions, rows, strict=True)]
     for request in range(requests):
         for column, number in enumerate(component.live(int(index.lengths[request]))[:columns]):
             parts = [
@@ -66,13 +56,13 @@ def gather_rows(ops, pools, layer, role, index, rows=None, *, columns=None):
     return RawRows(out, positions)
 
 
-def store_rows(ops, pools, layer, role, index, raw):
+def store_rows(layer: LayerPlan, pools: Pools, index: StepIndex, raw: RawRows, *, role: str) -> Pools:
     """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
-    step = ops.component(layer, role).tokens_per_row
+    step = layer.component(role).tokens_per_row
     for request in range(len(raw.positions)):
         for row, position in zip(raw.rows[request], raw.positions[request], strict=True):
             first = 0
-            for region in ops.plan.region(layer, role):
+            for region in layer.regions[role]:
                 last = first + region.heads * region.format.row
                 number = int(position) // step if position >= 0 else -1
                 stored = row[first:last].reshape(region.heads, region.format.row)
@@ -81,28 +71,25 @@ def store_rows(ops, pools, layer, role, index, raw):
     return pools
 
 
-def read_ring(ops, pools, layer, role, index):
+def read_ring(layer: LayerPlan, pools: Pools, index: StepIndex, *, role: str) -> list[list[np.ndarray]]:
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
     return [
-        [place.load(pools, region, *place.locate(region, index, int(q), int(p))) for q, p in tokens(index)]
-        for region in ops.plan.region(layer, role)
+        [place.load(pools, region, *place.locate(region, index, int(q), int(p))) for q, p in _tokens(index)]
+        for region in layer.regions[role]
     ]
 
 
-def restore_ring(ops, pools, layer, role, index, saved):
+def restore_ring(
+    layer: LayerPlan, pools: Pools, index: StepIndex, saved: list[list[np.ndarray]], *, role: str
+) -> Pools:
     """Put back what ``read_ring`` saved."""
-    for region, rows in zip(ops.plan.region(layer, role), saved, strict=True):
-        for (request, position), row in zip(tokens(index), rows, strict=True):
+    for region, rows in zip(layer.regions[role], saved, strict=True):
+        for (request, position), row in zip(_tokens(index), rows, strict=True):
             place.store(pools, region, *place.locate(region, index, int(request), int(position)), row)
     return pools
 
 
-def tokens(index):
-    """(request, position) of every token, padding included."""
-    return zip(index.request_index, index.positions, strict=True)
-
-
-def digest_rows(ops, raw, salt):
+def digest_rows(raw: RawRows, salt: int) -> np.ndarray:
     """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
     requests, columns, size = raw.rows.shape
     padded = np.zeros((requests, columns, -(-size // 4) * 4), np.uint8)
@@ -119,8 +106,13 @@ def digest_rows(ops, raw, salt):
     return np.stack(lanes, axis=1).astype(np.int64)
 
 
-def mix(value):
+def mix(value: np.ndarray) -> np.ndarray:
     """murmur3's 32-bit finaliser; products of uint32 arrays are taken modulo 2^32."""
     for shift, factor in zip(digest.MIX_SHIFTS, (*digest.MIX_FACTORS, 1), strict=True):
         value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
     return value
+
+
+def _tokens(index: StepIndex):
+    """(request, position) of every token, padding included."""
+    return zip(index.request_index, index.positions, strict=True)

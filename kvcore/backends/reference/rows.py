@@ -5,10 +5,13 @@ An address is a pure function of the slot, the position and the block table. Not
 
 import numpy as np
 
+from kvcore.backends.reference import encoding
+from kvcore.ops import StepIndex
 from kvcore.plan import Region
+from kvcore.pools import Pools
 
 
-def locate(region: Region, index, request: int, number: int) -> tuple[int, int]:
+def locate(region: Region, index: StepIndex, request: int, number: int) -> tuple[int, int]:
     """(unit, row in the unit) of row ``number`` of a request, or (-1, -1) if it has none.
 
     ``number`` is a position, or an entry's number in a paged component of compressed entries.
@@ -23,7 +26,7 @@ def locate(region: Region, index, request: int, number: int) -> tuple[int, int]:
     return int(index.block_table[request, column]), number % region.rows
 
 
-def load(pools, region: Region, unit: int, row: int):
+def load(pools: Pools, region: Region, unit: int, row: int) -> np.ndarray:
     """Canonical rows [heads, row_bytes] of one position or entry; zeros where the unit is -1."""
     rows = np.zeros((region.heads, region.format.row), np.uint8)
     if unit < 0:
@@ -39,10 +42,10 @@ def load(pools, region: Region, unit: int, row: int):
     return rows
 
 
-def store(pools, region: Region, unit: int, row: int, rows) -> None:
+def store(pools: Pools, region: Region, unit: int, row: int, rows: np.ndarray) -> Pools:
     """Write canonical rows [heads, row_bytes] at one position or entry, in every copy; nothing where the unit is -1."""
     if unit < 0:
-        return
+        return pools
     row_step, head_step = region.steps
     for place in region.unit.places:
         first, last = region.format.byte_range(place.field)
@@ -52,25 +55,28 @@ def store(pools, region: Region, unit: int, row: int, rows) -> None:
             for copy in range(row, region.places, region.rows):
                 start = place.base + (copy * row_step + head * head_step) * place.stride
                 buffer[start : start + place.nbytes] = split_bytes(stored) if place.split else stored
+    return pools
 
 
-def split_bytes(stored):
+def split_bytes(stored: np.ndarray) -> np.ndarray:
     """Little-endian 16-bit elements -> all high bytes, then all low bytes."""
     return np.concatenate([stored[1::2], stored[0::2]])
 
 
-def join_bytes(stored):
+def join_bytes(stored: np.ndarray) -> np.ndarray:
     """The inverse of ``split_bytes``."""
     half = len(stored) // 2
     return np.stack([stored[half:], stored[:half]], axis=1).reshape(-1)
 
 
-def first_token(index, request: int) -> int:
+def first_token(index: StepIndex, request: int) -> int:
     """Row of a request's first new token among the step's tokens: tokens come request by request."""
     return int((index.lengths[:request] - index.starts[:request]).sum())
 
 
-def read(pools, region: Region, index, request: int, number: int, own=None):
+def read(
+    pools: Pools, region: Region, index: StepIndex, request: int, number: int, own: np.ndarray | None = None
+) -> np.ndarray:
     """Canonical rows [heads, row_bytes] of position ``number``: from the step's ``own`` rows if it is new, else stored.
 
     Args:
@@ -82,7 +88,7 @@ def read(pools, region: Region, index, request: int, number: int, own=None):
     return load(pools, region, *locate(region, index, request, number))
 
 
-def append(pools, region: Region, index, rows) -> None:
+def append(pools: Pools, region: Region, index: StepIndex, rows: np.ndarray) -> Pools:
     """Store canonical rows [T, heads, row_bytes] of the step's tokens at their positions.
 
     More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
@@ -96,3 +102,16 @@ def append(pools, region: Region, index, rows) -> None:
         if overwritten or taken_over:
             continue
         store(pools, region, *locate(region, index, int(request), int(position)), rows[token])
+    return pools
+
+
+def encode_rows(region: Region, values: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
+    """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
+    flat = values.reshape(len(values) * region.heads, region.format.dim)
+    return encoding.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
+
+
+def decode_rows(region: Region, rows: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
+    """Canonical rows [..., row_bytes] of a region -> values [..., dim]."""
+    flat = encoding.decode(region.format, rows.reshape(-1, region.format.row), global_scale=global_scale)
+    return flat.reshape(*rows.shape[:-1], region.format.dim)

@@ -2,41 +2,52 @@
 
 import numpy as np
 
+from kvcore.backends.reference import entries as paged
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.encoding import to_bf16
-from kvcore.ops import bounds
+from kvcore.ops import StepIndex
+from kvcore.ops.records import Compression, Streams
+from kvcore.plan import LayerPlan
+from kvcore.pools import Pools
 from kvcore.spec import Rope
 
 
-def append_tail(ops, pools, layer, index, kv, score):
+def join(kv: np.ndarray, score: np.ndarray) -> np.ndarray:
+    """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
+    return np.concatenate([kv, score], axis=1)
+
+
+def append_tail(
+    layer: LayerPlan, pools: Pools, index: StepIndex, kv: np.ndarray, score: np.ndarray, *, role: str
+) -> Pools:
     """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
-    return _append(ops, pools, layer, index, kv, score, "tail")
+    (region,) = layer.regions[role]
+    return place.append(pools, region, index, place.encode_rows(region, join(kv, score)))
 
 
-def append_index_tail(ops, pools, layer, index, kv, score):
-    """The same for the indexer's compressor."""
-    return _append(ops, pools, layer, index, kv, score, "index_tail")
-
-
-def _append(ops, pools, layer, index, kv, score, role):
-    (region,) = ops.plan.region(layer, role)
-    place.append(pools, region, index, ops.encode_rows(region, np.concatenate([kv, score], axis=1)))
-    return pools
-
-
-def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
+def compress(
+    layer: LayerPlan,
+    pools: Pools,
+    index: StepIndex,
+    kv: np.ndarray,
+    score: np.ndarray,
+    *,
+    closed: int,
+    role: str = "entries",
+    norm_weight: np.ndarray | None = None,
+    eps: float = 1e-6,
+) -> np.ndarray:
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
     """
-    component = ops.component(layer, ops.tail_of(role))
+    component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
-    (region,) = ops.plan.region(layer, ops.tail_of(role))
-    own = ops.encode_rows(region, np.concatenate([kv, score], axis=1))
-    exact = ops.component(layer, role).parts[0].format.is_fp32
-    closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
+    (region,) = layer.regions[layer.tail_of(role)]
+    own = place.encode_rows(region, join(kv, score))
+    exact = layer.component(role).parts[0].format.is_fp32
     latents = np.zeros((closed, d), np.float32)
-    for row, (request, entry) in enumerate(zip(*ops.closed(layer, index, closed, role), strict=True)):
+    for row, (request, entry) in enumerate(zip(*paged.closed(layer, index, count=closed, role=role), strict=True)):
         if request < 0:
             continue
         keys, scores = [], []
@@ -56,45 +67,29 @@ def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries"
 
 
 def flush(
-    ops,
-    pools,
-    layer,
-    index,
-    kv,
-    score,
-    index_kv=None,
-    index_score=None,
-    *,
-    closed=None,
-    norm_weight=None,
-    eps=1e-6,
-    rope=None,
-    index_norm_weight=None,
-):
+    layer: LayerPlan, pools: Pools, index: StepIndex, streams: Streams, compression: Compression, *, closed: int
+) -> Pools:
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
-    streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
-    for role, stream_kv, stream_score, weight in streams:
-        if stream_kv is None:
-            continue
-        latents = ops.compress(
-            pools, layer, index, stream_kv, stream_score, closed=closed, role=role, norm_weight=weight, eps=eps
+    for role, kv, score, weight in compression.each(streams):
+        latents = compress(
+            layer, pools, index, kv, score, closed=closed, role=role, norm_weight=weight, eps=compression.eps
         )
-        component = ops.component(layer, role)
-        if rope is not None:
-            _, entries = ops.closed(layer, index, len(latents), role)
-            latents = rotate(latents, entries * component.ratio, rope)
+        component = layer.component(role)
+        if compression.rope is not None:
+            _, entries = paged.closed(layer, index, count=closed, role=role)
+            latents = rotate(latents, entries * component.ratio, compression.rope)
             latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
-        ops.store_role(pools, layer, role, index, latents)
+        paged.store_role(layer, pools, index, latents, role=role)
     return pools
 
 
-def window_of(entry, ratio, *, overlap):
+def window_of(entry: int, ratio: int, *, overlap: bool) -> range:
     """Positions that entry ``entry`` is pooled from; the first entry has no window before its own."""
     first = entry - 1 if overlap and entry > 0 else entry
     return range(int(first) * ratio, (int(entry) + 1) * ratio)
 
 
-def pool(keys, scores):
+def pool(keys: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Softmax-weighted sum over rows, [rows, d] each, separately for every channel; no row with weight gives 0."""
     largest = scores.max(axis=0)
     largest = np.where(np.isneginf(largest), 0, largest)
@@ -106,13 +101,13 @@ def pool(keys, scores):
     return products / np.where(total == 0, 1, total)
 
 
-def rms_norm(values, weight, eps):
+def rms_norm(values: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
     mean = np.mean(values * values, axis=-1, keepdims=True, dtype=np.float32)
     return values * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * np.asarray(weight, np.float32)
 
 
-def rotate(values, positions, rope):
+def rotate(values: np.ndarray, positions: np.ndarray, rope: Rope | np.ndarray) -> np.ndarray:
     """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
     frequencies = np.asarray(rope.inverse_frequencies if isinstance(rope, Rope) else rope, np.float32)
     angles = positions.astype(np.float32)[:, None] * frequencies

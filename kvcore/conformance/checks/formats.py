@@ -69,7 +69,7 @@ def decode_rows(count: int) -> Callable[[FormatBench], list[Output]]:
     """Decode rows that were encoded from ordinary values."""
 
     def drive(bench: FormatBench) -> list[Output]:
-        stored = encoding.encode(None, bench.format, _values(bench, count), bench.scale)
+        stored = encoding.encode(bench.format, _values(bench, count), bench.scale)
         return [_decoded(bench, stored)]
 
     return drive
@@ -98,7 +98,7 @@ def unpack_page(count: int) -> Callable[[FormatBench], list[Output]]:
     """Take rows out of a page whose padding is not zero."""
 
     def drive(bench: FormatBench) -> list[Output]:
-        page = encoding.pack_page(None, bench.format, canonical_noise(bench.rng("bytes"), count, bench.format))
+        page = encoding.pack_page(bench.format, canonical_noise(bench.rng("bytes"), count, bench.format))
         stored = to_numpy(bench.ops.unpack_page(bench.format, bench.ops.asarray(page), count))
         return [rows("rows", stored, bench.format, "row", "byte")]
 

@@ -137,7 +137,7 @@ def _lanes(pages: Bytes, strips: Sequence[Strip]) -> Bytes:
         positions[: len(strip.numbers)] = _cells(strip)[1] * strip.tokens_per_row
         rows = pages[:, strip.start : strip.stop].reshape(len(pages), strip.rows, strip.row_bytes)
         raw = RawRows(rows, positions.reshape(len(pages), strip.rows))
-        lanes += lifecycle.digest_rows(None, raw, region_salt(strip.layer, strip.role))
+        lanes += lifecycle.digest_rows(raw, region_salt(strip.layer, strip.role))
     return lanes & MASK
 
 

@@ -1,0 +1,47 @@
+"""Arguments that travel together below the contract's signatures."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvcore.ops.protocol import Array
+from kvcore.spec import Rope
+
+
+class Streams(NamedTuple):
+    """Raw compressor rows of a step's tokens, [T, width] each: the entries' and, where there are any, the index keys'.
+
+    Attributes:
+        kv: of the entries.
+        score: likewise.
+        index_kv: of the index keys, or None.
+        index_score: likewise.
+    """
+
+    kv: Array
+    score: Array
+    index_kv: Array | None = None
+    index_score: Array | None = None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What a flush does to entries between pooling and storing.
+
+    Attributes:
+        norm_weight: [d] of the entries' norm; None: none.
+        eps: of the norms.
+        rope: turns entries, and index keys, at their positions; None: nothing does.
+        index_norm_weight: [d] of the index keys' norm; None: none.
+    """
+
+    norm_weight: Array | None = None
+    eps: float = 1e-6
+    rope: Rope | Array | None = None
+    index_norm_weight: Array | None = None
+
+    def each(self, streams: Streams) -> Iterator[tuple[str, Any, Any, Any]]:
+        """(role, kv, score, norm weight) of every stream that is given: entries, then index keys."""
+        yield "entries", streams.kv, streams.score, self.norm_weight
+        if streams.index_kv is not None:
+            yield "index_keys", streams.index_kv, streams.index_score, self.index_norm_weight
