@@ -89,36 +89,32 @@ def verb(function: Any, name: str = "", **fixed: Any) -> Any:
     """
     leading, names = parameters_of(function)
     size = SIZES.get(function.__name__)
-    if leading == ("layer", "pools", "index") and function.__name__ in OF_A_ROLE:
 
-        def run(self: Any, pools: Any, layer: int, role: str, index: StepIndex, *given: Any, **options: Any) -> Any:
-            options["role"] = role
-            if size is not None:
-                size.fill(self.plan, layer, index, options)
-            return function(self.layers[layer], pools, index, *given, **options)
+    def of_a_role(self: Any, pools: Any, layer: int, role: str, index: StepIndex, *given: Any, **options: Any) -> Any:
+        options["role"] = role
+        if size is not None:
+            size.fill(self.plan, layer, index, options)
+        return function(self.layers[layer], pools, index, *given, **options)
 
-    elif leading == ("layer", "pools", "index"):
+    def of_pools(self: Any, pools: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
+        if size is not None:
+            size.fill(self.plan, layer, index, options)
+        return function(self.layers[layer], pools, index, *given, **fixed, **options)
 
-        def run(self: Any, pools: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
-            if size is not None:
-                size.fill(self.plan, layer, index, options)
-            return function(self.layers[layer], pools, index, *given, **fixed, **options)
+    def of_an_index(self: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
+        options.update(zip(names, given, strict=False))
+        if size is not None:
+            size.fill(self.plan, layer, index, options)
+        return function(self.layers[layer], index, **options)
 
-    elif leading == ("layer", "index"):
+    def of_arrays(self: Any, *given: Any, **options: Any) -> Any:
+        del self
+        return function(*given, **fixed, **options)
 
-        def run(self: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
-            options.update(zip(names, given, strict=False))
-            if size is not None:
-                size.fill(self.plan, layer, index, options)
-            return function(self.layers[layer], index, **options)
-
-    else:
-
-        def run(self: Any, *given: Any, **options: Any) -> Any:
-            del self
-            return function(*given, **fixed, **options)
-
-    return as_verb(run, function, name)
+    if function.__name__ in OF_A_ROLE:
+        return as_verb(of_a_role, function, name)
+    kinds: dict[tuple[str, ...], Any] = {("layer", "pools", "index"): of_pools, ("layer", "index"): of_an_index}
+    return as_verb(kinds.get(leading, of_arrays), function, name)
 
 
 def as_verb(run: Any, function: Any, name: str = "") -> Any:
@@ -188,9 +184,10 @@ def poison_in_place(function: Any) -> Any:
     """``poison`` from a function of one pool and its units."""
 
     def poison(self: Any, pools: Pools, slots: Array, blocks: Array) -> Pools:
-        for growth, units in (("slot", self.asarray(slots)), ("block", self.asarray(blocks))):
+        units: dict[Growth, Array] = {"slot": self.asarray(slots), "block": self.asarray(blocks)}
+        for growth in units:
             for name in pools_of(self.plan, growth):
-                function(pools[name], units)
+                function(pools[name], units[growth])
         return pools
 
     return as_verb(poison, function)

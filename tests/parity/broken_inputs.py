@@ -5,7 +5,7 @@ from unittest.mock import patch
 import numpy as np
 from parity.broken import Encoding, change_field
 
-from kvcore.backends.reference import ReferenceOps, tail
+from kvcore.backends.reference import ReferenceOps, kv, tail
 from kvcore.conformance.shapes import LONG
 from kvcore.spec import FORMATS
 
@@ -217,13 +217,19 @@ class BeyondHalf(ReferenceOps):
 class ValueHeadsLikeKeys(ReferenceOps):
     """Query heads that share a key head share a value head."""
 
-    def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
-        keys, values, positions = super().gather_kv(pools, layer, index, k, v, columns=columns)
-        heads = values.shape[2]
-        return keys, values[:, :, np.arange(heads) * keys.shape[2] // heads], positions
+    def attend_kv(self, *given, **options):
+        gather = kv.gather_kv
+
+        def gather_kv(*given, **options):
+            keys, values, positions = gather(*given, **options)
+            heads = values.shape[2]
+            return keys, values[:, :, np.arange(heads) * keys.shape[2] // heads], positions
+
+        with patch.object(kv, "gather_kv", gather_kv):
+            return super().attend_kv(*given, **options)
 
 
-class NaNIsLargest(ReferenceOps):
+class NaNIsLargest(Encoding):
     """Where a code without NaN stands alone, NaN is its largest value."""
 
     def encode(self, format, values, global_scale=1.0):

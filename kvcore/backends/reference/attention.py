@@ -25,7 +25,7 @@ def attend(
 ) -> Attention:
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     tokens, heads, dim = q.shape
-    scale = np.float32(dim**-0.5 if scale is None else scale)
+    factor = np.float32(dim**-0.5 if scale is None else scale)
     out = np.zeros((tokens, heads, dim), np.float32)
     lse = np.full((tokens, heads), -np.inf, np.float32)
     window = layer.component("window")
@@ -44,7 +44,7 @@ def attend(
             picks = range(visible) if selected is None else [i for i in selected[token] if 0 <= i < visible]
             keys += [_read(layer, pools, index, request, i, role="entries") for i in picks]
         keys = np.concatenate(keys)
-        out[token], lse[token] = softmax_sum(q[token].astype(np.float32), keys, keys, sink, scale)
+        out[token], lse[token] = softmax_sum(q[token].astype(np.float32), keys, keys, sink, factor)
         if rope is not None:
             rounded = out[token].astype(q.dtype).astype(np.float32)
             out[token] = rotate(rounded, np.full(heads, -position), rope)
@@ -59,7 +59,7 @@ def _read(layer, pools, index, request, number, own=None, *, role):
 
 
 def softmax_sum(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, sink: np.ndarray | None, scale: float
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, sink: np.ndarray | None, scale: np.float32
 ) -> tuple[np.ndarray, np.ndarray]:
     """One query's attention: q [H, d], keys [n, d], values [n, e] -> out [H, e], lse [H].
 

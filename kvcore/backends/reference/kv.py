@@ -34,7 +34,7 @@ def gather_kv(
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         own = None if values is None else place.encode_rows(region, values)
-        dense = np.zeros((requests, columns, region.heads, region.format.dim), DTYPES[region.format.value_code])
+        dense = np.zeros((requests, columns, region.heads, region.format.dim or 0), DTYPES[region.format.value_code])
         for request in range(requests):
             seen = _visible(component, index, request)[:columns]
             for column, position in enumerate(seen):
@@ -102,7 +102,7 @@ def attend_kv(
     tokens, heads, dim = q.shape
     keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
     seen = mask(layer, index, columns=columns)
-    scale = np.float32(dim**-0.5 if scale is None else scale)
+    factor = np.float32(dim**-0.5 if scale is None else scale)
     out = np.zeros((tokens, heads, values.shape[3]), np.float32)
     lse = np.full((tokens, heads), -np.inf, np.float32)
     for token, request in enumerate(index.request_index):
@@ -114,7 +114,7 @@ def attend_kv(
                 keys[request, rows, key_head].astype(np.float32),
                 values[request, rows, value_head].astype(np.float32),
                 None if sink is None else sink[head, None],
-                scale,
+                factor,
             )
     return Attention(out.astype(q.dtype), lse)
 

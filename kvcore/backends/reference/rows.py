@@ -107,11 +107,11 @@ def append(pools: Pools, region: Region, index: StepIndex, rows: np.ndarray) -> 
 
 def encode_rows(region: Region, values: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
-    flat = values.reshape(len(values) * region.heads, region.format.dim)
+    flat = values.reshape(len(values) * region.heads, region.format.dim or 0)
     return encoding.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
 
 
 def decode_rows(region: Region, rows: np.ndarray, global_scale: float = 1.0) -> np.ndarray:
     """Canonical rows [..., row_bytes] of a region -> values [..., dim]."""
     flat = encoding.decode(region.format, rows.reshape(-1, region.format.row), global_scale=global_scale)
-    return flat.reshape(*rows.shape[:-1], region.format.dim)
+    return flat.reshape(*rows.shape[:-1], region.format.dim or 0)
