@@ -1,8 +1,8 @@
 """The verbs that a backend implements, as one typed Protocol.
 
 Writers take pools and return pools (torch and NumPy work in place and return the same object, JAX returns new arrays);
-readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked
-at the door (``handle`` and ``cache``), so verbs trust them.
+readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked at the door
+(``cache.layer``, or ``ops.functional`` for ``cache.ops``), so verbs trust them.
 
 Sizes that a caller leaves out (``closed``, ``columns``) are bounded by ``kvcore.ops.bounds``: rows beyond what there is
 are invalid ones.
