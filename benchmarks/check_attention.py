@@ -7,7 +7,7 @@ import torch
 from reading_scene import attention, off, scene, turned_back
 
 from kvcore.backends.torch_triton import flash
-from kvcore.backends.torch_triton.kernels import launch
+from kvcore.backends.torch_triton.launches import launch
 from kvcore.spec import Entries, LayerSpec, Rope, Window, Yarn
 
 Problem = tuple[str, str]

@@ -6,7 +6,7 @@ import torch
 from reading_scene import off, scene, scores
 
 from kvcore.backends.torch_triton import indexer
-from kvcore.backends.torch_triton.kernels import indexer as launches
+from kvcore.backends.torch_triton.launches import indexer as launches
 from kvcore.spec import Entries, IndexKeys, LayerSpec
 
 Problem = tuple[str, str]

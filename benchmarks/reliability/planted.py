@@ -80,6 +80,7 @@ def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged
 WRITTEN = "(ragged or padded or one_over or taken_over)"
 FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
 TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
+TRITON = "kvcore/kernels/triton"
 CORE_TESTS = {
     "requests/manager": (
         "test_allocator",
@@ -144,11 +145,9 @@ PALLAS_CHECKS = {
 }
 WAYS: dict[str, tuple[Run, ...]] = {
     **{
-        f"{TORCH}/kernels/{name}.py": (
-            kit("torch_triton", checks, **INTERPRETED),
-            suite("tests/triton_kernels/test_interpreter.py"),
-        )
+        file: (kit("torch_triton", checks, **INTERPRETED), suite("tests/triton_kernels/test_interpreter.py"))
         for name, checks in TRITON_CHECKS.items()
+        for file in (f"{TRITON}/{name}.py", f"{TORCH}/launches/{name}.py")
     },
     f"{TORCH}/*": (
         kit("torch_triton"),

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.indexer import RUN
+from kvcore.backends.torch_triton.launches import launch
+from kvcore.backends.torch_triton.launches.indexer import RUN
 from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
 from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Rope, Window
 from kvcore.step import StepRequest

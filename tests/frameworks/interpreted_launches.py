@@ -19,9 +19,9 @@ import torch
 from kvcore.backends.jax_pallas.cuda import arguments as shared
 from kvcore.backends.jax_pallas.cuda import attend, choice, indexer
 from kvcore.backends.jax_pallas.cuda.call import As
-from kvcore.backends.torch_triton.kernels.cut import INTERPRETER
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
+from kvcore.kernels.triton.device import INTERPRETER
 from kvcore.parity.run import Subject, check_backends
 from kvcore.plugins import registry
 

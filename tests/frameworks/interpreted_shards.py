@@ -16,7 +16,7 @@ import interpreted_launches
 
 from benchmarks import two_gpus_kernels
 from kvcore.backends.jax_pallas.cuda import arguments, attend, indexer
-from kvcore.backends.torch_triton.kernels.cut import INTERPRETER
+from kvcore.kernels.triton.device import INTERPRETER
 
 
 def main(axes: list[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.jax_pallas.cuda import arguments, attend, call, indexer
 from kvcore.backends.jax_pallas.runs import pool_shape
-from kvcore.backends.torch_triton.kernels.cut import Chip
+from kvcore.kernels.triton.device import Chip
 from kvcore.plan import plan_cache
 from kvcore.pools import allocate
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window

@@ -15,9 +15,9 @@ from check_flush import flush_problems
 from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
 from kvcore import parity
-from kvcore.backends.torch_triton.kernels import shape
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.conformance.specs import conformance_spec
+from kvcore.kernels.triton import shape
 from kvcore.parity.show import failure_text
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry

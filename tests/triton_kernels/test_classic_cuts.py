@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-import torch
 
-from kvcore.backends.torch_triton.kernels import kv_cuts
-from kvcore.backends.torch_triton.kernels.kv_cuts import Work, work_for
+from kvcore.kernels.triton import kv_cuts
+from kvcore.kernels.triton.device import LARGE, Chip
+from kvcore.kernels.triton.kv_cuts import Work, work_for
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,6 @@ def test_a_step_is_cut(step, expected):
     [(8, 32768, 30, 64), (8, 64, 1, 1), (512, 32768, 1, 4), (264, 32768, 1, 1), (300, 32768, 4, 16), (1, 100, 2, 2)],
     ids=["one request", "one tile", "many requests", "a full GPU", "a GPU and a little", "few keys"],
 )
-def test_keys_are_shared_out_so_that_the_work_ends_soonest(monkeypatch, programs, keys, least, most):
-    monkeypatch.setattr(kv_cuts, "multiprocessors", lambda _: 132)
-    splits = kv_cuts.splits_for.__wrapped__(torch.device("cpu"), programs, keys, kv_cuts.Cut(64, 4, 3, 2))
+def test_keys_are_shared_out_so_that_the_work_ends_soonest(programs, keys, least, most):
+    splits = kv_cuts.splits_for(Chip(90, 132, LARGE), programs, keys, kv_cuts.Cut(64, 4, 3, 2))
     assert least <= splits <= most

@@ -7,8 +7,9 @@ pytest.importorskip("torch")
 
 from ahead_of_time import compiled, resources
 
-from kvcore.backends.torch_triton.kernels import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
-from kvcore.backends.torch_triton.kernels.cut import (
+from kvcore.backends.torch_triton.launches.indexer import ROUND
+from kvcore.kernels.triton import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
+from kvcore.kernels.triton.cut import (
     FEW,
     FULL,
     TENSOR,
@@ -17,10 +18,9 @@ from kvcore.backends.torch_triton.kernels.cut import (
     parts_of_each,
     plain_record,
 )
-from kvcore.backends.torch_triton.kernels.indexer import ROUND
-from kvcore.backends.torch_triton.kernels.lists import room_for, tile_for
-from kvcore.backends.torch_triton.kernels.record import power_of_two, row_record
-from kvcore.backends.torch_triton.kernels.score_cut import CUTS, nibbles, score_parts
+from kvcore.kernels.triton.lists import room_for, tile_for
+from kvcore.kernels.triton.record import power_of_two, row_record
+from kvcore.kernels.triton.score_cut import CUTS, nibbles, score_parts
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 

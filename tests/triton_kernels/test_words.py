@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kvcore.backends.torch_triton.kernels import words
+from kvcore.kernels.triton import words
 from kvcore.spec.codes import E2M1_LEVELS, NF4_LEVELS
 
 NF4 = np.array(NF4_LEVELS, np.float32)

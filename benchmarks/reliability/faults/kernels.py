@@ -1,4 +1,4 @@
-"""Faults of the Triton kernels, interpreted, and of the Pallas TPU kernels, in their interpreter."""
+"""Faults of the Triton kernels and their launches, interpreted, and of the Pallas TPU kernels, in their interpreter."""
 
 TRITON = {
     "address.py": [
@@ -254,6 +254,11 @@ TRITON = {
     ],
     "units.py": [
         ("    mask = at < tl.where(unit >= 0, size, 0)\n", "    mask = at < size\n", "unit -1 is filled"),
+    ],
+}
+
+LAUNCHES = {
+    "units.py": [
         (
             "((sources, targets, False), (targets, sources, True))",
             "((targets, sources, False), (sources, targets, True))",

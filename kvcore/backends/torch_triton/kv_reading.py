@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.backends.torch_triton.kernels import kv_cuts, launch
+from kvcore.backends.torch_triton.launches import launch
+from kvcore.backends.torch_triton.launches.attention import chip_of
+from kvcore.kernels.triton import kv_cuts
 from kvcore.ops import Attention, bounds
 from kvcore.ops.choices import Declined
 
@@ -62,11 +64,11 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     component = ops.component(layer, "kv")
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     seen = min(columns, component.window or component.chunk or columns)
-    device, (tokens, heads, dim) = torch.device(ops.device), q.shape
+    chip, (tokens, heads, dim) = chip_of(torch.device(ops.device)), q.shape
     key_record, value_record = (launch.BOUND[number].record for number, _, _ in found.bound)
     work = kv_cuts.work_for(tokens, len(index.slots), heads, key_record.heads, value_record.heads)
-    cut = kv_cuts.cut_for(device, found.sides)
-    splits = kv_cuts.splits_for(device, work.programs, seen + work.each - 1, cut)
+    cut = kv_cuts.cut_for(chip, found.sides)
+    splits = kv_cuts.splits_for(chip, work.programs, seen + work.each - 1, cut)
     room = splits * tokens * heads * (value_record.dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),
@@ -97,7 +99,8 @@ def covered(ops, layer, case: Case) -> Covered | Declined:
     keys, values = (launch.BOUND[number] for number, _, _ in bound)
     records = None
     if case.own:
-        records = kv_cuts.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
+        formats = [region.format for region in ops.plan.region(layer, "kv")]
+        records = kv_cuts.own_records(keys.record, values.record, formats)
         if isinstance(records, Declined):
             return records
     native = launch.is_native(torch.device(ops.device))

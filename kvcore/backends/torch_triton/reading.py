@@ -8,9 +8,11 @@ import torch
 
 from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.attention import chip_of
-from kvcore.backends.torch_triton.kernels.cut import (
+from kvcore.backends.torch_triton.launches import launch
+from kvcore.backends.torch_triton.launches.attention import chip_of
+from kvcore.backends.torch_triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.kernels.triton.cut import (
     attend_cut,
     attended,
     own_record,
@@ -18,11 +20,9 @@ from kvcore.backends.torch_triton.kernels.cut import (
     splits_for,
     takes_whole,
 )
-from kvcore.backends.torch_triton.kernels.indexer import MOST_BEST, RUN, best_workspace, runs_of
-from kvcore.backends.torch_triton.kernels.lists import MOST_PICKS, select_workspace
-from kvcore.backends.torch_triton.kernels.record import power_of_two
-from kvcore.backends.torch_triton.kernels.score_cut import scored
-from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.kernels.triton.lists import MOST_PICKS, select_workspace
+from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.score_cut import scored
 from kvcore.ops import Attention, bounds
 from kvcore.ops.choices import Declined
 

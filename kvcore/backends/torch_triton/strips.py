@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.backends.torch_triton.kernels import checksum
-from kvcore.backends.torch_triton.kernels.strips import ENTRY, WORDS
+from kvcore.backends.torch_triton.launches.strips import ENTRY, WORDS
 from kvcore.digest import region_salt
+from kvcore.kernels.triton import checksum
 from kvcore.plan import Region
 
 SIZES = 9

@@ -6,8 +6,8 @@ import torch
 
 from kvcore.backends.torch_triton import strips as tables
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.kernels.launch import calls
-from kvcore.backends.torch_triton.kernels.strips import move_strips
+from kvcore.backends.torch_triton.launches.launch import calls
+from kvcore.backends.torch_triton.launches.strips import move_strips
 from kvcore.pools import fresh_unit
 
 

@@ -9,14 +9,14 @@ import torch
 
 from kvcore.backends.torch_triton import reasons
 from kvcore.backends.torch_triton.device_index import DeviceIndex
-from kvcore.backends.torch_triton.kernels import launch
-from kvcore.backends.torch_triton.kernels.bound import TAILS
-from kvcore.backends.torch_triton.kernels.record import power_of_two, recorded
-from kvcore.backends.torch_triton.kernels.shape import tails_apart
-from kvcore.backends.torch_triton.kernels.tail import tail_recorded
+from kvcore.backends.torch_triton.launches import launch
+from kvcore.backends.torch_triton.launches.bound import TAILS
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
+from kvcore.kernels.triton.record import power_of_two, recorded
+from kvcore.kernels.triton.shape import tails_apart
+from kvcore.kernels.triton.tail import tail_recorded
 from kvcore.ops import AllEntries, SelectedEntries, WindowRows, bounds
 from kvcore.ops.choices import Declined
 from kvcore.ops.composed import ComposedVerbs

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas.cuda.call import As, launch
 from kvcore.backends.jax_pallas.cuda.choice import capability
-from kvcore.backends.torch_triton.kernels.record import RegionBuffers, RowRecord, row_record
-from kvcore.backends.torch_triton.kernels.shape import native
-from kvcore.backends.torch_triton.kernels.tail import TailBuffers, TailRecord, tail_record
+from kvcore.kernels.triton.device import native
+from kvcore.kernels.triton.record import RegionBuffers, RowRecord, row_record
+from kvcore.kernels.triton.tail import TailBuffers, TailRecord, tail_record
 from kvcore.plan import Region
 
 

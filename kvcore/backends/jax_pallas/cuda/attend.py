@@ -8,8 +8,8 @@ import numpy as np
 
 from kvcore.backends.jax_pallas.cuda.arguments import covers, fields, floats, is_native, launched, record_of
 from kvcore.backends.jax_pallas.cuda.choice import chip
-from kvcore.backends.torch_triton.kernels.attend import attend_kernel
-from kvcore.backends.torch_triton.kernels.cut import (
+from kvcore.kernels.triton.attend import attend_kernel
+from kvcore.kernels.triton.cut import (
     LOG2_E,
     attend_constants,
     attend_cut,
@@ -18,7 +18,7 @@ from kvcore.backends.torch_triton.kernels.cut import (
     parts_of,
     splits_for,
 )
-from kvcore.backends.torch_triton.kernels.merge import merge_kernel
+from kvcore.kernels.triton.merge import merge_kernel
 
 ROLES = ("window", "entries")
 

@@ -52,7 +52,7 @@ SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 22
 
 def chip() -> Any:
     """The first device of this process, as kernels are cut for it: a ``Chip``."""
-    from kvcore.backends.torch_triton.kernels.cut import Chip
+    from kvcore.kernels.triton.device import Chip
 
     known = max(known for known in SHARED if known <= max(capability(), min(SHARED)))
     return Chip(capability(), jax.local_devices(backend="cuda")[0].core_count, SHARED[known] << 10)

@@ -15,9 +15,9 @@ from kvcore.backends.jax_pallas.cuda.arguments import (
     updated,
 )
 from kvcore.backends.jax_pallas.cuda.call import As
-from kvcore.backends.torch_triton.kernels.flush import flush_kernel
-from kvcore.backends.torch_triton.kernels.record import power_of_two
-from kvcore.backends.torch_triton.kernels.shape import Stream, flush_cut
+from kvcore.kernels.triton.flush import flush_kernel
+from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.shape import Stream, flush_cut
 
 
 def flushes(layer, roles) -> bool:

@@ -6,14 +6,14 @@ import numpy as np
 
 from kvcore.backends.jax_pallas.cuda.arguments import fields, floats, is_native, launched, record_of
 from kvcore.backends.jax_pallas.encoding import DTYPES
-from kvcore.backends.torch_triton.kernels.gather import (
+from kvcore.kernels.triton.gather import (
     gather_all_kernel,
     gather_entries_kernel,
     gather_kv_kernel,
     gather_window_kernel,
     own_rows_kernel,
 )
-from kvcore.backends.torch_triton.kernels.shape import tile
+from kvcore.kernels.triton.shape import tile
 from kvcore.plan import Region
 
 

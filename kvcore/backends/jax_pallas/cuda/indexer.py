@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kvcore.backends.jax_pallas.cuda.arguments import covers, fields, floats, is_native, launched, record_of
 from kvcore.backends.jax_pallas.cuda.call import As
 from kvcore.backends.jax_pallas.cuda.choice import chip
-from kvcore.backends.torch_triton.kernels.lists import (
+from kvcore.kernels.triton.lists import (
     MOST_PICKS,
     OTHERS,
     RANKED,
@@ -17,10 +17,10 @@ from kvcore.backends.torch_triton.kernels.lists import (
     shares_for,
     tile_for,
 )
-from kvcore.backends.torch_triton.kernels.score_cut import score_cut, score_parts, score_tiles
-from kvcore.backends.torch_triton.kernels.scores import rotate_kernel, scores_kernel
-from kvcore.backends.torch_triton.kernels.shape import tile
-from kvcore.backends.torch_triton.kernels.topk import best_kernel, rank_kernel
+from kvcore.kernels.triton.score_cut import score_cut, score_parts, score_tiles
+from kvcore.kernels.triton.scores import rotate_kernel, scores_kernel
+from kvcore.kernels.triton.shape import tile
+from kvcore.kernels.triton.topk import best_kernel, rank_kernel
 from kvcore.plan import Region
 
 

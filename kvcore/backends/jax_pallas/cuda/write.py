@@ -3,10 +3,10 @@
 import numpy as np
 
 from kvcore.backends.jax_pallas.cuda.arguments import fields, floats, is_native, record_of, tail_of, tails, updated
-from kvcore.backends.torch_triton.kernels.append import append_kernel, append_rotated_kernel, store_entries_kernel
-from kvcore.backends.torch_triton.kernels.record import power_of_two
-from kvcore.backends.torch_triton.kernels.shape import tile
-from kvcore.backends.torch_triton.kernels.tail import append_tail_kernel
+from kvcore.kernels.triton.append import append_kernel, append_rotated_kernel, store_entries_kernel
+from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.shape import tile
+from kvcore.kernels.triton.tail import append_tail_kernel
 from kvcore.plan import Region
 
 

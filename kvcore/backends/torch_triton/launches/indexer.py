@@ -1,0 +1,188 @@
+"""Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcore.backends.torch_triton.launches import picks
+from kvcore.backends.torch_triton.launches.attention import multiprocessors
+from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, is_native, options, registered, tile
+from kvcore.kernels.triton import scores
+from kvcore.kernels.triton.lists import workspace
+from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.score_cut import ScoreCut, score_cut, score_tiles
+
+RUN, MOST_RUNS = 8192, 128
+"""Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
+RUNS_AT_ONCE = 2048
+"""Runs whose lists are kept at a time: 40 MiB for 512 picks, and programs for some waves."""
+ROUND = 1024
+"""Keys of a run whose scores are kept at a time."""
+REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
+"""Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
+NO_FLOOR = -(1 << 31)
+"""Below every score's order."""
+MOST_BEST = 2048
+"""Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
+
+
+def _scores_out(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    rotated: Tensor,
+    record: int,
+    ratio: int,
+    columns: int,
+) -> Tensor:
+    return q.new_empty((q.shape[0], columns), dtype=torch.float32)
+
+
+@registered(("rotated",), _scores_out)
+def score_rows(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    rotated: Tensor,
+    record: int,
+    ratio: int,
+    columns: int,
+) -> Tensor:
+    """Scores [tokens, columns] of q [tokens, heads, dim] and weights [tokens, heads], all contiguous.
+
+    Args:
+        buffers: the keys' pools.
+        rotated: bf16, room for q where the format's keys are rotated.
+    """
+    out = _scores_out(q, weights, positions, request_index, block_table, buffers, rotated, record, ratio, columns)
+    if not out.numel():
+        return out
+    tokens, heads = q.shape[:2]
+    cut, constants = _cut(record, heads, q.device)
+    tiles = score_tiles(multiprocessors(q.device), tokens, columns, cut.keys)
+    scores.scores_kernel[(tokens * triton.cdiv(columns, cut.keys * tiles),)](
+        out, rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table,
+        tokens, heads, columns, block_table.shape[1],
+        **constants, RATIO=ratio, TILES=tiles, num_warps=cut.warps,
+    )  # fmt: skip
+    return out
+
+
+def _three(number: int, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    bound = BOUND[number]
+    return buffers[bound.codes], buffers[bound.scales], buffers[bound.plain]
+
+
+def _cut(number: int, heads: int, device: torch.device) -> tuple[ScoreCut, dict[str, Any]]:
+    return score_cut(BOUND[number].record, heads, is_native(device))
+
+
+def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
+    """Queries as keys of the format are stored: rotated where those are, into ``rotated``."""
+    record = BOUND[number].record
+    if not record.hadamard:
+        return q
+    count = q.numel() // record.dim
+    rows, warps = tile(record, count)
+    scores.rotate_kernel[(triton.cdiv(count, rows),)](
+        rotated, q, count, record, rows, is_native(q.device), num_warps=warps, **options(q.device)
+    )
+    return rotated[: q.numel()].view(q.shape)
+
+
+class Runs(NamedTuple):
+    """Runs of a query, keys of each; queries whose runs are kept at a time; pairs that a run's list has room for."""
+
+    runs: int
+    keys: int
+    tokens: int
+    room: int
+
+
+def runs_of(tokens: int, columns: int, run: int, k: int, device: torch.device) -> Runs:
+    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
+    keys = min(run, triton.cdiv(tokens * columns, 8 * multiprocessors(device)))
+    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, max(keys, 16))))
+    room = max(2 * ROUND, 2 * power_of_two(k))
+    return Runs(runs, triton.cdiv(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
+
+
+def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
+    """Pairs, counts and scores that ``score_select_rows`` needs."""
+    return *workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
+
+
+def _score_select_out(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    rotated: Tensor,
+    pairs: Tensor,
+    counts: Tensor,
+    held: Tensor,
+    record: int,
+    ratio: int,
+    columns: int,
+    k: int,
+    run: int,
+) -> Tensor:
+    return q.new_empty((q.shape[0], k), dtype=torch.int32)
+
+
+@registered(("rotated", "pairs", "counts", "held"), _score_select_out)
+def score_select_rows(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    rotated: Tensor,
+    pairs: Tensor,
+    counts: Tensor,
+    held: Tensor,
+    record: int,
+    ratio: int,
+    columns: int,
+    k: int,
+    run: int,
+) -> Tensor:
+    """The best k <= MOST_BEST of the first ``columns`` entries of every query; scores are never all in memory.
+
+    Args:
+        pairs, counts, held: int64, int32 and fp32, as many as ``best_workspace`` says.
+        run: entries of a program.
+    """
+    out = _score_select_out(
+        q, weights, positions, request_index, block_table, buffers, rotated, pairs, counts, held, record, ratio,
+        columns, k, run,
+    )  # fmt: skip
+    if not out.numel():
+        return out
+    heads = q.shape[1]
+    runs = runs_of(len(q), columns, run, k, q.device)
+    cut, constants = _cut(record, heads, q.device)
+    q = rotate(q, rotated, record)
+    for start in range(0, len(q), runs.tokens):
+        some = slice(start, start + runs.tokens)
+        chosen = out[some]
+        floors = chosen.new_full((len(chosen),), NO_FLOOR)
+        scores.best_scores_kernel[(len(chosen) * runs.runs,)](
+            pairs, counts, held, floors, q[some], weights[some], *_three(record, buffers), positions[some],
+            request_index[some], block_table, len(chosen), heads, runs.runs, columns, block_table.shape[1], runs.keys,
+            k, min(k + k // 4, runs.room - ROUND), **constants, RATIO=ratio, ROUND=ROUND, ROOM=runs.room,
+            num_warps=cut.warps, **REGISTERS,
+        )  # fmt: skip
+        picks.rank_lists(chosen, picks.Lists(pairs, counts, runs.runs, runs.room, power_of_two(k)), k)
+    return out

@@ -1,0 +1,77 @@
+"""Launches of top-k: the best of every tile of a row, merged until one list is left, then ranked."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcore.backends.torch_triton.launches.attention import multiprocessors
+from kvcore.backends.torch_triton.launches.bound import registered
+from kvcore.kernels.triton import topk
+from kvcore.kernels.triton.lists import (
+    OTHERS,
+    RANKED,
+    aligned_to_four,
+    enough,
+    merges,
+    room_for,
+    rows_at_once,
+    shares_for,
+    tile_for,
+)
+
+
+class Lists(NamedTuple):
+    """Lists of pairs in the workspace: ``parts`` a row, ``room`` apart, no more than ``most`` pairs in each."""
+
+    pairs: Tensor
+    counts: Tensor
+    parts: int
+    room: int
+    most: int
+
+
+def _select_out(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor:
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+@registered(("pairs", "counts"), _select_out)
+def select_rows(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor:
+    """The best k <= MOST_PICKS of scores [tokens, columns], contiguous -> [tokens, k].
+
+    Args:
+        pairs, counts: int64 and int32, as many as ``select_workspace`` says.
+    """
+    out = _select_out(scores, pairs, counts, k)
+    columns = scores.shape[1]
+    if not columns:
+        return out.fill_(-1)
+    if not out.numel():
+        return out
+    tile, room = tile_for(k, columns), room_for(k)
+    parts = triton.cdiv(columns, tile.hands * tile.deep)
+    for start in range(0, len(out), rows_at_once(parts)):
+        rows, picks = scores[start : start + rows_at_once(parts)], out[start : start + rows_at_once(parts)]
+        topk.best_kernel[(len(rows) * parts,)](
+            pairs, counts, rows, counts, columns, columns, k, enough(k), parts,
+            tile.picks, tile.hands, tile.deep, room, 0, num_warps=tile.warps,
+        )  # fmt: skip
+        rank_lists(picks, Lists(pairs, counts, parts, room, room), k)
+    return out
+
+
+def rank_lists(picks: Tensor, lists: Lists, k: int) -> None:
+    """The best k of every row's lists -> picks [rows, k]; lists of fewer lists are written behind them."""
+    rows = len(picks)
+    pairs, counts, parts, room, most = lists
+    for one in merges(parts, room, most, k):
+        merged, numbers = pairs[rows * one.given * one.line :], counts[aligned_to_four(rows * one.given) :]
+        tile = one.tile
+        topk.best_kernel[(rows * one.parts,)](
+            merged, numbers, pairs, counts, one.given, one.line, k, enough(k), one.parts,
+            tile.picks, tile.hands, tile.deep, one.room, one.most, num_warps=tile.warps,
+        )  # fmt: skip
+        pairs, counts, room, most = merged, numbers, one.room, one.room
+    shares = shares_for(multiprocessors(picks.device), rows, most)
+    topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, RANKED, OTHERS, num_warps=4)

@@ -1,0 +1,165 @@
+"""Launches of the write path: append, store entries, append raw tail rows."""
+
+import triton
+from torch import Tensor
+
+from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, options, registered, tile
+from kvcore.kernels.triton import append, tail
+from kvcore.kernels.triton.record import power_of_two
+
+
+@registered(("buffers",))
+def append_rows(
+    values: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    bound: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    record: int,
+) -> None:
+    """Encode values [tokens, heads, dim] or [tokens, dim], contiguous, and store them at the tokens' positions."""
+    b = BOUND[record]
+    count = positions.shape[0] * b.record.heads
+    if count == 0:
+        return
+    rows, warps = tile(b.record, count)
+    append.append_kernel[(triton.cdiv(count, rows),)](
+        values,
+        buffers[b.codes],
+        buffers[b.scales],
+        buffers[b.plain],
+        positions,
+        request_index,
+        slots,
+        bound,
+        block_table,
+        count,
+        block_table.shape[1],
+        b.record,
+        rows,
+        is_native(values.device),
+        num_warps=warps,
+        **options(values.device),
+    )
+
+
+@registered(("buffers",))
+def append_rotated_rows(
+    values: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    bound: Tensor,
+    block_table: Tensor,
+    norm_weight: Tensor | None,
+    frequencies: Tensor,
+    buffers: list[Tensor],
+    record: int,
+    eps: float,
+) -> None:
+    """``append_rows`` of one head with a norm, if it has a weight, and a rotation in front."""
+    b = BOUND[record]
+    count = positions.shape[0]
+    if count == 0:
+        return
+    rows, warps = tile(b.record, count)
+    append.append_rotated_kernel[(triton.cdiv(count, rows),)](
+        values,
+        buffers[b.codes],
+        buffers[b.scales],
+        buffers[b.plain],
+        positions,
+        request_index,
+        slots,
+        bound,
+        block_table,
+        values if norm_weight is None else norm_weight.contiguous(),
+        frequencies,
+        count,
+        block_table.shape[1],
+        eps,
+        norm_weight is not None,
+        frequencies.shape[0],
+        b.record,
+        rows,
+        is_native(values.device),
+        num_warps=warps,
+        **options(values.device),
+    )
+
+
+@registered(("buffers",))
+def store_rows(
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    stored: Tensor,
+    block_table: Tensor,
+    buffers: list[Tensor],
+    record: int,
+    ratio: int,
+) -> None:
+    """Encode values [count, dim], contiguous, and store them as the entries that the step completes."""
+    bound = BOUND[record]
+    count = values.shape[0]
+    if count == 0:
+        return
+    rows, warps = tile(bound.record, count)
+    append.store_entries_kernel[(triton.cdiv(count, rows),)](
+        values,
+        buffers[bound.codes],
+        buffers[bound.scales],
+        buffers[bound.plain],
+        starts,
+        lengths,
+        stored,
+        block_table,
+        count,
+        starts.shape[0],
+        block_table.shape[1],
+        bound.record,
+        ratio,
+        64 if starts.shape[0] <= 64 else 256,
+        count < 2 * starts.shape[0],
+        rows,
+        is_native(values.device),
+        num_warps=warps,
+        **options(values.device),
+    )
+
+
+@registered(("buffers",))
+def append_tail_rows(
+    kv: Tensor,
+    score: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    buffers: list[Tensor],
+    record: int,
+) -> None:
+    """Store kv and score [tokens, width], contiguous, in the tail's ring."""
+    count = positions.shape[0]
+    if count == 0:
+        return
+    bound = TAILS[record]
+    columns = power_of_two(bound.record.width)
+    rows = 1 if count <= 2048 else max(1, 2048 // columns)
+    tail.append_tail_kernel[(triton.cdiv(count, rows),)](
+        kv,
+        score,
+        *bound.given(buffers),
+        positions,
+        request_index,
+        slots,
+        lengths,
+        count,
+        bound.record,
+        rows,
+        columns,
+        num_warps=max(1, min(8, rows * columns // 256)),
+        **options(kv.device),
+    )

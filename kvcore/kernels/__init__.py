@@ -1,0 +1,1 @@
+"""Kernels that several backends launch: they know no framework of arrays."""

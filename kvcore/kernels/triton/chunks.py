@@ -1,0 +1,273 @@
+"""Rows for products: chunks of channels, loaded as they are stored and decoded where they are used.
+
+A chunk lies in one field and its groups are whole, so nothing is loaded where the other field lies. Between loading and
+decoding, codes of a byte and scales of a byte stay packed in words. ``S`` is a record with the chunk's width, the
+products' precision (``full``: fp32, else bf16) and ``apart``.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.kernels.triton.codes import e2m1_value, e4m3_value, e8m0_value, nf4_value
+from kvcore.kernels.triton.rows import element_offsets
+
+
+@triton.constexpr_function
+def in_words(R):
+    """Codes of a byte are loaded four at a time where rows begin on multiples of four bytes."""
+    places = (R.codes_unit, R.codes_base, R.codes_stride)
+    return R.code in ("e4m3", "int8") and all(number % 4 == 0 for number in places)
+
+
+@triton.constexpr_function
+def scale_words(R):
+    """Words that hold a row's scales of a byte, padding included; 0 where they are not whole aligned words."""
+    places = (R.scales_unit, R.scales_base, R.scales_stride)
+    words = -(-R.groups // 4)
+    whole = R.scale in ("e8m0", "e4m3") and all(number % 4 == 0 for number in places)
+    return words if whole and 4 * words <= R.groups + R.pad else 0
+
+
+@triton.jit
+def row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R: tl.constexpr):
+    """(codes, scales, plain channels), byte pointers [n], of rows [n] of units [n]."""
+    return (
+        codes_ptr + element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1),
+        scales_ptr + element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 1),
+        plain_ptr + element_offsets(unit, row, R.plain_unit, R.plain_base, R.plain_stride, 1),
+    )
+
+
+@triton.jit
+def load_chunk(at, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
+    """Channels FIRST .. FIRST + S.chunk of rows [n]: four codes to an int32, bytes of codes, or floats; else zeros."""
+    codes_at, _, plain_at = at
+    keep = valid[:, None]
+    if R.quant > FIRST and in_words(R):
+        word = FIRST // 4 + tl.arange(0, S.chunk // 4)[None, :]
+        raw = tl.load(codes_at.to(tl.pointer_type(tl.int32))[:, None] + word, mask=keep, other=0)
+    elif R.quant > FIRST:
+        packed: tl.constexpr = 2 if R.code == "e2m1" or R.code == "nf4" else 1
+        byte = FIRST // packed + tl.arange(0, S.chunk // packed)[None, :]
+        raw = tl.load(codes_at[:, None] + byte, mask=keep, other=0)
+    else:
+        tl.static_assert(R.plain == "fp32" or R.plain == "bf16" or R.plain == "fp16", "a plain code that is not known")
+        dtype: tl.constexpr = tl.float32 if R.plain == "fp32" else tl.bfloat16 if R.plain == "bf16" else tl.float16
+        channel = FIRST - R.quant + tl.arange(0, S.chunk)[None, :]
+        if FIRST + S.chunk > R.dim:
+            keep = keep & (channel < R.dim - R.quant)
+        raw = tl.load(plain_at.to(tl.pointer_type(dtype))[:, None] + channel, mask=keep, other=0.0)
+    return raw
+
+
+@triton.jit
+def load_scales(at, valid, R: tl.constexpr):
+    """A row's scales: its words, int32 [n] each; or each of them, fp32 bits or a byte, as int32 [n]."""
+    _, scales_at, _ = at
+    scales = ()
+    words: tl.constexpr = scale_words(R)
+    groups: tl.constexpr = R.groups
+    if words:
+        for w in tl.static_range(words):
+            scales = scales + (tl.load(scales_at.to(tl.pointer_type(tl.int32)) + w, mask=valid, other=0),)
+    elif R.scale == "fp32":
+        for g in tl.static_range(groups):
+            scales = scales + (tl.load(scales_at.to(tl.pointer_type(tl.int32)) + g, mask=valid, other=0),)
+    else:
+        tl.static_assert(R.scale == "e8m0" or R.scale == "e4m3", "a scale code that the kernels do not load")
+        for g in tl.static_range(groups):
+            scales = scales + (tl.load(scales_at + g, mask=valid, other=0).to(tl.int32),)
+    return scales
+
+
+@triton.jit
+def scale_value(stored, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Stored scales (int32) -> fp32."""
+    if R.scale == "fp32":
+        value = stored.to(tl.float32, bitcast=True)
+    elif R.scale == "e8m0":
+        value = e8m0_value(stored)
+    elif R.scale == "e4m3":
+        value = e4m3_value(stored, NATIVE)
+    else:
+        tl.static_assert(False, "a scale code that the kernels do not read")
+    return value
+
+
+@triton.jit
+def e4m3_words(word):
+    """Words of four e4m3 codes [n, w] -> bf16 [n, 4 w]."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high, h0, h1, h2, h3;
+        .reg .b32 x, y;
+        .reg .f32 f0, f1, f2, f3;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 x, low;
+        cvt.rn.f16x2.e4m3x2 y, high;
+        mov.b32 {h0, h1}, x;
+        mov.b32 {h2, h3}, y;
+        cvt.f32.f16 f0, h0;
+        cvt.f32.f16 f1, h1;
+        cvt.f32.f16 f2, h2;
+        cvt.f32.f16 f3, h3;
+        cvt.rn.bf16x2.f32 x, f1, f0;
+        cvt.rn.bf16x2.f32 y, f3, f2;
+        mov.b32 {$0, $1}, x;
+        mov.b32 {$2, $3}, y;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
+
+
+@triton.jit
+def scaled_e4m3_words(word, scale):
+    """Words of four e4m3 codes [n, w] times scales [n, w] -> bf16 [n, 4 w]."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high, h0, h1, h2, h3;
+        .reg .b32 x, y;
+        .reg .f32 f0, f1, f2, f3;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 x, low;
+        cvt.rn.f16x2.e4m3x2 y, high;
+        mov.b32 {h0, h1}, x;
+        mov.b32 {h2, h3}, y;
+        cvt.f32.f16 f0, h0;
+        cvt.f32.f16 f1, h1;
+        cvt.f32.f16 f2, h2;
+        cvt.f32.f16 f3, h3;
+        mul.f32 f0, f0, $5;
+        mul.f32 f1, f1, $5;
+        mul.f32 f2, f2, $5;
+        mul.f32 f3, f3, $5;
+        cvt.rn.bf16x2.f32 x, f1, f0;
+        cvt.rn.bf16x2.f32 y, f3, f2;
+        mov.b32 {$0, $1}, x;
+        mov.b32 {$2, $3}, y;
+        }
+        """,
+        "=h,=h,=h,=h,r,f",
+        [word, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4 * word.shape[1]))
+
+
+@triton.jit
+def word_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr, N: tl.constexpr):
+    """Scales of the chunk's words of four codes, [n, chunk / 4]."""
+    some = chunk_scales(scales, FIRST, R, S, NATIVE)
+    groups: tl.constexpr = some.shape[1]
+    some = tl.broadcast_to(some[:, :, None], (N, groups, S.chunk // 4 // groups))
+    return tl.reshape(some, (N, S.chunk // 4))
+
+
+@triton.jit
+def chunk_scales(scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr):
+    """Scales of the groups of the chunk from channel FIRST on, fp32 [n, groups]."""
+    groups: tl.constexpr = S.chunk // R.width if R.width < S.chunk else 1
+    first: tl.constexpr = FIRST // R.width
+    words: tl.constexpr = scale_words(R)
+    if words:
+        # The chunk's groups lie in one word, or fill several.
+        some: tl.constexpr = groups if groups < 4 else 4
+        for w in tl.static_range((groups + 3) // 4):
+            shift = 8 * ((first + 4 * w) % 4 + tl.arange(0, some))[None, :]
+            stored = (scales[(first + 4 * w) // 4][:, None] >> shift) & 0xFF
+            part = scale_value(stored, R, NATIVE)
+            scale = part if w == 0 else side_by_side(scale, part)  # noqa: F821 - bound from the second word on
+    else:
+        for g in tl.static_range(groups):
+            part = scale_value(scales[first + g], R, NATIVE)[:, None]
+            scale = part if g == 0 else side_by_side(scale, part)
+    return scale
+
+
+@triton.jit
+def scaled(value, scales, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes' values [n, chunk] of the chunk from FIRST on, times their groups' scales."""
+    n: tl.constexpr = value.shape[0]
+    scale = chunk_scales(scales, FIRST, R, S, NATIVE)
+    groups: tl.constexpr = scale.shape[1]
+    value = tl.reshape(value, (n, groups, S.chunk // groups)) * scale[:, :, None]
+    return tl.reshape(value, (n, S.chunk))
+
+
+@triton.jit
+def side_by_side(left, right):
+    """[n, w] and [n, w] -> [n, 2 w]."""
+    n: tl.constexpr = left.shape[0]
+    w: tl.constexpr = left.shape[1]
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (n, 2 * w))
+
+
+@triton.jit
+def code_value(code, R: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of a byte (int32) -> fp32 before scaling."""
+    if R.code == "e4m3":
+        value = e4m3_value(code, NATIVE)
+    elif R.code == "int8":
+        value = code.to(tl.int8).to(tl.float32)
+    else:
+        tl.static_assert(False, "an element code that the kernels do not decode")
+    return value
+
+
+@triton.jit
+def decode_chunk(raw, scales, valid, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, NATIVE: tl.constexpr):
+    """What ``load_chunk`` and ``load_scales`` returned as numbers [n, chunk] in the products' precision.
+
+    With S.apart a row's only scale is left to the caller.
+    """
+    dtype: tl.constexpr = tl.float32 if S.full else tl.bfloat16
+    n: tl.constexpr = raw.shape[0]
+    if R.quant > FIRST:
+        if R.code == "e2m1":
+            byte = raw.to(tl.int32)
+            value = tl.reshape(tl.join(e2m1_value(byte & 15), e2m1_value(byte >> 4)), (n, S.chunk))
+        elif R.code == "nf4":
+            byte = raw.to(tl.int32)
+            value = tl.reshape(tl.join(nf4_value(byte & 15), nf4_value(byte >> 4)), (n, S.chunk))
+            value = tl.where(valid[:, None], value, 0.0)
+        elif in_words(R) and R.code == "e4m3" and NATIVE and not S.full:
+            if R.groups == 1 and S.apart:
+                x = e4m3_words(raw)
+            else:
+                x = scaled_e4m3_words(raw, word_scales(scales, FIRST, R, S, NATIVE, n))
+        elif in_words(R):
+            even = tl.join(code_value(raw & 0xFF, R, NATIVE), code_value((raw >> 16) & 0xFF, R, NATIVE))
+            odd = tl.join(code_value((raw >> 8) & 0xFF, R, NATIVE), code_value((raw >> 24) & 0xFF, R, NATIVE))
+            value = tl.reshape(tl.join(even, odd), (n, S.chunk))
+        else:
+            value = code_value(raw.to(tl.int32), R, NATIVE)
+        if not (in_words(R) and R.code == "e4m3" and NATIVE and not S.full):
+            if R.groups > 1 or not S.apart:
+                value = scaled(value, scales, FIRST, R, S, NATIVE)
+            x = value.to(dtype)
+    else:
+        x = raw.to(dtype)
+    return x
+
+
+@triton.jit
+def load_row(at, valid, R: tl.constexpr, S: tl.constexpr):
+    """(chunks, scales) of rows [n] as they are stored, all loads under way at once."""
+    chunks: tl.constexpr = S.chunks
+    raw = ()
+    for c in tl.static_range(chunks):
+        raw = raw + (load_chunk(at, valid, c * S.chunk, R, S),)
+    scales = ()
+    if R.quant:
+        scales = load_scales(at, valid, R)
+    return raw, scales

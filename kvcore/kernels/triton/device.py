@@ -1,0 +1,36 @@
+"""What a launch must know of a GPU, whichever framework of arrays asks."""
+
+from typing import NamedTuple
+
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run under Triton's interpreter, on the CPU."""
+LARGE = 160 << 10
+"""Bytes of shared memory of a block, as large GPUs have."""
+
+
+class Chip(NamedTuple):
+    """What a launch must know of a GPU.
+
+    Attributes:
+        capability: CUDA's compute capability, ten times the major number and the minor.
+        multiprocessors: programs that run at once.
+        shared: bytes of shared memory that a program may have.
+    """
+
+    capability: int
+    multiprocessors: int
+    shared: int
+
+
+INTERPRETER = Chip(capability=90, multiprocessors=5, shared=LARGE)
+"""What Triton's interpreter passes for: its number of multiprocessors makes small cases split."""
+
+
+def native(capability: int) -> bool:
+    """True where the hardware rounds to fp8 and bf16 itself; elsewhere kernels round by integer arithmetic.
+
+    ``capability`` is CUDA's, ten times the major number and the minor.
+    """
+    return capability >= 89

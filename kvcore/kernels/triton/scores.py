@@ -1,0 +1,247 @@
+"""Indexer scores from encoded keys: one program takes one query's heads and a run of its request's keys.
+
+A product of keys [n, dim] with all heads of the query, negative products dropped, the others summed with the heads'
+weights. A key's scale is positive and comes last, where the format has but one or where scales are powers of two.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.kernels.triton.address import locate
+from kvcore.kernels.triton.chunks import decode_chunk, load_row, row_pointers, scale_value
+from kvcore.kernels.triton.codes import bf16_bits, e8m0_value, load_float
+from kvcore.kernels.triton.rows import channels, element_offsets, hadamard
+from kvcore.kernels.triton.topk import LOWEST, cut_list, order_of, pair_of
+
+
+@triton.jit(do_not_specialize=["count"])
+def rotate_kernel(out_ptr, q_ptr, count, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """Queries [count, dim] rotated as rotated keys were, rounded to bf16."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = (row.to(tl.int64) * R.dim)[:, None, None] + channels(R)
+    keep = (row < count)[:, None, None] & (channels(R) < R.dim)
+    x = hadamard(load_float(q_ptr + at, keep), R, NATIVE)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, bf16_bits(x, NATIVE).to(tl.int16), mask=keep)
+
+
+@triton.jit
+def spread_nibbles(byte, factor):
+    """Bytes of two e2m1 codes [n, w] -> (low, high) codes times ``factor`` / 2^126, bf16 [n, w].
+
+    A code's magnitude bits, placed in a bf16 number, are its value times 2^-126.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, t, u, z;
+        mov.b32 z, 0x80008000;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        shl.b32 t, a, 12;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, a, 6;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $0, u, $5, z;
+        shl.b32 t, b, 12;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, b, 6;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $1, u, $6, z;
+        shl.b32 t, a, 8;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, a, 2;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $2, u, $5, z;
+        shl.b32 t, b, 8;
+        and.b32 t, t, 0x80008000;
+        shl.b32 u, b, 2;
+        lop3.b32 u, u, 0x01C001C0, t, 0xEA;
+        fma.rn.bf16x2 $3, u, $6, z;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [byte, factor],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr):
+    """(low, high nibbles' values over the key's largest scale [n, dim / 2] bf16, that scale [n] fp32)."""
+    column = tl.arange(0, R.dim // 2)[None, :]
+    at = element_offsets(unit, row, R.codes_unit, R.codes_base, R.codes_stride, 1)[:, None]
+    byte = tl.load(codes_ptr + at + column, mask=valid[:, None], other=0)
+    at = element_offsets(unit, row, R.scales_unit, R.scales_base, R.scales_stride, 4)
+    # A key's four scales are one word.
+    scales = tl.load(scales_ptr.to(tl.pointer_type(tl.int32)) + at, mask=valid, other=0)
+    largest = tl.maximum(
+        tl.maximum(scales & 0xFF, (scales >> 8) & 0xFF), tl.maximum((scales >> 16) & 0xFF, (scales >> 24) & 0xFF)
+    )
+    exponent = (scales[:, None] >> (column // 16 * 8)) & 0xFF
+    factor = tl.maximum(253 + exponent - largest[:, None], 0) << 7
+    low, high = spread_nibbles(byte, factor.to(tl.int16).to(tl.bfloat16, bitcast=True))
+    return low, high, e8m0_value(largest)
+
+
+@triton.jit
+def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Channels FIRST .. FIRST + WIDTH of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
+    x = tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0)
+    if S.full:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def product(k, q, acc, S: tl.constexpr):
+    """Acc + k [n, width] · q [heads, width] transposed; fp32 queries as a sum of three bf16 numbers."""
+    if S.full or q.dtype == tl.bfloat16:
+        acc = tl.dot(k, tl.trans(q), acc, input_precision="ieee")
+    else:
+        high = q.to(tl.bfloat16)
+        rest = q - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(k, tl.trans(high), acc)
+        acc = tl.dot(k, tl.trans(middle), acc)
+        acc = tl.dot(k, tl.trans(low), acc)
+    return acc
+
+
+@triton.jit
+def query_of(
+    token, position_ptr, request_ptr, q_ptr, weights_ptr, heads,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, NIBBLES: tl.constexpr,
+):  # fmt: skip
+    """(request, entries that are visible, head weights [HEADS], queries as the products take them) of a token."""
+    request = tl.load(request_ptr + token)
+    position = tl.where(request >= 0, tl.load(position_ptr + token), -1)
+    head = tl.arange(0, HEADS)
+    inside = head < heads
+    weight = load_float(weights_ptr + token.to(tl.int64) * heads + head, inside)
+    q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
+    chunks: tl.constexpr = S.chunks
+    q = ()
+    if NIBBLES:
+        whole = load_queries(q_at, inside, 0, R.dim, S)
+        even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
+        q = (even, odd)
+    else:
+        for c in tl.static_range(chunks):
+            q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S),)
+    return tl.maximum(request, 0), (position + 1) // RATIO, weight, q
+
+
+@triton.jit
+def score_keys(
+    request, column, valid, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+    R: tl.constexpr, S: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Scores [n] of a request's entries ``column`` [n] where ``valid``; -inf elsewhere, numbers for absent ones."""
+    keys: tl.constexpr = column.shape[0]
+    heads: tl.constexpr = weight.shape[0]
+    chunks: tl.constexpr = S.chunks
+    each = tl.zeros_like(column) + request
+    unit, row = locate(each, tl.where(valid, column, -1), table_ptr, table_ptr, table_columns, R)
+    held = valid & (unit >= 0)
+    unit, row = tl.where(held, unit, 0), tl.where(held, row, 0)
+    acc = tl.zeros([keys, heads], tl.float32)
+    if NIBBLES:
+        low, high, scale = load_nibbles(unit, row, held, codes_ptr, scales_ptr, R)
+        acc = product(low, q[0], acc, S)
+        acc = product(high, q[1], acc, S)
+        score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
+    else:
+        at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
+        raw, scales = load_row(at, held, R, S)
+        for c in tl.static_range(chunks):
+            acc = product(decode_chunk(raw[c], scales, held, c * S.chunk, R, S, NATIVE), q[c], acc, S)
+        score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1)
+        if R.groups == 1:
+            score *= scale_value(scales[0], R, NATIVE)
+        score *= R.global_scale
+    return tl.where(valid, score, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["tokens", "columns", "table_columns"])
+def scores_kernel(
+    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, columns, table_columns,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible."""
+    token = tl.program_id(0) % tokens
+    run = tl.program_id(0) // tokens * (KEYS * TILES)
+    request, visible, weight, q = query_of(
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+    )
+    visible = tl.minimum(visible, columns)
+    out_at = out_ptr + token.to(tl.int64) * columns + run
+    n = tl.arange(0, KEYS)
+    tiles = tl.maximum(tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), 0)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        column = run + tile * KEYS + n
+        score = score_keys(
+            request, column, column < visible, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+            R, S, NIBBLES, NATIVE,
+        )  # fmt: skip
+        tl.store(out_at + tile * KEYS + n, score, mask=column < columns)
+    # The rest of the run is not visible.
+    for tile in range(tiles, TILES):
+        column = run + tile * KEYS + n
+        tl.store(out_at + tile * KEYS + n, tl.full([KEYS], float("-inf"), tl.float32), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "columns", "table_columns", "run", "k", "most"])
+def best_scores_kernel(
+    pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
+    request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
+
+    A program goes through its run in column order, a ROUND of keys at a time, whose scores are kept [programs, ROUND].
+    Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
+    best, which raises the bound. What no other program of the query could use any more is not kept either: floors
+    [tokens] are the highest bounds yet, less one, since equal scores of another run may come first. They decide how
+    long lists become, never what is picked in the end.
+    """
+    token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
+    request, visible, weight, q = query_of(
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+    )
+    last = tl.minimum(tl.minimum(visible, columns), part * run + run)
+    place = token.to(tl.int64) * parts + part
+    list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND
+    bound = tl.full([], LOWEST, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    n = tl.arange(0, KEYS)
+    every = tl.arange(0, ROUND)
+    for first in range(part * run, last, ROUND):
+        for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND), KEYS), num_stages=STAGES):
+            column = first + tile * KEYS + n
+            score = score_keys(
+                request, column, column < last, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+                R, S, NIBBLES, NATIVE,
+            )  # fmt: skip
+            tl.store(scores_ptr + tile * KEYS + n, score)
+        tl.debug_barrier()
+        order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))
+        floor = tl.maximum(bound, tl.load(floors_ptr + token, volatile=True))
+        kept = (order > floor).to(tl.int32)
+        at = count + tl.cumsum(kept, axis=0) - kept
+        tl.store(list_ptr + at, pair_of(order, first + every), mask=kept == 1)
+        count += tl.sum(kept, axis=0)
+        tl.debug_barrier()
+        if count > ROOM - ROUND:
+            bound, count = cut_list(list_ptr, count, bound, k, most, ROOM)
+            tl.atomic_max(floors_ptr + token, bound - 1, sem="relaxed")
+            tl.debug_barrier()
+    if count > k:
+        bound, count = cut_list(list_ptr, count, bound, k, k, ROOM)
+    tl.store(counts_ptr + place, count)

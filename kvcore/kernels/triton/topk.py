@@ -1,0 +1,209 @@
+"""The best k of every row of scores: each program keeps its columns' best, lists of those are merged, then ranked.
+
+1. A program holds a tile of a row in its threads. The tile's columns are dealt out to many hands; the k-th largest of
+   the hands' best is a lower bound of the tile's k-th largest score, and mostly a close one. What reaches it is kept.
+2. Lists of a row are taken together in the same way until one is left.
+3. Each score of that list is ranked by counting those above it. Equal scores rank by column, so ranks are distinct and
+   the order in lists does not matter.
+
+A score and its column are one 64-bit number, a pair: scores as integers of the same order, then columns, lowest first.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcore.kernels.triton.codes import float_bits
+
+LOWEST = tl.constexpr(-2139095041)
+"""``order_of`` of -inf: what is never picked."""
+
+NO_PAIR = tl.constexpr(-9223372036854775808)
+"""Below every pair."""
+
+
+@triton.jit
+def order_of(score):
+    """fp32 -> int32 of the same order; NaN counts as -inf, -0 as 0."""
+    bits = float_bits(tl.where(score != score, float("-inf"), score + 0.0))
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def pair_of(order, column):
+    """(order, column) as one int64: higher scores first, then lower columns."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def middle_of(low, high):
+    """Halfway between two integers, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def bound_of(order, low, high, k, most):
+    """A number from low to high that at least k of ``order`` [n] reach, given that as many reach ``low``.
+
+    It is raised until no more than ``most`` reach it, or until one step more would leave fewer than k.
+    """
+    reached = tl.full([], 2147483647, tl.int32)
+    while (low < high) & (reached > most):
+        middle = middle_of(low, high)
+        count = tl.sum((order >= middle).to(tl.int32), axis=0)
+        enough = count >= k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        reached = tl.where(enough, count, reached)
+    return low
+
+
+@triton.jit
+def hands_bound(hands, k, most, PICKS: tl.constexpr):
+    """A bound that at least k of the hands [n] reach; of all that are above -inf if those are fewer than k."""
+    n: tl.constexpr = hands.shape[0]
+    high = tl.max(hands, axis=0)
+    # Every one of PICKS >= k groups of hands has a best: the least of them is reached by as many.
+    low = tl.min(tl.max(tl.reshape(hands, (PICKS, n // PICKS)), axis=1), axis=0)
+    if low <= LOWEST:
+        low = tl.full([], LOWEST + 1, tl.int32)
+        if tl.sum((hands >= low).to(tl.int32), axis=0) < k:
+            high = low
+    return bound_of(hands, low, high, k, most)
+
+
+@triton.jit
+def load_orders(
+    given_ptr, given_counts_ptr, part, n, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr
+):
+    """Orders of a tile's scores or pairs, DEEP vectors [HANDS]; see ``best_kernel``."""
+    orders = ()
+    for d in tl.static_range(DEEP):
+        at = (part * DEEP + d) * HANDS + tl.arange(0, HANDS)
+        if LIST:
+            number, slot = at // LIST, at % LIST
+            count = tl.load(given_counts_ptr + number, mask=number < n, other=0)
+            # The high half of a pair.
+            half_ptr = given_ptr.to(tl.pointer_type(tl.int32)) + 1
+            order = tl.load(half_ptr + 2 * (number * line + slot), mask=slot < count, other=LOWEST)
+        else:
+            order = order_of(tl.load(given_ptr + at, mask=at < n, other=float("-inf")))
+        orders = orders + (order,)
+    return orders
+
+
+@triton.jit
+def pairs_of(
+    d: tl.constexpr, order, least, given_ptr, part, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr
+):
+    """Pairs of vector ``d`` of a tile; of lists, only those that might reach ``least`` are right, others are below it.
+
+    What is read again was read before and is near; kept in registers it would not fit.
+    """
+    at = (part * DEEP + d) * HANDS + tl.arange(0, HANDS)
+    if LIST:
+        place = at // LIST * line + at % LIST
+        pair = tl.load(given_ptr + place, mask=order >= (least >> 32).to(tl.int32), other=NO_PAIR)
+    else:
+        pair = pair_of(order, at)
+    return pair
+
+
+@triton.jit
+def reaching(orders, least, given_ptr, part, line, HANDS: tl.constexpr, DEEP: tl.constexpr, LIST: tl.constexpr):
+    """How many pairs of every hand reach ``least``."""
+    count = tl.zeros([HANDS], tl.int32)
+    for d in tl.static_range(DEEP):
+        count += (pairs_of(d, orders[d], least, given_ptr, part, line, HANDS, DEEP, LIST) >= least).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["n", "line", "k", "most", "parts"])
+def best_kernel(
+    pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts,
+    PICKS: tl.constexpr, HANDS: tl.constexpr, DEEP: tl.constexpr, ROOM: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """The best k or somewhat more of part of a row -> pairs [rows, parts, ROOM], their numbers -> counts [rows, parts].
+
+    LIST 0: given are scores, n columns of [rows, line]. Else n lists of pairs a row, ``line`` apart, with at most LIST
+    pairs each and as many as their counts [rows, n] say.
+    """
+    part, token = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    if LIST:
+        given_ptr += token * n * line
+        given_counts_ptr += token * n
+    else:
+        given_ptr += token * line
+    orders = load_orders(given_ptr, given_counts_ptr, part, n, line, HANDS, DEEP, LIST)
+    hands = tl.full([HANDS], LOWEST, tl.int32)
+    for d in tl.static_range(DEEP):
+        hands = tl.maximum(hands, orders[d])
+    bound = hands_bound(hands, k, most, PICKS)
+    count = tl.zeros([HANDS], tl.int32)
+    for d in tl.static_range(DEEP):
+        count += (orders[d] >= bound).to(tl.int32)
+    total = tl.sum(count, axis=0)
+    least = bound.to(tl.int64) << 32
+    if total > ROOM:
+        # Pairs are distinct: some bound is reached by exactly k.
+        high = (tl.max(hands, axis=0).to(tl.int64) << 32) | 0x7FFFFFFF
+        while total != k:
+            middle = middle_of(least, high)
+            some = tl.sum(reaching(orders, middle, given_ptr, part, line, HANDS, DEEP, LIST), axis=0)
+            enough = some >= k
+            least, high = tl.where(enough, middle, least), tl.where(enough, high, middle - 1)
+            total = tl.where(enough, some, total)
+        count = reaching(orders, least, given_ptr, part, line, HANDS, DEEP, LIST)
+    place = tl.cumsum(count, axis=0) - count
+    out_ptr = pairs_ptr + tl.program_id(0).to(tl.int64) * ROOM
+    for d in tl.static_range(DEEP):
+        pair = pairs_of(d, orders[d], least, given_ptr, part, line, HANDS, DEEP, LIST)
+        kept = pair >= least
+        tl.store(out_ptr + place, pair, mask=kept)
+        place += kept.to(tl.int32)
+    tl.store(counts_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def cut_list(list_ptr, count, bound, k, most, ROOM: tl.constexpr):
+    """Cut a list of more than k pairs in column order, all above ``bound``, to its best k or up to ``most`` of them.
+
+    Returns (bound, count): no later column belongs to the best k unless it is above the bound, which k of the list
+    reach. The list keeps its order.
+    """
+    at = tl.arange(0, ROOM)
+    pair = tl.load(list_ptr + at, mask=at < count, other=NO_PAIR)
+    order = (pair >> 32).to(tl.int32)
+    bound = bound_of(order, bound + 1, tl.max(order, axis=0), k, most)
+    above = (order > bound).to(tl.int32)
+    equal = (order == bound).to(tl.int32)
+    ahead = tl.sum(above, axis=0) + tl.cumsum(equal, axis=0) - equal
+    kept = above | (equal & (ahead < k).to(tl.int32))
+    # All are read before any is overwritten.
+    tl.debug_barrier()
+    tl.store(list_ptr + tl.cumsum(kept, axis=0) - kept, pair, mask=kept == 1)
+    return bound, tl.sum(kept, axis=0)
+
+
+@triton.jit(do_not_specialize=["line", "k", "parts"])
+def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    """Columns by rank -> picks [rows, k], -1 beyond the last; ``parts`` programs share a row's pairs.
+
+    Pairs are [rows, line], as many of them as counts [rows] say.
+    """
+    token, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    count = tl.load(counts_ptr + token)
+    pairs_ptr += token * line
+    for first in range(part * BLOCK, count, parts * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mine = tl.load(pairs_ptr + at, mask=at < count, other=0)
+        above = tl.zeros([BLOCK, OTHERS], tl.int32)
+        for start in tl.range(0, count, OTHERS, num_stages=4):
+            other_at = start + tl.arange(0, OTHERS)
+            other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=NO_PAIR)
+            above += (other[None, :] > mine[:, None]).to(tl.int32)
+        rank = tl.sum(above, axis=1)
+        column = 0x7FFFFFFF - (mine & 0xFFFFFFFF).to(tl.int32)
+        tl.store(picks_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
+    if part == 0:
+        for first in range(count, k, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(picks_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
