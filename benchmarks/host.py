@@ -1,0 +1,311 @@
+"""What a decode step of DeepSeek-V4-Flash's cache costs the host: per verb, per layer, per step, in microseconds.
+
+43 layers, one new token a request; nothing waits for the device, so what is timed is Python, checks and launches. Three
+ways to run a step: through a layer's handle, through the functional verbs, and as a captured graph (with a spare row of
+padding, and with a batch that is exactly full). ``launches`` times single verbs in a loop, without a step around them.
+
+    python benchmarks/host.py --requests 1,8,64,256 --history 4096 --out host.json
+
+With ``--device cpu`` it runs a tiny model, to see that it runs.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvcore
+from kvcore.parity import environment
+from kvcore.spec import Rope, presets
+
+AT_ONCE = 1 << 14
+"""Tokens of a step that stands in for a history."""
+
+
+class Clock:
+    """Host time of calls by name, in microseconds."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, name: str, call: Any, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        found = call(*args, **options)
+        self.times[name].append((time.perf_counter() - start) * 1e6)
+        return found
+
+    def report(self, steps: int) -> dict[str, Any]:
+        """By name: median of a call, calls of a step, sum of a step."""
+        return {
+            name: {
+                "us": round(statistics.median(times), 1),
+                "calls": len(times) // steps,
+                "us_of_a_step": round(sum(times) / steps),
+            }
+            for name, times in self.times.items()
+        }
+
+
+class Scene:
+    """A cache with a history, and what a model's projections would give for one token of every request."""
+
+    def __init__(self, device: str, requests: int, history: int) -> None:
+        tiny = device == "cpu"
+        make = presets.deepseek_v4_flash_tiny if tiny else presets.deepseek_v4_flash
+        self.device, self.requests = device, requests
+        self.spec = make(draft=False)
+        self.cache = kvcore.create_cache(
+            self.spec,
+            backend="torch_triton",
+            device=device,
+            max_requests=requests,
+            max_tokens=requests * (history + 512),
+        )
+        self.held = [self.cache.admit() for _ in range(requests)]
+        for request in self.held:
+            for start in range(0, history, AT_ONCE):
+                new = min(AT_ONCE, history - start)
+                with self.cache.step({request: new}, pad_tokens=new):
+                    # Only the length counts here: what is stored are the zeros of fresh pools.
+                    self.cache.pools = self.cache.pools
+        heads = 4 if tiny else 64
+        self.given = [self._given(layer, heads, requests + 1) for layer in self.spec.layers]
+        indexed = next(layer for layer in self.spec.layers if layer.index_keys)
+        self.weights = self._made(indexed.entries.dim), self._made(indexed.index_keys.dim)
+        rope = Rope(dim=64, theta=160000.0).inverse_frequencies
+        self.rope = torch.tensor(rope, dtype=torch.float32, device=device)
+
+    def _made(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def _given(self, layer: Any, heads: int, tokens: int) -> dict[str, Any]:
+        bf16 = torch.bfloat16
+        found: dict[str, Any] = {
+            "row": self._made(tokens, layer.window.dim, dtype=bf16),
+            "q": self._made(tokens, heads, layer.window.dim, dtype=bf16),
+            "sink": self._made(heads),
+            "tail": (),
+            "index_tail": (),
+        }
+        if layer.tail:
+            found["tail"] = tuple(self._made(tokens, layer.tail.width) for _ in range(2))
+        if layer.index_tail:
+            found["index_tail"] = tuple(self._made(tokens, layer.index_tail.width) for _ in range(2))
+            found["index_q"] = self._made(tokens, layer.index_keys.heads, layer.index_keys.dim, dtype=bf16)
+            found["index_weights"] = self._made(tokens, layer.index_keys.heads)
+        return found
+
+    def inputs(self, tokens: int) -> list[dict[str, Any]]:
+        """What every layer is given for that many tokens."""
+
+        def first(value: Any) -> Any:
+            return tuple(first(each) for each in value) if isinstance(value, tuple) else value[:tokens]
+
+        return [
+            {name: value if name == "sink" else first(value) for name, value in given.items()} for given in self.given
+        ]
+
+    def step(self, clock: Clock, **padding: int) -> Any:
+        """A step of one token for every request."""
+        return clock("cache.step", self.cache.step, dict.fromkeys(self.held, 1), **padding)
+
+    def by_handles(self, clock: Clock, step: Any, inputs: list[dict[str, Any]]) -> None:
+        """Every layer's verbs, through its handle."""
+        for number, (layer, given) in enumerate(zip(self.spec.layers, inputs, strict=True)):
+            handle = clock("step.layer", step.layer, number)
+            clock("append_window", handle.append_window, given["row"])
+            if given["tail"]:
+                clock("append_tail", handle.append_tail, *given["tail"])
+            if given["index_tail"]:
+                clock("append_index_tail", handle.append_index_tail, *given["index_tail"])
+            if given["tail"]:
+                index_weight = self.weights[1] if given["index_tail"] else None
+                options = {"rope": self.rope, "norm_weight": self.weights[0], "index_norm_weight": index_weight}
+                clock("flush", handle.flush, **options)
+            selected = None
+            if layer.index_keys:
+                scores = clock("index_scores", handle.index_scores, given["index_q"], given["index_weights"])
+                selected = clock("select", handle.select, scores, layer.index_keys.topk)
+            clock("attend", handle.attend, given["q"], selected, sink=given["sink"], rope=self.rope)
+
+    def by_verbs(self, clock: Clock, index: Any, inputs: list[dict[str, Any]]) -> None:
+        """Every layer's verbs, the functional ones that fuse what they can."""
+        ops, pools = self.cache.ops, self.cache.pools
+        for number, (layer, given) in enumerate(zip(self.spec.layers, inputs, strict=True)):
+            at = pools, number, index
+            clock("append_rotated_window", ops.append_rotated_window, *at, given["row"], rope=self.rope)
+            if given["tail"]:
+                index_weight = self.weights[1] if given["index_tail"] else None
+                options = {"norm_weight": self.weights[0], "index_norm_weight": index_weight, "rope": self.rope}
+                streams = *given["tail"], *given["index_tail"]
+                clock("append_flush", ops.append_flush, *at, *streams, closed=1, newest=1, **options)
+            selected = None
+            if layer.index_keys:
+                asked = given["index_q"], given["index_weights"], layer.index_keys.topk
+                selected = clock("index_select", ops.index_select, *at, *asked)
+            clock("attend", ops.attend, *at, given["q"], selected, sink=given["sink"], rope=self.rope)
+        self.cache.pools = pools
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def timed(scene: Scene, run: Any, steps: int, warm: int = 3) -> dict[str, Any]:
+    """Steps run by ``run(clock)``: medians of host time and of time until the device is done, and times by verb."""
+    hosts, walls, clock = [], [], Clock()
+    for number in range(warm + steps):
+        if number == warm:
+            clock = Clock()
+        scene.synchronize()
+        start = time.perf_counter()
+        run(clock)
+        end = time.perf_counter()
+        scene.synchronize()
+        if number >= warm:
+            hosts.append((end - start) * 1e6)
+            walls.append((time.perf_counter() - start) * 1e6)
+    return {
+        "host_us": round(statistics.median(hosts)),
+        "wall_us": round(statistics.median(walls)),
+        "host_us_a_layer": round(statistics.median(hosts) / len(scene.spec.layers), 1),
+        "verbs": clock.report(steps),
+    }
+
+
+def handles(scene: Scene, steps: int) -> dict[str, Any]:
+    """Eager steps through handles."""
+    inputs = scene.inputs(scene.requests)
+
+    def run(clock: Clock) -> None:
+        step = scene.step(clock)
+        scene.by_handles(clock, step, inputs)
+        clock("commit", step.commit)
+
+    return timed(scene, run, steps)
+
+
+def verbs(scene: Scene, steps: int) -> dict[str, Any]:
+    """Eager steps through functional verbs."""
+    inputs = scene.inputs(scene.requests)
+
+    def run(clock: Clock) -> None:
+        step = scene.step(clock)
+        index = clock("step.index", lambda: step.index)
+        scene.by_verbs(clock, index, inputs)
+        clock("commit", step.commit)
+
+    return timed(scene, run, steps)
+
+
+def captured(scene: Scene, steps: int, spare: int) -> dict[str, Any]:
+    """Replays of a captured step, with so many spare rows of padding."""
+    tokens = scene.requests + spare
+    inputs, graphs = scene.inputs(tokens), []
+
+    def run(clock: Clock) -> None:
+        step = scene.step(clock, pad_tokens=tokens, pad_requests=tokens)
+        index = clock("step.index", lambda: step.index)
+        if graphs:
+            clock("replay", graphs[0].replay)
+            scene.cache.pools = scene.cache.pools
+        else:
+            scene.by_verbs(Clock(), index, inputs)
+            scene.synchronize()
+            if scene.device != "cpu":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    scene.by_verbs(Clock(), index, inputs)
+                graphs.append(graph)
+        clock("commit", step.commit)
+
+    return timed(scene, run, steps)
+
+
+def launches(scene: Scene, repeats: int) -> dict[str, Any]:
+    """Single verbs of the first layer that has them, again and again on one index."""
+    inputs, ops, pools = scene.inputs(scene.requests), scene.cache.ops, scene.cache.pools
+    found = {}
+    with scene.cache.step(dict.fromkeys(scene.held, 1)) as step:
+        index = step.index
+        number = next(n for n, layer in enumerate(scene.spec.layers) if layer.index_keys)
+        layer, given, at = scene.spec.layers[number], inputs[number], (pools, number, index)
+        scores = ops.index_scores(*at, given["index_q"], given["index_weights"])
+        selected = ops.select(scores, layer.index_keys.topk)
+        streams = *given["tail"], *given["index_tail"]
+        norms = {"norm_weight": scene.weights[0], "index_norm_weight": scene.weights[1]}
+        calls = {
+            "append_window": lambda: ops.append_window(*at, given["row"]),
+            "append_rotated_window": lambda: ops.append_rotated_window(*at, given["row"], rope=scene.rope),
+            "append_tail": lambda: ops.append_tail(*at, *given["tail"]),
+            "flush": lambda: ops.flush(*at, *streams, closed=1, rope=scene.rope, **norms),
+            "append_flush": lambda: ops.append_flush(*at, *streams, closed=1, newest=1, rope=scene.rope, **norms),
+            "index_scores": lambda: ops.index_scores(*at, given["index_q"], given["index_weights"]),
+            "select": lambda: ops.select(scores, layer.index_keys.topk),
+            "attend": lambda: ops.attend(*at, given["q"], selected, sink=given["sink"], rope=scene.rope),
+            "gather_window": lambda: ops.gather_window(*at),
+        }
+        for name, call in calls.items():
+            for _ in range(5):
+                call()
+            scene.synchronize()
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - start) * 1e6)
+            scene.synchronize()
+            found[name] = round(statistics.median(times), 1)
+        scene.cache.pools = pools
+    return found
+
+
+def main() -> None:
+    """Measure, print as JSON by line, and write all of it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--requests", default="1,8,64,256")
+    parser.add_argument("--history", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=90, help="begin nothing new after so long")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    end = time.monotonic() + given.seconds
+    ways = {
+        "launches": lambda scene: launches(scene, 100 if given.device != "cpu" else 5),
+        "handles": lambda scene: handles(scene, given.steps),
+        "verbs": lambda scene: verbs(scene, given.steps),
+        "captured, a spare row": lambda scene: captured(scene, given.steps, 1),
+        "captured, exactly full": lambda scene: captured(scene, given.steps, 0),
+    }
+    report: dict[str, Any] = {
+        "environment": environment.of_script("" if given.device == "cpu" else torch.cuda.get_device_name()),
+        "rows": [],
+    }
+    for requests in map(int, given.requests.split(",")):
+        if time.monotonic() > end:
+            break
+        scene = Scene(given.device, requests, given.history)
+        for name, measure in ways.items():
+            if time.monotonic() < end:
+                row = {"way": name, "requests": requests, "history": given.history, **measure(scene)}
+                report["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                if given.out:
+                    given.out.write_text(json.dumps(report, indent=1) + "\n")
+        del scene
+        gc.collect()
+        if given.device != "cpu":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
