@@ -40,6 +40,9 @@ SECONDS = 900
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""Interpreted kernels fail unplanted under Triton 3.6 with NumPy 2.4 or later: its interpreter makes an index of an
+array of one element, which that NumPy refuses. Triton 3.9 does not."""
+
 QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
