@@ -40,7 +40,7 @@ from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
 from kvcore.parity.show import failure_text, summarise
 from kvcore.plan import plan_cache
-from kvcore.portable import snapshot
+from kvcore.portable import blob, snapshot
 from kvcore.portable.staging import root_of
 from kvcore.spec import from_hf_config, from_json, presets, to_json
 
@@ -145,7 +145,7 @@ def blobs() -> list[bytes]:
 def join_blob(tree: Any) -> bytes:
     fields = {name: value for name, value in tree.items() if name != "root"} if isinstance(tree, dict) else tree
     if isinstance(fields, dict) and tree.get("root") == "signed":
-        return msgspec.msgpack.encode({**fields, "root": blobs._root(fields)})
+        return msgspec.msgpack.encode({**fields, "root": blob._root(fields)})
     return msgspec.msgpack.encode(tree)
 
 

@@ -6,9 +6,10 @@ import scene
 
 torch = pytest.importorskip("torch")
 
+from kvcore.backends.torch_triton import lifecycle, rows  # noqa: E402
 from kvcore.backends.torch_triton.host import Memory  # noqa: E402
 from kvcore.backends.torch_triton.spare import Spare  # noqa: E402
-from kvcore.ops import StepIndex  # noqa: E402
+from kvcore.ops import RawRows, StepIndex  # noqa: E402
 from kvcore.step import StepRequest, build_index  # noqa: E402
 
 
@@ -86,3 +87,27 @@ def test_gathered_rows_stay_as_they_were():
         for layer in (0, 1):
             step.layer(layer).gather_kv()
     assert all(torch.equal(*pair) for pair in zip(first, kept, strict=True))
+
+
+def test_places_of_one_component_are_not_lent_for_another():
+    layers = [scene.classic("ring", key_format="bf16", value_dim=4, **seen) for seen in ({"window": 5}, {"chunk": 5})]
+    cache = scene.create(layers, "torch_triton", layout="by_head")
+    request = cache.admit()
+    scene.write(cache, {request: range(13)})
+    with cache.step({request: 0}) as step:
+        # The chunk that position 12 is in has fewer rows than it is asked for.
+        lent = [cache.ops.borrow_kv(cache.pools, layer, step.index, columns=5) for layer in (0, 1, 0)]
+    assert [None if found is None else found[0].shape[:2] for found in lent] == [(1, 5), None, (1, 5)]
+
+
+@pytest.mark.parametrize("elements", [1, 7, 64])
+def test_a_digest_in_portions_is_that_of_the_whole(elements, monkeypatch):
+    rng = np.random.default_rng(elements)
+    raw = RawRows(
+        torch.from_numpy(rng.integers(0, 256, (3, 9, 10), np.uint8)),
+        torch.from_numpy(rng.integers(-1, 99, (3, 9), np.int32)),
+    )
+    whole = lifecycle.digest_rows(None, raw, 5)
+    monkeypatch.setattr(rows, "TEMPORARY_ELEMENTS", elements)
+    assert len(rows.portions(9, 3 * 3)) > 1
+    assert torch.equal(lifecycle.digest_rows(None, raw, 5), whole)
