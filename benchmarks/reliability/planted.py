@@ -328,11 +328,12 @@ def record_of(told: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 
 
 def areas(told: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Faults by what they are planted in: a backend, or everything else."""
+    """Faults by what they are planted in: a backend, its kernels, or everything else."""
     found: dict[str, list[dict[str, Any]]] = {}
     for one in told:
         parts = Path(one["file"]).parts
-        area = f"backend {parts[2]}" if parts[1] == "backends" else "cache, requests, files and shards"
+        kind = {"backends": "backend", "kernels": "kernels of"}.get(parts[1])
+        area = f"{kind} {parts[2]}" if kind else "cache, requests, files and shards"
         found.setdefault(area, []).append(one)
     return dict(sorted(found.items()))
 
