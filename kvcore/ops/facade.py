@@ -51,6 +51,8 @@ SIZES = {
     "index_scores": Size("columns", "index_keys", bounds.columns),
     "index_select": Size("columns", "index_keys", bounds.columns),
     "gather_kv": Size("columns", "kv", bounds.columns),
+    "borrow_kv": Size("columns", "kv", bounds.columns),
+    "append_borrow_kv": Size("columns", "kv", bounds.columns),
     "mask": Size("columns", "kv", bounds.columns),
     "visible_rows": Size("columns", "kv", bounds.columns),
     "attend_kv": Size("columns", "kv", bounds.columns),

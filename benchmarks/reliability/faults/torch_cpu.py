@@ -29,11 +29,6 @@ TABLE = {
             "a ring's second copy is stale",
         ),
         (
-            "    if last != 1 or any(step % dtype.itemsize for step in steps):\n",
-            "    if last != 1:\n",
-            "bytes at odd addresses are viewed as wider elements",
-        ),
-        (
             "torch.cat([stored[..., 1::2], stored[..., 0::2]], dim=-1)",
             "torch.cat([stored[..., 0::2], stored[..., 1::2]], dim=-1)",
             "low bytes come first in split planes",
@@ -83,7 +78,7 @@ TABLE = {
         ),
         ("place.blank(values[:, :, 0], positions >= 0)", "values[:, :, 0]", "rows that are not there are not zero"),
         (
-            "    own = None if rows is None else ops.encode_rows(region, rows)\n",
+            "    own = None if rows is None else place.encode_rows(region, rows)\n",
             "    own = None\n",
             "a long step's own rows are read from the ring",
         ),
@@ -115,8 +110,8 @@ TABLE = {
             "no rounding after the norm",
         ),
         (
-            "rotate(latents, entries * component.ratio, rope)",
-            "rotate(latents, entries, rope)",
+            "rotate(latents, entries * component.ratio, compression.rope)",
+            "rotate(latents, entries, compression.rope)",
             "entries are rotated by their number, not their position",
         ),
         (
@@ -147,13 +142,13 @@ TABLE = {
     ],
     "entries.py": [
         (
-            "    rows = ops.encode_rows(region, values, ops.global_scale(layer, role))\n",
-            "    rows = ops.encode_rows(region, values)\n",
+            "    rows = place.encode_rows(region, values, layer.global_scale(role))\n",
+            "    rows = place.encode_rows(region, values)\n",
             "the global scale is forgotten in a store",
         ),
         (
-            "(entry + 1) * ops.component(layer, role).ratio <= ",
-            "entry * ops.component(layer, role).ratio <= ",
+            "(entry + 1) * layer.component(role).ratio <= ",
+            "entry * layer.component(role).ratio <= ",
             "the first entry of a step counts as taken over",
         ),
         (
@@ -178,13 +173,13 @@ TABLE = {
         ),
         ("    valid = (request >= 0) & (indices", "    valid = (indices", "padding tokens read entries"),
         (
-            "SelectedEntries(place.blank(ops.decode_rows(region, stored)[:, :, 0], valid), valid)",
-            "SelectedEntries(ops.decode_rows(region, stored)[:, :, 0], valid)",
+            "SelectedEntries(place.blank(place.decode_rows(region, stored)[:, :, 0], valid), valid)",
+            "SelectedEntries(place.decode_rows(region, stored)[:, :, 0], valid)",
             "invalid picks read what a zero row decodes to",
         ),
         (
-            "ops.decode_rows(region, stored, ops.global_scale(layer, role))[:, :, 0]",
-            "ops.decode_rows(region, stored)[:, :, 0]",
+            "place.decode_rows(region, stored, layer.global_scale(role))[:, :, 0]",
+            "place.decode_rows(region, stored)[:, :, 0]",
             "the global scale is forgotten in a gather",
         ),
         (
@@ -294,29 +289,25 @@ TABLE = {
         ),
     ],
     "lifecycle.py": [
+        ("        if slot >= 0:\n", "        if slot > 0:\n", "slot 0 is not reset"),
         (
-            '        if region.growth == "slot" and chosen:\n',
-            '        if region.growth == "slot" and chosen and "index" not in region.role:\n',
-            "an indexer's tail is not reset",
-        ),
-        (
-            "pools[name][slot].zero_() if unit is None else pools[name][slot].copy_(unit)",
-            "pools[name][slot].zero_()",
+            "pool[slot].zero_() if unit is None else pool[slot].copy_(unit)",
+            "pool[slot].zero_()",
             "a fresh tail's score is 0, not -inf",
         ),
         (
-            'index_fill_(0, slots if region.growth == "slot" else blocks, 0xFF)',
-            'index_fill_(0, slots if region.growth == "slot" else blocks, 0)',
+            "pool.index_fill_(0, units.long(), 0xFF)",
+            "pool.index_fill_(0, units.long(), 0)",
             "freed rows are zeros, not poison",
         ),
         (
-            "        if region.growth == growth:\n            for name, _ in region.buffers.values():\n                pools[name].index_copy_(0, targets, pools[name].index_select(0, sources))\n",
-            "        if region.growth == growth:\n            for name, _ in region.buffers.values():\n                for a, b in zip(sources.tolist(), targets.tolist(), strict=True):\n                    pools[name][b] = pools[name][a]\n",
+            "    return pool.index_copy_(0, targets.long(), pool.index_select(0, sources.long()))\n",
+            "    for a, b in zip(sources.tolist(), targets.tolist(), strict=True):\n        pool[b] = pool[a]\n    return pool\n",
             "sources are read after targets were written",
         ),
         (
-            "pools[name].index_copy_(0, targets, pools[name].index_select(0, sources))",
-            "pools[name].index_copy_(0, sources, pools[name].index_select(0, targets))",
+            "pool.index_copy_(0, targets.long(), pool.index_select(0, sources.long()))",
+            "pool.index_copy_(0, sources.long(), pool.index_select(0, targets.long()))",
             "sources and targets are swapped",
         ),
         (
@@ -325,7 +316,7 @@ TABLE = {
             "raw entries say their number for a position",
         ),
         (
-            "torch.where(positions >= 0, positions // ops.component(layer, role).tokens_per_row, -1)",
+            "torch.where(positions >= 0, positions // layer.component(role).tokens_per_row, -1)",
             "positions",
             "raw entries are stored at their position's number",
         ),
@@ -342,8 +333,8 @@ TABLE = {
     ],
     "kv.py": [
         (
-            "    position = place.of_request(positions_of(component, index, columns), request)\n",
-            "    position = positions_of(component, index, columns)[:1]\n",
+            "    position = place.of_request(_positions_of(component, index, columns), request)\n",
+            "    position = _positions_of(component, index, columns)[:1]\n",
             "masks are the first request's",
         ),
         (
@@ -570,6 +561,11 @@ TABLE = {
         ),
     ],
     "encoding.py": [
+        (
+            "    if last != 1 or any(step % dtype.itemsize for step in steps):\n",
+            "    if last != 1:\n",
+            "bytes at odd addresses are viewed as wider elements",
+        ),
         ("        values = hadamard(values)\n    rows", "        pass\n    rows", "keys are not rotated"),
         (
             "            values = values * global_scale if format.global_scaled else values\n",

@@ -3,51 +3,65 @@
 import torch
 
 from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.tail import rotate
-from kvcore.ops import Attention
+from kvcore.ops import Attention, StepIndex
+from kvcore.pools import Pools
+from kvcore.spec import Rope
 
 
-def attend(ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
+def attend(
+    layer: Layer,
+    pools: Pools,
+    index: StepIndex,
+    q: torch.Tensor,
+    selected: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    rope: Rope | torch.Tensor | None = None,
+) -> Attention:
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
     tokens, heads, dim = q.shape
-    scale = dim**-0.5 if scale is None else scale
+    factor = dim**-0.5 if scale is None else scale
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     if not tokens or not heads or not len(index.slots):
         return Attention(out, lse)
     sources = []
-    if ops.component(layer, "window") is not None:
-        sources.append(window_source(ops, pools, layer, index, rows))
-    if ops.component(layer, "entries") is not None:
-        sources.append(entries_source(ops, pools, layer, index, selected))
+    if layer.component("window") is not None:
+        sources.append(_window_source(layer, pools, index, rows))
+    if layer.component("entries") is not None:
+        sources.append(_entries_source(layer, pools, index, selected))
     for some in place.portions(tokens, dim * sum(columns for columns, _ in sources)):
         keys, seen = zip(*(read(some) for _, read in sources), strict=True)
         keys, seen = place.blank(torch.cat(keys, dim=1), torch.cat(seen, dim=1)), torch.cat(seen, dim=1)
-        found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, scale, seen[:, None])
+        found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, factor, seen[:, None])
         out[some] = found.to(q.dtype)
     return Attention(out if rope is None else turned_back(out, index.positions, rope), lse)
 
 
-def turned_back(out, positions, rope):
+def turned_back(out: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:
     """Outputs [T, H, d] with their last channels turned by minus the tokens' positions [T], rounded like ``out``."""
     rows = out.flatten(0, 1).to(torch.float32)
     return rotate(rows, -positions.repeat_interleave(out.shape[1]), rope).view_as(out).to(out.dtype)
 
 
-def window_source(ops, pools, layer, index, rows):
+def _window_source(layer, pools, index, rows):
     """(W, function of a slice of tokens -> window keys [t, W, d] fp32 and whether they are seen [t, W]).
 
     Each ring is decoded once, however many of its rows a query shares with the next one.
     """
-    (region,) = ops.plan.region(layer, "window")
-    component = ops.component(layer, "window")
+    (region,) = layer.regions["window"]
+    component = layer.component("window")
     unit = index.slots.long()[:, None].expand(-1, region.rows)
     stored = place.load(pools, region, unit, torch.arange(region.rows, device=unit.device).expand_as(unit))
     ring = len(unit) * region.rows
     stored = stored.flatten(0, 1)
     if rows is not None:
-        stored = torch.cat([stored, ops.encode_rows(region, rows)])
-    table = ops.decode_rows(region, stored)[:, 0]
+        stored = torch.cat([stored, place.encode_rows(region, rows)])
+    table = place.decode_rows(region, stored)[:, 0]
 
     def read(some):
         request, position = index.request_index[some, None].long(), index.positions[some, None].long()
@@ -62,16 +76,17 @@ def window_source(ops, pools, layer, index, rows):
     return component.window, read
 
 
-def entries_source(ops, pools, layer, index, selected):
+def _entries_source(layer, pools, index, selected):
     """(k, function of a slice of tokens -> entry keys [t, k, d] fp32 and whether they are seen [t, k])."""
-    (region,) = ops.plan.region(layer, "entries")
-    component = ops.component(layer, "entries")
+    (region,) = layer.regions["entries"]
+    component = layer.component("entries")
     shared, table, most = selected is None, None, 0
     # A decode step with a selection reads just what it selects. Otherwise queries share entries, which are decoded
     # once; how many there are must then be asked of the device.
     if shared or len(selected) > len(index.slots):
         most = int((index.lengths // component.ratio).max())
-        table = ops.gather_all_entries(pools, layer, index, columns=most, role="entries").values.flatten(0, 1)
+        found = layer.ops.gather_all_entries(pools, layer.number, index, columns=most, role="entries")
+        table = found.values.flatten(0, 1)
         selected = torch.arange(most, device=table.device)[None] if shared else selected
 
     def read(some):
@@ -80,7 +95,7 @@ def entries_source(ops, pools, layer, index, selected):
         seen = (request >= 0) & (number >= 0) & (number < (position + 1) // component.ratio)
         if table is None:
             stored = place.read(pools, region, index, request, torch.where(seen, number, -1))
-            return ops.decode_rows(region, stored)[:, :, 0].to(torch.float32), seen
+            return place.decode_rows(region, stored)[:, :, 0].to(torch.float32), seen
         if not len(table):
             return table.new_zeros((*seen.shape, table.shape[1]), dtype=torch.float32), seen
         return table[torch.where(seen, request * most + number, 0)].to(torch.float32), seen
@@ -88,7 +103,14 @@ def entries_source(ops, pools, layer, index, selected):
     return selected.shape[1], read
 
 
-def softmax_sum(q, keys, values, sink, scale, seen):
+def softmax_sum(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sink: torch.Tensor | None,
+    scale: float,
+    seen: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [..., H, d] to keys [..., n, d] and values [..., n, e] -> out [..., H, e], lse [..., H].
 
     The sink is one logit a head, unscaled, in the denominator only: it has no value and is not part of lse. ``seen``

@@ -10,33 +10,61 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton import attention, encoding, entries, indexer, kv, lifecycle, streamed, tail, window
+from kvcore.backends.torch_triton import (
+    attention,
+    encoding,
+    entries,
+    indexer,
+    kv,
+    lifecycle,
+    rows,
+    streamed,
+    tail,
+    window,
+)
 from kvcore.backends.torch_triton.host import Memory
+from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.spare import Spare
 from kvcore.errors import BackendError, ShapeError
-from kvcore.ops import StepIndex
+from kvcore.ops import StepIndex, facade
 from kvcore.ops.choices import Decision, refused, strict
 from kvcore.ops.composed import ComposedVerbs
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
-from kvcore.spec import TAIL_OF
 from kvcore.spec.codes import check_known
 
 WITHOUT_KERNEL = ("compress", "gather_rows", "store_rows")
 """Verbs that are torch operations on every device."""
 
 
-def verb(function):
+def recording_nothing(function: Any) -> Any:
     """A cache is no part of a model's gradient: verbs record nothing, whatever they are given."""
 
     @wraps(function)
-    def run(*arguments, **options):
+    def run(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():  # a decode step, in which the context would be a tenth of a verb's time
             return function(*arguments, **options)
         with torch.no_grad():
             return function(*arguments, **options)
 
     return run
+
+
+def verb(function: Any, name: str = "", **fixed: Any) -> Any:
+    """``kvcore.ops.facade.verb``, recording nothing."""
+    return recording_nothing(facade.verb(function, name, **fixed))
+
+
+def codec(function: Any) -> Any:
+    """A verb of a format and an array, which may be NumPy's."""
+    _, array = facade.parameters_of(function).names[:2]
+
+    def run(self: Any, format: Any, *given: Any, **options: Any) -> Any:
+        if given:
+            return function(format, self.asarray(given[0]), *given[1:], **options)
+        return function(format, **{**options, array: self.asarray(options[array])})
+
+    return recording_nothing(facade.as_verb(run, function))
 
 
 class TorchOps(ComposedVerbs):
@@ -46,6 +74,7 @@ class TorchOps(ComposedVerbs):
 
     def __init__(self, plan: CachePlan, device: str = "cpu") -> None:
         self.plan = plan
+        self.layers = [Layer(plan, number, self) for number in range(len(plan.layers))]
         self.device = device
         self.host = Memory().of
         self.spare = Spare()
@@ -82,17 +111,18 @@ class TorchOps(ComposedVerbs):
         if self.strict:
             raise refused(verb, layer, "torch", reason)
 
-    encode = verb(encoding.encode)
-    decode = verb(encoding.decode)
-    pack_page = verb(encoding.pack_page)
-    unpack_page = verb(encoding.unpack_page)
+    encode = codec(encoding.encode)
+    decode = codec(encoding.decode)
+    pack_page = codec(encoding.pack_page)
+    unpack_page = codec(encoding.unpack_page)
+    join = verb(tail.join)
     append_window = verb(window.append_window)
     append_rotated_window = verb(window.append_rotated_window)
-    append_tail = verb(tail.append_tail)
-    append_index_tail = verb(tail.append_index_tail)
+    append_tail = verb(tail.append_tail, role="tail")
+    append_index_tail = verb(tail.append_tail, "append_index_tail", role="index_tail")
     gather_window = verb(window.gather_window)
     compress = verb(tail.compress)
-    flush = verb(tail.flush)
+    flush = facade.of_streams(verb(tail.flush))
     store_entries = verb(entries.store_entries)
     store_role = verb(entries.store_role)
     closed = verb(entries.closed)
@@ -107,18 +137,20 @@ class TorchOps(ComposedVerbs):
     visible_rows = verb(kv.visible_rows)
     from_batch = verb(kv.from_batch)
     to_batch = verb(kv.to_batch)
-    borrow_kv: Any = verb(kv.borrow_kv)
-    append_borrow_kv: Any = kv.append_borrow_kv
+    borrow_kv = verb(kv.borrow_kv)
+    append_borrow_kv = facade.verb(kv.append_borrow_kv)  # which looks at the mode by itself
     attend_kv = verb(kv.attend_kv)
-    reset_slots = verb(lifecycle.reset_slots)
-    poison = verb(lifecycle.poison)
-    copy_slots = verb(lifecycle.copy_slots)
-    copy_blocks = verb(lifecycle.copy_blocks)
+    reset_slots = recording_nothing(facade.reset_in_place(lifecycle.reset_slots))
+    poison = recording_nothing(facade.poison_in_place(lifecycle.poison))
+    copy_slots = recording_nothing(facade.copy_in_place(lifecycle.copy_units, "slot"))
+    copy_blocks = recording_nothing(facade.copy_in_place(lifecycle.copy_units, "block"))
     gather_rows = verb(lifecycle.gather_rows)
     store_rows = verb(lifecycle.store_rows)
     read_ring = verb(lifecycle.read_ring)
     restore_ring = verb(lifecycle.restore_ring)
     digest_rows = verb(lifecycle.digest_rows)
+    encode_rows = staticmethod(rows.encode_rows)
+    decode_rows = staticmethod(rows.decode_rows)
 
     def allocate(self):
         """Fresh pools for the plan."""
@@ -159,10 +191,6 @@ class TorchOps(ComposedVerbs):
                 raise ShapeError(got=f"dtype {host.dtype}", where="array", allowed="a dtype that torch has") from None
             return (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(self.device)
 
-    def join(self, kv, score):
-        """Kv and score [T, width] side by side."""
-        return torch.cat([kv, score], dim=1)
-
     def index(self, host):
         """The step index on the device, moved there as one buffer."""
         arrays = [np.asarray(array, np.int32) for array in host.arrays]
@@ -184,28 +212,9 @@ class TorchOps(ComposedVerbs):
         """The layer's component of that role, or None."""
         return self.plan.layers[layer].component(role)
 
-    def tail_of(self, role):
-        """The role whose rows are compressed into ``role``."""
-        return TAIL_OF[role]
-
     def global_scale(self, layer, role):
         """The component's global scale, 1 where it has none."""
         return self.plan.layers[layer].global_scale(role)
-
-    def encode_rows(self, region, values, global_scale=1.0):
-        """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
-        code = encoding.plain_code(region.format)
-        if code is not None and len(values):
-            same = values.dtype == encoding.DTYPES[code]
-            rows = encoding.to_bytes(values if same else values.to(torch.float32), code)
-            return rows.reshape(len(values), region.heads, region.format.row)
-        flat = values.reshape(len(values) * region.heads, region.format.dim)
-        return self.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
-
-    def decode_rows(self, region, rows, global_scale=1.0):
-        """Canonical rows [..., row_bytes] of a region -> values [..., d]."""
-        flat = self.decode(region.format, rows.reshape(-1, region.format.row), global_scale=global_scale)
-        return flat.reshape(*rows.shape[:-1], region.format.dim)
 
     def bytes_of(self, data):
         """Host bytes as a uint8 tensor on the device."""

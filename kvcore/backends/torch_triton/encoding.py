@@ -10,7 +10,6 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from kvcore.backends.torch_triton.rows import reinterpret
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, block_layout
 from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
@@ -27,9 +26,8 @@ KNOWN = (*DTYPES, "e2m1", "nf4")
 """Element codes that these encoders know."""
 
 
-def encode(ops, format, values, global_scale=1.0):
+def encode(format: str | Format, values: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
-    values = ops.asarray(values)
     format = sized(format, values.shape[1])
     values = values.to(torch.float32).contiguous()
     if format.hadamard:
@@ -53,9 +51,8 @@ def encode(ops, format, values, global_scale=1.0):
     return rows
 
 
-def decode(ops, format, rows, dim=None, global_scale=1.0):
+def decode(format: str | Format, rows: torch.Tensor, dim: int | None = None, global_scale: float = 1.0) -> torch.Tensor:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
-    rows = ops.asarray(rows)
     format = sized(format, dim)
     if not len(rows):
         return torch.zeros((0, format.dim or 0), dtype=DTYPES[format.value_code], device=rows.device)
@@ -73,9 +70,8 @@ def decode(ops, format, rows, dim=None, global_scale=1.0):
     return channels[0] if len(channels) == 1 else torch.cat(channels, dim=1)
 
 
-def pack_page(ops, format, rows):
+def pack_page(format: str | Format, rows: torch.Tensor) -> torch.Tensor:
     """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
-    rows = ops.asarray(rows)
     format = sized(format, None)
     layout = block_layout(format, len(rows), "packed")
     page = rows.new_zeros(layout.nbytes)
@@ -84,9 +80,9 @@ def pack_page(ops, format, rows):
     return page
 
 
-def unpack_page(ops, format, page, rows):
+def unpack_page(format: str | Format, page: torch.Tensor, rows: int) -> torch.Tensor:
     """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
-    page = ops.asarray(page).contiguous()
+    page = page.contiguous()
     format = sized(format, None)
     out = page.new_zeros((rows, format.row))
     for place in block_layout(format, rows, "packed").places:
@@ -95,7 +91,9 @@ def unpack_page(ops, format, page, rows):
     return out
 
 
-def quantise(channels, field: Field, format: Format, global_scale):
+def quantise(
+    channels: torch.Tensor, field: Field, format: Format, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
     padded = pad(channels, (0, field.groups * field.width - field.size))
     groups = padded.reshape(len(channels), field.groups, field.width)
@@ -115,7 +113,9 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, scale_bits.view(torch.uint8)
 
 
-def scale_of(amax, field: Field, format: Format, global_scale):
+def scale_of(
+    amax: torch.Tensor, field: Field, format: Format, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
     product = (amax * (1 / field.element.largest)).clamp(min=format.scale_floor)
     if field.rule == "pow2":
@@ -133,7 +133,7 @@ def scale_of(amax, field: Field, format: Format, global_scale):
     return scales, scales.view(torch.int32)
 
 
-def scale_values(stored, code: str):
+def scale_values(stored: torch.Tensor, code: str) -> torch.Tensor:
     """Stored scale bytes [rows, groups · size] -> fp32 [rows, groups]; e8m0 byte b means 2^(b - 127), 0xFF NaN."""
     if code == "e8m0":
         exponent = stored.to(torch.int32)
@@ -147,7 +147,7 @@ def spread(scales, field: Field):
     return scales[:, :, None].expand(-1, -1, field.width).flatten(1)[:, : field.size]
 
 
-def to_bytes(values, code: str, clamp: bool = False):
+def to_bytes(values: torch.Tensor, code: str, clamp: bool = False) -> torch.Tensor:
     """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
     if code == "nf4":
         values = torch.where(values.isnan(), 0, values)
@@ -181,7 +181,7 @@ def within(values, code: str):
     return clamped if code in ("int8", "e2m1") else torch.where(values.isinf(), values, clamped)
 
 
-def from_bytes(stored, code: str):
+def from_bytes(stored: torch.Tensor, code: str) -> torch.Tensor:
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
     if code in ("nf4", "e2m1"):
         return levels(code, stored.device)[unpack_nibbles(stored).int()]
@@ -213,17 +213,17 @@ def e2m1_edges(device):
     return torch.where(upward, middle.nextafter(torch.zeros_like(middle)), middle).to(device)
 
 
-def pack_nibbles(codes):
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def unpack_nibbles(stored):
+def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
     """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
     return torch.stack([stored & 0xF, stored >> 4], dim=2).reshape(len(stored), 2 * stored.shape[1])
 
 
-def hadamard(values):
+def hadamard(values: torch.Tensor) -> torch.Tensor:
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16."""
     rows, dim = values.shape
     stride = 1
@@ -242,12 +242,12 @@ def plain_code(format: Format) -> str | None:
     return value.code if plain else None
 
 
-def to_bf16(values):
+def to_bf16(values: torch.Tensor) -> torch.Tensor:
     """fp32 rounded to bf16, still as fp32."""
     return values.to(torch.bfloat16).to(torch.float32)
 
 
-def sized(format, dim) -> Format:
+def sized(format: str | Format, dim: int | None) -> Format:
     """The format by name or record, sized for ``dim`` where it has no size of its own.
 
     Raises:
@@ -262,7 +262,7 @@ def sized(format, dim) -> Format:
     return format
 
 
-def take(rows, format: Format, name: str):
+def take(rows: torch.Tensor, format: Format, name: str) -> torch.Tensor:
     """A field's bytes out of canonical rows."""
     first, last = format.byte_range(name)
     return rows[:, first:last]
@@ -272,3 +272,11 @@ def put(rows, format: Format, name: str, stored) -> None:
     """Write a field's bytes into canonical rows."""
     first, last = format.byte_range(name)
     rows[:, first:last] = stored
+
+
+def reinterpret(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [..., n] as elements of ``dtype``; copied where their addresses or strides don't allow a view."""
+    *steps, last = stored.storage_offset(), *stored.stride()
+    if last != 1 or any(step % dtype.itemsize for step in steps):
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(dtype)

@@ -4,14 +4,18 @@ import torch
 
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import hadamard
-from kvcore.ops import bounds
+from kvcore.backends.torch_triton.layer import Layer
+from kvcore.ops import StepIndex
+from kvcore.pools import Pools
 
 
-def index_scores(ops, pools, layer, index, q, weights, *, columns=None):
+def index_scores(
+    layer: Layer, pools: Pools, index: StepIndex, q: torch.Tensor, weights: torch.Tensor, *, columns: int
+) -> torch.Tensor:
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
-    component = ops.component(layer, "index_keys")
-    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
-    keys = ops.gather_all_entries(pools, layer, index, columns=columns, role="index_keys").values.to(torch.float32)
+    component = layer.component("index_keys")
+    found = layer.ops.gather_all_entries(pools, layer.number, index, columns=columns, role="index_keys")
+    keys = found.values.to(torch.float32)
     q = q.to(torch.float32)
     if component.parts[0].format.hadamard:
         q = hadamard(q.reshape(-1, component.dim)).reshape(q.shape)
@@ -27,7 +31,7 @@ def index_scores(ops, pools, layer, index, q, weights, *, columns=None):
     return scores
 
 
-def select(ops, scores, k):
+def select(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
     # NaN is never picked: it compares as no score at all. Adding zero makes -0 and 0 tie on every device.
     scores = torch.where(scores.isnan(), -torch.inf, scores.to(torch.float32)) + 0.0

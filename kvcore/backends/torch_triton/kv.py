@@ -8,41 +8,52 @@ from kvcore.backends.torch_triton import plain, streamed
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
-from kvcore.ops import Attention, VisibleRows, bounds
+from kvcore.backends.torch_triton.layer import Layer
+from kvcore.ops import Attention, StepIndex, VisibleRows
+from kvcore.pools import Pools
 
 
-def append_kv(ops, pools, layer, index, k, v):
+def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: torch.Tensor) -> Pools:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-    for region, values in plain.append(ops, pools, ops.plan.region(layer, "kv"), index, (k, v)):
-        place.append(pools, region, index, ops.encode_rows(region, values))
+    for region, values in plain.append(layer.ops, pools, layer.regions["kv"], index, (k, v)):
+        place.append(pools, region, index, place.encode_rows(region, values))
     return pools
 
 
-def borrow_kv(ops, pools, layer, index, *, columns=None):
+def borrow_kv(
+    layer: Layer, pools: Pools, index: StepIndex, *, columns: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    return plain.borrow(ops, pools, ops.plan.region(layer, "kv"), ops.component(layer, "kv"), index, columns)
+    return plain.borrow(layer.ops, pools, layer.regions["kv"], layer.component("kv"), index, columns)
 
 
-def append_borrow_kv(ops, pools, layer, index, k, v, *, columns=None):
+def append_borrow_kv(
+    layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: torch.Tensor, *, columns: int
+) -> tuple[Pools, tuple[torch.Tensor, torch.Tensor] | None]:
     """``append_kv``, then ``borrow_kv``: with few calls on the way, which are what a decode step waits for."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return append_borrow_kv(ops, pools, layer, index, k, v, columns=columns)
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    lent = plain.append_and_borrow(ops, pools, layer, index, k, v, columns)
-    return (ops.append_kv(pools, layer, index, k, v), None) if lent is None else (pools, lent)
+            return append_borrow_kv(layer, pools, index, k, v, columns=columns)
+    lent = plain.append_and_borrow(layer.ops, pools, layer.number, index, k, v, columns)
+    return (append_kv(layer, pools, index, k, v), None) if lent is None else (pools, lent)
 
 
-def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
+def gather_kv(
+    layer: Layer,
+    pools: Pools,
+    index: StepIndex,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    columns: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    component, regions = ops.component(layer, "kv"), ops.plan.region(layer, "kv")
+    component, regions = layer.component("kv"), layer.regions["kv"]
     if k is None and v is None and not index.slots.is_cuda:
-        found = plain.gather(ops, pools, regions, component, index, columns)
+        found = plain.gather(layer.ops, pools, regions, component, index, columns)
         if found is not None:
             return found
-    positions = positions_of(component, index, columns)
+    positions = _positions_of(component, index, columns)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     valid = positions >= 0
     # Where the answer is at hand, ask whether anything is to be blanked; on a GPU blank without asking.
@@ -51,22 +62,22 @@ def gather_kv(ops, pools, layer, index, k=None, v=None, *, columns=None):
     for region, values in zip(regions, (k, v), strict=True):
         dense = None
         if values is None and positions.is_cuda:
-            dense = bulk(ops, pools, region, layer, index, positions)
+            dense = _bulk(layer, pools, region, index, positions)
         if dense is None:
-            own = None if values is None else ops.encode_rows(region, values)
-            dense = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
+            own = None if values is None else place.encode_rows(region, values)
+            dense = place.decode_rows(region, place.read(pools, region, index, requests, positions, own))
         gathered.append(dense if complete else place.blank(dense, valid))
     return gathered[0], gathered[1], positions.int()
 
 
-def positions_of(component, index, columns):
+def _positions_of(component, index, columns):
     """[Q, columns] int64 positions that the step's queries may see, ascending, then -1."""
     left = 0 if index.left_padding is None else index.left_padding
     first, end = component.visible_bounds(index.starts, index.lengths, left, place.maximum)
     return place.numbers_from(first, end - first, columns)
 
 
-def bulk(ops, pools, region, layer, index, positions):
+def _bulk(layer, pools, region, index, positions):
     """Whole units of a plain format, copied as they lie: [Q, columns, heads, dim] by position, or None if not possible.
 
     It is what a real model's decode step waits for: whole blocks through the table, no work per row.
@@ -74,7 +85,7 @@ def bulk(ops, pools, region, layer, index, positions):
     (first, *others), (value, *more) = region.unit.places, region.format.fields
     if others or more or value.group is not None or first.split or value.code not in DTYPES:
         return None
-    if ops.component(layer, "kv").span is not None:
+    if layer.component("kv").span is not None:
         return None
     columns = positions.shape[1]
     pool, stored = pools[region.buffers[first.buffer][0]], DTYPES[value.code]
@@ -96,26 +107,24 @@ def bulk(ops, pools, region, layer, index, positions):
     return dense.to(DTYPES[region.format.value_code])
 
 
-def mask(ops, layer, index, *, columns=None):
+def mask(layer: Layer, index: StepIndex, *, columns: int) -> torch.Tensor:
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
-    component = ops.component(layer, "kv")
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    component = layer.component("kv")
     request, query = index.request_index, index.positions[:, None]
-    position = place.of_request(positions_of(component, index, columns), request)
+    position = place.of_request(_positions_of(component, index, columns), request)
     left = 0 if index.left_padding is None else place.of_request(index.left_padding, request)[:, None]
     first = component.first_visible(query, left, place.maximum)
     seen = (position >= first) & (position <= query) & (position >= 0)
     return seen & (request >= 0)[:, None]
 
 
-def visible_rows(ops, layer, index, *, columns=None):
+def visible_rows(layer: Layer, index: StepIndex, *, columns: int) -> VisibleRows:
     """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    positions = positions_of(ops.component(layer, "kv"), index, columns).int()
-    return VisibleRows(positions, ops.mask(layer, index, columns=columns))
+    positions = _positions_of(layer.component("kv"), index, columns).int()
+    return VisibleRows(positions, mask(layer, index, columns=columns))
 
 
-def from_batch(ops, index, batch):
+def from_batch(index: StepIndex, batch: torch.Tensor) -> torch.Tensor:
     """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
     request = index.request_index
     if not batch.shape[0] * batch.shape[1]:
@@ -124,7 +133,7 @@ def from_batch(ops, index, batch):
     return place.blank(batch[request.clamp(min=0).long(), column.long()], request >= 0)
 
 
-def to_batch(ops, index, rows, width):
+def to_batch(index: StepIndex, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
     new = (index.lengths - index.starts).long()
     column = torch.arange(width, device=rows.device)
@@ -135,20 +144,31 @@ def to_batch(ops, index, rows, width):
     return place.blank(rows[token], valid)
 
 
-def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+def attend_kv(
+    layer: Layer,
+    pools: Pools,
+    index: StepIndex,
+    q: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    columns: int,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Attention:
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     tokens, heads, dim = q.shape
     if not tokens or not heads:
         # torch's own attention divides by the number of heads.
-        out = q.new_zeros((tokens, heads, ops.plan.region(layer, "kv")[1].format.dim))
+        out = q.new_zeros((tokens, heads, layer.regions["kv"][1].format.dim or 0))
         return Attention(out, torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device))
     if k is None and not q.is_cuda:
-        found = streamed.attend(ops, pools, layer, index, q, sink=sink, scale=dim**-0.5 if scale is None else scale)
+        factor = dim**-0.5 if scale is None else scale
+        found = streamed.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
         if found is not None:
             return found
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    keys, values, _ = ops.gather_kv(pools, layer, index, k, v, columns=columns)
-    seen = ops.mask(layer, index, columns=columns)
+    keys, values, _ = layer.ops.gather_kv(pools, layer.number, index, k, v, columns=columns)
+    seen = mask(layer, index, columns=columns)
     scale = dim**-0.5 if scale is None else scale
     out = torch.zeros((tokens, heads, values.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
@@ -157,7 +177,7 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink
     # One product for all of a request's queries needs values that are finite also where a query doesn't look. A decode
     # step takes its rows token by token, without asking the device anything.
     if tokens > len(keys) and bool(values.isfinite().all()):
-        groups = by_request(index, heads * columns)
+        groups = _by_request(index, heads * columns)
     else:
         row = keys.shape[2:].numel() + values.shape[2:].numel()
         groups = [(some, None) for some in place.portions(tokens, row * columns)]
@@ -168,12 +188,12 @@ def attend_kv(ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink
             place.blank(block[2], seen[some])
         else:
             block = q[None, some], keys[request], values[request], seen[None, some]
-        found, logs = grouped(*block, sink, scale)
+        found, logs = _grouped(*block, sink, scale)
         out[some], lse[some] = found.flatten(0, 1).to(q.dtype), logs.flatten(0, 1)
     return Attention(out, lse)
 
 
-def by_request(index, elements):
+def _by_request(index, elements):
     """(slice of the step's tokens, slice of its one request) for every request, in portions of ``elements`` a token."""
     new = (index.lengths - index.starts).tolist()
     return [
@@ -183,7 +203,7 @@ def by_request(index, elements):
     ]
 
 
-def grouped(q, keys, values, seen, sink, scale):
+def _grouped(q, keys, values, seen, sink, scale):
     """Attend from q [B, t, H, d] to keys [B, n, key heads, d] and values [B, n, value heads, e], as ``softmax_sum``.
 
     Query heads that share a key head are rows of one product.

@@ -8,7 +8,10 @@ import math
 
 import torch
 
+from kvcore.backends.torch_triton import encoding
+from kvcore.ops import StepIndex
 from kvcore.plan import Region
+from kvcore.pools import Pools
 from kvcore.spec import Place
 
 ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,7 +20,9 @@ TEMPORARY_ELEMENTS = 1 << 23
 """Elements that a temporary array of the wider verbs may have: 32 MiB in fp32."""
 
 
-def locate(region: Region, index, request, number):
+def locate(
+    region: Region, index: StepIndex, request: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(unit, row in the unit) of row ``number`` of a request, int64, in the arguments' common shape; unit -1 if none.
 
     ``number`` is a position, or an entry's number in a paged component of compressed entries.
@@ -37,7 +42,7 @@ def locate(region: Region, index, request, number):
     return torch.where(known & (column < columns), unit, -1).long(), row
 
 
-def field(pools, region: Region, place: Place):
+def field(pools: Pools, region: Region, place: Place) -> tuple[torch.Tensor, int, int]:
     """(view [n, heads, elements] of a field's bytes, windows from unit to unit, windows from row to row).
 
     Window ``unit * a + row * b`` of the view is the field at that place, in the widest elements that its addresses are
@@ -56,7 +61,7 @@ def field(pools, region: Region, place: Place):
     return view, unit_bytes // grain, row_bytes // grain
 
 
-def load(pools, region: Region, unit, row):
+def load(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Canonical rows [..., heads, row_bytes] at places of shape [...]; zeros where the unit is -1."""
     known = (unit >= 0).reshape(-1)
     unit, row, shape = unit.clamp(min=0).reshape(-1), row.reshape(-1), unit.shape
@@ -73,14 +78,14 @@ def load(pools, region: Region, unit, row):
     return rows.masked_fill_(~known[:, None, None], 0).reshape(*shape, region.heads, region.format.row)
 
 
-def store(pools, region: Region, unit, row, rows) -> None:
+def store(pools: Pools, region: Region, unit: torch.Tensor, row: torch.Tensor, rows: torch.Tensor) -> Pools:
     """Write canonical rows [n, heads, row_bytes] at places [n], in every copy; nothing happens where the unit is -1.
 
     Picking the valid rows out would need their number, which only the device knows. So an invalid row repeats a valid
     one, to the same place with the same bytes; if there is no valid one, place (0, 0) gets back what it holds.
     """
     if not len(unit):
-        return
+        return pools
     valid = unit >= 0
     some = valid.any()
     source = torch.where(valid, torch.arange(len(unit), device=unit.device), valid.int().argmax(dim=0, keepdim=True))
@@ -89,25 +94,18 @@ def store(pools, region: Region, unit, row, rows) -> None:
         first, last = region.format.byte_range(place.field)
         view, unit_step, row_step = field(pools, region, place)
         stored = split_bytes(rows[:, :, first:last]) if place.split else rows[:, :, first:last]
-        stored = torch.where(some, reinterpret(stored, view.dtype), view[:1])
+        stored = torch.where(some, encoding.reinterpret(stored, view.dtype), view[:1])
         for copy in range(region.copies):
             view.index_copy_(0, unit * unit_step + (row + copy * region.rows) * row_step, stored)
+    return pools
 
 
-def reinterpret(stored, dtype):
-    """Bytes [..., n] as elements of ``dtype``; copied where their addresses or strides don't allow a view."""
-    *steps, last = stored.storage_offset(), *stored.stride()
-    if last != 1 or any(step % dtype.itemsize for step in steps):
-        stored = stored.clone(memory_format=torch.contiguous_format)
-    return stored.view(dtype)
-
-
-def split_bytes(stored):
+def split_bytes(stored: torch.Tensor) -> torch.Tensor:
     """Little-endian 16-bit elements -> all high bytes, then all low bytes, along the last axis."""
     return torch.cat([stored[..., 1::2], stored[..., 0::2]], dim=-1)
 
 
-def join_bytes(stored):
+def join_bytes(stored: torch.Tensor) -> torch.Tensor:
     """The inverse of ``split_bytes``."""
     half = stored.shape[-1] // 2
     return torch.stack([stored[..., half:], stored[..., :half]], dim=-1).flatten(-2)
@@ -120,13 +118,20 @@ def of_request(values, request):
     return values[request.clamp(min=0).long()]
 
 
-def first_token(index, request):
+def first_token(index: StepIndex, request: torch.Tensor) -> torch.Tensor:
     """Row of each request's first new token among the step's tokens: tokens come request by request."""
     new = (index.lengths - index.starts).long()
     return of_request(new.cumsum(0) - new, request)
 
 
-def read(pools, region: Region, index, request, number, own=None):
+def read(
+    pools: Pools,
+    region: Region,
+    index: StepIndex,
+    request: torch.Tensor,
+    number: torch.Tensor,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Canonical rows [..., heads, row_bytes] of positions ``number``: from the step's ``own`` rows if new, else stored.
 
     Args:
@@ -147,7 +152,7 @@ def own_token(index, request, number, tokens):
     return new, torch.where(new, first_token(index, request) + since, 0).clamp(max=tokens - 1)
 
 
-def append(pools, region: Region, index, rows) -> None:
+def append(pools: Pools, region: Region, index: StepIndex, rows: torch.Tensor) -> Pools:
     """Store canonical rows [T, heads, row_bytes] of the step's tokens at their positions.
 
     More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
@@ -157,7 +162,24 @@ def append(pools, region: Region, index, rows) -> None:
     # In a ring, what a later token overwrites; in blocks, what was taken over.
     least = index.lengths - region.rows if region.growth == "slot" else index.stored
     left_out = index.positions < of_request(least, index.request_index)
-    store(pools, region, torch.where(left_out, -1, unit), row, rows)
+    return store(pools, region, torch.where(left_out, -1, unit), row, rows)
+
+
+def encode_rows(region: Region, values: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
+    """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
+    code = encoding.plain_code(region.format)
+    if code is not None and len(values):
+        same = values.dtype == encoding.DTYPES[code]
+        rows = encoding.to_bytes(values if same else values.to(torch.float32), code)
+        return rows.reshape(len(values), region.heads, region.format.row)
+    flat = values.reshape(len(values) * region.heads, region.format.dim or 0)
+    return encoding.encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
+
+
+def decode_rows(region: Region, rows: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
+    """Canonical rows [..., row_bytes] of a region -> values [..., d]."""
+    flat = encoding.decode(region.format, rows.reshape(-1, region.format.row), global_scale=global_scale)
+    return flat.reshape(*rows.shape[:-1], region.format.dim or 0)
 
 
 def numbers_from(first, count, columns):

@@ -5,40 +5,51 @@ from typing import Any
 
 import torch
 
+from kvcore.backends.torch_triton import entries as paged
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import to_bf16
-from kvcore.ops import bounds
+from kvcore.backends.torch_triton.layer import Layer
+from kvcore.ops import StepIndex
+from kvcore.ops.records import Compression, Streams
+from kvcore.pools import Pools
 from kvcore.spec import Rope
 
 
-def append_tail(ops, pools, layer, index, kv, score):
+def join(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
+    return torch.cat([kv, score], dim=1)
+
+
+def append_tail(
+    layer: Layer, pools: Pools, index: StepIndex, kv: torch.Tensor, score: torch.Tensor, *, role: str
+) -> Pools:
     """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
-    return _append(ops, pools, layer, index, kv, score, "tail")
+    (region,) = layer.regions[role]
+    return place.append(pools, region, index, place.encode_rows(region, join(kv, score)))
 
 
-def append_index_tail(ops, pools, layer, index, kv, score):
-    """The same for the indexer's compressor."""
-    return _append(ops, pools, layer, index, kv, score, "index_tail")
-
-
-def _append(ops, pools, layer, index, kv, score, role):
-    (region,) = ops.plan.region(layer, role)
-    place.append(pools, region, index, ops.encode_rows(region, ops.join(kv, score)))
-    return pools
-
-
-def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries", norm_weight=None, eps=1e-6):
+def compress(
+    layer: Layer,
+    pools: Pools,
+    index: StepIndex,
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    *,
+    closed: int,
+    role: str = "entries",
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
     """
-    component = ops.component(layer, ops.tail_of(role))
+    component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
-    (region,) = ops.plan.region(layer, ops.tail_of(role))
-    own = ops.encode_rows(region, ops.join(kv, score))
-    exact = ops.component(layer, role).parts[0].format.is_fp32
-    closed = bounds.closed(ops.plan, layer, role, index) if closed is None else closed
-    requests, entries = ops.closed(layer, index, closed, role)
+    (region,) = layer.regions[layer.tail_of(role)]
+    own = place.encode_rows(region, join(kv, score))
+    exact = layer.component(role).parts[0].format.is_fp32
+    requests, entries = paged.closed(layer, index, count=closed, role=role)
     latents = torch.zeros((closed, d), dtype=torch.float32, device=own.device)
     for some in place.portions(closed, (2 * m if component.overlap else m) * 2 * component.width):
         positions = window_of(entries[some], m, overlap=component.overlap)
@@ -58,46 +69,30 @@ def compress(ops, pools, layer, index, kv, score, *, closed=None, role="entries"
 
 
 def flush(
-    ops,
-    pools,
-    layer,
-    index,
-    kv,
-    score,
-    index_kv=None,
-    index_score=None,
-    *,
-    closed=None,
-    norm_weight=None,
-    eps=1e-6,
-    rope=None,
-    index_norm_weight=None,
-):
+    layer: Layer, pools: Pools, index: StepIndex, streams: Streams, compression: Compression, *, closed: int
+) -> Pools:
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
-    streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
-    for role, stream_kv, stream_score, weight in streams:
-        if stream_kv is None:
-            continue
-        latents = ops.compress(
-            pools, layer, index, stream_kv, stream_score, closed=closed, role=role, norm_weight=weight, eps=eps
+    for role, kv, score, weight in compression.each(streams):
+        latents = compress(
+            layer, pools, index, kv, score, closed=closed, role=role, norm_weight=weight, eps=compression.eps
         )
-        component = ops.component(layer, role)
-        if rope is not None:
-            _, entries = ops.closed(layer, index, len(latents), role)
-            latents = rotate(latents, entries * component.ratio, rope)
+        component = layer.component(role)
+        if compression.rope is not None:
+            _, entries = paged.closed(layer, index, count=closed, role=role)
+            latents = rotate(latents, entries * component.ratio, compression.rope)
             latents = latents if component.parts[0].format.is_fp32 else to_bf16(latents)
-        ops.store_role(pools, layer, role, index, latents)
+        layer.ops.store_role(pools, layer.number, role, index, latents)
     return pools
 
 
-def window_of(entry, ratio, *, overlap):
+def window_of(entry: torch.Tensor, ratio: int, *, overlap: bool) -> torch.Tensor:
     """Positions [n, rows] that entries [n] are pooled from, -1 where there are none: before the first entry's own."""
     before = ratio if overlap else 0
     positions = entry[:, None].long() * ratio + torch.arange(-before, ratio, device=entry.device)
     return torch.where((entry >= 0)[:, None] & (positions >= 0), positions, -1)
 
 
-def pool(keys, scores):
+def pool(keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Softmax-weighted sum over rows, [n, rows, d] each, separately for every channel; no row with weight gives 0."""
     largest = scores.amax(dim=1, keepdim=True)
     largest = torch.where(largest.isneginf(), 0, largest)
@@ -107,13 +102,13 @@ def pool(keys, scores):
     return products / torch.where(total == 0, 1, total)
 
 
-def rms_norm(values, weight, eps):
+def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
     mean = (values * values).mean(dim=-1, keepdim=True)
     return values * (mean + eps).sqrt().reciprocal() * weight.to(torch.float32)
 
 
-def rotate(values, positions, rope):
+def rotate(values: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:
     """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
     frequencies = frequencies_of(rope, values.device)
     angles = positions.to(torch.float32)[:, None] * frequencies
@@ -124,7 +119,7 @@ def rotate(values, positions, rope):
     return torch.cat([head, turned], dim=1)
 
 
-def frequencies_of(rope, device) -> Any:
+def frequencies_of(rope: Rope | torch.Tensor | None, device: Any) -> Any:
     """Inverse frequencies as a contiguous fp32 tensor, from a Rope or a tensor; None stays None."""
     if isinstance(rope, Rope):
         return on_device(rope, device)

@@ -4,35 +4,46 @@ import torch
 
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import to_bf16
+from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.tail import rms_norm, rotate
-from kvcore.ops import WindowRows
+from kvcore.ops import StepIndex, WindowRows
+from kvcore.pools import Pools
+from kvcore.spec import Rope
 
 
-def append_window(ops, pools, layer, index, rows):
+def append_window(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tensor) -> Pools:
     """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
-    (region,) = ops.plan.region(layer, "window")
-    place.append(pools, region, index, ops.encode_rows(region, rows))
-    return pools
+    (region,) = layer.regions["window"]
+    return place.append(pools, region, index, place.encode_rows(region, rows))
 
 
-def append_rotated_window(ops, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
+def append_rotated_window(
+    layer: Layer,
+    pools: Pools,
+    index: StepIndex,
+    rows: torch.Tensor,
+    *,
+    rope: Rope | torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> Pools:
     """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
-    (region,) = ops.plan.region(layer, "window")
+    (region,) = layer.regions["window"]
     rows = rows.to(torch.float32)
     if norm_weight is not None:
         rows = rms_norm(rows, norm_weight, eps)
         rows = rows if region.format.is_fp32 else to_bf16(rows)
     rows = rotate(rows, index.positions, rope)
-    return ops.append_window(pools, layer, index, rows if region.format.is_fp32 else to_bf16(rows))
+    return append_window(layer, pools, index, rows if region.format.is_fp32 else to_bf16(rows))
 
 
-def gather_window(ops, pools, layer, index, rows=None):
+def gather_window(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tensor | None = None) -> WindowRows:
     """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
-    (region,) = ops.plan.region(layer, "window")
-    component = ops.component(layer, "window")
-    own = None if rows is None else ops.encode_rows(region, rows)
+    (region,) = layer.regions["window"]
+    component = layer.component("window")
+    own = None if rows is None else place.encode_rows(region, rows)
     first, end = component.live_bounds(index.lengths, place.maximum)
     positions = place.numbers_from(first, end - first, region.rows)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
-    values = ops.decode_rows(region, place.read(pools, region, index, requests, positions, own))
+    values = place.decode_rows(region, place.read(pools, region, index, requests, positions, own))
     return WindowRows(place.blank(values[:, :, 0], positions >= 0), positions.int())

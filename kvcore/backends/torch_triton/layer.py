@@ -1,0 +1,24 @@
+"""A layer as torch's verbs see it: its part of the plan, and the verbs that it belongs to."""
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from kvcore.plan import CachePlan, LayerPlan
+
+if TYPE_CHECKING:
+    from kvcore.backends.torch_triton.backend import TorchOps
+
+
+class Layer(LayerPlan):
+    """One layer by role."""
+
+    def __init__(self, plan: CachePlan, number: int, ops: "TorchOps") -> None:
+        planned = plan.layers[number]
+        super().__init__(number, {role: planned.component(role) for role in planned.regions}, planned.regions)
+        # Verbs hold pools and spare memory, which must go when they do: no circle.
+        self._ops = ref(ops)
+
+    @property
+    def ops(self) -> Any:
+        """The verbs bound to the plan: kernels where there are any, and what all layers share of a step."""
+        return self._ops()
