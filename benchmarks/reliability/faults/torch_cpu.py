@@ -467,7 +467,6 @@ TABLE = {
             "        first = start if every else max(start, least)\n",
             "        first = start\n",
             "rows that the step overwrites are written first",
-            "tokens are written in order, so the last one stays; it only costs time",
         ),
         (
             "        source = token + first - start\n",
@@ -576,7 +575,6 @@ TABLE = {
             "    groups = groups.clamp(-limit, limit)\n",
             "",
             "values beyond the code's range are not clamped",
-            "amax is clamped to the limit, so codes saturate in the clamp of to_bytes all the same",
         ),
         ("clamp(format.amax_floor, limit)", "clamp(0, limit)", "a group of zeros has scale 0"),
         (".clamp(min=format.scale_floor)", "", "a small tile's scale is not floored"),
