@@ -10,7 +10,7 @@ from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.ops import Attention, RawRows
 from kvcore.plan import plan_cache
-from kvcore.portable.page_digests import PageDigests
+from kvcore.portable.digests import LaneDigests
 from kvcore.portable.pages import page_layout
 from kvcore.sharding.torch import TorchExchange, merged
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
@@ -188,9 +188,9 @@ def check_pages(rng, device):
     for floor, length in ((0, 0), (0, 3), (14, 16), (75, 77), (158, 160)):
         layout = page_layout(spec, floor, length)
         pages = rng.integers(0, 256, (layout.pages, layout.page_bytes), np.uint8)
-        want, ours = PageDigests(here, layout).result(pages), torch.from_numpy(pages).to(device)
+        want, ours = LaneDigests(here, layout).result(pages), torch.from_numpy(pages).to(device)
         for chunk in (3, 1000):
-            digests = PageDigests(there, layout)
+            digests = LaneDigests(there, layout)
             # None of them: the record may be there alone.
             for first in range(0, layout.pages if chunk == 3 else 0, chunk):
                 digests.add(ours[first : first + chunk], first)

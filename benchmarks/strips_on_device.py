@@ -10,11 +10,9 @@ from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.handoff import Desk, Direct, pull
 from kvcore.plan import plan_cache
-from kvcore.portable.page_digests import content_of
-from kvcore.portable.pages import page_layout
+from kvcore.portable.manifest import stage_one_by_one
+from kvcore.portable.pages import content_of, move_at_once, page_layout
 from kvcore.portable.rows import write_rows
-from kvcore.portable.staging import stage_one_by_one
-from kvcore.portable.strips import move_at_once
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.step import StepRequest
 
@@ -69,7 +67,7 @@ def check_strips(rng, device):
             row = StepRequest(slot=1, start=length, new=0, blocks=blocks)
             want = np.zeros((pages.pages, pages.page_bytes), np.uint8)
             cache = SimpleNamespace(spec=SPEC, plan=wide, ops=here[0], pools=theirs)
-            stage_one_by_one(cache, row, floor, pages, want)
+            stage_one_by_one(cache._state, row, floor, pages, want)
             got = torch.full(want.shape, 0xEE, dtype=torch.uint8, device=device)
             got[max(0, pages.blocks - 1) :] = 0
             case = f"rows of {length} tokens, {layout}"

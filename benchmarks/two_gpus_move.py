@@ -12,8 +12,8 @@ import kvcore
 from benchmarks.two_gpus_decode import Rank, fill
 from kvcore.handoff import Desk, decode_handle, encode_handle
 from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.portable.digests import LaneDigests
 from kvcore.portable.importer import commit, receive
-from kvcore.portable.page_digests import PageDigests
 from kvcore.spec import presets
 
 CHUNKS = (1024, 64, 256, *(512, 1024, 2048, 4096) * 3)
@@ -134,7 +134,7 @@ def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_page
     _, layout, pages = received
     one_page = torch.empty_like(pages[:1]) if me.on_gpu else pages[:1].copy()
     single = [me.seconds(lambda: carrier.fetch(handle, 0, one_page, timeout=10), together=False) for _ in range(9)]
-    verify = [me.seconds(lambda: PageDigests(cache.ops, layout).result(pages), together=False) for _ in range(3)]
+    verify = [me.seconds(lambda: LaneDigests(cache.ops, layout).result(pages), together=False) for _ in range(3)]
     carrier.finish(handle, timeout=10)
     carrier.goodbye()
     equal = cache.digest([moved]) == digest

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scene
 import stories
+import version_1
 from scene import numbered
 
 import kvcore
@@ -155,6 +156,7 @@ VERBS: dict[str, Callable[[kvcore.Cache, kvcore.Request], Any]] = {
     "truncate": lambda cache, a: cache.truncate(a, 9),
     "checkpoint": lambda cache, a: cache.checkpoint(a),
     "import_request": lambda cache, a: cache.import_request(cache.export_request(a)),
+    "import_request of 0.1.0": lambda cache, a: cache.import_request(version_1.blob(cache, a)),
     "import_request into": lambda cache, a: cache.import_request(cache.export_request(a), into=cache.admit()),
 }
 

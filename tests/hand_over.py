@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import scene
 import stories
+import version_1
 
 from kvcore.spec import CacheSpec
 
@@ -28,13 +29,21 @@ TOKENS = range(300, 339)
 PIECE = 13
 LAYOUTS = ("packed", "planar", "tpu_tile")
 BLOBS = {
-    "stored": ("8946b3ae75d2c29d", "fd25eb9ae43a3b23", "d3afd14ab9652f8c"),
-    "classic rows": ("763d60158252ab2e", "5ca91ceb2e639b2a", "2ad30885cb3e7769"),
+    "stored": (
+        ("8946b3ae75d2c29d", "9389ccce4f610aa4"),
+        ("fd25eb9ae43a3b23", "d6a7d74ea782fad3"),
+        ("d3afd14ab9652f8c", "9d213c03e5f42c40"),
+    ),
+    "classic rows": (
+        ("763d60158252ab2e", "b94b685a8835a17e"),
+        ("5ca91ceb2e639b2a", "5c5130da1a1db692"),
+        ("2ad30885cb3e7769", "df53e8475f8dc582"),
+    ),
 }
-"""Spec -> start of the sha256 of the request's blob after each piece."""
+"""Spec -> start of the sha256 of the request's blob after each piece, as version 1 has it and as version 2."""
 
 
-def route(spec: CacheSpec, backends: Sequence[str], **padding: int) -> tuple[str, ...]:
+def route(spec: CacheSpec, backends: Sequence[str], **padding: int) -> tuple[tuple[str, str], ...]:
     """Tell the pieces on these backends in turn, in other layouts and slots; the hash of each export."""
     blob = None
     hashes = []
@@ -48,5 +57,6 @@ def route(spec: CacheSpec, backends: Sequence[str], **padding: int) -> tuple[str
             with cache.step({request: list(part)}, **padding) as step:
                 stories.feed(step, list(part))
         blob = cache.export_request(request)
-        hashes.append(hashlib.sha256(blob).hexdigest()[:16])
+        versions = version_1.blob(cache, request), blob
+        hashes.append(tuple(hashlib.sha256(each).hexdigest()[:16] for each in versions))
     return tuple(hashes)

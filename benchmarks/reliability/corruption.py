@@ -19,6 +19,7 @@ from benchmarks.reliability import command
 from benchmarks.reliability.shrink import shrink
 from kvcore.errors import SnapshotError
 from kvcore.portable import snapshot
+from kvcore.portable.blob import HEAD_BYTES
 
 LENGTHS = (21, 9, 34)
 KINDS = {"flip": 6, "flip header": 2, "cut": 2, "zero": 1, "swap": 2, "repeat": 1, "lose": 1, "other": 1, "byte": 2}
@@ -41,7 +42,7 @@ def snapshots(backend: str = "reference", device: str | None = None) -> tuple[An
 
 def corrupt(data: bytes, other: bytes, choice: random.Random) -> tuple[str, bytes]:
     """(kind of damage, damaged bytes), never equal to ``data``."""
-    header = 8 + int.from_bytes(data[:8], "little")
+    header = HEAD_BYTES + int.from_bytes(data[8:16], "little")
     while True:
         kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
         bad = bytearray(data)
@@ -73,22 +74,23 @@ def corrupt(data: bytes, other: bytes, choice: random.Random) -> tuple[str, byte
             return kind, bytes(bad)
 
 
-def verdict(data: bytes, whole: snapshot.Saved, ops: Any) -> tuple[bool, int, int]:
+def verdict(data: bytes, whole: snapshot.Snapshot, ops: Any) -> tuple[bool, int, int]:
     """(damage noticed, requests still restored, whether any of those differs from the original)."""
     try:
         saved = snapshot.parse(data)
     except SnapshotError:
         return True, 0, 0
-    damaged = [bool(snapshot.damage(saved, ops, number)) for number in range(len(saved.requests))]
+    damaged = [bool(saved.damage(number, ops)) for number in range(len(saved.records))]
     wrong = 0
     for number, bad in enumerate(damaged):
         if not bad:
-            names = [name for name in whole.arrays if name.startswith(f"{number}.")]
-            wrong += any(not np.array_equal(whole.arrays[name], saved.arrays[name]) for name in names)
+            one, other = whole.requests[number], saved.requests[number]
+            known = not isinstance(other, str) and one.described == other.described
+            wrong += not (known and np.array_equal(one.pages, other.pages))
     return any(damaged), damaged.count(False), wrong
 
 
-def unnoticed(data: bytes, bad: bytes, whole: snapshot.Saved, ops: Any) -> str | None:
+def unnoticed(data: bytes, bad: bytes, whole: snapshot.Snapshot, ops: Any) -> str | None:
     """What is wrong about how a damaged file is received, or None."""
     noticed, _, differing = verdict(bad, whole, ops)
     if differing:
@@ -96,7 +98,7 @@ def unnoticed(data: bytes, bad: bytes, whole: snapshot.Saved, ops: Any) -> str |
     return None if noticed or bad == data else "damage was not noticed"
 
 
-def failure(seed: int, number: int, kind: str, data: bytes, bad: bytes, whole: snapshot.Saved, ops: Any):
+def failure(seed: int, number: int, kind: str, data: bytes, bad: bytes, whole: snapshot.Snapshot, ops: Any):
     """The failure's record, its trace the fewest changed bytes that do it."""
     error = f"number {number}, {kind}: {unnoticed(data, bad, whole, ops)}"
     trace = [f"{len(data)} bytes became {len(bad)}"]
@@ -144,11 +146,11 @@ def tell(seed: int, options: dict[str, str]) -> command.Told:
     return command.Told(counts, failures)
 
 
-def others(whole: snapshot.Saved, count: int, seed: int) -> dict[str, dict[str, int]]:
+def others(whole: snapshot.Snapshot, count: int, seed: int) -> dict[str, dict[str, int]]:
     """Bit flips in files of other formats with the same arrays: refused, loaded right, or wrong without a word."""
     import torch
 
-    arrays = {name: array for name, array in whole.arrays.items() if not name.endswith(".digest")}
+    arrays = {str(number): request.pages for number, request in enumerate(whole.requests)}
     plain = safetensors.numpy.save(arrays)
     pickled = io.BytesIO()
     torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, pickled)

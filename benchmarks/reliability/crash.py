@@ -48,10 +48,10 @@ def held(ops: Any, disk: Disk, path: Path) -> int | None:
         saved = snapshot.read(path, disk)
     except FileNotFoundError:
         return None
-    damaged = snapshot.damage(saved, ops, 0)
+    damaged = saved.damage(0, ops)
     if damaged:
         raise SnapshotError(got=str(damaged[0]), where="file", allowed="whole pages")
-    return saved.requests[0].length - 9
+    return saved.records[0].length - 9
 
 
 def kills(count: int, seed: int, write: Callable[[Path, bytes], None]) -> dict[str, int]:

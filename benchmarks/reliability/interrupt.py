@@ -368,7 +368,7 @@ class Check:
         cache = world.cache
         saved = snapshot.parse(snapshot.to_bytes(cache._state, list(cache.requests)))
         loaded = create(self._backend)
-        take_in(loaded, saved, range(len(saved.requests)), where="memory")
+        take_in(loaded, saved, range(len(saved.records)), where="memory")
         if loaded.digest() != cache.digest():
             return ["what was loaded is not what was saved"]
         for each in (cache, loaded):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 import safetensors.numpy
 import stories
+import version_1
 
 import kvcore
 from benchmarks.reliability import command
@@ -40,8 +41,9 @@ from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
 from kvcore.parity.show import failure_text, summarise
 from kvcore.plan import plan_cache
-from kvcore.portable import blob, snapshot
-from kvcore.portable.staging import root_of
+from kvcore.portable import snapshot, version1
+from kvcore.portable.blob import head_of, split
+from kvcore.portable.manifest import root_of
 from kvcore.spec import from_hf_config, from_json, presets, to_json
 
 SEED_INPUTS = 250
@@ -142,15 +144,32 @@ def blobs() -> list[bytes]:
     return [cache.export_request(request) for request in cache.requests[: len(LENGTHS)]]
 
 
-def join_blob(tree: Any) -> bytes:
-    fields = {name: value for name, value in tree.items() if name != "root"} if isinstance(tree, dict) else tree
-    if isinstance(fields, dict) and tree.get("root") == "signed":
-        return msgspec.msgpack.encode({**fields, "root": blob._root(fields)})
+@functools.cache
+def old_blobs() -> list[bytes]:
+    """The same as 0.1.0 wrote them."""
+    cache = cache_of()
+    return [version_1.blob(cache, request) for request in cache.requests[: len(LENGTHS)]]
+
+
+def join_old_blob(tree: Any) -> bytes:
+    if isinstance(tree, dict) and tree.get("root") == "signed":
+        return version_1.signed({name: value for name, value in tree.items() if name != "root"})
     return msgspec.msgpack.encode(tree)
 
 
-def blob_tree(data: bytes) -> Any:
+def old_blob_tree(data: bytes) -> Any:
     return {**msgspec.msgpack.decode(data), "root": "signed"}
+
+
+def form_tree(data: bytes) -> Any:
+    """A blob as its manifest and pages; its root is worked out when it is put together."""
+    text, _, rest = split(memoryview(data), "input")
+    return {"json": msgspec.json.decode(text), "rest": bytes(rest)}
+
+
+def join_form(tree: Any) -> bytes:
+    text = msgspec.json.encode(tree.get("json"))
+    return head_of(text) + (tree["rest"] if isinstance(tree.get("rest"), bytes) else b"")
 
 
 def take_blob(data: bytes, number: int) -> None:
@@ -168,7 +187,37 @@ def snapshots() -> list[bytes]:
     return [snapshot.to_bytes(cache._state, some) for some in (requests, requests[:1], requests[1:3], [])]
 
 
+@functools.cache
+def old_snapshots() -> list[bytes]:
+    """The same as 0.1.0 wrote them."""
+    cache = cache_of()
+    requests = list(cache.requests)
+    return [version_1.snapshot(cache, some) for some in (requests, requests[:1], requests[1:3], [])]
+
+
 def snapshot_tree(data: bytes) -> Any:
+    """A snapshot as its directory and its requests; their places and roots are worked out again."""
+    tree = form_tree(data)
+    rest = tree.pop("rest")
+    blobs = [rest[one["offset"] : one["offset"] + one["bytes"]] for one in tree["json"]["requests"]]
+    tree["json"]["requests"] = "signed"
+    return {**tree, "requests": list(map(form_tree, blobs))}
+
+
+def join_snapshot(tree: Any) -> bytes:
+    rest, entries = bytearray(), []
+    requests = tree.get("requests")
+    for one in requests if isinstance(requests, list) else []:
+        blob = join_form(one) if isinstance(one, dict) else msgspec.json.encode(one)
+        entries.append({"offset": len(rest), "bytes": len(blob), "root": blob[16:48].hex()})
+        rest += blob + bytes(-len(blob) % 64)
+    told = tree.get("json")
+    if isinstance(told, dict) and told.get("requests") == "signed":
+        told = {**told, "requests": entries}
+    return head_of(msgspec.json.encode(told)) + bytes(rest)
+
+
+def old_snapshot_tree(data: bytes) -> Any:
     end = 8 + int.from_bytes(data[:8], "little")
     header = msgspec.json.decode(data[8:end])
     metadata = header["__metadata__"]
@@ -178,7 +227,7 @@ def snapshot_tree(data: bytes) -> Any:
     return {"header": header, "rows": data[end:]}
 
 
-def join_snapshot(tree: Any) -> bytes:
+def join_old_snapshot(tree: Any) -> bytes:
     header, rows = tree["header"], tree["rows"]
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     signed = isinstance(metadata, dict) and metadata.get("root") == "signed"
@@ -187,7 +236,7 @@ def join_snapshot(tree: Any) -> bytes:
             if name in metadata and not isinstance(metadata[name], str):
                 metadata[name] = msgspec.json.encode(metadata[name]).decode()
         if signed:
-            metadata["root"] = snapshot.NO_ROOT
+            metadata["root"] = version1.NO_ROOT
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
@@ -195,7 +244,7 @@ def join_snapshot(tree: Any) -> bytes:
     if signed:
         with contextlib.suppress(Exception):  # a file that safetensors refuses has no root
             arrays = safetensors.numpy.load(text + rows)
-            text = text.replace(snapshot.NO_ROOT.encode(), snapshot._root(text, arrays).encode())
+            text = text.replace(version1.NO_ROOT.encode(), version1.snapshot_root(text, arrays).encode())
     return text + rows
 
 
@@ -230,6 +279,21 @@ def manifests() -> list[bytes]:
     return [made.manifest(handle.exporter, handle.number, handle.generation) for handle in handles]
 
 
+@functools.cache
+def old_desk() -> tuple[Desk, list[Any]]:
+    """Exports without checkpoints, whose pages are those of 0.1.0."""
+    cache = cache_of()
+    made, sizes = Desk(cache), {"lease_seconds": 1e6, "readers": 10**9, "checkpoints": False}
+    return made, [made.export(request, **sizes) for request in cache.requests[: len(LENGTHS)]]
+
+
+def old_manifests() -> list[bytes]:
+    """The manifests that 0.1.0 wrote of them."""
+    cache, (made, _) = cache_of(), old_desk()
+    requests = enumerate(cache.requests[: len(LENGTHS)])
+    return [version_1.staged(cache, request, (made.name, number, 0)).manifest for number, request in requests]
+
+
 class Lying(Direct):
     """Gives another manifest than the desk has, and as many of its pages as there are."""
 
@@ -249,7 +313,16 @@ class Lying(Direct):
 
 def take_manifest(data: bytes, number: int) -> None:
     """Pulled with a handle that vouches for it; or as a handle, or as a file of a shared folder, in its place."""
-    made, handles = desk()
+    take_manifest_of(desk(), data, number)
+
+
+def take_old_manifest(data: bytes, number: int) -> None:
+    """The same where pages are those of 0.1.0."""
+    take_manifest_of(old_desk(), data, number)
+
+
+def take_manifest_of(exports: tuple[Desk, list[Any]], data: bytes, number: int) -> None:
+    made, handles = exports
     handle, cache = handles[number % len(handles)], cache_of()
     with unchanged(cache):
         believed = msgspec.structs.replace(handle, root=root_of(data))
@@ -380,8 +453,11 @@ def json_tree(data: bytes) -> Any:
 
 KINDS = {
     "snapshot": Kind(snapshots, snapshot_tree, join_snapshot, take_snapshot),
-    "blob": Kind(blobs, blob_tree, join_blob, take_blob),
-    "manifest": Kind(manifests, msgspec.msgpack.decode, msgspec.msgpack.encode, take_manifest),
+    "blob": Kind(blobs, form_tree, join_form, take_blob),
+    "manifest": Kind(manifests, json_tree, msgspec.json.encode, take_manifest),
+    "snapshot of 0.1.0": Kind(old_snapshots, old_snapshot_tree, join_old_snapshot, take_snapshot),
+    "blob of 0.1.0": Kind(old_blobs, old_blob_tree, join_old_blob, take_blob),
+    "manifest of 0.1.0": Kind(old_manifests, msgspec.msgpack.decode, msgspec.msgpack.encode, take_old_manifest),
     "spec": Kind(specs, json_tree, msgspec.json.encode, take_spec),
     "record": Kind(records, json_tree, msgspec.json.encode, take_record),
     "config": Kind(
@@ -516,6 +592,7 @@ def received(child: int, reading: int, progress: Any) -> bytes:
 
 
 MAIN = "snapshot,blob,manifest,spec,record"
+OLD = "snapshot of 0.1.0,blob of 0.1.0,manifest of 0.1.0"
 
 FIGURE = command.Figure("R10", "inputs", 5 * SEED_INPUTS, 500_000, tell, {"kinds": f"{MAIN}"})
 

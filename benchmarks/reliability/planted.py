@@ -103,13 +103,20 @@ CORE_TESTS = {
     "cache/layer": ("test_rollback", "test_prefix"),
     "cache/ring_writes": ("test_rollback", "test_prefix"),
     "portable/rows": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
+    "portable/record": ("test_portable", "test_hostile_files", "test_moved_checkpoints"),
+    "portable/manifest": ("test_portable", "test_hostile_files", "test_snapshot", "test_moved_checkpoints"),
+    "portable/version1": ("test_golden_files", "test_portable", "test_snapshot", "test_checkfile"),
     "portable/snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
-    "portable/blob": ("test_portable", "test_hostile_files", "test_prefix"),
+    "portable/blob": ("test_portable", "test_hostile_files", "test_prefix", "test_moved_checkpoints"),
 }
 """File -> the modules of ``tests/requests`` that are about it."""
 LIVES = ("tests/test_functional_abort.py", "tests/test_lifecycle.py", "tests/test_chunk_invariance.py")
 RELIABILITY = "tests/requests/test_reliability.py"
-HANDOFF = ("tests/handoff/test_pull.py", "tests/handoff/test_hostile_peers.py")
+HANDOFF = (
+    "tests/handoff/test_pull.py",
+    "tests/handoff/test_hostile_peers.py",
+    "tests/requests/test_moved_checkpoints.py",
+)
 SHARDS = ("tests/shards/test_plans.py", "tests/shards/test_digest.py", "tests/shards/test_torch_distributed.py")
 
 TRITON_CHECKS = {

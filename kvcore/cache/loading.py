@@ -11,8 +11,8 @@ from kvcore.cache.state import CacheState
 from kvcore.counts import as_count
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError
 from kvcore.plan import plan_cache
-from kvcore.portable.rows import Content, owned, rings, state_of
-from kvcore.portable.snapshot import Saved, SavedRequest, checkpoints_of, damage, read, rows_of
+from kvcore.portable.saved import Saved
+from kvcore.portable.snapshot import read
 from kvcore.requests.manager import Request
 from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec
@@ -64,11 +64,11 @@ def load(
             there is no memory to check the rows in.
     """
     saved = read(path)
-    chosen = list(range(len(saved.requests))) if requests is None else list(requests)
+    chosen = list(range(len(saved.records))) if requests is None else list(requests)
     for place, number in enumerate(chosen):
         count = as_count(number)
-        if count is None or count >= len(saved.requests):
-            allowed = f"numbers below {len(saved.requests)}, the saved requests"
+        if count is None or count >= len(saved.records):
+            allowed = f"numbers below {len(saved.records)}, the saved requests"
             raise SnapshotError(got=number, where="load: requests", allowed=allowed)
         chosen[place] = count
     given = {
@@ -85,7 +85,7 @@ def load(
         # Requests that shared blocks when they were saved have blocks of their own when they are loaded.
         block = saved.spec.block_tokens
         sizes["max_tokens"] = max(
-            sizes["max_tokens"], sum(-(-saved.requests[n].length // block) * block for n in chosen)
+            sizes["max_tokens"], sum(-(-record.length // block) * block for n in chosen if (record := saved.records[n]))
         )
     if None in (max_requests, max_tokens):
         _check_word(saved.spec, sizes, f"snapshot {path}")
@@ -126,8 +126,8 @@ def _check_word(spec: CacheSpec, sizes: dict[str, Any], where: str) -> None:
 
 def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, strict: bool = True) -> None:
     """Check the pages of the chosen saved requests and admit those that are whole; see ``load``."""
-    damaged = {number: damage(saved, cache.ops, number) for number in chosen}
-    names = [str(page) for pages in damaged.values() for page in pages]
+    damaged = {number: saved.damage(number, cache.ops) for number in chosen}
+    names = [str(piece) for pieces in damaged.values() for piece in pieces]
     if strict and names:
         raise SnapshotError(
             got="; ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED)),
@@ -138,18 +138,8 @@ def take_in(cache: Cache, saved: Saved, chosen: Sequence[int], *, where: str, st
     cache.damaged = tuple(names)
     for number in chosen:
         if not damaged[number]:
-            request = saved.requests[number]
-            content = {(layer, role): rows_of(saved, number, layer, role) for layer, role, _ in owned(saved.spec)}
-            states: list[tuple[int, Content]] = [
-                (at, state_of(cache.ops, content, _rings_at(saved, number, at), at)) for at in checkpoints_of(request)
-            ]
-            cache.exclusive("load", partial(_restore, request, content, states))
+            cache.exclusive("load", partial(_restore, saved, number))
 
 
-def _restore(request: SavedRequest, content: Content, states: list[tuple[int, Content]], state: CacheState) -> Request:
-    return state.restore(request, content, salt=request.salt, shares=True, states=states)
-
-
-def _rings_at(saved: Saved, number: int, at: int) -> Content:
-    """What a checkpoint of a saved request brings."""
-    return {(layer, role): rows_of(saved, number, layer, role, at) for layer, role, _ in rings(saved.spec)}
+def _restore(saved: Saved, number: int, state: CacheState) -> Request:
+    return saved.take_in(state, number)

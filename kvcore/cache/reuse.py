@@ -57,7 +57,7 @@ class PrefixCache:
         # Last full block's key -> {key of a checkpoint: how many tokens beyond that block it lies}.
         self._beyond: dict[bytes, dict[bytes, int]] = {}
         # One state a block is what a full history needs; points come on top.
-        self._capacity = 2 * manager.plan.blocks + manager.plan.slots
+        self.capacity = 2 * manager.plan.blocks + manager.plan.slots
         manager.blocks.on_evict = self._forget_beyond
 
     @property
@@ -134,7 +134,7 @@ class PrefixCache:
             return
         self._states[key] = Kept(length, parent, state)
         self._beyond.setdefault(parent, {})[key] = len(rest)
-        while len(self._states) > self._capacity:
+        while len(self._states) > self.capacity:
             self._forget(next(iter(self._states)))
 
     def kept(self, place: RequestState) -> list[tuple[int, Content]]:

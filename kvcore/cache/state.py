@@ -21,7 +21,8 @@ from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
-from kvcore.portable.rows import Content, Left, owned, write_rows
+from kvcore.portable.record import RequestRecord
+from kvcore.portable.rows import Content, owned, write_rows
 from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 from kvcore.requests.prefix import Policy
@@ -202,9 +203,14 @@ class CacheState:
         self.step = None
         self._turns.notify_all()
 
+    @property
+    def most_checkpoints(self) -> int:
+        """How many are kept at once; 0 where prefixes are not reused."""
+        return self.prefix.capacity if self.prefix.on else 0
+
     def restore(
         self,
-        left: Left,
+        left: RequestRecord,
         rows: Content | Callable[[Ops, Pools, StepRequest], Pools],
         into: Request | None = None,
         *,

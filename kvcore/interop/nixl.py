@@ -16,12 +16,12 @@ import numpy as np
 from kvcore.errors import BackendError, TransferError
 from kvcore.foreign import UNREADABLE
 from kvcore.portable.exporter import REASONS, Desk, Handle, check_range
+from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
-from kvcore.portable.staging import LARGEST_MANIFEST
 from kvcore.printable import shortened
 
 if TYPE_CHECKING:
-    from kvcore.portable.staging import Staged
+    from kvcore.portable.manifest import Staged
 
 PIECE_BYTES = 1 << 14
 """Of a manifest in one notification."""

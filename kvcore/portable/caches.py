@@ -6,7 +6,8 @@ from typing import Protocol, TypeVar
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
-from kvcore.portable.rows import Content, Left
+from kvcore.portable.record import RequestRecord
+from kvcore.portable.rows import Content
 from kvcore.requests.manager import Manager, Request
 from kvcore.spec import CacheSpec
 from kvcore.step import StepRequest
@@ -35,9 +36,14 @@ class CacheInTurn(Protocol):
         """Checkpoints that the request's own tokens lead to, to go with it where it goes."""
         ...
 
+    @property
+    def most_checkpoints(self) -> int:
+        """How many it keeps at once; 0 where prefixes are not reused."""
+        ...
+
     def restore(
         self,
-        left: Left,
+        left: RequestRecord,
         rows: Content | Callable[[Ops, Pools, StepRequest], Pools],
         into: Request | None = None,
         *,

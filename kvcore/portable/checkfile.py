@@ -67,7 +67,7 @@ def check(path: Path) -> dict[str, Any]:
     """
     from kvcore.plan import plan_cache
     from kvcore.plugins import choose_backend
-    from kvcore.portable.snapshot import damage, read
+    from kvcore.portable.snapshot import read
 
     saved = read(path)
     try:
@@ -77,9 +77,9 @@ def check(path: Path) -> dict[str, Any]:
     except KvcoreError as error:
         raise SnapshotError(got=str(error), where=f"snapshot {path}", allowed="a spec that can be planned") from error
     requests: list[dict[str, Any]] = []
-    for number, request in enumerate(saved.requests):
-        pages = [str(page) for page in damage(saved, ops, number)]
-        requests.append({"request": number, "tokens": request.length, "damaged": pages})
+    for number, record in enumerate(saved.records):
+        pieces = [str(piece) for piece in saved.damage(number, ops)]
+        requests.append({"request": number, "tokens": None if record is None else record.length, "damaged": pieces})
     return {
         "file": str(path),
         "spec": saved.spec.name or "unnamed",

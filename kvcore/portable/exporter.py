@@ -19,8 +19,8 @@ from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.ops.arguments import check_seconds
 from kvcore.portable.caches import CacheInTurn, SharedCache
+from kvcore.portable.manifest import ROOT_BYTES, Staged, root_of, stage
 from kvcore.portable.pages import Array
-from kvcore.portable.staging import ROOT_BYTES, Staged, root_of, stage
 from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.turns import locked
@@ -99,8 +99,12 @@ class Desk:
         self._clock = clock
         self._lock = threading.RLock()
 
-    def export(self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1) -> Handle:
+    def export(
+        self, request: Request, *, lease_seconds: float = 60.0, readers: int = 1, checkpoints: bool = True
+    ) -> Handle:
         """Copy a request into pages that can be pulled ``readers`` times within the lease; it may go on, or end.
+
+        ``checkpoints``: whether those of its tokens lie there too, as for ``export_request``.
 
         Raises:
             OutOfSlots: every place holds an export whose lease has not ended. RequestError: stale or foreign.
@@ -109,10 +113,12 @@ class Desk:
         lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
         check_count(ShapeError, "export: readers", readers, 1)
         # The cache's turn comes before the desk's: whoever waits for it keeps nobody from the desk.
-        return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers))
+        return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers, checkpoints))
 
     @locked
-    def _export(self, request: Request, lease_seconds: float, readers: int, cache: CacheInTurn) -> Handle:
+    def _export(
+        self, request: Request, lease_seconds: float, readers: int, checkpoints: bool, cache: CacheInTurn
+    ) -> Handle:
         now = self._clock()
         free = [n for n, place in enumerate(self._places) if place.staged is None or place.deadline <= now]
         if not free:
@@ -122,7 +128,14 @@ class Desk:
         # The place that was used least often: a stale handle is then the likeliest to be told so.
         number = min(free, key=lambda n: self._places[n].generation)
         generation = self._places[number].generation + 1
-        staged = stage(cache, request, (self.name, number, generation), on_device=self._on_device)
+        staged = stage(
+            cache,
+            request,
+            "export",
+            export=(self.name, number, generation),
+            checkpoints=checkpoints,
+            on_device=self._on_device,
+        )
         self._places[number] = _Place(generation, staged, now + lease_seconds, readers)
         return self._handle(number)
 

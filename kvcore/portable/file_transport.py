@@ -21,8 +21,8 @@ from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
 from kvcore.portable.disk import Disk, open_regular, write_whole
 from kvcore.portable.exporter import Desk, Handle, check_range, check_reference
+from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
-from kvcore.portable.staging import LARGEST_MANIFEST
 from kvcore.portable.transport import reference
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -9,30 +10,31 @@ import msgspec
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
-from kvcore.ops import Ops
 from kvcore.ops.arguments import check_number
-from kvcore.pools import Pools
-from kvcore.portable.blob import check_length, check_spec
+from kvcore.portable import version1
+from kvcore.portable.blob import take_in
 from kvcore.portable.caches import SharedCache
+from kvcore.portable.digests import digests_of
 from kvcore.portable.exporter import Handle
-from kvcore.portable.page_digests import Array, PageDigests, content_of
-from kvcore.portable.pages import PageLayout
-from kvcore.portable.rows import write_rows
-from kvcore.portable.staging import Manifest, empty_pages, layout_of, parse
-from kvcore.portable.strips import move_at_once
+from kvcore.portable.manifest import Described, damaged, empty_pages, layout_of, root_of
+from kvcore.portable.manifest import parse as parse_manifest
+from kvcore.portable.pages import Array, PageLayout
+from kvcore.portable.record import RequestRecord, check_length, check_spec
 from kvcore.portable.transport import Carrier, begin
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
-from kvcore.step import StepRequest
 
 MOST_DRAFTS = 1 << 16
 """Tokens to roll back that an exporter may keep more than the importer's smallest ring has rows."""
+
+refuse = partial(TransferError, reason="damaged")
+"""What is wrong with what an exporter said."""
 
 
 class Received(NamedTuple):
     """An export that is here and verified, not yet a request."""
 
-    manifest: Manifest
+    record: RequestRecord
     layout: PageLayout
     pages: Array
 
@@ -49,8 +51,8 @@ def pull(
 ) -> Request:
     """Make a request of an export; generation goes on where it was.
 
-    Checkpoints stay with the exporter: where the spec has rings, ``cache.checkpoint(request)`` makes one at its present
-    length, for prompts that go on from there.
+    Checkpoints come along where they can be found: with a ``prefix`` policy and a ``salt``, and no more than this cache
+    keeps. Elsewhere their pages are not fetched.
 
     Digests tell damage, not deceit: an exporter may have put any rows beside any ids. So it is you who says whom its
     prefixes may serve; the salt that its manifest names counts for nothing.
@@ -74,7 +76,15 @@ def pull(
     """
     salt = check_salt(salt, "pull: salt")
     end = time.monotonic() + check_number(timeout, "pull: timeout")
-    received = receive(cache, handle, carrier, timeout=timeout, chunk_pages=chunk_pages, on_device=on_device)
+    received = receive(
+        cache,
+        handle,
+        carrier,
+        timeout=timeout,
+        chunk_pages=chunk_pages,
+        on_device=on_device,
+        checkpoints=salt is not None,
+    )
     request = commit(cache, received, salt)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
     with contextlib.suppress(TransferError):
@@ -90,54 +100,69 @@ def receive(
     timeout: float = 10.0,
     chunk_pages: int = 1024,
     on_device: bool = False,
+    checkpoints: bool = False,
 ) -> Received:
-    """Fetch an export and verify every page of it; arguments and errors as for ``pull``."""
+    """Fetch an export and verify every page of it; arguments and errors as for ``pull``.
+
+    ``checkpoints``: fetch those too that a cache with a ``prefix`` policy keeps.
+    """
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
-    manifest = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
-    check_spec(cache.spec, manifest.spec)
-    check_length(cache.plan, manifest.length, "pull")
-    _check_rollback(cache, manifest)
-    layout = layout_of(cache.spec, manifest)
-    if len(manifest.digests) != layout.blocks + 1:
-        raise TransferError(
-            reason="damaged",
-            got=f"{len(manifest.digests)} digests",
-            where="manifest",
-            allowed=f"one for each of {layout.blocks} pages, and one for the record",
-        )
-    if (layout.pages, layout.page_bytes) != (handle.pages, handle.page_bytes):
-        raise TransferError(
-            reason="damaged",
-            got=f"{handle.pages} pages of {handle.page_bytes} bytes",
-            where="handle",
-            allowed=f"{layout.pages} pages of {layout.page_bytes} bytes",
-        )
-    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device)
-    digests, here = PageDigests(cache.ops, layout), 0
-    for first in range(0, layout.pages, chunk_pages):
-        coming = pages[first : first + chunk_pages]
-        wait = begin(carrier, handle, first, coming, timeout=_left(end))
+    described = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
+    check_spec(cache.spec, described.spec)
+    check_length(cache.plan, described.record.length, "pull")
+    _check_rollback(cache, described)
+    whole = layout_of(cache.spec, described, (handle.pages, handle.page_bytes), "manifest", refuse)
+    wanted = 0
+    if checkpoints and whole.checkpoints:
+        kept = cache.exclusive("pull", lambda state: state.most_checkpoints, in_step=True)
+        wanted = min(kept, len(whole.checkpoints))
+    layout = whole.latest(wanted)
+    # Pages of the checkpoints that are not wanted lie between the others.
+    rest = layout.record.first + layout.record.pages
+    skipped = whole.pages - layout.pages
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull")
+    digests, here = digests_of(described.digest, cache.ops, layout), 0
+    for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
+        coming = pages[first : min(first + chunk_pages, rest if first < rest else layout.pages)]
+        there = first if first < rest else first + skipped
+        wait = begin(carrier, handle, there, coming, timeout=_left(end))
         # What is here is verified while the next pages are on the way.
         digests.add(pages[here:first], here)
         wait()
         here = first
-    _verify(digests.result(pages), manifest, layout)
-    return Received(manifest, layout, pages)
+    told = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
+    bad = damaged(layout, digests.result(pages), told)
+    if bad:
+        raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
+    return Received(described.record, layout, pages)
 
 
-def _check_rollback(cache: SharedCache, manifest: Manifest) -> None:
+def parse(manifest: bytes, root: bytes) -> Described:
+    """The manifest of a handle, of any version.
+
+    Raises:
+        TransferError: ``damaged``: these bytes are not what the handle was given for, or make no request.
+    """
+    if root_of(manifest) != root:
+        raise refuse(got="a manifest of another export", where="manifest", allowed="bytes of the handle's root")
+    # Version 2 is a JSON object; what 0.1.0 wrote is a map of msgpack.
+    read = parse_manifest if manifest[:1] == b"{" else version1.read_manifest
+    return read(manifest, "manifest", refuse)
+
+
+def _check_rollback(cache: SharedCache, described: Described) -> None:
     """Refuse an export that could be rolled back farther than rings are large: all those rows would be made room for.
 
     Raises:
         TransferError: ``damaged``.
     """
+    record = described.record
     rings = [region.rows for region in cache.plan.regions if region.growth == "slot"]
-    most = min(rings, default=manifest.length) + MOST_DRAFTS
-    if manifest.length - manifest.floor > most:
-        raise TransferError(
-            reason="damaged",
-            got=f"rows from {manifest.floor} on for {manifest.length} tokens",
+    most = min(rings, default=record.length) + MOST_DRAFTS
+    if record.length - record.floor > most:
+        raise refuse(
+            got=f"rows from {record.floor} on for {record.length} tokens",
             where="manifest",
             allowed=f"{most} tokens to roll back at most",
         )
@@ -149,26 +174,8 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
     Raises:
         OutOfSlots, OutOfBlocks: no room; nothing is changed.
     """
-    manifest, layout, pages = received
-
-    def write(ops: Ops, pools: Pools, row: StepRequest) -> Pools:
-        if move_at_once(ops, pools, row, layout, pages, store=True):
-            return pools
-        return write_rows(ops, pools, row, content_of(layout, pages))
-
-    return cache.exclusive("pull", lambda state: state.restore(manifest, write, salt=salt))
-
-
-def _verify(found: list[tuple[int, int]], manifest: Manifest, layout: PageLayout) -> None:
-    """Refuse pages that do not match their digests, naming the first."""
-    if found == manifest.digests:
-        return
-    bad = [at for at, (lanes, told) in enumerate(zip(found, manifest.digests, strict=True)) if lanes != told]
-    if bad:
-        what = "the record" if bad[0] == layout.blocks else f"page {bad[0]}"
-        raise TransferError(
-            reason="damaged", got=f"other bytes than were exported in {what}", where="pull", allowed="as exported"
-        )
+    record, layout, pages = received
+    return cache.exclusive("pull", lambda state: take_in(state, record, layout, pages, salt=salt))
 
 
 def encode_handle(handle: Handle) -> bytes:

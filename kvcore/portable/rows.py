@@ -5,15 +5,13 @@ nothing is named here, so nothing can be forgotten. Rows on the host are ``HostR
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.foreign import LARGEST_ID, LONGEST
 from kvcore.ops import Array, Ops, RawRows
 from kvcore.pools import Pools
-from kvcore.requests.tokens import is_salt
 from kvcore.spec import CacheSpec, Component
 from kvcore.spec.components import Growth
 from kvcore.step import StepRequest, build_index
@@ -27,19 +25,6 @@ class HostRows(NamedTuple):
 
     rows: np.ndarray[Any, Any]
     positions: Sequence[int]
-
-
-class Left(Protocol):
-    """A request that left a cache: tokens, the smallest length it can be rolled back to, ids if known, its salt."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def floor(self) -> int: ...
-    @property
-    def tokens(self) -> list[int] | None: ...
-    @property
-    def salt(self) -> str | None: ...
 
 
 Content = Mapping[tuple[int, str], HostRows]
@@ -81,16 +66,6 @@ def least_kept(component: Component, floor: int, length: int) -> int:
         return len(component.live(length))
     # A tail without overlap keeps all but the rows that close a window, and such windows have two rows or more.
     return len(component.live(floor)) + (length - floor) // 2 if component.span else 0
-
-
-def is_coherent(left: Left) -> bool:
-    """Whether what a request that comes from elsewhere says of itself fits together."""
-    tokens = left.tokens
-    if not 0 <= left.floor <= left.length <= LONGEST or not (left.salt is None or is_salt(left.salt)):
-        return False
-    return tokens is None or (
-        len(tokens) == left.length and (not tokens or (min(tokens) >= 0 and max(tokens) <= LARGEST_ID))
-    )
 
 
 def kept_positions(component: Component, floor: int, length: int) -> Sequence[int]:

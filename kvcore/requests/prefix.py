@@ -36,8 +36,8 @@ class Restorable(NamedTuple):
     """How much of a prompt can be taken over.
 
     Of a request that came from elsewhere: what its export or snapshot brought. Checkpoints go with it unless they are
-    left out; a pull (``kvcore.handoff``) leaves them behind, and where there are rings only a checkpoint made here
-    (``cache.checkpoint``) or what it computes from then on can be resumed.
+    left out; where there are rings, only a checkpoint made here (``cache.checkpoint``) or what it computes from then on
+    can be resumed without them.
 
     Attributes:
         length: tokens whose state is at hand.

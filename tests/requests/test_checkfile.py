@@ -2,8 +2,10 @@
 
 import json
 
+import portable_form
 import pytest
 import stories
+import version_1
 from stories import LATENT
 
 from kvcore.cli import main
@@ -20,12 +22,12 @@ def saved(tmp_path):
     return tmp_path / "cache.kv"
 
 
-def damage(path, *tensors):
+def damage(path, *pieces):
+    """Change the first byte of a component's rows in some requests' sections."""
     data = bytearray(path.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    for tensor in tensors:
-        data[start + header[tensor]["data_offsets"][0]] ^= 1
+    _, blobs = portable_form.blobs_of(data)
+    for number, section, component in pieces:
+        data[data.index(blobs[number]) + portable_form.place_of(blobs[number], section, component)] ^= 1
     path.write_bytes(data)
 
 
@@ -38,21 +40,21 @@ def test_a_whole_file(saved, capsys):
 
 
 def test_damaged_pages_are_named(saved, capsys):
-    damage(saved, "0.0.entries", "2.3.window")
+    damage(saved, (0, "history", "0.entries"), (2, "record", "3.window"))
     assert main(["check", str(saved)]) == 1
     out = capsys.readouterr().out
-    assert "damaged: request 0: 0.entries page 0" in out
-    assert "damaged: request 2: 3.window page 0" in out
+    assert "damaged: request 0: page 0" in out
+    assert "damaged: request 2: the record" in out
     assert "1 of 3 requests are whole" in out
 
 
 def test_json(saved, capsys):
-    damage(saved, "2.1.tail")
+    damage(saved, (2, "record", "1.tail"))
     assert main(["check", str(saved), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["whole"], found["spec"], found["spec_digest"]) == (False, "latent", LATENT.digest)
     assert [request["tokens"] for request in found["requests"]] == [41, 0, 7]
-    assert [request["damaged"] for request in found["requests"]] == [[], [], ["request 2: 1.tail page 0"]]
+    assert [request["damaged"] for request in found["requests"]] == [[], [], ["request 2: the record"]]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"text, and no snapshot", b"\x08" + bytes(40)], ids=repr)
@@ -69,6 +71,39 @@ def test_what_is_no_snapshot(tmp_path, capsys, content, flags):
         assert str(path) in printed.err
 
 
-def test_a_damaged_digest_is_no_snapshot_to_trust(saved):
-    damage(saved, "0.0.entries.digest")
+def test_a_damaged_manifest_costs_its_request(saved, capsys):
+    data = bytearray(saved.read_bytes())
+    _, blobs = portable_form.blobs_of(data)
+    data[data.index(blobs[2]) + 60] ^= 1
+    saved.write_bytes(data)
+    assert main(["check", str(saved), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [request["tokens"] for request in found["requests"]] == [41, 0, None]
+    assert found["requests"][2]["damaged"] == ["request 2: manifest (a damaged head)"]
+
+
+def test_a_damaged_directory_is_no_snapshot_to_trust(saved):
+    data = bytearray(saved.read_bytes())
+    data[60] ^= 1
+    saved.write_bytes(data)
     assert main(["check", str(saved)]) == 2
+
+
+def test_a_file_of_version_1(tmp_path, capsys):
+    cache = stories.create(LATENT, "reference")
+    requests = [cache.admit() for _ in range(2)]
+    stories.tell(cache, {requests[0]: list(range(41)), requests[1]: [1, 2]})
+    path = tmp_path / "old.kv"
+    path.write_bytes(version_1.snapshot(cache, requests))
+    assert main(["check", str(path)]) == 0
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    data[start + header["0.0.entries"]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 1
+    assert "damaged: request 0: 0.entries page 0" in capsys.readouterr().out
+    data[start + header["0.0.entries.digest"]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    assert main(["check", str(path)]) == 2

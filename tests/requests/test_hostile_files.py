@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import json
 import os
 import threading
 import time
@@ -9,10 +10,11 @@ import tracemalloc
 from pathlib import Path
 
 import msgspec
+import portable_form
 import pytest
-import safetensors.numpy
 import scene
 import stories
+import version_1
 from stories import LATENT, MIXED
 
 import kvcore
@@ -20,11 +22,11 @@ from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError, Tr
 from kvcore.handoff import Desk, Direct, pull
 from kvcore.parity.records import LARGEST_BYTES, read
 from kvcore.plan import plan_cache
-from kvcore.portable import snapshot
-from kvcore.portable.blob import Blob, _root
+from kvcore.portable import snapshot, version1
+from kvcore.portable.blob import MAGIC
 from kvcore.portable.disk import Disk, open_regular, write_whole
+from kvcore.portable.manifest import root_of
 from kvcore.portable.rows import kept_rows, least_kept, owned
-from kvcore.portable.staging import root_of
 from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json, to_json
 
 
@@ -127,10 +129,23 @@ def unchanged_and_soon(cache, seconds=20.0):
     assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks, cache.requests) == before
 
 
-def sealed_again(blob, **changes):
+def sealed_again(cache, request, version, changes):
     """A blob that says something else, its root worked out anew: whoever lies can do that too."""
-    fields = {name: msgspec.msgpack.decode(blob)[name] for name in Blob.__struct_fields__ if name != "root"} | changes
-    return msgspec.msgpack.encode({**fields, "root": _root(fields)})
+    if version == 1:
+        return version_1.signed(version_1.blob_fields(cache, request) | changes)
+    return portable_form.changed(cache.export_request(request), lambda manifest: told_again(manifest, changes))
+
+
+def told_again(manifest, changes):
+    """A manifest of version 2 that says what a blob of version 1 does with these fields."""
+    spec = changes.get("spec", b"")
+    manifest["request"] |= {name: value for name, value in changes.items() if name in manifest["request"]}
+    manifest |= {name: value for name, value in changes.items() if name in manifest and name != "spec"}
+    text = json.dumps(manifest, separators=(",", ":")).encode()
+    if spec:
+        held = json.dumps(manifest["spec"], separators=(",", ":")).encode()
+        return text.replace(held, spec.encode())
+    return text
 
 
 LIES = [
@@ -156,11 +171,12 @@ RINGS = CacheSpec(layers=[scene.ring(6, format="bf16"), scene.ring(4, format="fp
 @pytest.mark.parametrize("change", LIES)
 @pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("into", [False, True], ids=["fresh", "into"])
-def test_a_blob_that_lies_is_refused_before_any_work(backend, spec, change, into):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_blob_that_lies_is_refused_before_any_work(backend, spec, change, into, version):
     cache = stories.create(spec, backend, prefix="full")
     request = cache.admit()
     stories.tell(cache, {request: list(range(37))})
-    bad = sealed_again(cache.export_request(request), **change)
+    bad = sealed_again(cache, request, version, change)
     waiting = cache.admit() if into else None
     with unchanged_and_soon(cache):
         with pytest.raises((SnapshotError, OutOfBlocks)) as caught:
@@ -180,7 +196,7 @@ def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backen
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr("kvcore.cache.state.write_rows", fails)
+    monkeypatch.setattr("kvcore.portable.blob.write_rows", fails)
     free = cache.free_blocks
     with pytest.raises(MemoryError):
         cache.import_request(blob, into=waiting)
@@ -194,12 +210,18 @@ MANIFEST_LIES = [
     pytest.param({"digests": []}, id="no digests"),
     pytest.param({"digests": [(0, 0)] * 10_000}, id="too many digests"),
     pytest.param({"digests": [(0,)]}, id="a digest of one lane"),
+    pytest.param({"digests": [(-1, 2**32)] * 6}, id="digests beyond 32 bits"),
+    pytest.param({"digests": ["00" * 32] * 100_000}, id="100,000 digests"),
+    pytest.param({"pages": 2**62, "page_bytes": 2**62}, id="exabytes"),
+    pytest.param({"checkpoints": list(range(1, 37))}, id="a checkpoint at every length"),
+    pytest.param({"checkpoints": list(range(1, 10**6))}, id="a million checkpoints"),
 ]
 
 
 @pytest.mark.parametrize("change", MANIFEST_LIES)
 @pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
-def test_a_manifest_that_lies_is_refused_before_any_page(spec, change):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_manifest_that_lies_is_refused_before_any_page(spec, change, version):
     cache = stories.create(spec, "reference", prefix="full")
     request = cache.admit()
     stories.tell(cache, {request: list(range(37))})
@@ -213,27 +235,58 @@ def test_a_manifest_that_lies_is_refused_before_any_page(spec, change):
         def fetch(self, *_, **__):
             pytest.fail("asked for a page")
 
-    known = msgspec.msgpack.decode(desk.manifest(handle.exporter, handle.number, handle.generation))
-    told = msgspec.msgpack.encode(known | change)
+    if version == 1:
+        known = version_1.staged(cache, request, (desk.name, 0, 0)).manifest
+        told = msgspec.msgpack.encode(msgspec.msgpack.decode(known) | change)
+    else:
+        known = desk.manifest(handle.exporter, handle.number, handle.generation)
+        told = told_again(json.loads(known), change)
     with unchanged_and_soon(cache), pytest.raises((TransferError, SnapshotError, OutOfBlocks)):
-        pull(cache, msgspec.structs.replace(handle, root=root_of(told)), Lying(desk))
+        pull(cache, msgspec.structs.replace(handle, root=root_of(told)), Lying(desk), salt="a")
 
 
-def rewritten(cache, requests=None, sizes=None, **metadata):
+def rewritten(cache, version=1, requests=None, sizes=None, **metadata):
     """A snapshot of a cache that says something else, signed anew."""
-    data = snapshot.to_bytes(cache._state, list(cache.requests))
-    end = snapshot._header_end(data)
+    if version == 2:
+        return rewritten_2(cache, requests, sizes, **metadata)
+    data = version_1.snapshot(cache, list(cache.requests))
+    end = version1.header_end(data)
     header = msgspec.json.decode(data[8:end])
     told = header["__metadata__"]
     for name, changes in (("requests", requests), ("sizes", sizes)):
         if callable(changes):
             told[name] = msgspec.json.encode(changes(msgspec.json.decode(told[name]))).decode()
-    told |= {**metadata, "root": snapshot.NO_ROOT}
+    told |= {**metadata, "root": version1.NO_ROOT}
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    arrays = safetensors.numpy.load(text + data[end:])
-    return text.replace(snapshot.NO_ROOT.encode(), snapshot._root(text, arrays).encode()) + data[end:]
+    return version_1.signed_file(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def rewritten_2(cache, requests=None, sizes=None, **others):
+    """The same in version 2: ``requests`` is told what version 1 says of them."""
+    directory, blobs = portable_form.blobs_of(snapshot.to_bytes(cache._state, list(cache.requests)))
+    if callable(sizes):
+        directory["sizes"] = sizes(directory["sizes"])
+    if callable(requests):
+        known = portable_form.opened(blobs[0])[0]["request"]
+        # Each is a whole blob: a thousand of them say as much as a hundred thousand.
+        said = requests([known])[:1000]
+        again = {}
+        for one in said:
+            text = json.dumps(one)
+            if text not in again:
+                again[text] = portable_form.changed(blobs[0], lambda manifest, one=one: manifest.update(request=one))
+        blobs = [again[json.dumps(one)] for one in said]
+    data = portable_form.bound(directory, blobs)
+    if "spec" in others:
+        tree, rest = portable_form.opened(data)
+        text = json.dumps(tree, separators=(",", ":"))
+        held = json.dumps(tree["spec"], separators=(",", ":"))
+        data = portable_form.sealed(text.replace(held, others["spec"], 1).encode(), rest)
+    elif others:
+        tree, rest = portable_form.opened(data)
+        data = portable_form.sealed({**tree, **others}, rest)
+    return data
 
 
 SNAPSHOT_LIES = [
@@ -264,13 +317,14 @@ SNAPSHOT_LIES = [
 
 
 @pytest.mark.parametrize("change", SNAPSHOT_LIES)
-def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, change):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, change, version):
     cache = stories.create(MIXED, backend)
     stories.tell(cache, {cache.admit(): list(range(37))})
     path = tmp_path / "cache.kv"
-    path.write_bytes(rewritten(cache))
+    path.write_bytes(rewritten(cache, version))
     assert kvcore.load(path, backend=backend).digest() == cache.digest()
-    path.write_bytes(rewritten(cache, **change))
+    path.write_bytes(rewritten(cache, version, **change))
     for options in ({}, {"strict": False}, {"max_requests": 2, "max_tokens": 64}):
         with unchanged_and_soon(cache):
             said, damaged = "", ()
@@ -285,8 +339,8 @@ def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, chan
 
 def test_the_root_of_a_snapshot_is_not_what_its_header_grows_by(backend):
     cache = stories.create(MIXED, backend)
-    data = snapshot.to_bytes(cache._state, [cache.admit()])
-    end = snapshot._header_end(data)
+    data = version_1.snapshot(cache, [cache.admit()])
+    end = version1.header_end(data)
     header = msgspec.json.decode(data[8:end])
     for root in ("", "0", None, 5, "0" * 65):
         header["__metadata__"]["root"] = root
@@ -300,8 +354,12 @@ def test_the_root_of_a_snapshot_is_not_what_its_header_grows_by(backend):
 )
 def test_a_header_that_is_none_is_refused(header):
     for size in (len(header), 2**63, 2**64 - 1, 0):
-        with pytest.raises(SnapshotError):
-            snapshot.parse(size.to_bytes(8, "little") + header)
+        count = size.to_bytes(8, "little")
+        for data in (count + header, MAGIC + count + root_of(header) + header, portable_form.sealed(header)):
+            with pytest.raises(SnapshotError):
+                snapshot.parse(data)
+            with pytest.raises(SnapshotError):
+                stories.create(MIXED, "reference").import_request(data)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +446,7 @@ def test_a_page_of_a_snapshot_takes_no_more_than_its_rows():
     spec = msgspec.structs.replace(MIXED, block_tokens=1 << 24)
     saved = snapshot.parse(rewritten(cache, spec=to_json(spec)))
     with little_memory(1 << 24):
-        assert snapshot.damage(saved, cache.ops, 0)
+        assert saved.damage(0, cache.ops)
 
 
 def test_a_spec_is_no_longer_than_any_models():
@@ -414,6 +472,6 @@ def test_no_memory_to_check_a_snapshot_in_is_said_by_type(backend, tmp_path, mon
     def full(*_):
         raise MemoryError("unable to allocate")
 
-    monkeypatch.setattr("kvcore.cache.loading.damage", full)
+    monkeypatch.setattr("kvcore.portable.snapshot.Snapshot.damage", full)
     with pytest.raises(kvcore.OutOfBlocks, match="unable to allocate"):
         kvcore.load(path, backend=backend)

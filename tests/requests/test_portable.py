@@ -1,18 +1,20 @@
 """Export and import: between backends, layouts and sizes, with nothing lost, and refused with a reason otherwise."""
 
 import itertools
+import json
 
 import hand_over
 import msgspec
+import portable_form
 import pytest
 import scene
 import stories
+import version_1
 from backends_under_test import BACKENDS
 from stories import LATENT, MIXED, STORED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
-from kvcore.portable.blob import Blob, _root
 from kvcore.spec import CacheSpec
 
 TOKENS = list(range(400, 460))
@@ -197,38 +199,99 @@ def test_other_specs_are_refused_by_their_first_difference(backend):
     assert renamed.import_request(blob).length == 41
 
 
-def _sealed_again(blob, **changes):
-    """The blob with some parts exchanged and the root worked out anew: what a mistaken writer would send."""
-    parts = msgspec.msgpack.decode(blob)
-    fields = {name: parts[name] for name in Blob.__struct_fields__ if name != "root"} | changes
-    return msgspec.msgpack.encode({**fields, "root": _root(fields)})
-
-
 def test_what_is_missing_too_much_or_damaged_is_refused(backend):
     cache, request, blob = exported(LATENT, backend)
-    parts = msgspec.msgpack.decode(blob)
-    rows, digests = parts["rows"], parts["digests"]
-    name = "0.index_tail"
-    swapped = rows["0.tail"][512:] + rows["0.tail"][:512]
-    assert swapped != rows["0.tail"]
+    manifest, pages = portable_form.opened(blob)
+    size = manifest["page_bytes"]
+
+    def told(**changes):
+        return portable_form.sealed({**manifest, **changes}, pages)
+
+    def said(**changes):
+        return told(request={**manifest["request"], **changes})
+
+    def placed(change):
+        layout = json.loads(json.dumps(manifest["layout"]))
+        change(layout)
+        return told(layout=layout)
+
+    swapped = pages[size : 2 * size] + pages[:size] + pages[2 * size :]
+    assert swapped != pages
     bad = {
         "not a blob": b"\x93abc",
         "empty": b"",
         "text": "blob",
+        "the head alone": blob[:48],
         "half of it": blob[: len(blob) // 2],
         "more than it": blob + b"\0",
-        "another version": _sealed_again(blob, version=2),
-        "a component missing": _sealed_again(blob, rows={key: rows[key] for key in rows if key != name}),
-        "its digest missing": _sealed_again(blob, digests={key: digests[key] for key in rows if key != name}),
-        "an unknown component": _sealed_again(blob, rows={**rows, "7.tail": b""}),
-        "a row less": _sealed_again(blob, rows={**rows, name: rows[name][:-128]}),
-        "rows out of order": _sealed_again(blob, rows={**rows, "0.tail": swapped}),
-        "another length": _sealed_again(blob, length=parts["length"] + 4),
-        "a negative length": _sealed_again(blob, length=-1, floor=-1),
-        "ids of another length": _sealed_again(blob, tokens=parts["tokens"][:-1]),
+        "a page more": blob + bytes(size),
+        "another version": blob[:7] + b"\x03" + blob[8:],
+        "another version inside": told(version=3),
+        "a version of 0.1.0": told(version=1),
+        "another form": told(form="kvcore.snapshot"),
+        "something more": told(more=1),
+        "no pages": portable_form.sealed(manifest),
+        "a page less": portable_form.digested({**manifest, "pages": manifest["pages"] - 1}, pages[:-size]),
+        "pages of other sizes": told(page_bytes=size // 2, pages=2 * manifest["pages"]),
+        "pages of nothing": told(page_bytes=0),
+        "pages of less than nothing": told(page_bytes=-size),
+        "a digest missing": told(digests=manifest["digests"][1:]),
+        "digests of other sizes": told(digests=[one[2:] for one in manifest["digests"]]),
+        "digests of another kind": told(digest="lanes"),
+        "digests that are no numbers": told(digests=["x" * 64 for _ in manifest["digests"]]),
+        "pages out of order": portable_form.sealed(manifest, swapped),
+        "no layout": told(layout={"components": [], "sections": []}),
+        "a component missing": placed(lambda layout: layout["components"].pop()),
+        "rows elsewhere": placed(lambda layout: layout["sections"][0]["strips"][0].update(start=1)),
+        "an unknown role": placed(lambda layout: layout["sections"][0]["strips"][0].update(role="7.tail")),
+        "rows of other widths": placed(lambda layout: layout["components"][0].update(row_bytes=1)),
+        "other rows": placed(lambda layout: layout["sections"][1]["strips"][0].update(numbers=[[0, 8]])),
+        "another length": said(length=manifest["request"]["length"] + 4, tokens=None),
+        "a negative length": said(length=-1, floor=-1, tokens=None),
+        "another floor": said(floor=0),
+        "ids of another length": said(tokens=manifest["request"]["tokens"][:-1]),
     }
-    good = _sealed_again(blob)
-    assert good == blob
+    assert portable_form.sealed(manifest, pages) == portable_form.digested(manifest, pages) == blob
+    assert portable_form.sealed(json.dumps(manifest, indent=2).encode(), pages) != blob
+    before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks
+    for what, data in bad.items():
+        with pytest.raises(SnapshotError):
+            cache.import_request(data)
+        assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks) == before, what
+    with pytest.raises(SnapshotError, match="page 0"):
+        cache.import_request(bad["pages out of order"])
+    # However the JSON is written.
+    spaced = cache.import_request(portable_form.sealed(json.dumps(manifest, indent=2).encode(), pages))
+    assert cache.digest([spaced]) == cache.digest([request])
+    cache.release(request)
+
+
+def test_what_is_missing_too_much_or_damaged_is_refused_in_version_1(backend):
+    cache, request, _ = exported(LATENT, backend)
+    fields = version_1.blob_fields(cache, request)
+    rows, digests = fields["rows"], fields["digests"]
+    name = "0.index_tail"
+    swapped = rows["0.tail"][512:] + rows["0.tail"][:512]
+    assert swapped != rows["0.tail"]
+
+    def told(**changes):
+        return version_1.signed(fields | changes)
+
+    good = version_1.blob(cache, request)
+    bad = {
+        "half of it": good[: len(good) // 2],
+        "more than it": good + b"\0",
+        "another version": told(version=2),
+        "a version to come": told(version=3),
+        "a component missing": told(rows={key: rows[key] for key in rows if key != name}),
+        "its digest missing": told(digests={key: digests[key] for key in rows if key != name}),
+        "an unknown component": told(rows={**rows, "7.tail": b""}),
+        "a row less": told(rows={**rows, name: rows[name][:-128]}),
+        "rows out of order": told(rows={**rows, "0.tail": swapped}),
+        "another length": told(length=fields["length"] + 4),
+        "a negative length": told(length=-1, floor=-1),
+        "ids of another length": told(tokens=fields["tokens"][:-1]),
+    }
     before = scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks
     for what, data in bad.items():
         with pytest.raises(SnapshotError):
@@ -236,11 +299,13 @@ def test_what_is_missing_too_much_or_damaged_is_refused(backend):
         assert (scene.raw(cache), cache.digest(), cache.free_slots, cache.free_blocks) == before, what
     with pytest.raises(SnapshotError, match=r"0\.index_tail"):
         cache.import_request(bad["a component missing"])
-    cache.release(request)
+    assert cache.digest([cache.import_request(good)]) == cache.digest([request])
 
 
-def test_every_flipped_bit_of_a_blob_is_noticed(backend, rng):
-    _, _, blob = exported(LATENT, backend, 37)
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_flipped_bit_of_a_blob_is_noticed(backend, rng, version):
+    source, request, blob = exported(LATENT, backend, 37)
+    blob = blob if version == 2 else version_1.blob(source, request)
     cache = stories.create(LATENT, backend)
     for bit in rng.integers(8 * len(blob), size=300).tolist():
         damaged = bytearray(blob)

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import portable_form
 import pytest
 import safetensors.numpy
 import scene
 import stories
+import version_1
 from stories import LATENT, MIXED, STORED
 
 import kvcore
@@ -69,9 +71,9 @@ def test_a_snapshot_moves_between_backends_layouts_and_sizes(tmp_path):
     again = kvcore.load(tmp_path / "b", backend="torch_triton", layout="tpu_tile", max_draft_tokens=0)
     assert again.digest() == cache.digest()
     # Everything but the sizes is the same file.
-    one, two = (snapshot.read(tmp_path / name) for name in "ab")
-    assert one.arrays.keys() == two.arrays.keys()
-    assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
+    (one, first), (two, second) = (portable_form.blobs_of((tmp_path / name).read_bytes()) for name in "ab")
+    assert first == second
+    assert {**one, "sizes": None} == {**two, "sizes": None}
 
 
 def test_requests_that_shared_blocks_load_without_being_asked_for_room(backend, tmp_path):
@@ -115,19 +117,17 @@ def test_chosen_requests_in_the_order_wanted(backend, tmp_path):
     assert b.length == 0
 
 
-def test_the_file_is_plain_safetensors_with_pages_and_digests(tmp_path):
-    cache, _ = filled(LATENT, "reference")
+def test_the_file_is_a_directory_and_the_requests_blobs(tmp_path):
+    cache, requests = filled(LATENT, "reference")
     cache.save(tmp_path / "cache.kv")
-    arrays = safetensors.numpy.load_file(tmp_path / "cache.kv")
-    assert len(arrays) == 4 * 2 * 10
-    # 41 tokens: 10 entries in blocks of 4; 6 window rows live and 2 more to roll back to.
-    assert (arrays["0.0.entries"].shape, arrays["0.0.entries.digest"].shape) == ((10, 32), (3, 2))
-    assert (arrays["0.0.window"].shape, arrays["0.0.window.digest"].shape) == ((8, 32), (1, 2))
-    assert {array.dtype for name, array in arrays.items() if name.endswith("digest")} == {np.dtype(np.int64)}
-    data = (tmp_path / "cache.kv").read_bytes()
-    header = json.loads(data[8 : _data_start(data)])
-    assert header["__metadata__"]["kvcore.snapshot"] == "1"
-    assert json.loads(header["__metadata__"]["spec"])["schema_version"] == 1
+    directory, blobs = portable_form.blobs_of((tmp_path / "cache.kv").read_bytes())
+    assert blobs == [cache.export_request(request) for request in requests]
+    assert (directory["form"], directory["version"]) == ("kvcore.snapshot", 2)
+    assert directory["spec"]["schema_version"] == 1
+    assert {entry["offset"] % 64 for entry in directory["requests"]} == {0}
+    other = stories.create(LATENT, "reference", max_draft_tokens=2)
+    for blob, request in zip(blobs, requests, strict=True):
+        assert other.digest([other.import_request(blob)]) == cache.digest([request])
 
 
 def test_what_cannot_be_saved_leaves_the_old_file(backend, tmp_path):
@@ -148,38 +148,30 @@ def test_what_cannot_be_saved_leaves_the_old_file(backend, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
 
 
-def _data_start(data):
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def _span(data, name):
-    header = json.loads(data[8 : _data_start(data)])
-    return [_data_start(data) + offset for offset in header[name]["data_offsets"]]
-
-
 @pytest.mark.parametrize(
-    ("tensor", "byte", "page"),
+    ("number", "section", "component", "byte", "piece"),
     [
-        pytest.param("0.0.entries", 0, "request 0: 0.entries page 0", id="first byte of the first page"),
-        pytest.param("0.0.entries", 9 * 32, "request 0: 0.entries page 2", id="a last, short page"),
-        pytest.param("0.0.index_keys", -1, "request 0: 0.index_keys page 2", id="last byte of an index key"),
-        pytest.param("2.3.window", 5, "request 2: 3.window page 0", id="a window"),
-        pytest.param("3.1.tail", 17, "request 3: 1.tail page 0", id="a tail"),
+        pytest.param(0, "history", "0.entries", 0, "page 0", id="first byte of the first page"),
+        pytest.param(0, "history", "0.index_keys", 2 * 512, "page 2", id="a last, short page"),
+        pytest.param(2, "record", "3.window", 5, "the record", id="a window"),
+        pytest.param(3, "record", "1.tail", 17, "the record", id="a tail"),
     ],
 )
-def test_a_damaged_page_is_named_and_costs_one_request(backend, tmp_path, tensor, byte, page):
+def test_a_damaged_page_is_named_and_costs_one_request(backend, tmp_path, number, section, component, byte, piece):
     cache, requests = filled(LATENT, backend)
     path = tmp_path / "cache.kv"
     cache.save(path)
     data = bytearray(path.read_bytes())
-    first, last = _span(data, tensor)
-    data[last + byte if byte < 0 else first + byte] ^= 4
+    _, blobs = portable_form.blobs_of(data)
+    if piece == "page 2":
+        byte = 2 * portable_form.opened(blobs[0])[0]["page_bytes"]
+    data[data.index(blobs[number]) + portable_form.place_of(blobs[number], section, component, byte)] ^= 4
     path.write_bytes(data)
-    with pytest.raises(SnapshotError, match=page):
+    named = f"request {number}: {piece}"
+    with pytest.raises(SnapshotError, match=named):
         kvcore.load(path, backend=backend)
-    number = int(tensor[0])
     whole = kvcore.load(path, backend=backend, strict=False)
-    assert whole.damaged == (page,)
+    assert whole.damaged == (named,)
     rest = [request for at, request in enumerate(requests) if at != number]
     assert whole.digest() == cache.digest(rest)
     # A damaged request that is not asked for is in nobody's way.
@@ -187,56 +179,119 @@ def test_a_damaged_page_is_named_and_costs_one_request(backend, tmp_path, tensor
     assert kvcore.load(path, backend=backend, requests=others).digest() == cache.digest(rest)
 
 
+def test_a_damaged_manifest_costs_one_request(backend, tmp_path):
+    cache, requests = filled(LATENT, backend)
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    data = path.read_bytes()
+    directory, blobs = portable_form.blobs_of(data)
+    start = data.index(blobs[0])
+    bad = {
+        "its text": data[: start + 60] + b"\0" + data[start + 61 :],
+        "its root": data[: start + 20] + bytes([data[start + 20] ^ 1]) + data[start + 21 :],
+        "its magic": data[:start] + b"x" + data[start + 1 :],
+        "its length": data[: start + 8] + b"\xff" * 8 + data[start + 16 :],
+        "another request's": portable_form.bound(directory, [blobs[1], *blobs[1:]])[:start] + data[start:],
+        "another spec's": portable_form.bound(directory, [_of_another_spec(backend), *blobs[1:]]),
+        "an export's": portable_form.bound(
+            directory, [portable_form.changed(blobs[0], lambda told: told.update(digest="lanes")), *blobs[1:]]
+        ),
+    }
+    for what, content in bad.items():
+        path.write_bytes(content)
+        if what == "another request's":
+            with pytest.raises(SnapshotError):
+                kvcore.load(path, backend=backend, strict=False)
+            continue
+        with pytest.raises(SnapshotError, match=r"request 0: (manifest|another root)"):
+            kvcore.load(path, backend=backend)
+        whole = kvcore.load(path, backend=backend, strict=False)
+        assert len(whole.damaged) == 1, what
+        assert whole.digest() == cache.digest(requests[1:])
+        assert kvcore.load(path, backend=backend, requests=[1, 2]).digest() == cache.digest(requests[1:3])
+
+
+def _of_another_spec(backend):
+    other, (request, *_) = filled(MIXED, backend)
+    return other.export_request(request)
+
+
 def test_what_is_no_snapshot_is_refused(tmp_path):
     cache, _ = filled(LATENT, "reference")
     path = tmp_path / "cache.kv"
     cache.save(path)
     data = path.read_bytes()
-    start = _data_start(data)
+    directory, blobs = portable_form.blobs_of(data)
+    tree, rest = portable_form.opened(data)
+    start = len(data) - len(rest)
+    entries = tree["requests"]
+    old = version_1.snapshot(cache, cache.requests)
+    old_start = 8 + int.from_bytes(old[:8], "little")
+    root = json.loads(old[8:old_start])["__metadata__"]["root"].encode()
     plain = safetensors.numpy.save({"a": np.zeros(3, np.uint8)})
-    other = safetensors.numpy.save({"a": np.zeros(3, np.uint8)}, metadata={"kvcore.snapshot": "2"})
+    other = safetensors.numpy.save({"a": np.zeros(3, np.uint8)}, metadata={"kvcore.snapshot": "3"})
     bad = {
         "empty": b"",
         "seven bytes": data[:7],
-        "header only": data[:start],
+        "the head alone": data[:48],
+        "directory only": data[:start],
         "a byte short": data[:-1],
         "a byte long": data + b"\0",
         "zeros": bytes(len(data)),
-        "a huge header": b"\xff" * 8 + data[8:],
+        "a huge directory": data[:8] + b"\xff" * 8 + data[16:],
+        "a version to come": data[:7] + b"\x03" + data[8:],
         "text": b"not a snapshot at all, but long enough",
-        "other safetensors": plain,
-        "another version": other,
-        "a list for a header": (4).to_bytes(8, "little") + b"[12]",
-        "no metadata": (2).to_bytes(8, "little") + b"{}",
-        "null metadata": (21).to_bytes(8, "little") + b'{"__metadata__":null}',
-        "another root": data.replace(_root(data), b"f" * 64),
-        "root in capitals": data.replace(_root(data), _root(data).upper()),
-        "another length": data.replace(b'\\"length\\":41', b'\\"length\\":40'),
-        "a space for a space": data[: start - 1] + b"\n" + data[start:] if data[start - 1 : start] == b" " else b"",
-        "signed rows": data.replace(b'"dtype":"U8"', b'"dtype":"I8"', 1),
+        "a blob": blobs[0],
+        "another root": data[:16] + b"f" * 32 + data[48:],
+        "something after the directory": data[: start - 1] + b"1" + data[start:] if not data[start - 1] else b"",
+        "a list": portable_form.sealed([1, 2]),
+        "another form": portable_form.sealed({**tree, "form": "kvcore.request"}, rest),
+        "another version": portable_form.sealed({**tree, "version": 1}, rest),
+        "something more": portable_form.sealed({**tree, "more": 1}, rest),
+        "no spec": portable_form.sealed({name: tree[name] for name in tree if name != "spec"}, rest),
+        "a gap": portable_form.sealed(
+            {**tree, "requests": [{**one, "offset": one["offset"] + 64} for one in entries]}, bytes(64) + rest
+        ),
+        "requests over each other": portable_form.sealed({**tree, "requests": [entries[0], *entries]}, rest),
+        "a request of no bytes": portable_form.sealed({**tree, "requests": [{**entries[0], "bytes": 0}]}, b""),
+        "a request of less": portable_form.sealed({**tree, "requests": [{**entries[0], "bytes": -1}]}, rest),
+        "more than there is": portable_form.sealed({**tree, "requests": [{**entries[0], "bytes": 2**62}]}, rest),
+        "fewer requests": portable_form.sealed({**tree, "requests": entries[:-1]}, rest),
+        "1: header only": old[:old_start],
+        "1: a byte short": old[:-1],
+        "1: a byte long": old + b"\0",
+        "1: a huge header": b"\xff" * 8 + old[8:],
+        "1: other safetensors": plain,
+        "1: another version": other,
+        "1: a list for a header": (4).to_bytes(8, "little") + b"[12]",
+        "1: no metadata": (2).to_bytes(8, "little") + b"{}",
+        "1: null metadata": (21).to_bytes(8, "little") + b'{"__metadata__":null}',
+        "1: another root": old.replace(root, b"f" * 64),
+        "1: root in capitals": old.replace(root, root.upper()),
+        "1: another length": old.replace(b'\\"length\\":41', b'\\"length\\":40'),
+        "1: signed rows": old.replace(b'"dtype":"U8"', b'"dtype":"I8"', 1),
     }
     for what, content in bad.items():
         path.write_bytes(content)
         with pytest.raises(SnapshotError):
             kvcore.load(path, backend="reference", strict=False)
-        assert content != data, what
+        assert content not in (data, old), what
+    for content in (portable_form.bound(directory, blobs), old):
+        path.write_bytes(content)
+        assert kvcore.load(path, backend="reference").digest() == cache.digest()
     with pytest.raises(FileNotFoundError):
         kvcore.load(tmp_path / "nothing")
 
 
-def _root(data):
-    return json.loads(data[8 : _data_start(data)])["__metadata__"]["root"].encode()
-
-
-def test_without_safetensors_the_error_says_what_to_install(monkeypatch, tmp_path):
-    cache, _ = filled(LATENT, "reference")
-    cache.save(tmp_path / "cache.kv")
+def test_only_files_of_version_1_need_safetensors(monkeypatch, tmp_path):
+    cache, requests = filled(LATENT, "reference")
+    (tmp_path / "old.kv").write_bytes(version_1.snapshot(cache, requests))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
-    for call in (lambda: cache.save(tmp_path / "b.kv"), lambda: kvcore.load(tmp_path / "cache.kv")):
-        with pytest.raises(BackendError, match=r"kvcore\[snapshot\]"):
-            call()
-    assert [file.name for file in tmp_path.iterdir()] == ["cache.kv"]
+    cache.save(tmp_path / "new.kv")
+    assert kvcore.load(tmp_path / "new.kv", backend="reference").digest() == cache.digest()
+    with pytest.raises(BackendError, match=r"kvcore\[snapshot\]"):
+        kvcore.load(tmp_path / "old.kv")
 
 
 def test_a_prefix_cache_finds_what_was_loaded(backend, tmp_path):
@@ -336,7 +391,7 @@ def test_lost_flushes_can_lose_a_snapshot_but_a_torn_one_is_never_accepted():
             continue
         try:
             saved = snapshot.read(FILE, back)
-            damaged = [page for number in range(2) for page in snapshot.damage(saved, cache.ops, number)]
+            damaged = [page for number in range(2) for page in saved.damage(number, cache.ops)]
         except SnapshotError:
             damaged = ["header"]
         if back.names[FILE].data == data:
@@ -448,12 +503,21 @@ def test_freed_storage_is_not_in_a_snapshot(tmp_path):
     assert held not in (tmp_path / "cache.kv").read_bytes()
 
 
-def test_a_snapshot_whose_numbers_do_not_fit_together_is_refused(monkeypatch):
-    cache, _ = filled(LATENT, "reference")
-    real = snapshot.SavedRequest
-    # One that a faulty writer signed: header and root are right.
-    monkeypatch.setattr(snapshot, "SavedRequest", lambda **told: real(**{**told, "tokens": told["tokens"][:-1]}))
-    data = snapshot.to_bytes(cache._state, list(cache.requests))
-    monkeypatch.undo()
+def test_a_request_whose_numbers_do_not_fit_together_is_refused(tmp_path):
+    cache, _ = filled(LATENT, "reference", (41,))
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+
+    def fewer(manifest):
+        manifest["request"]["tokens"].pop()
+
+    # One that a faulty writer signed: root and digests are right.
+    path.write_bytes(portable_form.changed(path.read_bytes(), fewer))
+    with pytest.raises(SnapshotError, match="41 tokens, rows from 39 on"):
+        kvcore.load(path, backend="reference")
+    old = version_1.snapshot(cache, cache.requests)
+    root = json.loads(old[8 : 8 + int.from_bytes(old[:8], "little")])["__metadata__"]["root"].encode()
+    unsigned = old.replace(root, b"0" * 64).replace(b'\\"length\\":41', b'\\"length\\":42')
+    data = version_1.signed_file(unsigned)
     with pytest.raises(SnapshotError, match="fit together"):
         snapshot.parse(data)

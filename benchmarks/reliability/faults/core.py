@@ -272,53 +272,84 @@ TABLE = {
             "rows that a rollback needs are left behind",
         ),
         ("        first = first[found >= 0]\n", "        first = first[found >= -1]\n", "a row that is none is read"),
+    ],
+    "portable/record.py": [
         (
-            "    if not 0 <= left.floor <= left.length <= LONGEST or",
+            "    if not 0 <= record.floor <= record.length <= LONGEST or",
             "    if",
             "lengths that do not fit together are taken",
         ),
-        ("        len(tokens) == left.length and", "", "ids of another length are taken"),
+        ("        len(tokens) == record.length and", "", "ids of another length are taken"),
+        (
+            "    if not all(before < after <= record.length for before, after in pairwise(lengths)):\n",
+            "    if not all(before < after for before, after in pairwise(lengths)):\n",
+            "checkpoints beyond the request are taken",
+        ),
     ],
     "portable/snapshot.py": [
         (
-            '            name = f"{number}.{layer}.{role}"\n            arrays[name] = held.rows\n',
-            '            name = f"0.{layer}.{role}"\n            arrays[name] = held.rows\n',
-            "every saved request is the last one",
+            "    requests = [_request(spec, entry, rest[entry.offset :]) for entry in directory.requests]\n",
+            "    requests = [_request(spec, entry, rest) for entry in directory.requests]\n",
+            "every saved request is the first one",
         ),
         (
-            "    if root != _root(header.replace(root.encode(), NO_ROOT.encode()), arrays):\n",
+            "        if root.hex() != entry.root or any(padding):\n",
+            "        if any(padding):\n",
+            "a request that another one was put in the place of is taken",
+        ),
+        (
+            "        described, layout, pages = request\n        return [Damage",
+            "        described, layout, pages = request\n        return [][:0] and [Damage",
+            "pages of a snapshot are not verified",
+        ),
+        ("        check_spec(spec, blob.described.spec)\n", "", "a request of another spec is taken"),
+        ("    if end != len(rest):\n", "    if False:\n", "bytes after the last request are taken"),
+    ],
+    "portable/manifest.py": [
+        ("    cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
+        (
+            "    pages[max(0, layout.blocks - 1) :] = 0\n",
+            "    pages[layout.blocks :] = 0\n",
+            "what memory held before is exported behind the last rows",
+        ),
+        (
+            "    if described.layout is not None and not _says(",
+            "    if False and not _says(",
+            "a manifest's own account of its pages is not looked at",
+        ),
+        ("    if len(described.digests) != layout.digests:\n", "    if False:\n", "digests are not counted"),
+    ],
+    "portable/blob.py": [
+        ('    if root_of(cast("bytes", text)) != root:\n', "    if False:\n", "a manifest that was changed is taken"),
+        (
+            '    if bad:\n        raise SnapshotError(got=f"other bytes',
+            '    if False:\n        raise SnapshotError(got=f"other bytes',
+            "rows that were changed are taken",
+        ),
+        ("    check_spec(cache.spec, described.spec)\n", "", "a blob of another spec is taken"),
+    ],
+    "portable/version1.py": [
+        (
+            "    if root != snapshot_root(header.replace(root.encode(), NO_ROOT.encode()), arrays):\n",
             "    if False:\n",
             "a header that was changed is taken",
         ),
         (
-            "        bad = np.flatnonzero((lanes != stored).any(axis=1))\n",
-            "        bad = np.flatnonzero((lanes != stored).all(axis=1))\n",
+            "            bad = np.flatnonzero((lanes != stored).any(axis=1))\n",
+            "            bad = np.flatnonzero((lanes != stored).all(axis=1))\n",
             "a page counts as damaged only if both lanes say so",
         ),
-        ('        cache.manager.check_whole(request, "save")\n', "", "a request in the middle of a replay is saved"),
         (
             '        if name.endswith(".digest"):\n',
             '        if name.endswith(".digests"):\n',
             "digests are not covered by the root",
         ),
-    ],
-    "portable/blob.py": [
-        (
-            '    cache.manager.check_whole(request, "export_request")\n',
-            "",
-            "a request in the middle of a replay is exported",
-        ),
-        (
-            "        if _lanes(cache.ops, held, layer, role) != tuple(found.digests[name]):\n",
-            "        if False:\n",
-            "rows that were changed are taken",
-        ),
         ("    if others:\n", "    if False:\n", "components that the spec does not have are taken"),
         ("    check_spec(cache.spec, found.spec)\n", "", "a blob of another spec is taken"),
     ],
     "portable/importer.py": [
-        ("    if found == manifest.digests:\n", "    if True:\n", "pages are not verified"),
-        ("    check_spec(cache.spec, manifest.spec)\n", "", "an export of another spec is taken"),
+        ("    if bad:\n", "    if False:\n", "pages are not verified"),
+        ("    check_spec(cache.spec, described.spec)\n", "", "an export of another spec is taken"),
         (
             "        here = first\n",
             "        here = 0\n",
@@ -326,8 +357,13 @@ TABLE = {
             "pages that were added before are not added again",
         ),
         (
-            "    return Received(manifest, layout, pages)\n",
-            "    return Received(manifest, layout, pages * 0)\n",
+            "        there = first if first < rest else first + skipped\n",
+            "        there = first\n",
+            "other checkpoints than are kept are asked for",
+        ),
+        (
+            "    return Received(described.record, layout, pages)\n",
+            "    return Received(described.record, layout, pages * 0)\n",
             "other pages than were verified are stored",
         ),
     ],

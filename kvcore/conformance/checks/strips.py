@@ -72,9 +72,9 @@ def _parts(case: Case) -> Iterator[Part]:
         blocks = np.array(row.blocks[: layout.blocks], np.int32)
         if number % 2:
             blocks[:1] = -1
-        even = tuple(strip for strip in layout.state if isinstance(strip.numbers, range))
-        record = layout.state_pages * layout.page_bytes
-        yield Part(f"history of request {number}", layout.page_bytes, layout.paged, blocks)
+        even = tuple(strip for strip in layout.record.strips if isinstance(strip.numbers, range))
+        record = layout.record.pages * layout.page_bytes
+        yield Part(f"history of request {number}", layout.page_bytes, layout.history.strips, blocks)
         yield Part(f"record of request {number}", record, even, np.array([row.slot], np.int32))
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from kvcore.errors import TransferError
 from kvcore.portable.exporter import REASONS, Desk, Handle
+from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
-from kvcore.portable.staging import LARGEST_MANIFEST
 
 VERBS = ("manifest", "fetch", "finish", "goodbye")
 """By number. Any other is answered as an export that is not known."""

@@ -37,8 +37,8 @@ def pull(
     received = None
     try:
         salt = check_salt(salt, "pull: salt")
-        received = receive(cache, handle, carrier, timeout=timeout, **options)
-        _check_room(cache, received.manifest.length)
+        received = receive(cache, handle, carrier, timeout=timeout, checkpoints=salt is not None, **options)
+        _check_room(cache, received.record.length)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         failed = error
     group = mesh["context"].get_group()

@@ -1,0 +1,411 @@
+"""A request as pages and a manifest, and back: the one thing that a blob, a file of several and a transfer are made of.
+
+The manifest is JSON: the spec, what the request says of itself, where each component's rows lie in the pages, and a
+digest of every piece. Its sha256 is the root: whoever has the root can tell every byte of the rest. The form is written
+down for others in ``docs/portable_format.md``.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvcore.arrays import to_numpy
+from kvcore.errors import OutOfBlocks, SnapshotError
+from kvcore.foreign import UNREADABLE
+from kvcore.plan import row_bytes
+from kvcore.portable.caches import Buffers, CacheInTurn
+from kvcore.portable.digests import SIZES, digests_of
+from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout
+from kvcore.portable.record import Refusal, RequestRecord, is_coherent
+from kvcore.portable.rows import Content, owned, read_rows
+from kvcore.printable import shortened
+from kvcore.requests.manager import Request
+from kvcore.spec import CacheSpec, Component, to_json
+from kvcore.step import StepRequest, build_index
+
+FORM, VERSION = "kvcore.request", 2
+
+ROOT_BYTES = 32
+"""Of a sha256."""
+
+LARGEST_MANIFEST = 1 << 27
+"""Bytes; ids and digests of ten million tokens take less."""
+
+
+class FieldTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field of a row, as in ``kvcore.spec.Field``: what decoding needs of it."""
+
+    name: str
+    dims: int
+    code: str
+    group: int | None
+    scale: str | None
+
+
+class PartTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stream of a component's rows: ``heads`` rows of a format, one after another, its fields in order."""
+
+    name: str
+    heads: int
+    format: str
+    hadamard: bool
+    fields: list[FieldTable]
+
+
+class ComponentTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one component's rows are.
+
+    Attributes:
+        layer, role: the component.
+        row_bytes: of a canonical row: its parts, one after another.
+        tokens_per_row: positions from one row to the next.
+        global_scale: what every value is multiplied by beside its own scale; None where formats know none.
+        parts: the streams.
+    """
+
+    layer: int
+    role: str
+    row_bytes: int
+    tokens_per_row: int
+    global_scale: float | None
+    parts: list[PartTable]
+
+
+class StripTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one component's rows lie in the pages of a section.
+
+    Attributes:
+        layer, role: the component.
+        start: first byte in every page; of a record, in all of it.
+        rows: rows a page; the last page that has any may have fewer.
+        numbers: which rows of the request's history they are, as ranges [first, end).
+    """
+
+    layer: int
+    role: str
+    start: int
+    rows: int
+    numbers: list[tuple[int, int]]
+
+
+class SectionTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pages that belong together; see ``Section``."""
+
+    name: str
+    first: int
+    pages: int
+    strips: list[StripTable]
+
+
+class LayoutTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where which rows lie, and what they are: all that a reader needs who does not know the spec's rules."""
+
+    components: list[ComponentTable]
+    sections: list[SectionTable]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything of a request that leaves a cache but its pages.
+
+    Attributes:
+        form, version: of this and of the page layout.
+        spec: as JSON.
+        request: what it says of itself.
+        page_bytes, pages: of all pages.
+        layout: where rows lie in them, and what they are: ``LayoutTable``.
+        digest: kind of ``digests``.
+        digests: hexadecimal, one for every page of history, then one for each other section.
+        export: (exporter, number, generation) of the export that it was made for; None in a file.
+    """
+
+    form: Literal["kvcore.request"]
+    version: Literal[2]
+    spec: msgspec.Raw
+    request: RequestRecord
+    page_bytes: int
+    pages: int
+    layout: msgspec.Raw
+    digest: Literal["sha256", "lanes"]
+    digests: list[str]
+    export: tuple[str, int, int] | None = None
+
+
+class Described(NamedTuple):
+    """A manifest that was read, of any version; what it says of pages is yet to be held against the spec.
+
+    Attributes:
+        layout: as JSON; None in version 1, which leaves it to the spec.
+    """
+
+    version: int
+    spec: str
+    record: RequestRecord
+    digest: str
+    digests: list[bytes]
+    size: tuple[int, int] | None
+    layout: bytes | None
+
+
+class Staged(NamedTuple):
+    """A request ready to be moved: its manifest as bytes, and its pages."""
+
+    manifest: bytes
+    pages: Array
+
+
+def root_of(manifest: bytes) -> bytes:
+    """What vouches for a manifest, and through it for the pages."""
+    return hashlib.sha256(manifest).digest()
+
+
+def empty_pages(cache: Buffers, pages: int, page_bytes: int, *, on_device: bool, where: str) -> Array:
+    """Pages of any content: on the host, or beside the pools of a torch cache.
+
+    Raises:
+        OutOfBlocks: there is no memory for them.
+    """
+    try:
+        if on_device:
+            like: Any = next(iter(cache.pools.values()))
+            return like.new_empty((pages, page_bytes))
+        return np.empty((pages, page_bytes), np.uint8)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        raise OutOfBlocks(
+            got=f"{pages} pages of {page_bytes} bytes",
+            where=where,
+            allowed="what there is memory for",
+            hint=(str(error).splitlines() or [""])[0][:200],
+        ) from error
+
+
+def stage(
+    cache: CacheInTurn,
+    request: Request,
+    where: str,
+    *,
+    export: tuple[str, int, int] | None = None,
+    checkpoints: bool = True,
+    on_device: bool = False,
+) -> Staged:
+    """Copy a request out of the pools into pages.
+
+    Args:
+        cache: of any backend; a shard of a cache stages the whole request.
+        request: a live one.
+        where: the verb, for messages.
+        export: (exporter, number, generation) for the manifest.
+        checkpoints: whether those of its tokens go with it.
+        on_device: leave the pages on the device of a torch cache, and digest them there.
+
+    Raises:
+        RequestError: the request is still replaying the tokens of a prefix hit.
+    """
+    cache.manager.check_whole(request, where)
+    row, floor = cache.row(request), cache.least_length(request)
+    states = cache.kept_states(request) if checkpoints else []
+    layout = page_layout(cache.spec, floor, row.length, [length for length, _ in states])
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where=where)
+    # What is left of a page is zeros: of the last page of history, and of the records.
+    pages[max(0, layout.blocks - 1) :] = 0
+    if not move_at_once(cache.ops, cache.pools, row, layout, pages):
+        stage_one_by_one(cache, row, floor, layout, pages)
+    for section, (_, state) in zip(layout.checkpoints, states, strict=True):
+        _fill(cache, section, state, pages)
+    digest = "lanes" if on_device else "sha256"
+    manifest = Manifest(
+        form=FORM,
+        version=VERSION,
+        spec=msgspec.Raw(to_json(cache.spec).encode()),
+        request=RequestRecord(
+            length=row.length,
+            floor=floor,
+            tokens=None if request.tokens is None else list(request.tokens),
+            salt=request.salt,
+            checkpoints=list(layout.lengths),
+        ),
+        page_bytes=layout.page_bytes,
+        pages=layout.pages,
+        layout=msgspec.Raw(msgspec.json.encode(layout_table(cache.spec, layout))),
+        digest=digest,
+        digests=[found.hex() for found in digests_of(digest, cache.ops, layout).result(pages)],
+        export=export,
+    )
+    return Staged(msgspec.json.encode(manifest), pages)
+
+
+def stage_one_by_one(cache: CacheInTurn, row: StepRequest, floor: int, layout: PageLayout, pages: Array) -> None:
+    """Copy rows into pages component by component, on the host or on the device."""
+    on_device = not isinstance(pages, np.ndarray)
+    index = cache.ops.index(build_index([row], max_blocks=cache.plan.max_blocks))
+    for strip in layout.history.strips:
+        count = len(strip.numbers)
+        raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=count)
+        rows: Any = raw.rows[0] if on_device else to_numpy(raw.rows)[0]
+        full, rest = divmod(count, strip.rows)
+        whole = rows[: full * strip.rows].reshape(full, strip.nbytes)
+        pages[:full, strip.start : strip.stop] = whole
+        if rest:
+            pages[full, strip.start : strip.start + rest * strip.row_bytes] = rows[full * strip.rows :].reshape(-1)
+    if layout.record.pages:
+        _fill(cache, layout.record, read_rows(cache.ops, cache.pools, row, floor, growth="slot"), pages)
+
+
+def _fill(cache: CacheInTurn, section: Section, held: Content, pages: Array) -> None:
+    """Put the rows of a record into its pages."""
+    if section.pages:
+        record = np.zeros(section.pages * pages.shape[1], np.uint8)
+        for strip in section.strips:
+            record[strip.start : strip.stop] = held[strip.layer, strip.role].rows.reshape(-1)
+        lines = record.reshape(section.pages, pages.shape[1])
+        on_host = isinstance(pages, np.ndarray)
+        pages[section.first : section.first + section.pages] = lines if on_host else cache.ops.asarray(lines)
+
+
+def layout_table(spec: CacheSpec, layout: PageLayout) -> LayoutTable:
+    """A layout as a manifest says it."""
+    return LayoutTable(
+        components=[_component(layer, role, component) for layer, role, component in owned(spec)],
+        sections=[
+            SectionTable(
+                name=section.name,
+                first=section.first,
+                pages=section.pages,
+                strips=[
+                    StripTable(
+                        layer=strip.layer,
+                        role=strip.role,
+                        start=strip.start,
+                        rows=strip.rows,
+                        numbers=_ranges(strip.numbers),
+                    )
+                    for strip in section.strips
+                ],
+            )
+            for section in layout.sections
+        ],
+    )
+
+
+def _component(layer: int, role: str, component: Component) -> ComponentTable:
+    scale: float | None = getattr(component, "global_scale", None)
+    return ComponentTable(
+        layer=layer,
+        role=role,
+        row_bytes=row_bytes(component),
+        tokens_per_row=component.tokens_per_row,
+        global_scale=scale if any(part.format.global_scaled for part in component.parts) else None,
+        parts=[
+            PartTable(
+                name=part.name,
+                heads=part.heads,
+                format=part.format.name,
+                hadamard=part.format.hadamard,
+                fields=[
+                    FieldTable(
+                        name=field.name,
+                        dims=field.size,
+                        code=field.code,
+                        group=None if field.group is None else field.width,
+                        scale=field.scale,
+                    )
+                    for field in part.format.fields
+                ],
+            )
+            for part in component.parts
+        ],
+    )
+
+
+def _ranges(numbers: range | tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges [first, end)."""
+    if isinstance(numbers, range):
+        return [(numbers.start, numbers.stop)] if numbers else []
+    ends = [at + 1 for at, (one, after) in enumerate(pairwise(numbers)) if after != one + 1]
+    return [(numbers[first], numbers[end - 1] + 1) for first, end in pairwise([0, *ends, len(numbers)])]
+
+
+def parse(manifest: bytes | memoryview, where: str, refusal: Refusal) -> Described:
+    """A manifest that somebody's root vouches for.
+
+    Raises:
+        what ``refusal`` makes: bytes of another form or version, or numbers that do not fit together.
+    """
+    try:
+        found = msgspec.json.decode(manifest, type=Manifest)
+        digests = [bytes.fromhex(text) for text in found.digests]
+    except UNREADABLE as error:
+        raise refusal(got=shortened(str(error)), where=where, allowed=f"{FORM} of version {VERSION}") from error
+    if not is_coherent(found.request):
+        got = f"{found.request.length} tokens, rows from {found.request.floor} on"
+        raise refusal(got=shortened(got), where=where, allowed="numbers that fit together")
+    if any(len(digest) != SIZES[found.digest] for digest in digests):
+        allowed = f"digests of {SIZES[found.digest]} bytes"
+        raise refusal(got="digests of other sizes", where=where, allowed=allowed)
+    try:
+        spec = bytes(found.spec).decode()
+    except UnicodeError as error:
+        raise refusal(got=str(error), where=where, allowed="a spec in UTF-8") from error
+    size = found.pages, found.page_bytes
+    return Described(VERSION, spec, found.request, found.digest, digests, size, bytes(found.layout))
+
+
+def layout_of(spec: CacheSpec, described: Described, size: tuple[int, int], where: str, refusal: Refusal) -> PageLayout:
+    """Where the rows lie in the pages of a request of a spec.
+
+    Args:
+        spec: that of the manifest.
+        described: the manifest.
+        size: pages and bytes of a page that there are, or are said to be.
+        where: for messages.
+        refusal: what is raised.
+
+    Raises:
+        what ``refusal`` makes: the pages or what the manifest says of them are not those of such a request.
+    """
+    record = described.record
+    pages, page_bytes = size
+    held = pages * page_bytes
+    # Before anything is made that is as large as the request says to be.
+    if least_bytes(spec, record.floor, record.length) > held or len(described.digests) < len(record.checkpoints):
+        raise refusal(
+            got=f"{held} bytes of pages", where=where, allowed=f"the rows of {record.length} tokens from the floor on"
+        )
+    layout = page_layout(spec, record.floor, record.length, record.checkpoints)
+    if (layout.pages, layout.page_bytes) != size or described.size not in (None, size):
+        got = f"{pages} pages of {page_bytes} bytes"
+        raise refusal(got=got, where=where, allowed=f"{layout.pages} pages of {layout.page_bytes} bytes")
+    if len(described.digests) != layout.digests:
+        allowed = f"one for each of {layout.blocks} pages, and one for each of {layout.digests - layout.blocks} records"
+        raise refusal(got=f"{len(described.digests)} digests", where=where, allowed=allowed)
+    if described.layout is not None and not _says(described.layout, layout_table(spec, layout)):
+        raise refusal(got="rows in other places", where=where, allowed="the places that follow from the spec")
+    return layout
+
+
+def _says(told: bytes, right: LayoutTable) -> bool:
+    """Whether a manifest's own account of where rows lie is the right one, however it is written."""
+    text = msgspec.json.encode(right)
+    if told == text:
+        return True
+    if len(told) > 8 * len(text):
+        return False
+    try:
+        return msgspec.json.decode(told, type=LayoutTable) == right
+    except UNREADABLE:
+        return False
+
+
+def damaged(layout: PageLayout, found: Sequence[bytes], told: Sequence[bytes]) -> list[str]:
+    """Names of the pages, and of the other sections, that do not match their digests."""
+    names = [f"page {at}" for at in range(layout.blocks)]
+    names += ["the record", *(section.name for section in layout.checkpoints)]
+    return [name for name, here, there in zip(names, found, told, strict=True) if here != there]
+
+
+def refuse_blob(*, got: Any, where: str, allowed: str) -> SnapshotError:
+    """What is wrong with a file or a blob."""
+    return SnapshotError(got=got, where=where, allowed=allowed)
