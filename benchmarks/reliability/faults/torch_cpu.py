@@ -321,13 +321,13 @@ TABLE = {
             "raw entries are stored at their position's number",
         ),
         (
-            "        lanes[:, lane] += mixed.sum(dim=(1, 2))\n",
-            "        lanes[:, lane] = mixed.sum(dim=(1, 2))\n",
+            "            lanes[:, lane] += mixed.sum(dim=(1, 2))\n",
+            "            lanes[:, lane] = mixed.sum(dim=(1, 2))\n",
             "a digest has only the last portion of a long request",
         ),
         (
-            "            mixed = torch.where(valid, mix(stored ^ key), 0)\n",
-            "            mixed = mix(stored ^ key)\n",
+            "            mixed.masked_fill_(missing, 0)\n",
+            "",
             "rows that are not live count in a digest",
         ),
     ],

@@ -86,30 +86,52 @@ def restore_ring(layer: Layer, pools: Pools, index: StepIndex, saved: list[torch
     return pools
 
 
+DIGEST_WORDS = 1 << 16
+"""Words of rows that are digested at a time: they and what is made of them stay in a core's cache."""
+
+
 def digest_rows(raw: RawRows, salt: int) -> torch.Tensor:
     """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
     requests, columns, size = raw.rows.shape
     words = -(-size // 4)
-    place_of = torch.arange(words, device=raw.rows.device) * digest.WORD_FACTOR
+    place_of = _signed(torch.arange(words, device=raw.rows.device) * digest.WORD_FACTOR)
     lanes = torch.zeros((requests, 2), dtype=torch.int64, device=raw.rows.device)
+    step = max(1, DIGEST_WORDS // max(1, requests * words))
     # A tensor without elements may have any strides, which ``view`` refuses.
-    for some in place.portions(columns if requests else 0, requests * words):
-        stored = pad(raw.rows[:, some], (0, words * 4 - size)).contiguous().view(torch.int32).long() & digest.MASK
-        row_of = raw.positions[:, some, None].long() * digest.POSITION_FACTOR
-        valid = (raw.positions[:, some] >= 0)[:, :, None]
+    for first in range(0, columns if requests and words else 0, step):
+        some = slice(first, first + step)
+        stored = pad(raw.rows[:, some], (0, words * 4 - size)).contiguous().view(torch.int32)
+        row_of = _signed(raw.positions[:, some, None].long() * digest.POSITION_FACTOR)
+        missing = (raw.positions[:, some] < 0)[:, :, None]
         for lane, seed in enumerate(digest.LANE_SEEDS):
-            key = mix(row_of + place_of + ((salt + seed) & digest.MASK))
-            mixed = torch.where(valid, mix(stored ^ key), 0)
+            mixed = row_of + place_of
+            mixed += _signed_number(salt + seed)
+            mix(mixed)
+            mixed ^= stored
+            mix(mixed)
+            mixed.masked_fill_(missing, 0)
             lanes[:, lane] += mixed.sum(dim=(1, 2))
     return lanes & digest.MASK
 
 
-def mix(value: torch.Tensor) -> torch.Tensor:
-    """murmur3's 32-bit finaliser, on the low 32 bits of int64; products wrap, which leaves those bits right."""
-    value = value & digest.MASK
+def mix(value: torch.Tensor) -> None:
+    """murmur3's 32-bit finaliser of int32 in place: products wrap, and what shifts bring in of the sign is masked."""
+    shifted = torch.empty_like(value)
     for shift, factor in zip(digest.MIX_SHIFTS, (*digest.MIX_FACTORS, 1), strict=True):
-        value = (value ^ (value >> shift)) * factor & digest.MASK
-    return value
+        torch.bitwise_right_shift(value, shift, out=shifted)
+        shifted &= digest.MASK >> shift
+        value ^= shifted
+        if factor != 1:
+            value *= _signed_number(factor)
+
+
+def _signed(value: torch.Tensor) -> torch.Tensor:
+    """The low 32 bits of int64 as int32."""
+    return (((value + (1 << 31)) & digest.MASK) - (1 << 31)).to(torch.int32)
+
+
+def _signed_number(value: int) -> int:
+    return ((value + (1 << 31)) & digest.MASK) - (1 << 31)
 
 
 def _tokens(region, index):
