@@ -5,11 +5,10 @@ through a carrier (a file, torch.distributed, NIXL), checks every page, and only
 """
 
 from kvcore.portable.exporter import Desk, Handle
-from kvcore.portable.file_transport import FileCarrier, publish
 from kvcore.portable.importer import decode_handle, encode_handle, pull
 from kvcore.portable.manifest import Manifest, Staged, stage
 from kvcore.portable.memory_regions import MemoryRegion, region_table
-from kvcore.portable.transport import Carrier, Direct
+from kvcore.portable.transport import Carrier, Direct, FileCarrier, publish
 
 __all__ = [
     "Carrier",

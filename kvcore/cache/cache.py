@@ -459,8 +459,7 @@ class Cache:
         Raises:
             RequestError: stale, foreign, or still replaying a prefix hit. StepError: a step is open.
             OSError: the disk refused; a file of that name is as it was, or the new one, whole.
-            BackendError: safetensors is not installed. SnapshotError: a layer has a component of outside code, which no
-            file's spec can say.
+            SnapshotError: a layer has a component of outside code, which no file's spec can say.
         """
         # The bytes are a finished copy: others need not wait for the disk.
         snapshot.write(path, self._snapshot(requests, checkpoints))
