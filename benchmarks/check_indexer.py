@@ -50,7 +50,7 @@ def check(
     yield f"scores {what}, repeated", "" if torch.equal(got, again) else "a repeat differs"
     k = min(keys.topk, max(4, columns // 3))
     picks = found.ops.select(got, k)
-    yield f"picks {what}", different(picks, indexer.select(None, got, k))
+    yield f"picks {what}", different(picks, indexer.select(got, k))
     run = max(16, -(-columns // runs))
     fused = found.ops.index_select(found.pools, 0, found.index, q, w, k, columns=columns, run=run)
     yield f"picks {what}, in one go", different(fused, picks)
@@ -93,7 +93,7 @@ def check_select(device: str, sizes: list[tuple[int, int]], ops) -> Iterator[Pro
     """``select`` against a stable sort."""
     for n, k in sizes:
         for what, given in given_scores(device, n):
-            yield f"top {k} of {n:,}: {what}", different(ops.select(given, k), indexer.select(None, given, k))
+            yield f"top {k} of {n:,}: {what}", different(ops.select(given, k), indexer.select(given, k))
 
 
 def long_runs(device: str) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def many_rows(device: str, n: int, k: int, ops, *, rows: int = 70) -> Iterator[P
     """Equal scores by the dozen, and rows with fewer than are asked for."""
     given = (torch.randn(rows, n, device=device) * 20).round()
     given[::3, 2:] = -torch.inf
-    yield f"top {k} of {n:,}: many rows", different(ops.select(given, k), indexer.select(None, given, k))
+    yield f"top {k} of {n:,}: many rows", different(ops.select(given, k), indexer.select(given, k))
 
 
 def small(device: str) -> Iterator[Problem]:
@@ -130,5 +130,5 @@ def small(device: str) -> Iterator[Problem]:
     given = few_hands(device, 61_440, 1)
     yield (
         "top 64 of 61,440: no room for all pairs",
-        different(found.ops.select(given, 64), indexer.select(None, given, 64)),
+        different(found.ops.select(given, 64), indexer.select(given, 64)),
     )

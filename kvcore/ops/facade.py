@@ -129,7 +129,7 @@ def as_verb(run: Any, function: Any, name: str = "") -> Any:
     return run
 
 
-def of_streams(flush: Any) -> Any:
+def of_streams(flush: Any, name: str = "") -> Any:
     """A verb of the parameters of ``flush`` from one that takes them as records."""
 
     def run(
@@ -152,7 +152,7 @@ def of_streams(flush: Any) -> Any:
         compression = Compression(norm_weight, eps, rope, index_norm_weight)
         return flush(self, pools, layer, index, streams, compression, closed=closed)
 
-    return as_verb(run, flush)
+    return as_verb(run, flush, name)
 
 
 def fresh_slots(plan: CachePlan) -> dict[str, bytes | None]:

@@ -12,15 +12,24 @@ Rows older than the step are read from the pools; where a verb takes the step's 
 positions from the step are read from those instead, since the ring may not hold them yet. Rows that are invalid
 (padding, beyond a length, unwritten, index -1) read as exact zeros with position -1; they are selected away, never
 multiplied.
+
+Shapes stand in the signatures as jaxtyping writes them: names are sizes that agree within a call. jaxtyping need not be
+installed, for annotations are never evaluated but by tests, on every backend.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from __future__ import annotations
 
-from kvcore.plan import CachePlan
-from kvcore.pools import Pools
-from kvcore.spec import BlockLayout, Format, Rope
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxtyping import Bool, Float, Int, Integer, UInt8
+
+    from kvcore.plan import CachePlan
+    from kvcore.pools import Pools
+    from kvcore.spec import BlockLayout, Format, Rope
 
 Array: TypeAlias = Any
 """An array of the backend's framework."""
@@ -52,7 +61,7 @@ class Paging:
     max_blocks: int
 
     @classmethod
-    def of(cls, plan: CachePlan) -> "Paging":
+    def of(cls, plan: CachePlan) -> Paging:
         """A plan's."""
         return cls(plan.slots, plan.blocks, plan.block_tokens, plan.max_blocks)
 
@@ -251,7 +260,7 @@ class Ops(Protocol):
         """A NumPy array (bf16 as ml_dtypes) as an array of the framework on the device; its own arrays pass through."""
         ...
 
-    def join(self, kv: Array, score: Array) -> Array:
+    def join(self, kv: Float[Array, "tokens width"], score: Float[Array, "tokens width"]) -> Float[Array, "tokens row"]:
         """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
         ...
 
@@ -266,23 +275,33 @@ class Ops(Protocol):
         """
         ...
 
-    def encode(self, format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
+    def encode(
+        self, format: str | Format, values: Float[Array, "rows dim"], global_scale: float = 1.0
+    ) -> UInt8[Array, "rows row_bytes"]:
         """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
         ...
 
-    def decode(self, format: str | Format, rows: Array, dim: int | None = None, global_scale: float = 1.0) -> Array:
+    def decode(
+        self,
+        format: str | Format,
+        rows: UInt8[Array, "rows row_bytes"],
+        dim: int | None = None,
+        global_scale: float = 1.0,
+    ) -> Float[Array, "rows values"]:
         """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
         ...
 
-    def pack_page(self, format: str | Format, rows: Array) -> Array:
+    def pack_page(self, format: str | Format, rows: UInt8[Array, "rows row_bytes"]) -> UInt8[Array, " page_bytes"]:
         """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
         ...
 
-    def unpack_page(self, format: str | Format, page: Array, rows: int) -> Array:
+    def unpack_page(
+        self, format: str | Format, page: UInt8[Array, " page_bytes"], rows: int
+    ) -> UInt8[Array, "rows row_bytes"]:
         """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
         ...
 
-    def append_window(self, pools: Pools, layer: int, index: StepIndex, rows: Array) -> Pools:
+    def append_window(self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"]) -> Pools:
         """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
         ...
 
@@ -291,10 +310,10 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        rows: Array,
+        rows: Float[Array, "tokens dim"],
         *,
-        rope: Rope | Array,
-        norm_weight: Array | None = None,
+        rope: Rope | Float[Array, " pairs"],
+        norm_weight: Float[Array, " dim"] | None = None,
         eps: float = 1e-6,
     ) -> Pools:
         """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
@@ -303,15 +322,31 @@ class Ops(Protocol):
         """
         ...
 
-    def append_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
+    def append_tail(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+    ) -> Pools:
         """Store raw compressor rows kv and score, [T, width] each, fp32 (bf16 is widened), at slot·R + p mod R."""
         ...
 
-    def append_index_tail(self, pools: Pools, layer: int, index: StepIndex, kv: Array, score: Array) -> Pools:
+    def append_index_tail(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+    ) -> Pools:
         """The same for the indexer's compressor."""
         ...
 
-    def gather_window(self, pools: Pools, layer: int, index: StepIndex, rows: Array | None = None) -> WindowRows:
+    def gather_window(
+        self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"] | None = None
+    ) -> WindowRows:
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         ...
 
@@ -320,14 +355,14 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        kv: Array,
-        score: Array,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
         *,
         closed: int | None = None,
         role: str = "entries",
-        norm_weight: Array | None = None,
+        norm_weight: Float[Array, " dim"] | None = None,
         eps: float = 1e-6,
-    ) -> Array:
+    ) -> Float[Array, "closed dim"]:
         """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
         Softmax over the window's rows separately for every channel, weighted sum, RMS norm if a weight is given. With
@@ -341,16 +376,16 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        kv: Array,
-        score: Array,
-        index_kv: Array | None = None,
-        index_score: Array | None = None,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+        index_kv: Float[Array, "tokens index_width"] | None = None,
+        index_score: Float[Array, "tokens index_width"] | None = None,
         *,
         closed: int | None = None,
-        norm_weight: Array | None = None,
+        norm_weight: Float[Array, " dim"] | None = None,
         eps: float = 1e-6,
-        rope: Rope | Array | None = None,
-        index_norm_weight: Array | None = None,
+        rope: Rope | Float[Array, " pairs"] | None = None,
+        index_norm_weight: Float[Array, " index_dim"] | None = None,
     ) -> Pools:
         """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
         ...
@@ -360,17 +395,17 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        kv: Array,
-        score: Array,
-        index_kv: Array | None = None,
-        index_score: Array | None = None,
+        kv: Float[Array, "tokens width"],
+        score: Float[Array, "tokens width"],
+        index_kv: Float[Array, "tokens index_width"] | None = None,
+        index_score: Float[Array, "tokens index_width"] | None = None,
         *,
         newest: int | None = None,
         closed: int | None = None,
-        norm_weight: Array | None = None,
+        norm_weight: Float[Array, " dim"] | None = None,
         eps: float = 1e-6,
-        rope: Rope | Array | None = None,
-        index_norm_weight: Array | None = None,
+        rope: Rope | Float[Array, " frequencies"] | None = None,
+        index_norm_weight: Float[Array, " index_dim"] | None = None,
     ) -> Pools:
         """``flush`` and the append of the same rows to the tails: all that a decode step does with them.
 
@@ -381,7 +416,12 @@ class Ops(Protocol):
         ...
 
     def store_entries(
-        self, pools: Pools, layer: int, index: StepIndex, entries: Array | None, index_keys: Array | None = None
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        entries: Float[Array, "closed dim"] | None,
+        index_keys: Float[Array, "closed index_dim"] | None = None,
     ) -> Pools:
         """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise.
 
@@ -393,7 +433,9 @@ class Ops(Protocol):
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         ...
 
-    def gather_entries(self, pools: Pools, layer: int, index: StepIndex, indices: Array) -> SelectedEntries:
+    def gather_entries(
+        self, pools: Pools, layer: int, index: StepIndex, indices: Int[Array, "tokens k"]
+    ) -> SelectedEntries:
         """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
         ...
 
@@ -404,12 +446,19 @@ class Ops(Protocol):
         ...
 
     def index_scores(
-        self, pools: Pools, layer: int, index: StepIndex, q: Array, weights: Array, *, columns: int | None = None
-    ) -> Array:
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        q: Float[Array, "tokens heads dim"],
+        weights: Float[Array, "tokens heads"],
+        *,
+        columns: int | None = None,
+    ) -> Float[Array, "tokens columns"]:
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         ...
 
-    def select(self, scores: Array, k: int) -> Array:
+    def select(self, scores: Float[Array, "tokens columns"], k: int) -> Int[Array, "tokens k"]:
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
         ...
 
@@ -418,12 +467,12 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        q: Array,
-        weights: Array,
+        q: Float[Array, "tokens heads dim"],
+        weights: Float[Array, "tokens heads"],
         k: int,
         *,
         columns: int | None = None,
-    ) -> Array:
+    ) -> Int[Array, "tokens k"]:
         """``select(index_scores(...), k)`` -> [T, k] int32, where a backend can do without all scores at once."""
         ...
 
@@ -432,13 +481,13 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        q: Array,
-        selected: Array | None = None,
+        q: Float[Array, "tokens heads dim"],
+        selected: Int[Array, "tokens k"] | None = None,
         *,
-        rows: Array | None = None,
-        sink: Array | None = None,
+        rows: Float[Array, "tokens dim"] | None = None,
+        sink: Float[Array, " heads"] | None = None,
         scale: float | None = None,
-        rope: Rope | Array | None = None,
+        rope: Rope | Float[Array, " frequencies"] | None = None,
     ) -> Attention:
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V.
 
@@ -451,7 +500,14 @@ class Ops(Protocol):
         """
         ...
 
-    def append_kv(self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array) -> Pools:
+    def append_kv(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        k: Float[Array, "tokens key_heads key_dim"],
+        v: Float[Array, "tokens value_heads value_dim"],
+    ) -> Pools:
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
         ...
 
@@ -460,11 +516,15 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        k: Array | None = None,
-        v: Array | None = None,
+        k: Float[Array, "tokens key_heads key_dim"] | None = None,
+        v: Float[Array, "tokens value_heads value_dim"] | None = None,
         *,
         columns: int | None = None,
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[
+        Float[Array, "requests columns key_heads key_dim"],
+        Float[Array, "requests columns value_heads value_dim"],
+        Int[Array, "requests columns"],
+    ]:
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         ...
 
@@ -480,7 +540,7 @@ class Ops(Protocol):
         """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
         ...
 
-    def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Array:
+    def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Bool[Array, "tokens columns"]:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see.
 
         That is: its own position and earlier ones, back to the window's or the chunk's first, the window counting the
@@ -505,30 +565,30 @@ class Ops(Protocol):
         pools: Pools,
         layer: int,
         index: StepIndex,
-        q: Array,
-        k: Array | None = None,
-        v: Array | None = None,
+        q: Float[Array, "tokens heads key_dim"],
+        k: Float[Array, "tokens key_heads key_dim"] | None = None,
+        v: Float[Array, "tokens value_heads value_dim"] | None = None,
         *,
         columns: int | None = None,
-        sink: Array | None = None,
+        sink: Float[Array, " heads"] | None = None,
         scale: float | None = None,
     ) -> Attention:
         """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
         ...
 
-    def reset_slots(self, pools: Pools, slots: Array) -> Pools:
+    def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
         ...
 
-    def poison(self, pools: Pools, slots: Array, blocks: Array) -> Pools:
+    def poison(self, pools: Pools, slots: Int[Array, " slots"], blocks: Int[Array, " blocks"]) -> Pools:
         """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
         ...
 
-    def copy_slots(self, pools: Pools, sources: Array, targets: Array) -> Pools:
+    def copy_slots(self, pools: Pools, sources: Int[Array, " slots"], targets: Int[Array, " slots"]) -> Pools:
         """Copy whole slots; all sources are read before any target is written."""
         ...
 
-    def copy_blocks(self, pools: Pools, sources: Array, targets: Array) -> Pools:
+    def copy_blocks(self, pools: Pools, sources: Int[Array, " blocks"], targets: Int[Array, " blocks"]) -> Pools:
         """Copy whole blocks; all sources are read before any target is written."""
         ...
 
@@ -538,18 +598,18 @@ class Ops(Protocol):
         layer: int,
         role: str,
         index: StepIndex,
-        rows: tuple[Array, ...] | None = None,
+        rows: tuple[Float[Array, "tokens ..."], ...] | None = None,
         *,
         columns: int | None = None,
     ) -> RawRows:
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         ...
 
-    def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Array:
+    def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Any:
         """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
         ...
 
-    def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Array) -> Pools:
+    def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Any) -> Pools:
         """Put back what ``read_ring`` saved."""
         ...
 
@@ -557,7 +617,7 @@ class Ops(Protocol):
         """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
         ...
 
-    def digest_rows(self, raw: RawRows, salt: int) -> Array:
+    def digest_rows(self, raw: RawRows, salt: int) -> Integer[Array, "requests 2"]:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
         ...
 

@@ -172,7 +172,7 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
 
 @pytest.mark.parametrize(("tokens", "columns", "k"), [(0, 8, 4), (2, 0, 4), (2, 8, 0)])
 def test_no_scores_and_no_picks_need_no_kernel(tokens: int, columns: int, k: int) -> None:
-    picks = indexer.select(jnp.zeros((tokens, columns)), k=k, kernels="interpret")
+    picks = indexer.select(jnp.zeros((tokens, columns)), k, "interpret")
     assert picks.shape == (tokens, k)
     assert (np.asarray(picks) == -1).all()
 

@@ -138,9 +138,9 @@ def test_11_the_layer_number_is_no_part_of_a_trace() -> None:
     from kvcore.backends.jax_pallas import JaxOps
 
     ops = JaxOps(cache_plan, "cpu", None)
-    assert len(ops._layers) > 40
-    assert len(set(ops._layers)) <= 4
-    assert len({layer.only("window") for layer in ops._layers}) == 1
+    assert len(ops.layers) > 40
+    assert len(set(ops.layers)) <= 4
+    assert len({layer.only("window") for layer in ops.layers}) == 1
 
 
 def test_12_every_way_to_cut_a_prompt_leaves_the_same_window() -> None:

@@ -120,8 +120,8 @@ TABLE = {
     ],
     "entries.py": [
         (
-            "values, layer.global_scale(role))\n\n\ndef untaken",
-            "values)\n\n\ndef untaken",
+            "values, layer.global_scale(role))\n\n\ndef closed",
+            "values)\n\n\ndef closed",
             "the global scale is forgotten in a store",
         ),
         ("(entry + 1) * ratio <= place", "entry * ratio <= place", "the first entry of a step counts as taken over"),

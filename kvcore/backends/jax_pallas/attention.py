@@ -2,15 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.gradients import constant
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.tail import rotate
-from kvcore.ops import Attention
+from kvcore.ops import Attention, StepIndex
 
 CHUNK_VALUES = 1 << 24
 """Decoded fp32 values that one chunk of tokens may bring together: 64 MiB."""
@@ -22,7 +24,18 @@ ENTRIES_A_ROUND = 128
 """Entries of a token that are read together where all are seen: blocks of two rows would be thousands of rounds."""
 
 
-def attend(layer, pools, index, q, selected=None, rows=None, sink=None, rope=None, scale=None):
+def attend(
+    layer: Layer,
+    pools: Held,
+    index: StepIndex,
+    q: Array,
+    selected: Array | None = None,
+    *,
+    rows: Array | None = None,
+    sink: Array | None = None,
+    scale: float | Array | None = None,
+    rope: Array | None = None,
+) -> Attention:
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V.
 
     ``rope`` is the fp32 inverse frequencies by which outputs are turned back, or None.
@@ -40,11 +53,11 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, rope=Non
     def finished(found):
         return found if rope is None else found._replace(out=turned_back(found.out, index.positions, rope))
 
-    scale = jnp.float32(scale)
+    factor = jnp.float32(scale)
     if rows is None:
         sources = _sources(layer, index, selected)
         if fused.attends(pools, [source[0] for source in sources], q, sum(source[1].shape[1] for source in sources)):
-            out, lse = fused.attend(pools, q.astype(jnp.float32) * scale, sources, sink)
+            out, lse = fused.attend(pools, q.astype(jnp.float32) * factor, sources, sink)
             return finished(Attention(out.astype(q.dtype), lse))
     if entries is not None and selected is None:
         # As many rounds as there are entries: a loop that JAX differentiates forwards only.
@@ -54,7 +67,7 @@ def attend(layer, pools, index, q, selected=None, rows=None, sink=None, rope=Non
         own = place.encode_rows(layer.regions["window"][0], rows)
 
     def chunk(request, position, q, selected=None):
-        logits_of = q.astype(jnp.float32)[:, None] * scale
+        logits_of = q.astype(jnp.float32)[:, None] * factor
         state = no_keys(q.shape[0], q.shape[1], dim)
         if window is not None:
             keys, valid = read(layer, pools, index, "window", request, _in_window(window, position), own)
@@ -164,7 +177,9 @@ def no_keys(tokens, heads, dim):
     )
 
 
-def softmax_sum(state, q, keys, values, valid):
+def softmax_sum(
+    state: tuple[Array, Array, Array], q: Array, keys: Array, values: Array, valid: Array
+) -> tuple[Array, Array, Array]:
     """More keys for every token: q [t, 1, H, d] scaled, keys [t, n, heads, d], values [t, n, heads, e], valid [t, n].
 
     Query heads are grouped over key heads, and over value heads, in order.

@@ -6,9 +6,11 @@ drops fp32 -> bf16 -> fp32 round trips, and on the CPU reads subnormals as zero.
 bf16 is ``reduce_precision``, and powers of two are applied to exponent bits.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, block_layout
@@ -38,7 +40,7 @@ SUBNORMAL_RAISED = np.float32(2.0 ** (RAISE - 126))
 LARGE = np.float32(2.0**100)
 
 
-def encode(format, values, global_scale=1.0):
+def encode(format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
     """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
     format = sized(format, values.shape[1])
     values = values.astype(jnp.float32)
@@ -59,7 +61,7 @@ def encode(format, values, global_scale=1.0):
     return jnp.concatenate([stored.get(field.name, zeros[field.name]) for field in format.fields], axis=1)
 
 
-def decode(format, rows, dim=None, global_scale=1.0):
+def decode(format: str | Format, rows: Array, dim: int | None = None, global_scale: float = 1.0) -> Array:
     """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
     format = sized(format, dim)
     channels = []
@@ -81,7 +83,7 @@ def decode(format, rows, dim=None, global_scale=1.0):
     return jnp.concatenate(channels, axis=1).astype(DTYPES[format.value_code])
 
 
-def pack_page(format, rows):
+def pack_page(format: str | Format, rows: Array) -> Array:
     """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
     format = sized(format, None)
     layout = block_layout(format, len(rows), "packed")
@@ -92,7 +94,7 @@ def pack_page(format, rows):
     return page
 
 
-def unpack_page(format, page, rows):
+def unpack_page(format: str | Format, page: Array, rows: int) -> Array:
     """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
     format = sized(format, None)
     fields = {}
@@ -102,7 +104,7 @@ def unpack_page(format, page, rows):
     return jnp.concatenate([fields[field.name] for field in format.fields], axis=1)
 
 
-def quantise(channels, field: Field, format: Format, global_scale):
+def quantise(channels: Array, field: Field, format: Format, global_scale: float) -> tuple[Array, Array]:
     """One quantised field: channels [rows, dims] -> code bytes [rows, nbytes], scale bytes [rows, groups · size]."""
     width = field.width
     padded = jnp.pad(channels, ((0, 0), (0, field.groups * width - field.size)))
@@ -127,7 +129,7 @@ def quantise(channels, field: Field, format: Format, global_scale):
     return codes, bytes_of(scale_bits)
 
 
-def scale_of(amax, field: Field, format: Format, global_scale):
+def scale_of(amax: Array, field: Field, format: Format, global_scale: float) -> tuple[Array, Array]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
     product = jnp.maximum(amax * np.float32(1 / CODES[field.code].largest), np.float32(format.scale_floor))
     if field.rule == "pow2":
@@ -147,7 +149,7 @@ def scale_of(amax, field: Field, format: Format, global_scale):
     return scales, bits_of(scales)
 
 
-def to_bytes(values, code: str, clamp: bool = False):
+def to_bytes(values: Array, code: str, clamp: bool = False) -> Array:
     """fp32 [rows, dims] -> the code's bytes [rows, nbytes], rounding to nearest even; NaN as the code's one, or 0."""
     if code in CODES and CODES[code].nan is None:
         values = jnp.where(jnp.isnan(values), 0, values)
@@ -185,7 +187,7 @@ def clamp(values, limit: float):
     return lax.bitcast_convert_type(jnp.minimum(bits & ABSOLUTE, most) | bits & ~ABSOLUTE, jnp.float32)
 
 
-def from_bytes(stored, code: str):
+def from_bytes(stored: Array, code: str) -> Array:
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
     if code not in KNOWN:
         raise unknown("element code", code, "decode")
@@ -209,17 +211,17 @@ def e2m1_codes(values):
     return codes
 
 
-def pack_nibbles(codes):
+def pack_nibbles(codes: Array) -> Array:
     """[rows, n] 4-bit codes -> [rows, n / 2] bytes, the even channel in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def unpack_nibbles(stored):
+def unpack_nibbles(stored: Array) -> Array:
     """[rows, n / 2] bytes -> [rows, n] 4-bit codes."""
     return jnp.stack([stored & 0xF, stored >> 4], axis=2).reshape(len(stored), 2 * stored.shape[1])
 
 
-def hadamard(values, butterflies=None, rounded=None):
+def hadamard(values: Array, butterflies: Any = None, rounded: Any = None) -> Array:
     """Rotate rows by the orthonormal Sylvester matrix: fp32 butterflies, one product, then rounded to bf16.
 
     Sums of small values may be subnormal, and XLA takes those for zero, so rows are raised by 2^64 while that is safe.
@@ -278,7 +280,7 @@ def _lowered(values, factor):
     return jnp.where(halfway, multiple + jnp.sign(error) * np.float32(0.5), rounded)
 
 
-def to_bf16(values):
+def to_bf16(values: Array) -> Array:
     """fp32 rounded to bf16, still as fp32. XLA may drop a cast there and back; it keeps ``reduce_precision``."""
     return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
@@ -349,7 +351,7 @@ def bytes_of(bits):
     return lax.bitcast_convert_type(bits, jnp.uint8).reshape(len(bits), bits.shape[1] * bits.dtype.itemsize)
 
 
-def sized(format, dim) -> Format:
+def sized(format: str | Format, dim: int | None) -> Format:
     """The format by name or record, sized for ``dim`` where it has no size of its own.
 
     Raises:
@@ -364,7 +366,7 @@ def sized(format, dim) -> Format:
     return format
 
 
-def take(rows, format: Format, name: str):
+def take(rows: Array, format: Format, name: str) -> Array:
     """A field's bytes out of canonical rows."""
     first, last = format.byte_range(name)
     return rows[:, first:last]

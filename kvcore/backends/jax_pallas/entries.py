@@ -1,13 +1,18 @@
 """Compressed entries and index keys in paged blocks: store and gather."""
 
 import jax.numpy as jnp
+from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
-from kvcore.ops import AllEntries, Closed, SelectedEntries
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.ops import AllEntries, Closed, SelectedEntries, StepIndex
 
 
-def store_entries(layer, pools, index, entries, index_keys=None):
+def store_entries(
+    layer: Layer, pools: Held, index: StepIndex, entries: Array | None, index_keys: Array | None = None
+) -> Held:
     """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
     if entries is not None:
         pools = store_role(layer, pools, index, entries, role="entries")
@@ -16,7 +21,7 @@ def store_entries(layer, pools, index, entries, index_keys=None):
     return pools
 
 
-def store_role(layer, pools, index, values, *, role):
+def store_role(layer: Layer, pools: Held, index: StepIndex, values: Array, *, role: str) -> Held:
     """Store the entries that the step completes in the pool of one role."""
     (region,) = layer.regions[role]
     triton = verbs(pools.kernels)
@@ -29,12 +34,7 @@ def store_role(layer, pools, index, values, *, role):
     return place.store_values(pools, region, *targets, values, layer.global_scale(role))
 
 
-def untaken(index, request, entry, ratio):
-    """Entries [n], -1 where the entry was taken over at admission: other requests read it, and it is not written."""
-    return jnp.where((entry + 1) * ratio <= place.of(index.stored, request), -1, entry)
-
-
-def closed(layer, index, *, count, role="entries"):
+def closed(layer: Layer, index: StepIndex, *, count: int, role: str = "entries") -> Closed:
     """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
     ratio = layer.component(role).ratio
     before = index.starts // ratio
@@ -47,7 +47,7 @@ def closed(layer, index, *, count, role="entries"):
     return Closed(request, jnp.where(request >= 0, entry, -1))
 
 
-def gather_entries(layer, pools, index, indices):
+def gather_entries(layer: Layer, pools: Held, index: StepIndex, indices: Array) -> SelectedEntries:
     """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
     (region,) = layer.regions["entries"]
     triton = verbs(pools.kernels)
@@ -60,7 +60,9 @@ def gather_entries(layer, pools, index, indices):
     return SelectedEntries(jnp.where(valid[:, :, None], values, 0), valid)
 
 
-def gather_all_entries(layer, pools, index, *, columns, role="entries"):
+def gather_all_entries(
+    layer: Layer, pools: Held, index: StepIndex, *, columns: int, role: str = "entries"
+) -> AllEntries:
     """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
     (region,) = layer.regions[role]
     component = layer.component(role)
@@ -74,3 +76,8 @@ def gather_all_entries(layer, pools, index, *, columns, role="entries"):
     values = place.read_values(pools, region, index, requests, entry, global_scale=scale)[:, :, 0]
     positions = jnp.where(entry >= 0, entry * component.ratio, -1)
     return AllEntries(jnp.where((entry >= 0)[:, :, None], values, 0), counts, positions)
+
+
+def untaken(index, request, entry, ratio):
+    """Entries [n], -1 where the entry was taken over at admission: other requests read it, and it is not written."""
+    return jnp.where((entry + 1) * ratio <= place.of(index.stored, request), -1, entry)

@@ -1,16 +1,19 @@
 """The lightning indexer: scores and top-k (DeepSeek-V4 paper section 2.3.1)."""
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kvcore.backends.jax_pallas import entries, fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens
 from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import hadamard
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.ops import StepIndex
 
 
-def index_scores(layer, pools, index, q, weights, *, columns):
+def index_scores(layer: Layer, pools: Held, index: StepIndex, q: Array, weights: Array, *, columns: int) -> Array:
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
     component = layer.component("index_keys")
     (region,) = layer.regions["index_keys"]
@@ -33,6 +36,22 @@ def index_scores(layer, pools, index, q, weights, *, columns):
         return jnp.full((len(q), columns), -jnp.inf, jnp.float32)
     tokens = (index.request_index, index.positions, q, weights.astype(jnp.float32))
     return by_tokens(score, tokens, columns * component.dim)
+
+
+def select(scores: Array, k: int, kernels: str = "portable") -> Array:
+    """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+    triton = verbs(kernels)
+    if triton and triton.selects(scores, k):
+        return triton.select(scores, k)
+    if fused.selects(kernels, scores, k):
+        return fused.select(kernels, scores, k)
+    columns = scores.shape[1]
+    # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    scores = jnp.where(scores == 0, 0, scores)
+    best, picks = lax.top_k(scores, min(k, columns))
+    picks = jnp.where(best > -jnp.inf, picks.astype(jnp.int32), -1)
+    return jnp.pad(picks, ((0, 0), (0, k - picks.shape[1])), constant_values=-1)
 
 
 def _fused_scores(layer, pools, index, q, weights, *, columns):
@@ -62,19 +81,3 @@ def _visible(scores, request, position, component):
     """Scores [T, columns], -inf for keys that the token does not see."""
     seen = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < _count(request, position, component)[:, None]
     return jnp.where(seen, scores, -jnp.inf)
-
-
-def select(scores, *, k, kernels="portable"):
-    """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    triton = verbs(kernels)
-    if triton and triton.selects(scores, k):
-        return triton.select(scores, k)
-    if fused.selects(kernels, scores, k):
-        return fused.select(kernels, scores, k)
-    columns = scores.shape[1]
-    # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    scores = jnp.where(scores == 0, 0, scores)
-    best, picks = lax.top_k(scores, min(k, columns))
-    picks = jnp.where(best > -jnp.inf, picks.astype(jnp.int32), -1)
-    return jnp.pad(picks, ((0, 0), (0, k - picks.shape[1])), constant_values=-1)

@@ -1,15 +1,18 @@
 """Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
 
 import jax.numpy as jnp
+from jax import Array
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
 from kvcore.backends.jax_pallas.cuda.choice import verbs
-from kvcore.ops import Attention, VisibleRows
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.ops import Attention, StepIndex, VisibleRows
 
 
-def append_kv(layer, pools, index, k, v):
+def append_kv(layer: Layer, pools: Held, index: StepIndex, k: Array, v: Array) -> Held:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
     triton = verbs(pools.kernels)
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
@@ -20,7 +23,9 @@ def append_kv(layer, pools, index, k, v):
     return pools
 
 
-def gather_kv(layer, pools, index, k=None, v=None, *, columns):
+def gather_kv(
+    layer: Layer, pools: Held, index: StepIndex, k: Array | None = None, v: Array | None = None, *, columns: int
+) -> tuple[Array, Array, Array]:
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     triton = verbs(pools.kernels)
     # The kernel's rings begin where the first query's window does, left padding or not.
@@ -37,21 +42,7 @@ def gather_kv(layer, pools, index, k=None, v=None, *, columns):
     return gathered[0], gathered[1], positions
 
 
-def in_order(layer, pools, *, requests, columns):
-    """``gather_kv``'s rows of the first ``columns`` positions of requests whose units lie one after another, or None.
-
-    Rows that nobody wrote are whatever lies there.
-    """
-    found = []
-    for region in layer.regions["kv"]:
-        stored = place.load_in_order(pools, region, requests)
-        if stored is None:
-            return None
-        found.append(place.decode_rows(region, stored[:, :columns]))
-    return found
-
-
-def mask(layer, index, *, columns):
+def mask(layer: Layer, index: StepIndex, *, columns: int) -> Array:
     """[T, columns] bool over ``gather_kv``'s rows: what each query may see."""
     component = layer.component("kv")
     first, _ = place.visible(component, index)
@@ -62,13 +53,13 @@ def mask(layer, index, *, columns):
     return seen & (index.request_index >= 0)[:, None]
 
 
-def visible_rows(layer, index, *, columns):
+def visible_rows(layer: Layer, index: StepIndex, *, columns: int) -> VisibleRows:
     """Positions [Q, columns] of ``gather_kv``'s rows, -1 where there is none, and the mask over them."""
     positions = place.numbered(place.visible(layer.component("kv"), index), columns)
     return VisibleRows(positions, mask(layer, index, columns=columns))
 
 
-def from_batch(index, batch):
+def from_batch(index: StepIndex, batch: Array) -> Array:
     """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
     request = index.request_index
     if not batch.shape[0] * batch.shape[1]:
@@ -78,7 +69,7 @@ def from_batch(index, batch):
     return jnp.where(jnp.expand_dims(request >= 0, tuple(range(1, rows.ndim))), rows, jnp.zeros_like(rows))
 
 
-def to_batch(index, rows, width):
+def to_batch(index: StepIndex, rows: Array, width: int) -> Array:
     """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
     new = index.lengths - index.starts
     column = jnp.arange(width, dtype=jnp.int32)[None]
@@ -90,14 +81,25 @@ def to_batch(index, rows, width):
     return jnp.where(jnp.expand_dims(valid, tuple(range(2, batch.ndim))), batch, jnp.zeros_like(batch))
 
 
-def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, columns):
+def attend_kv(
+    layer: Layer,
+    pools: Held,
+    index: StepIndex,
+    q: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    columns: int,
+    sink: Array | None = None,
+    scale: float | Array | None = None,
+) -> Attention:
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     dim = q.shape[2]
-    scale = jnp.float32(dim**-0.5 if scale is None else scale)
+    factor = jnp.float32(dim**-0.5 if scale is None else scale)
     if k is None and v is None and index.block_table.size:
         blocks, first, last = seen_blocks(layer, index, columns)
         if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
-            given = blocks, first, last, q.astype(jnp.float32) * scale
+            given = blocks, first, last, q.astype(jnp.float32) * factor
             out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
             return Attention(out.astype(q.dtype), lse)
     keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
@@ -109,7 +111,7 @@ def attend_kv(layer, pools, index, q, k=None, v=None, sink=None, scale=None, *, 
         if not len(keys):
             return state
         mine = jnp.maximum(request, 0)
-        logits_of = q.astype(jnp.float32)[:, None] * scale
+        logits_of = q.astype(jnp.float32)[:, None] * factor
         return softmax_sum(state, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
 
     each = columns * max(keys.shape[2] * dim, values.shape[2] * value_dim)
@@ -129,3 +131,17 @@ def seen_blocks(layer, index, columns):
     number = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     seen = (number >= first[:, None] // region.rows) & (number * region.rows <= last[:, None])
     return jnp.where(seen, blocks, -1), first, last
+
+
+def in_order(layer, pools, *, requests, columns):
+    """``gather_kv``'s rows of the first ``columns`` positions of requests whose units lie one after another, or None.
+
+    Rows that nobody wrote are whatever lies there.
+    """
+    found = []
+    for region in layer.regions["kv"]:
+        stored = place.load_in_order(pools, region, requests)
+        if stored is None:
+            return None
+        found.append(place.decode_rows(region, stored[:, :columns]))
+    return found

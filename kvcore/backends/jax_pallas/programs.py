@@ -1,6 +1,5 @@
 """Compiled functions of the verbs: one for each, which JAX keeps a trace of for every kind of layer and every shape."""
 
-import inspect
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -16,7 +15,12 @@ from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
 from kvcore.ops import StepIndex
+from kvcore.ops.records import Compression
 from kvcore.pools import Pools
+
+jax.tree_util.register_dataclass(
+    Compression, data_fields=["norm_weight", "rope", "index_norm_weight"], meta_fields=["eps"]
+)
 
 
 def _outside() -> Any:
@@ -90,20 +94,18 @@ def bucket(count: int, index: StepIndex, smallest: int) -> int:
 @cache
 def program(verb, writes=False):
     """One compiled function a verb; JAX keeps a trace for every (layer kind, options, shapes)."""
-    names = [*inspect.signature(verb).parameters][2:]
     passed = DIFFERENTIABLE.get(verb, ())
 
     def constants(kernels, given, arrays):
-        kept = {place for place, name in enumerate(names[: len(arrays)]) if kernels == "portable" and name in passed}
-        rest = [None if place in kept else array for place, array in enumerate(arrays)]
-        given, rest = constant(verb.__name__, (given, rest))
-        return given, [array if place in kept else rest[place] for place, array in enumerate(arrays)]
+        kept = {name: array for name, array in arrays.items() if kernels == "portable" and name in passed}
+        given, rest = constant(verb.__name__, (given, {name: arrays[name] for name in arrays if name not in kept}))
+        return given, {**rest, **kept}
 
     def run(layer, options, written, read, arrays):
         given, arrays = constants(layer.kernels, {**written, **read}, arrays)
         with jax.named_scope(f"kvcore.{verb.__name__}"):
             held = {name: as_elements(pool, *layer.elements[name]) for name, pool in given.items()}
-            found = verb(layer, Held(held, layer.kernels), *arrays, **dict(options))
+            found = verb(layer, Held(held, layer.kernels), **arrays, **dict(options))
         if not writes:
             return found
         return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}
@@ -134,7 +136,7 @@ reset = jax.jit(
 )
 poison = jax.jit(lifecycle.poison, donate_argnums=0)
 copy_units = jax.jit(lifecycle.copy_units, donate_argnums=0)
-select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k=k, kernels=kernels), static_argnums=(1, 2))
+select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k, kernels), static_argnums=(1, 2))
 from_batch = jax.jit(kv.from_batch)
 to_batch = jax.jit(kv.to_batch, static_argnums=2)
 encode = jax.jit(

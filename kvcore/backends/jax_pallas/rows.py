@@ -9,18 +9,19 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kvcore.backends.jax_pallas import fused, tiles
 from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.encoding import decode, encode
 from kvcore.backends.jax_pallas.runs import Run, from_bytes, join_bytes, runs, split_bytes, to_bytes
+from kvcore.ops import StepIndex
 from kvcore.plan import Region
 
 OUTSIDE = lax.GatherScatterMode.FILL_OR_DROP
 
 
-def locate(region: Region, index, request, number):
+def locate(region: Region, index: StepIndex, request: Array, number: Array) -> tuple[Array, Array]:
     """(unit, row in the unit) of rows ``number`` of requests, both of one shape; unit -1 where there is none.
 
     ``number`` is a position, or an entry's number in a paged component of compressed entries.
@@ -48,7 +49,7 @@ class Held(dict):
         return Held({**self, name: pool}, self.kernels)
 
 
-def load(pools: Held, region: Region, unit, row):
+def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
     if pools.kernels in TILED:
         return tiles.load(pools, region, unit, row)
@@ -92,7 +93,7 @@ def load_in_order(pools: Held, region: Region, requests: int):
     return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
 
 
-def store(pools: Held, region: Region, unit, row, rows):
+def store(pools: Held, region: Region, unit: Array, row: Array, rows: Array) -> Held:
     """Pools with canonical rows [..., heads, row_bytes] written, in every copy; nothing where the unit is -1."""
     if pools.kernels in TILED:
         return tiles.store(pools, region, unit, row, rows)
@@ -113,13 +114,15 @@ def store(pools: Held, region: Region, unit, row, rows):
     return pools
 
 
-def first_token(index):
+def first_token(index: StepIndex) -> Array:
     """[Q] row of each request's first new token among the step's tokens: tokens come request by request."""
     new = index.lengths - index.starts
     return jnp.cumsum(new) - new
 
 
-def read(pools, region: Region, index, request, number, own=None):
+def read(
+    pools: Held, region: Region, index: StepIndex, request: Array, number: Array, own: Array | None = None
+) -> Array:
     """Canonical rows [..., heads, row_bytes] of positions: from the step's ``own`` rows if new, else stored.
 
     Args:
@@ -160,7 +163,7 @@ def read_fp32(pools, region: Region, index, request, number, own):
     return _newest(index, request, number, stored, own)
 
 
-def append(pools, region: Region, index, rows):
+def append(pools: Held, region: Region, index: StepIndex, rows: Array) -> Held:
     """Pools with canonical rows [T, heads, row_bytes] of the step's tokens stored at their positions.
 
     More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
@@ -198,13 +201,13 @@ def read_values(pools, region: Region, index, request, number, own=None, global_
     return decode_rows(region, read(pools, region, index, request, number, own), global_scale)
 
 
-def encode_rows(region: Region, values, global_scale=1.0):
+def encode_rows(region: Region, values: Array, global_scale: float = 1.0) -> Array:
     """Values [n, d] or [n, heads, d] -> canonical rows [n, heads, row_bytes] of a region."""
     flat = values.reshape(len(values) * region.heads, region.format.dim)
     return encode(region.format, flat, global_scale).reshape(len(values), region.heads, region.format.row)
 
 
-def decode_rows(region: Region, rows, global_scale=1.0):
+def decode_rows(region: Region, rows: Array, global_scale: float = 1.0) -> Array:
     """Canonical rows [..., row_bytes] of a region -> values [..., dim]."""
     flat = rows.reshape(math.prod(rows.shape[:-1]), region.format.row)
     return decode(region.format, flat, global_scale=global_scale).reshape(*rows.shape[:-1], region.format.dim)

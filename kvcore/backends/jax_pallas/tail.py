@@ -1,27 +1,50 @@
 """The tails: raw rows of tokens awaiting compression, and the compression itself."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kvcore.backends.jax_pallas import entries as paged
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.pooling import pool
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.ops import StepIndex
+from kvcore.ops.records import Compression, Streams
 from kvcore.spec import Rope
 
 
-def append_tail(layer, pools, index, kv, score, *, role="tail"):
+def join(kv: Array, score: Array) -> Array:
+    """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
+    return jnp.concatenate([kv, score], axis=1)
+
+
+def append_tail(layer: Layer, pools: Held, index: StepIndex, kv: Array, score: Array, *, role: str) -> Held:
     """Store raw compressor rows kv and score, [T, width] each, fp32, at slot·R + p mod R."""
     (region,) = layer.regions[role]
     triton = verbs(pools.kernels)
     if triton and triton.keeps_tail(layer, role):
         return triton.append_tail(layer, pools, index, kv, score, role=role)
-    return place.append(pools, region, index, place.encode_rows(region, jnp.concatenate([kv, score], axis=1)))
+    return place.append(pools, region, index, place.encode_rows(region, join(kv, score)))
 
 
-def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="entries", eps=1e-6):
+def compress(
+    layer: Layer,
+    pools: Held,
+    index: StepIndex,
+    kv: Array,
+    score: Array,
+    *,
+    closed: int,
+    role: str = "entries",
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+) -> Array:
     """Pool, for each of the first ``closed`` entries that the step completes, its window; norm; -> [closed, d].
 
     DeepSeek-V4 paper sections 2.3.1 (CSA, overlapping) and 2.3.2 (HCA); rounding as in the published inference code.
@@ -29,7 +52,7 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
     component = layer.component(layer.tail_of(role))
     d, m = component.dim, component.ratio
     (region,) = layer.regions[layer.tail_of(role)]
-    own = jnp.concatenate([kv, score], axis=1).astype(jnp.float32)
+    own = join(kv, score).astype(jnp.float32)
     exact = layer.component(role).parts[0].format.is_fp32
     request, requests, positions = windows(layer, index, closed=closed, role=role)
     raw = place.read_fp32(pools, region, index, requests, positions, own)
@@ -48,50 +71,72 @@ def compress(layer, pools, index, kv, score, norm_weight=None, *, closed, role="
 
 
 def flush(
-    layer,
-    pools,
-    index,
-    kv,
-    score,
-    index_kv=None,
-    index_score=None,
-    norm_weight=None,
-    index_norm_weight=None,
-    rope=None,
+    layer: Layer,
+    pools: Held,
+    index: StepIndex,
+    streams: Streams,
+    compression: Compression,
     *,
-    closed,
-    eps=1e-6,
-    append=False,
-    newest=0,
-):
+    closed: int,
+    append: bool = False,
+    newest: int = 0,
+) -> Held:
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys.
 
-    ``rope`` is the fp32 inverse frequencies, or None. With ``append`` the step's own rows go to the tails, too,
+    The ``rope`` is the fp32 inverse frequencies, or None. With ``append`` the step's own rows go to the tails, too,
     where a launch does that.
     """
-    streams = [("entries", kv, score, norm_weight), ("index_keys", index_kv, index_score, index_norm_weight)]
-    triton = verbs(pools.kernels)
-    given = {role: stream for role, *stream in streams if stream[0] is not None}
+    triton, eps, rope = verbs(pools.kernels), compression.eps, compression.rope
+    given = {role: stream for role, *stream in compression.each(streams)}
     if triton and triton.flushes(layer, given):
         return triton.flush(layer, pools, index, given, rope, eps=eps, append=append, newest=newest)
-    for role, stream_kv, stream_score, weight in streams:
-        if stream_kv is None:
-            continue
+    for role, (kv, score, weight) in given.items():
         if fused.flushes(layer, pools, role, rope):
-            pools = _flush_fused(
-                layer, pools, index, stream_kv, stream_score, weight, rope, closed=closed, role=role, eps=eps
-            )
+            pools = _flush_fused(layer, pools, index, kv, score, weight, rope, closed=closed, role=role, eps=eps)
             continue
         latents = flush_latents(
-            layer, pools, index, stream_kv, stream_score, weight, rope, closed=closed, role=role, eps=eps
+            layer, pools, index, kv, score, closed=closed, role=role, norm_weight=weight, eps=eps, rope=rope
         )
         pools = paged.store_role(layer, pools, index, latents, role=role)
     return pools
 
 
-def flush_latents(layer, pools, index, kv, score, norm_weight=None, rope=None, *, closed, role, eps=1e-6):
+def window_of(entry: Array, ratio: int, *, overlap: bool) -> Array:
+    """[n, rows] positions that entries [n] are pooled from; the first entry's window before its own is -1."""
+    first = (entry - 1 if overlap else entry) * ratio
+    positions = first[:, None] + jnp.arange(2 * ratio if overlap else ratio, dtype=jnp.int32)[None]
+    return jnp.where((entry >= 0)[:, None], jnp.maximum(positions, -1), -1)
+
+
+def rms_norm(values: Array, weight: Array, eps: float) -> Array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
+    mean = jnp.mean(values * values, axis=-1, keepdims=True)
+    return values * (np.float32(1) / jnp.sqrt(mean + np.float32(eps))) * weight.astype(jnp.float32)[None]
+
+
+def rotate(values: Array, positions: Array, rope: Array) -> Array:
+    """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
+    cos, sin = cos_sin(positions, rope)
+    first = values.shape[1] - 2 * len(rope)
+    even, odd = values[:, first::2], values[:, first + 1 :: 2]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2)
+    return jnp.concatenate([values[:, :first], turned.reshape(len(values), values.shape[1] - first)], axis=1)
+
+
+def cos_sin(positions, frequencies):
+    """Cosine and sine of every angle, [n, frequencies] fp32 each."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def frequencies_of(rope: Any) -> Any:
+    """Inverse frequencies as an fp32 array, from a Rope or an array; None stays None."""
+    return jnp.asarray(np.asarray(rope.inverse_frequencies, np.float32)) if isinstance(rope, Rope) else rope
+
+
+def flush_latents(layer, pools, index, kv, score, *, closed, role, norm_weight=None, eps=1e-6, rope=None):
     """``compress``, rotated at position m·i where there is a ``rope``: what ``flush`` stores."""
-    latents = compress(layer, pools, index, kv, score, norm_weight, closed=closed, role=role, eps=eps)
+    latents = compress(layer, pools, index, kv, score, closed=closed, role=role, norm_weight=norm_weight, eps=eps)
     component = layer.component(role)
     if rope is None:
         return latents
@@ -132,36 +177,3 @@ def windows(layer, index, *, closed, role):
     positions = window_of(entry, tail.ratio, overlap=tail.overlap)
     positions = jnp.where((request >= 0)[:, None], positions, -1)
     return request, jnp.broadcast_to(request[:, None], positions.shape), positions
-
-
-def window_of(entry, ratio, *, overlap):
-    """[n, rows] positions that entries [n] are pooled from; the first entry's window before its own is -1."""
-    first = (entry - 1 if overlap else entry) * ratio
-    positions = first[:, None] + jnp.arange(2 * ratio if overlap else ratio, dtype=jnp.int32)[None]
-    return jnp.where((entry >= 0)[:, None], jnp.maximum(positions, -1), -1)
-
-
-def rms_norm(values, weight, eps):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32."""
-    mean = jnp.mean(values * values, axis=-1, keepdims=True)
-    return values * (np.float32(1) / jnp.sqrt(mean + np.float32(eps))) * weight.astype(jnp.float32)[None]
-
-
-def rotate(values, positions, frequencies):
-    """Rotate the last channels of values [n, d] in interleaved pairs; angle = fp32(position) * fp32(frequency)."""
-    cos, sin = cos_sin(positions, frequencies)
-    first = values.shape[1] - 2 * len(frequencies)
-    even, odd = values[:, first::2], values[:, first + 1 :: 2]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2)
-    return jnp.concatenate([values[:, :first], turned.reshape(len(values), values.shape[1] - first)], axis=1)
-
-
-def cos_sin(positions, frequencies):
-    """Cosine and sine of every angle, [n, frequencies] fp32 each."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def frequencies_of(rope):
-    """Inverse frequencies as an fp32 array, from a Rope or an array; None stays None."""
-    return jnp.asarray(np.asarray(rope.inverse_frequencies, np.float32)) if isinstance(rope, Rope) else rope

@@ -1,15 +1,18 @@
 """The sliding window: encode and store, gather in position order."""
 
 import jax.numpy as jnp
+from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.cuda.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.tail import rms_norm, rotate
-from kvcore.ops import WindowRows
+from kvcore.ops import StepIndex, WindowRows
 
 
-def append_window(layer, pools, index, rows):
+def append_window(layer: Layer, pools: Held, index: StepIndex, rows: Array) -> Held:
     """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
     (region,) = layer.regions["window"]
     triton = verbs(pools.kernels)
@@ -18,7 +21,16 @@ def append_window(layer, pools, index, rows):
     return place.append_values(pools, region, index, rows)
 
 
-def append_rotated_window(layer, pools, index, rows, rope, norm_weight=None, *, eps=1e-6):
+def append_rotated_window(
+    layer: Layer,
+    pools: Held,
+    index: StepIndex,
+    rows: Array,
+    *,
+    rope: Array,
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+) -> Held:
     """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
 
     ``rope`` is the fp32 inverse frequencies.
@@ -35,7 +47,7 @@ def append_rotated_window(layer, pools, index, rows, rope, norm_weight=None, *, 
     return append_window(layer, pools, index, rows if region.format.is_fp32 else to_bf16(rows))
 
 
-def gather_window(layer, pools, index, rows=None):
+def gather_window(layer: Layer, pools: Held, index: StepIndex, rows: Array | None = None) -> WindowRows:
     """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
     (region,) = layer.regions["window"]
     triton = verbs(pools.kernels)
