@@ -1,6 +1,6 @@
 """The verbs inside the caller's own jit: donation, scan, one trace, no copies, memory that stays flat."""
 
-from functools import partial
+from functools import partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +120,17 @@ def test_the_compiled_step_aliases_every_pool_and_holds_no_second_one() -> None:
 
 
 def test_eager_verbs_write_in_place_and_are_traced_once_for_layers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcore.backends.jax_pallas import window
+    from kvcore.backends.jax_pallas import JaxOps, window
+    from kvcore.backends.jax_pallas.verbs import writer
 
     traces = []
-    original = window.append_window
 
-    def append_window(layer, *arrays):
+    @wraps(window.append_window)
+    def append_window(layer, *arrays, **named):
         traces.append(layer)
-        return original(layer, *arrays)
+        return window.append_window(layer, *arrays, **named)
 
-    monkeypatch.setattr(window, "append_window", append_window)
+    monkeypatch.setattr(JaxOps, "append_window", writer(append_window, "window"))
     spec = presets.deepseek_v4_flash_tiny(block_tokens=16)
     cache = kvcore.create_cache(spec, backend="jax_pallas", max_requests=2, max_tokens=256, max_draft_tokens=1)
     request = cache.admit()
