@@ -172,8 +172,8 @@ TABLE = {
             "every request attends to the first one's rows",
         ),
         (
-            "scale = jnp.float32(dim**-0.5 if scale is None else scale)",
-            "scale = jnp.float32(dim**-0.5)",
+            "factor = jnp.float32(dim**-0.5 if scale is None else scale)",
+            "factor = jnp.float32(dim**-0.5)",
             "a scale that is given is ignored",
         ),
     ],
