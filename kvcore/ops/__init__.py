@@ -3,15 +3,14 @@
 What is named here is what a backend is written against.
 """
 
-from kvcore.ops.protocol import (
+from kvcore.ops.protocol import Backend, Ops
+from kvcore.ops.results import (
     AllEntries,
     Array,
     Attention,
-    Backend,
     Choice,
     Closed,
     Given,
-    Ops,
     PagedView,
     Paging,
     RawRows,

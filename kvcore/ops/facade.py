@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.ops import bounds
-from kvcore.ops.protocol import Array, Ops, StepIndex
+from kvcore.ops.protocol import Ops
 from kvcore.ops.records import Compression, Streams
+from kvcore.ops.results import Array, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, fresh_unit
 from kvcore.spec import Rope

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvcore.ops.protocol import Array
+from kvcore.ops.results import Array
 from kvcore.spec import Rope
 
 
