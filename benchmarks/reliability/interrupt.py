@@ -198,7 +198,7 @@ VERBS = (
     Verb("manifest", _handed(lambda w, handle: w.desk.manifest(*reference(handle)))),
     Verb("pages", _handed(lambda w, handle: w.desk.pages(*reference(handle), 0, 1))),
     Verb("finish", _handed(lambda w, handle: w.desk.finish(*reference(handle)))),
-    Verb("withdraw", _handed(lambda w, _: w.desk.withdraw())),
+    Verb("expire", _handed(lambda w, _: w.desk.expire())),
     Verb("publish and pull", _handed(_pull)),
 )
 

@@ -174,7 +174,7 @@ class Desk:
             place.staged = None
 
     @locked
-    def withdraw(self) -> int:
+    def expire(self) -> int:
         """Drop every export whose lease has ended; returns how many."""
         ended = [place for place in self._places if place.staged is not None and place.deadline <= self._clock()]
         for place in ended:

@@ -225,7 +225,7 @@ def test_memory_that_is_gone_cannot_be_read(tmp_path):
 
         def late(*arguments):
             # Between the answer and the read the place gets another export.
-            if world.desk.withdraw() or handle.generation == world.generation:
+            if world.desk.expire() or handle.generation == world.generation:
                 world.let_time_pass(61)
                 world.export(33)
                 world.server._register(0, (world.desk.name, 0, world.generation))
@@ -391,7 +391,7 @@ def test_a_full_desk_keeps_its_leases_and_frees_ended_ones():
     now[0] = 10.0
     assert desk.export(request).number == 0
     now[0] = 30.0
-    assert desk.withdraw() == 1
+    assert desk.expire() == 1
 
 
 def test_a_long_request_is_hundreds_of_pieces():

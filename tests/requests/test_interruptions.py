@@ -12,7 +12,7 @@ from kvcore.cache.reuse import PrefixCache
 from kvcore.requests.manager import Manager
 
 # Every point of what changes counts alone; of the others, every line of kvcore once.
-ALL_POINTS = ("release", "truncate", "fork", "admit", "finish", "withdraw")
+ALL_POINTS = ("release", "truncate", "fork", "admit", "finish", "expire")
 
 
 def chosen(backend: str, folder: str) -> list[tuple[Verb, int]]:
