@@ -8,7 +8,7 @@ import torch
 import kvcore
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.handoff import Desk, Direct, pull
+from kvcore.handoff import Direct, Exporter, pull
 from kvcore.plan import plan_cache
 from kvcore.portable.manifest import stage_one_by_one
 from kvcore.portable.pages import content_of, move_at_once, page_layout
@@ -114,6 +114,6 @@ def hand_off(spec, rng, device) -> str:
         with source.step({request: new}) as step:
             step.layer(0).append_window(window)
             step.layer(1).append_kv(*kv)
-    desk = Desk(source, on_device=True)
+    desk = Exporter(source, on_device=True)
     moved = pull(target, desk.export(request), Direct(desk), chunk_pages=2, on_device=True)
     return "" if target.digest([moved]) == source.digest([request]) else "digests differ"

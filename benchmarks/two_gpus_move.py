@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import kvcore
 from benchmarks.two_gpus_decode import Rank, fill
-from kvcore.handoff import Desk, decode_handle, encode_handle
+from kvcore.handoff import Exporter, decode_handle, encode_handle
 from kvcore.interop.torch_distributed import PeerCarrier, serve
 from kvcore.portable.digests import LaneDigests
 from kvcore.portable.importer import commit, receive
@@ -73,7 +73,7 @@ def move(me: Rank) -> dict[str, Any]:
         request = cache.admit()
         fill(me, cache, [request], length)
         me.say("the request is filled")
-        desk, digest = Desk(cache, places=1, on_device=me.on_gpu), cache.digest([request])
+        desk, digest = Exporter(cache, places=1, on_device=me.on_gpu), cache.digest([request])
     rounds = []
     for chunk_pages in CHUNKS:
         box: list[Any] = [None, None, None]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import kvcore
-from kvcore.handoff import Desk, FileCarrier, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Exporter, FileCarrier, decode_handle, encode_handle, publish, pull
 from kvcore.spec import presets
 
 SPEC = presets.deepseek_v4_flash_tiny(draft=False, block_tokens=16)
@@ -54,7 +54,7 @@ def prefill(folder: Path, readers: int, backend: str) -> None:
     cache = kvcore.create_cache(SPEC, backend=backend, max_requests=1, max_tokens=256)
     request = cache.admit()
     run(cache, request, PROMPT)
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, lease_seconds=600, readers=readers)
     publish(desk, handle, folder, readers=readers)
     (folder / "handle").write_bytes(encode_handle(handle))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
-from kvcore.handoff import Desk, FileCarrier, Handle, decode_handle, pull
+from kvcore.handoff import Exporter, FileCarrier, Handle, decode_handle, pull
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerCarrier, serve
 from kvcore.portable.exporter import REASONS
@@ -22,7 +22,7 @@ def begin() -> None:
     """A fresh desk in rank 0; its clock stands still."""
     _world["now"] = 0.0
     _world["cache"] = stories.create(SPEC, "torch_triton" if dist.get_rank() else "reference")
-    _world["desk"] = Desk(_world["cache"], places=1, clock=lambda: _world["now"])
+    _world["desk"] = Exporter(_world["cache"], places=1, clock=lambda: _world["now"])
 
 
 def export(count: int) -> Handle | None:

@@ -11,7 +11,7 @@ from typing import Any
 import stories
 import version_1
 
-from kvcore.handoff import Desk, encode_handle, publish
+from kvcore.handoff import Exporter, encode_handle, publish
 from kvcore.portable import snapshot
 from kvcore.portable.manifest import Staged, stage
 from kvcore.spec import to_json
@@ -55,7 +55,7 @@ def files(version: int) -> dict[str, bytes]:
     """Name -> bytes of every golden file of a version."""
     cache, requests = three()
     kept, request = with_checkpoints()
-    desk = Desk(cache, clock=lambda: 0.0)
+    desk = Exporter(cache, clock=lambda: 0.0)
     desk.name = EXPORTERS[version]
     reference = desk.name, 0, 0
     found = {"spec.json": (to_json(stories.MIXED, indent=1) + "\n").encode()}

@@ -24,7 +24,7 @@ import kvcore
 from benchmarks.reliability import command
 from kvcore.cache.loading import take_in
 from kvcore.errors import BackendError
-from kvcore.handoff import Desk, FileCarrier, publish, pull
+from kvcore.handoff import Exporter, FileCarrier, publish, pull
 from kvcore.portable import snapshot
 from kvcore.portable.transport import reference
 from kvcore.spec import CacheSpec
@@ -58,7 +58,7 @@ class World(NamedTuple):
     touched: kvcore.Request
     other: kvcore.Request
     empty: kvcore.Request
-    desk: Desk
+    desk: Exporter
     folder: str
 
 
@@ -93,7 +93,7 @@ def make_world(backend: str, folder: str) -> World:
     cache = create(backend, prefix="full")
     touched, other, empty = (cache.admit() for _ in range(3))
     stories.tell(cache, {touched: list(range(9)), other: list(range(100, 106))})
-    return World(cache, touched, other, empty, Desk(cache), folder)
+    return World(cache, touched, other, empty, Exporter(cache), folder)
 
 
 def _step(new: list[int], *, fails: bool = False, functional: bool = False) -> Callable[[World], Callable[[], Any]]:

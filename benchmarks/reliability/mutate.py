@@ -35,7 +35,7 @@ from benchmarks.reliability import command
 from benchmarks.reliability.hostile import changed, changed_bytes
 from kvcore.errors import KvcoreError
 from kvcore.foreign import UNREADABLE
-from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Direct, Exporter, FileCarrier, decode_handle, encode_handle, publish, pull
 from kvcore.parity import merge
 from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
@@ -266,10 +266,10 @@ def take_snapshot(data: bytes, number: int) -> None:
 
 
 @functools.cache
-def desk() -> tuple[Desk, list[Any]]:
+def desk() -> tuple[Exporter, list[Any]]:
     """Exports that lie on a desk."""
     cache = cache_of()
-    made = Desk(cache)
+    made = Exporter(cache)
     return made, [made.export(request, lease_seconds=1e6, readers=10**9) for request in cache.requests[: len(LENGTHS)]]
 
 
@@ -280,10 +280,10 @@ def manifests() -> list[bytes]:
 
 
 @functools.cache
-def old_desk() -> tuple[Desk, list[Any]]:
+def old_desk() -> tuple[Exporter, list[Any]]:
     """Exports without checkpoints, whose pages are those of 0.1.0."""
     cache = cache_of()
-    made, sizes = Desk(cache), {"lease_seconds": 1e6, "readers": 10**9, "checkpoints": False}
+    made, sizes = Exporter(cache), {"lease_seconds": 1e6, "readers": 10**9, "checkpoints": False}
     return made, [made.export(request, **sizes) for request in cache.requests[: len(LENGTHS)]]
 
 
@@ -297,7 +297,7 @@ def old_manifests() -> list[bytes]:
 class Lying(Direct):
     """Gives another manifest than the desk has, and as many of its pages as there are."""
 
-    def __init__(self, made: Desk, manifest: bytes) -> None:
+    def __init__(self, made: Exporter, manifest: bytes) -> None:
         super().__init__(made)
         self._told = manifest
 
@@ -321,7 +321,7 @@ def take_old_manifest(data: bytes, number: int) -> None:
     take_manifest_of(old_desk(), data, number)
 
 
-def take_manifest_of(exports: tuple[Desk, list[Any]], data: bytes, number: int) -> None:
+def take_manifest_of(exports: tuple[Exporter, list[Any]], data: bytes, number: int) -> None:
     made, handles = exports
     handle, cache = handles[number % len(handles)], cache_of()
     with unchanged(cache):

@@ -20,7 +20,7 @@ import stories
 
 from benchmarks.reliability import command
 from kvcore.errors import KvcoreError
-from kvcore.handoff import Desk, Direct, FileCarrier, publish, pull
+from kvcore.handoff import Direct, Exporter, FileCarrier, publish, pull
 
 SPEC = stories.STORED
 TOKENS = 400
@@ -51,7 +51,7 @@ def exporter(carrier: str, folder: str, pipe: Any) -> None:
     request = cache.admit()
     stories.tell(cache, {request: list(range(TOKENS))})
     digest = cache.digest([request])
-    desk = Desk(cache, places=2)
+    desk = Exporter(cache, places=2)
     handle = desk.export(request, readers=2)
     with contextlib.suppress(EOFError), _serving(carrier, folder, desk, handle, pipe) as serve:
         pipe.send((handle, digest))
@@ -66,7 +66,7 @@ def exporter(carrier: str, folder: str, pipe: Any) -> None:
 
 
 @contextlib.contextmanager
-def _serving(carrier: str, folder: str, desk: Desk, handle: Any, pipe: Any) -> Any:
+def _serving(carrier: str, folder: str, desk: Exporter, handle: Any, pipe: Any) -> Any:
     if carrier == "file":
         yield lambda: publish(desk, handle, folder, readers=2)
     elif carrier == "torch.distributed":

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcore.errors import BackendError, TransferError
 from kvcore.foreign import UNREADABLE
-from kvcore.portable.exporter import REASONS, Desk, Handle, check_range
+from kvcore.portable.exporter import REASONS, Exporter, Handle, check_range
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 from kvcore.printable import shortened
@@ -74,7 +74,7 @@ def agent(name: str) -> Any:
 class NixlServer:
     """The exporter's side: gives out memory of one desk's exports. ``poll`` answers what was asked meanwhile."""
 
-    def __init__(self, desk: Desk, nixl: Any) -> None:
+    def __init__(self, desk: Exporter, nixl: Any) -> None:
         self._desk = desk
         self._nixl = nixl
         # Place -> the export whose pages are registered, and the registration.

@@ -85,7 +85,7 @@ class _Place:
     readers: int = 0
 
 
-class Desk:
+class Exporter:
     """Exports of one cache. Safe to use from several threads."""
 
     def __init__(

@@ -60,7 +60,7 @@ def pull(
     Args:
         cache: with the exporter's spec, on any backend and layout. Context shards pull with
             ``kvcore.interop.torch_distributed.pull``, so that all of them commit or none.
-        handle: from the exporter's ``Desk.export``.
+        handle: from the exporter's ``Exporter.export``.
         carrier: the way to it.
         timeout: seconds until the last page has to be here.
         chunk_pages: pages to ask for at a time; many, since every question costs a round trip.

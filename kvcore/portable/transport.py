@@ -21,7 +21,7 @@ from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
 from kvcore.foreign import UNREADABLE
 from kvcore.portable.disk import Disk, open_regular, write_whole
-from kvcore.portable.exporter import Desk, Handle, check_range, check_reference
+from kvcore.portable.exporter import Exporter, Handle, check_range, check_reference
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
@@ -53,7 +53,7 @@ class Carrier(Protocol):
 class Direct:
     """From a desk in the same process: what the others are compared with."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Exporter) -> None:
         self._desk = desk
 
     def manifest(self, handle: Handle, *, timeout: float) -> bytes:
@@ -98,7 +98,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     page_bytes: int
 
 
-def publish(desk: Desk, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
+def publish(desk: Exporter, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
     """Put an export of a desk into the folder, whole or not at all.
 
     Raises:

@@ -12,7 +12,7 @@ import pytest
 import stories
 
 from kvcore.errors import KvcoreError, ShapeError, TransferError
-from kvcore.handoff import Desk, Direct, FileCarrier, Handle, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Direct, Exporter, FileCarrier, Handle, decode_handle, encode_handle, publish, pull
 from kvcore.interop import nixl
 
 SPEC = stories.STORED
@@ -23,7 +23,7 @@ def desk():
     cache = stories.create(SPEC, "reference")
     request = cache.admit()
     stories.tell(cache, {request: list(range(21))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     desk.request = request
     return desk
 
@@ -306,7 +306,7 @@ def test_the_importer_says_whom_prefixes_serve(backend, tmp_path, named, carried
     cache = stories.create(stories.PAGED, backend, prefix="zero")
     request = cache.admit(salt=named)
     stories.tell(cache, {request: PROMPT})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=9)
     publish(desk, handle, tmp_path, readers=9)
     agents = Agents(desk, tmp_path)

@@ -15,7 +15,7 @@ from fake_nixl import FakeAgent
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
-from kvcore.handoff import Desk, Direct, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
+from kvcore.handoff import Direct, Exporter, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
 from kvcore.interop import nixl
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
@@ -45,7 +45,7 @@ def test_a_pulled_request_is_the_exported_one(source, target, spec, count):
     request = cache.admit()
     if count:
         stories.tell(cache, {request: list(range(count))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = decode_handle(encode_handle(desk.export(request)))
     digest = cache.digest([request])
     # The export is a finished copy: the request goes on, and its slot gets another.
@@ -65,7 +65,7 @@ def test_a_pulled_request_can_be_rolled_back_as_far(backend):
     cache = stories.create(stories.LATENT, backend, max_draft_tokens=4)
     request = cache.admit()
     stories.tell(cache, {request: list(range(45))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     other = stories.create(stories.LATENT, backend, max_draft_tokens=4)
     moved = pull(other, desk.export(request), Direct(desk))
     with pytest.raises(RollbackError, match="41 to 45"):
@@ -105,7 +105,7 @@ class InProcess:
         self.now = 0.0
         self.folder = folder
         self.cache = stories.create(pulling.SPEC, "reference")
-        self.desk = Desk(self.cache, places=1, clock=lambda: self.now)
+        self.desk = Exporter(self.cache, places=1, clock=lambda: self.now)
         self.carrier = FileCarrier(folder, clock=lambda: self.now) if folder else Direct(self.desk)
 
     def export(self, count):
@@ -208,7 +208,7 @@ def test_context_shards_pull_all_or_none(pair, tmp_path):
     cache = stories.create(pulling.SPEC, "reference")
     request = cache.admit()
     stories.tell(cache, {request: list(range(40))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=2)
     publish(desk, handle, tmp_path, readers=2)
     arguments = str(tmp_path), encode_handle(handle)
@@ -285,7 +285,7 @@ def test_what_comes_damaged_is_refused_and_changes_nothing(backend, change, name
     cache = stories.create(stories.LATENT, backend)
     request = cache.admit()
     stories.tell(cache, {request: list(range(77))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=2)
     assert page_layout(stories.LATENT, cache._state.least_length(request), 77).blocks == 5
     other = stories.create(stories.LATENT, backend)
@@ -302,7 +302,7 @@ def test_every_flipped_bit_of_every_page_is_noticed(rng):
     cache = stories.create(stories.STORED, "reference")
     request = cache.admit()
     stories.tell(cache, {request: list(range(21))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=1000)
     for _ in range(60):
         page, byte = int(rng.integers(handle.pages)), int(rng.integers(handle.page_bytes))
@@ -322,7 +322,7 @@ def test_without_room_nothing_changes(backend, sizes, error):
     cache = stories.create(stories.MIXED, backend)
     request = cache.admit()
     stories.tell(cache, {request: list(range(40))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request)
     other = stories.create(stories.MIXED, backend, **sizes)
     stories.tell(other, {other.admit(): [5] * 20})
@@ -336,7 +336,7 @@ def test_without_room_nothing_changes(backend, sizes, error):
 
 def test_another_spec_is_refused(backend):
     cache = stories.create(stories.MIXED, backend)
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(cache.admit())
     with pytest.raises(SnapshotError, match="spec"):
         pull(stories.create(stories.LATENT, backend), handle, Direct(desk))
@@ -360,7 +360,7 @@ def test_a_manifest_that_makes_no_request_is_refused(change):
     cache = stories.create(stories.STORED, "reference")
     request = cache.admit()
     stories.tell(cache, {request: list(range(21))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request)
 
     class Lying(Direct):
@@ -383,7 +383,7 @@ def test_a_full_desk_keeps_its_leases_and_frees_ended_ones():
     now = [0.0]
     cache = stories.create(stories.MIXED, "reference")
     request = cache.admit()
-    desk = Desk(cache, places=2, clock=lambda: now[0])
+    desk = Exporter(cache, places=2, clock=lambda: now[0])
     desk.export(request, lease_seconds=10)
     desk.export(request, lease_seconds=20)
     with pytest.raises(OutOfSlots):

@@ -9,7 +9,7 @@ import stories
 from stories import LATENT
 
 from kvcore.errors import StepError
-from kvcore.handoff import Desk
+from kvcore.handoff import Exporter
 from kvcore.portable.transport import reference
 
 LONG = list(range(200, 212))
@@ -141,7 +141,7 @@ def test_a_wait_for_another_threads_step_ends_in_time_and_says_whose_it_is(backe
 def test_whoever_waits_to_export_keeps_nobody_from_the_desk(backend):
     cache, a, _ = world(backend)
     b = cache.admit()
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(a)
     waiting = threading.Thread(target=desk.export, args=(a,), daemon=True)
     with cache.step({b: [1]}) as step:

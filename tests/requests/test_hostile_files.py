@@ -19,7 +19,7 @@ from stories import LATENT, MIXED
 
 import kvcore
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError, TransferError
-from kvcore.handoff import Desk, Direct, pull
+from kvcore.handoff import Direct, Exporter, pull
 from kvcore.parity.records import LARGEST_BYTES, read
 from kvcore.plan import plan_cache
 from kvcore.portable import snapshot, version1
@@ -225,7 +225,7 @@ def test_a_manifest_that_lies_is_refused_before_any_page(spec, change, version):
     cache = stories.create(spec, "reference", prefix="full")
     request = cache.admit()
     stories.tell(cache, {request: list(range(37))})
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request)
 
     class Lying(Direct):

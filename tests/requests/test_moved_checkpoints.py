@@ -10,7 +10,7 @@ from stories import LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import SnapshotError, TransferError
-from kvcore.handoff import Desk, Direct, pull
+from kvcore.handoff import Direct, Exporter, pull
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
 
@@ -77,7 +77,7 @@ def test_what_is_found_at_the_source_is_found_after_a_move(backend, target, spec
 def test_they_come_with_a_pull_as_far_as_they_can_be_found(backend, target, spec):
     cache, request = told(spec, backend)
     wanted = found(cache)
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=9)
     pulled = stories.create(spec, target, prefix="full", layout="planar")
     moved = pull(pulled, handle, Direct(desk), salt="a", chunk_pages=2)
@@ -123,7 +123,7 @@ def test_no_more_come_than_are_kept(backend):
     for token in range(45):
         stories.tell(cache, {request: PROMPT[token : token + 1]})
         cache.checkpoint(request)
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request)
     other = stories.create(LATENT, backend, prefix="full", max_requests=1, max_tokens=48)
     assert other._state.prefix.capacity == 7 < 45
@@ -146,7 +146,7 @@ def test_they_may_be_left_behind(backend, spec, tmp_path):
     assert blob == plain.export_request(same)
     cache.save(tmp_path / "one.kv", [request], checkpoints=False)
     assert portable_form.blobs_of((tmp_path / "one.kv").read_bytes())[1] == [blob]
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, checkpoints=False)
     other, pulled = (stories.create(spec, backend, prefix="full") for _ in range(2))
     other.import_request(blob, salt="a")
@@ -230,7 +230,7 @@ def test_hostile_checkpoints_are_refused_and_change_nothing(backend, version, na
 @pytest.mark.parametrize("name", BAD_2)
 def test_hostile_checkpoints_of_a_manifest_are_refused(name):
     cache, request = told(LATENT, "reference")
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=9)
     manifest = msgspec.json.decode(desk.manifest(handle.exporter, handle.number, handle.generation))
     BAD_2[name](manifest)
@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_of_a_file_is_named(backend, tmp_path):
 
 def test_a_damaged_checkpoint_is_named_by_a_pull(backend):
     cache, request = told(LATENT, backend)
-    desk = Desk(cache)
+    desk = Exporter(cache)
     handle = desk.export(request, readers=2)
     last = page_layout(LATENT, cache._state.least_length(request), 45, LENGTHS).checkpoints[1]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kvcore.errors import TransferError
-from kvcore.portable.exporter import REASONS, Desk, Handle
+from kvcore.portable.exporter import REASONS, Exporter, Handle
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
@@ -123,7 +123,7 @@ class PeerCarrier:
 
 
 def serve(
-    desk: Desk,
+    desk: Exporter,
     peer: int,
     group: Any = None,
     device: str | torch.device = "cpu",
