@@ -271,7 +271,7 @@ def judged_by(tree: Path, run: Run) -> tuple[int, str]:
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     # Where kvcore is installed its entry point loads the plug-in of the kit already.
     known = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
-    plugin = () if known or "--pyargs" not in run.arguments else ("-p", "kvcore.conformance.plugin")
+    plugin = () if known or "--pyargs" not in run.arguments else ("-p", "kvcore.testing.plugin")
     try:
         done = subprocess.run(
             [sys.executable, *run.arguments, *plugin],

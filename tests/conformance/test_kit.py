@@ -35,7 +35,7 @@ def kit(tmp_path):
     def run(*arguments: str, backend: str = "ReferenceOps", only: str = WINDOWS) -> Ran:
         # Where kvcore is installed its entry point loads the plug-in already.
         installed = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
-        own = [] if installed else ["-p", "kvcore.conformance.plugin"]
+        own = [] if installed else ["-p", "kvcore.testing.plugin"]
         line = [sys.executable, "-m", "pytest", *own, "-p", "conformance.kit_backends"]
         line += ["--pyargs", "kvcore.conformance", "-p", "no:cacheprovider", "-W", "error", "-k", only]
         line += ["--kv-spec=spec.json", "--kv-report=report.json", *arguments]
@@ -191,5 +191,5 @@ def test_a_sound_backend_lives(kit) -> None:
 
 
 def test_the_plugin_costs_nothing_where_it_is_not_used() -> None:
-    code = "import sys, kvcore.conformance.plugin; assert not {'numpy', 'torch', 'msgspec', 'rich'} & set(sys.modules)"
+    code = "import sys, kvcore.testing.plugin; assert not {'numpy', 'torch', 'msgspec', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

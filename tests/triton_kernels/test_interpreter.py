@@ -42,7 +42,7 @@ def test_the_kit_takes_no_warning_of_the_interpreter_for_a_fault(tmp_path):
     check = "torch_triton-append_rotated_window/mxfp4_368/planar/ragged"
     # Where kvcore is installed its entry point loads the plug-in already.
     installed = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
-    kit = ("-m", "pytest", "-W", "error", *([] if installed else ["-p", "kvcore.conformance.plugin"]))
+    kit = ("-m", "pytest", "-W", "error", *([] if installed else ["-p", "kvcore.testing.plugin"]))
     said = interpreted(*kit, "--pyargs", "kvcore.conformance", "--kv-backend=torch_triton", "-k", check, cwd=tmp_path)
     assert "1 passed" in said
     assert "torch_triton (cpu, Triton interpreter): 1 agree" in said

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from kvcore.conformance.plugin import RECORD
 from kvcore.conformance.suite import Check
 from kvcore.parity.records import FAILING
 from kvcore.parity.run import Subject, check_backends
 from kvcore.parity.show import failure_text
+from kvcore.testing.plugin import RECORD
 
 
 def test_check(kv_check: tuple[Check, Subject], request: pytest.FixtureRequest) -> None:

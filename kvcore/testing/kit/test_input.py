@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 import kvcore
-from kvcore.conformance.feeding import life_spec
-from kvcore.conformance.misuse import BETWEEN_STEPS, IN_A_STEP, Misuse, Scene
 from kvcore.errors import BackendError, OutOfSlots
+from kvcore.testing.feeding import life_spec
+from kvcore.testing.misuse import BETWEEN_STEPS, IN_A_STEP, Misuse, Scene
 
 
 def table(cases: Mapping[str, Misuse]) -> pytest.MarkDecorator:

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 import kvcore
-from kvcore.conformance.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
 from kvcore.errors import OutOfBlocks, OutOfSlots
+from kvcore.testing.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
 
 SLOTS = 3
 DRAFTS = 2

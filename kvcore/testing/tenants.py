@@ -7,8 +7,8 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.cache import Cache, LayerHandle, Step
-from kvcore.conformance.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
 from kvcore.step import StepRequest
+from kvcore.testing.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
 
 if TYPE_CHECKING:
     from kvcore.requests.manager import Request

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcore.cache import Cache, Step, create_cache
-from kvcore.conformance.feeding import feed, life_spec
 from kvcore.errors import (
     KvcoreError,
     NonFiniteError,
@@ -18,6 +17,7 @@ from kvcore.errors import (
     SnapshotError,
     StepError,
 )
+from kvcore.testing.feeding import feed, life_spec
 
 INDEXED, PLAIN, STORED, PAGED, RING = range(5)
 """Layers of ``life_spec``: with an indexer, without, with entries from the caller, classic paged, classic ring."""

@@ -1,0 +1,1 @@
+"""The tests that ``pytest --pyargs kvcore.conformance`` runs on each backend."""
