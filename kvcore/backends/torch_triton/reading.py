@@ -9,15 +9,13 @@ import torch
 from kvcore.backends.torch_triton import flash, kv_reading
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.attention import chip_of
+from kvcore.backends.torch_triton.launches.attention import cut_of
 from kvcore.backends.torch_triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton.cut import (
-    attend_cut,
     attended,
     own_record,
     plain_record,
-    splits_for,
     takes_whole,
 )
 from kvcore.kernels.triton.lists import MOST_PICKS, select_workspace
@@ -137,9 +135,9 @@ class ReadingVerbs(TorchOps):
             picks = index.block_table.shape[1] * self.plan.region(layer, "entries")[0].rows
         else:
             picks = selected.shape[1]
-        chip, keys = chip_of(torch.device(self.device)), span + picks
-        cut = attend_cut(chip, tokens, heads, keys, parts, w, e, picked=selected is not None)
-        splits = splits_for(chip, tokens, heads, keys, cut)
+        keys, bf16 = span + picks, q.dtype == torch.bfloat16
+        numbers = -1 if window is None else window[0], -1 if entries is None else entries[0]
+        splits = cut_of(q.device, *numbers, bf16, tokens, heads, keys, selected is not None).splits
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),
@@ -155,10 +153,10 @@ class ReadingVerbs(TorchOps):
             entry_buffers,
             frequencies,
             workspace,
-            [-1 if window is None else window[0], -1 if entries is None else entries[0], own_number],
+            [*numbers, own_number],
             [span, ratio, splits, keys],
             _scale(q, scale),
-            q.dtype == torch.bfloat16,
+            bf16,
         )
         return Attention(out, lse)
 

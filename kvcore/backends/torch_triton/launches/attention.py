@@ -1,15 +1,24 @@
 """Launches of attention: the two kernels that do it."""
 
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, Bound, is_native, registered
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import attend, merge, turn
-from kvcore.kernels.triton.cut import LOG2_E, attend_constants, attend_cut, merge_constants, parts_of
+from kvcore.kernels.triton.cut import (
+    LOG2_E,
+    Cut,
+    attend_constants,
+    attend_cut,
+    merge_constants,
+    parts_of,
+    splits_for,
+)
 from kvcore.kernels.triton.device import INTERPRETER, Chip
 
 
@@ -68,31 +77,76 @@ def attend_rows(
     tokens, heads, dim = q.shape
     if not q.numel():
         return out, lse
-    w, e, o = (BOUND[number] if number >= 0 else None for number in records)
-    rows = [bound.record if bound else None for bound in (w, e, o)]
-    parts = parts_of(*rows[:2], bf16=bf16)
-    assert parts is not None
+    w, e = (BOUND[number] if number >= 0 else None for number in records[:2])
     span, ratio, splits, keys = sizes
-    cut = attend_cut(chip_of(q.device), tokens, heads, keys, parts, *rows[:2], picked=selected is not None)
-    turned = {"PAIRS": 0 if frequencies is None else len(frequencies), "NATIVE": is_native(q.device)}
+    cut = cut_of(q.device, *records[:2], bf16, tokens, heads, keys, selected is not None).cut
+    pairs = 0 if frequencies is None else len(frequencies)
     frequencies = lse if frequencies is None else frequencies
+    beside = lse if sink is None else sink
     partial = workspace if splits > 1 else out
     sums = workspace[splits * tokens * heads * dim :] if splits > 1 else lse
-    attend.attend_kernel[(tokens * triton.cdiv(heads, cut.heads) * splits,)](
-        out, lse, partial, sums, q,
-        lse if sink is None else sink, positions if selected is None else selected,
-        *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
-        positions, request_index, slots, starts, block_table, frequencies,
-        tokens, heads, 0 if selected is None else selected.shape[1], block_table.shape[1], splits, scale * LOG2_E,
-        **attend_constants(cut, *rows, bf16=bf16), WINDOW=span if w else 0, RATIO=ratio if e else 0,
-        ALL=selected is None, SINK=sink is not None, SPLIT=splits > 1, **turned, num_warps=cut.warps,
+    number_of_picks = 0 if selected is None else selected.shape[1]
+    seen = span if w else 0, ratio if e else 0, selected is None, sink is not None, splits > 1, pairs
+    _attend(*records, cut, bf16, *seen, is_native(q.device))(
+        (tokens * triton.cdiv(heads, cut.heads) * splits,),
+        (
+            out, lse, partial, sums, q, beside, positions if selected is None else selected,
+            *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
+            positions, request_index, slots, starts, block_table, frequencies,
+        ),
+        (tokens, heads, number_of_picks, block_table.shape[1], splits, scale * LOG2_E),
     )  # fmt: skip
     if splits > 1:
-        merge.merge_kernel[(tokens * heads,)](
-            out, lse, partial, sums, lse if sink is None else sink, positions, frequencies, heads, splits,
-            **merge_constants(dim, splits), SINK=sink is not None, **turned, num_warps=4,
-        )  # fmt: skip
+        merged(dim, splits, sink is not None, pairs, is_native(q.device))(
+            (tokens * heads,), (out, lse, partial, sums, beside, positions, frequencies), (heads, splits)
+        )
     return out, lse
+
+
+class Share(NamedTuple):
+    """How a call is cut into programs, and how many of them share a query's keys."""
+
+    cut: Cut
+    splits: int
+
+
+@lru_cache(4096)
+def cut_of(
+    device: torch.device, window: int, entries: int, bf16: bool, tokens: int, heads: int, keys: int, picked: bool
+) -> Share:
+    """The cut of a call by numbers of records (-1: none) and sizes; see ``attend_cut`` and ``splits_for``."""
+    rows = [BOUND[number].record if number >= 0 else None for number in (window, entries)]
+    parts = parts_of(*rows, bf16=bf16)
+    assert parts is not None
+    chip = chip_of(device)
+    cut = attend_cut(chip, tokens, heads, keys, parts, *rows, picked=picked)
+    return Share(cut, splits_for(chip, tokens, heads, keys, cut))
+
+
+@cache
+def _attend(
+    window: int, entries: int, own: int, cut: Cut, bf16: bool, span: int, ratio: int, every: bool, sink: bool,
+    split: bool, pairs: int, native: bool,
+) -> Launcher:  # fmt: skip
+    rows = [BOUND[number].record if number >= 0 else None for number in (window, entries, own)]
+    constants = {
+        **attend_constants(cut, *rows, bf16=bf16), "WINDOW": span, "RATIO": ratio, "ALL": every, "SINK": sink,
+        "SPLIT": split, "PAIRS": pairs, "NATIVE": native,
+    }  # fmt: skip
+    return Launcher(attend.attend_kernel, constants, cut.warps, fused=True)
+
+
+@cache
+def merged(dim: int, splits: int, sink: bool, pairs: int, native: bool) -> Launcher:
+    """The kernel that puts ``splits`` parts of rows of ``dim`` channels together."""
+    constants = {**merge_constants(dim, splits), "SINK": sink, "PAIRS": pairs, "NATIVE": native}
+    return Launcher(merge.merge_kernel, constants, 4, fused=True)
+
+
+@cache
+def _turn_back(dim: int, pairs: int, native: bool) -> Launcher:
+    constants = {"DIM": dim, "PAIRS": pairs, "HEADS": turn.HEADS, "NATIVE": native}
+    return Launcher(turn.turn_back_kernel, constants, 4, fused=True)
 
 
 @registered(("out",))
@@ -100,10 +154,9 @@ def turn_back_rows(out: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     """Turn outputs [tokens, heads, dim], contiguous, back by positions [tokens]: where others' kernels attended."""
     tokens, heads, dim = out.shape
     if out.numel() and len(frequencies):
-        turn.turn_back_kernel[(tokens * triton.cdiv(heads, turn.HEADS),)](
-            out, positions, frequencies, heads,
-            DIM=dim, PAIRS=len(frequencies), HEADS=turn.HEADS, NATIVE=is_native(out.device), num_warps=4,
-        )  # fmt: skip
+        _turn_back(dim, len(frequencies), is_native(out.device))(
+            (tokens * triton.cdiv(heads, turn.HEADS),), (out, positions, frequencies), (heads,)
+        )
 
 
 def _three(bound: Bound | None, buffers: list[Tensor], absent: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,10 +1,41 @@
 """The launch of the flush."""
 
+from functools import cache, lru_cache
+from typing import Any
+
 from torch import Tensor
 
-from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, options, registered
+from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, registered
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import flush
-from kvcore.kernels.triton.shape import Stream, flush_cut
+from kvcore.kernels.triton.shape import FlushCut, Stream, flush_cut
+
+
+@lru_cache(4096)
+def _flush(
+    records: tuple[int, ...],
+    normed: tuple[bool, bool],
+    count: int,
+    requests: int,
+    given_bytes: int,
+    append: bool,
+    beside: bool,
+    pairs: int,
+    native: bool,
+) -> tuple[FlushCut, Launcher]:
+    streams = [
+        Stream(BOUND[record].record, TAILS[tail].record, norm)
+        for record, tail, norm in zip(records[::2], records[1::2], normed, strict=False)
+    ]
+    options = {"append": append, "beside": beside, "pairs": pairs, "native": native}
+    cut = flush_cut(streams, count, requests, given_bytes, **options)
+    return cut, _launcher(tuple(cut.constants.items()), cut.warps)
+
+
+@cache
+def _launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
+    """One for all steps that are cut alike."""
+    return Launcher(flush.flush_kernel, dict(constants), warps)
 
 
 @registered(("buffers", "index_buffers", "tail_buffers", "index_tail_buffers", "scratch", "arrivals"))
@@ -51,53 +82,47 @@ def flush_rows(
     kv, score = aligned(kv), aligned(score)
     index_kv = None if index_kv is None else aligned(index_kv)
     index_score = None if index_score is None else aligned(index_score)
-    streams = [Stream(bound.record, t.record, norm_weight is not None)]
-    if with_index:
-        streams.append(Stream(index_bound.record, it.record, index_norm_weight is not None))
-    cut = flush_cut(
-        streams,
+    cut, run = _flush(
+        tuple(records),
+        (norm_weight is not None, index_norm_weight is not None),
         count,
         slots.shape[0],
         kv.itemsize,
-        append=append,
-        beside=beside,
-        pairs=0 if frequencies is None else frequencies.shape[0],
-        native=is_native(kv.device),
+        append,
+        beside,
+        0 if frequencies is None else len(frequencies),
+        is_native(kv.device),
     )
     index_buffers = index_buffers or buffers
-    flush.flush_kernel[cut.grid](
-        kv,
-        score,
-        *t.given(tail_buffers),
-        buffers[bound.codes],
-        buffers[bound.scales],
-        buffers[bound.plain],
-        kv if norm_weight is None else norm_weight.contiguous(),
-        kv if index_kv is None else index_kv,
-        score if index_score is None else index_score,
-        *it.given(index_tail_buffers or tail_buffers),
-        index_buffers[index_bound.codes],
-        index_buffers[index_bound.scales],
-        index_buffers[index_bound.plain],
-        kv if index_norm_weight is None else index_norm_weight.contiguous(),
-        scratch if frequencies is None else frequencies,
-        positions,
-        request_index,
-        slots,
-        starts,
-        lengths,
-        stored,
-        block_table,
-        scratch,
-        arrivals,
-        count,
-        slots.shape[0],
-        block_table.shape[1],
-        cut.programs,
-        eps,
-        **cut.constants,
-        num_warps=cut.warps,
-        **options(kv.device),
+    run(
+        cut.grid,
+        (
+            kv,
+            score,
+            *t.given(tail_buffers),
+            buffers[bound.codes],
+            buffers[bound.scales],
+            buffers[bound.plain],
+            kv if norm_weight is None else norm_weight.contiguous(),
+            kv if index_kv is None else index_kv,
+            score if index_score is None else index_score,
+            *it.given(index_tail_buffers or tail_buffers),
+            index_buffers[index_bound.codes],
+            index_buffers[index_bound.scales],
+            index_buffers[index_bound.plain],
+            kv if index_norm_weight is None else index_norm_weight.contiguous(),
+            scratch if frequencies is None else frequencies,
+            positions,
+            request_index,
+            slots,
+            starts,
+            lengths,
+            stored,
+            block_table,
+            scratch,
+            arrivals,
+        ),
+        (count, slots.shape[0], block_table.shape[1], cut.programs, eps),
     )
 
 

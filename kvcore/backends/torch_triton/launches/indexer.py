@@ -1,5 +1,6 @@
 """Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from kvcore.backends.torch_triton.launches import picks
 from kvcore.backends.torch_triton.launches.attention import multiprocessors
-from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, is_native, options, registered, tile
+from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, is_native, registered, tile
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import scores
 from kvcore.kernels.triton.lists import workspace
 from kvcore.kernels.triton.record import power_of_two
@@ -66,13 +68,14 @@ def score_rows(
     if not out.numel():
         return out
     tokens, heads = q.shape[:2]
-    cut, constants = _cut(record, heads, q.device)
-    tiles = score_tiles(multiprocessors(q.device), tokens, columns, cut.keys)
-    scores.scores_kernel[(tokens * triton.cdiv(columns, cut.keys * tiles),)](
-        out, rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table,
-        tokens, heads, columns, block_table.shape[1],
-        **constants, RATIO=ratio, TILES=tiles, num_warps=cut.warps,
-    )  # fmt: skip
+    keys = _cut(record, heads, q.device)[0].keys
+    tiles = score_tiles(multiprocessors(q.device), tokens, columns, keys)
+    given = rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table
+    _scores(record, heads, q.device, ratio, tiles)(
+        (tokens * triton.cdiv(columns, keys * tiles),),
+        (out, *given),
+        (tokens, heads, columns, block_table.shape[1]),
+    )
     return out
 
 
@@ -81,6 +84,26 @@ def _three(number: int, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return buffers[bound.codes], buffers[bound.scales], buffers[bound.plain]
 
 
+@cache
+def _scores(number: int, heads: int, device: torch.device, ratio: int, tiles: int) -> Launcher:
+    cut, constants = _cut(number, heads, device)
+    return Launcher(scores.scores_kernel, {**constants, "RATIO": ratio, "TILES": tiles}, cut.warps, fused=True)
+
+
+@cache
+def _best_scores(number: int, heads: int, device: torch.device, ratio: int, room: int) -> Launcher:
+    cut, constants = _cut(number, heads, device)
+    constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
+    return Launcher(scores.best_scores_kernel, constants, cut.warps, fused=True, **REGISTERS)
+
+
+@cache
+def _rotation(number: int, rows: int, warps: int, native: bool) -> Launcher:
+    constants = {"R": BOUND[number].record, "ROWS": rows, "NATIVE": native}
+    return Launcher(scores.rotate_kernel, constants, warps)
+
+
+@cache
 def _cut(number: int, heads: int, device: torch.device) -> tuple[ScoreCut, dict[str, Any]]:
     return score_cut(BOUND[number].record, heads, is_native(device))
 
@@ -92,9 +115,7 @@ def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
         return q
     count = q.numel() // record.dim
     rows, warps = tile(record, count)
-    scores.rotate_kernel[(triton.cdiv(count, rows),)](
-        rotated, q, count, record, rows, is_native(q.device), num_warps=warps, **options(q.device)
-    )
+    _rotation(number, rows, warps, is_native(q.device))((triton.cdiv(count, rows),), (rotated, q), (count,))
     return rotated[: q.numel()].view(q.shape)
 
 
@@ -172,17 +193,26 @@ def score_select_rows(
         return out
     heads = q.shape[1]
     runs = runs_of(len(q), columns, run, k, q.device)
-    cut, constants = _cut(record, heads, q.device)
+    launch = _best_scores(record, heads, q.device, ratio, runs.room)
     q = rotate(q, rotated, record)
     for start in range(0, len(q), runs.tokens):
         some = slice(start, start + runs.tokens)
         chosen = out[some]
         floors = chosen.new_full((len(chosen),), NO_FLOOR)
-        scores.best_scores_kernel[(len(chosen) * runs.runs,)](
-            pairs, counts, held, floors, q[some], weights[some], *_three(record, buffers), positions[some],
-            request_index[some], block_table, len(chosen), heads, runs.runs, columns, block_table.shape[1], runs.keys,
-            k, min(k + k // 4, runs.room - ROUND), **constants, RATIO=ratio, ROUND=ROUND, ROOM=runs.room,
-            num_warps=cut.warps, **REGISTERS,
-        )  # fmt: skip
+        given = q[some], weights[some], *_three(record, buffers), positions[some], request_index[some], block_table
+        launch(
+            (len(chosen) * runs.runs,),
+            (pairs, counts, held, floors, *given),
+            (
+                len(chosen),
+                heads,
+                runs.runs,
+                columns,
+                block_table.shape[1],
+                runs.keys,
+                k,
+                min(k + k // 4, runs.room - ROUND),
+            ),
+        )
         picks.rank_lists(chosen, picks.Lists(pairs, counts, runs.runs, runs.room, power_of_two(k)), k)
     return out

@@ -1,5 +1,6 @@
 """Launches of top-k: the best of every tile of a row, merged until one list is left, then ranked."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.attention import multiprocessors
 from kvcore.backends.torch_triton.launches.bound import registered
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.lists import (
     OTHERS,
     RANKED,
+    Tile,
     aligned_to_four,
     enough,
     merges,
@@ -30,6 +33,17 @@ class Lists(NamedTuple):
     parts: int
     room: int
     most: int
+
+
+@cache
+def _best(tile: Tile, room: int, most: int) -> Launcher:
+    constants = {"PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room, "LIST": most}
+    return Launcher(topk.best_kernel, constants, tile.warps, fused=True)
+
+
+@cache
+def _rank() -> Launcher:
+    return Launcher(topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}, 4, fused=True)
 
 
 def _select_out(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor:
@@ -53,10 +67,9 @@ def select_rows(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor
     parts = triton.cdiv(columns, tile.hands * tile.deep)
     for start in range(0, len(out), rows_at_once(parts)):
         rows, picks = scores[start : start + rows_at_once(parts)], out[start : start + rows_at_once(parts)]
-        topk.best_kernel[(len(rows) * parts,)](
-            pairs, counts, rows, counts, columns, columns, k, enough(k), parts,
-            tile.picks, tile.hands, tile.deep, room, 0, num_warps=tile.warps,
-        )  # fmt: skip
+        _best(tile, room, 0)(
+            (len(rows) * parts,), (pairs, counts, rows, counts), (columns, columns, k, enough(k), parts)
+        )
         rank_lists(picks, Lists(pairs, counts, parts, room, room), k)
     return out
 
@@ -67,11 +80,9 @@ def rank_lists(picks: Tensor, lists: Lists, k: int) -> None:
     pairs, counts, parts, room, most = lists
     for one in merges(parts, room, most, k):
         merged, numbers = pairs[rows * one.given * one.line :], counts[aligned_to_four(rows * one.given) :]
-        tile = one.tile
-        topk.best_kernel[(rows * one.parts,)](
-            merged, numbers, pairs, counts, one.given, one.line, k, enough(k), one.parts,
-            tile.picks, tile.hands, tile.deep, one.room, one.most, num_warps=tile.warps,
-        )  # fmt: skip
+        _best(one.tile, one.room, one.most)(
+            (rows * one.parts,), (merged, numbers, pairs, counts), (one.given, one.line, k, enough(k), one.parts)
+        )
         pairs, counts, room, most = merged, numbers, one.room, one.room
     shares = shares_for(multiprocessors(picks.device), rows, most)
-    topk.rank_kernel[(rows * shares,)](picks, pairs, counts, room, k, shares, RANKED, OTHERS, num_warps=4)
+    _rank()((rows * shares,), (picks, pairs, counts), (room, k, shares))

@@ -1,11 +1,20 @@
 """Launches of the gathers; each allocates what it returns."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
-from kvcore.backends.torch_triton.launches.bound import BOUND, is_native, options, registered, tile
+from kvcore.backends.torch_triton.launches.bound import BOUND, is_native, registered, tile
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import gather
+
+
+@cache
+def _bound(kernel: Any, record: int, rows: int, warps: int, native: bool, **constants: Any) -> Launcher:
+    return Launcher(kernel, {"R": BOUND[record].record, "ROWS": rows, "NATIVE": native, **constants}, warps)
 
 
 def _window_out(
@@ -29,21 +38,18 @@ def gather_window_rows(
     count = positions.numel()
     if count:
         rows, warps = tile(bound.record, count)
-        gather.gather_window_kernel[(triton.cdiv(count, rows),)](
-            out,
-            positions,
-            buffers[bound.codes],
-            buffers[bound.scales],
-            buffers[bound.plain],
-            slots,
-            lengths,
-            count,
-            window,
-            bound.record,
-            rows,
-            is_native(out.device),
-            num_warps=warps,
-            **options(out.device),
+        _bound(gather.gather_window_kernel, record, rows, warps, is_native(out.device), WINDOW=window)(
+            (triton.cdiv(count, rows),),
+            (
+                out,
+                positions,
+                buffers[bound.codes],
+                buffers[bound.scales],
+                buffers[bound.plain],
+                slots,
+                lengths,
+            ),
+            (count,),
         )
     return out, positions
 
@@ -77,25 +83,20 @@ def gather_picked_rows(
     count = indices.numel()
     if count:
         rows, warps = tile(bound.record, count)
-        gather.gather_entries_kernel[(triton.cdiv(count, rows),)](
-            out,
-            valid.view(torch.int8),
-            buffers[bound.codes],
-            buffers[bound.scales],
-            buffers[bound.plain],
-            indices,
-            request_index,
-            lengths,
-            block_table,
-            count,
-            indices.shape[1],
-            block_table.shape[1],
-            ratio,
-            bound.record,
-            rows,
-            is_native(out.device),
-            num_warps=warps,
-            **options(out.device),
+        _bound(gather.gather_entries_kernel, record, rows, warps, is_native(out.device), RATIO=ratio)(
+            (triton.cdiv(count, rows),),
+            (
+                out,
+                valid.view(torch.int8),
+                buffers[bound.codes],
+                buffers[bound.scales],
+                buffers[bound.plain],
+                indices,
+                request_index,
+                lengths,
+                block_table,
+            ),
+            (count, indices.shape[1], block_table.shape[1]),
         )
     return out, valid
 
@@ -119,24 +120,19 @@ def gather_all_rows(
     if count == 0:
         return out, torch.div(lengths, ratio, rounding_mode="floor"), positions
     rows, warps = tile(bound.record, count)
-    gather.gather_all_kernel[(triton.cdiv(count, rows),)](
-        out,
-        counts,
-        positions,
-        buffers[bound.codes],
-        buffers[bound.scales],
-        buffers[bound.plain],
-        lengths,
-        block_table,
-        count,
-        columns,
-        block_table.shape[1],
-        ratio,
-        bound.record,
-        rows,
-        is_native(out.device),
-        num_warps=warps,
-        **options(out.device),
+    _bound(gather.gather_all_kernel, record, rows, warps, is_native(out.device), RATIO=ratio)(
+        (triton.cdiv(count, rows),),
+        (
+            out,
+            counts,
+            positions,
+            buffers[bound.codes],
+            buffers[bound.scales],
+            buffers[bound.plain],
+            lengths,
+            block_table,
+        ),
+        (count, columns, block_table.shape[1]),
     )
     return out, counts, positions
 
@@ -177,27 +173,22 @@ def gather_kv_rows(
     count = positions.numel() * bound.record.heads
     if count:
         rows, warps = tile(bound.record, count)
-        gather.gather_kv_kernel[(triton.cdiv(count, rows),)](
-            out,
-            positions,
-            buffers[bound.codes],
-            buffers[bound.scales],
-            buffers[bound.plain],
-            slots,
-            starts,
-            lengths,
-            block_table,
-            count,
-            columns,
-            block_table.shape[1],
-            ring,
-            window,
-            chunk,
-            bound.record,
-            rows,
-            is_native(out.device),
-            num_warps=warps,
-            **options(out.device),
+        _bound(
+            gather.gather_kv_kernel, record, rows, warps, is_native(out.device), RING=ring, WINDOW=window, CHUNK=chunk
+        )(
+            (triton.cdiv(count, rows),),
+            (
+                out,
+                positions,
+                buffers[bound.codes],
+                buffers[bound.scales],
+                buffers[bound.plain],
+                slots,
+                starts,
+                lengths,
+                block_table,
+            ),
+            (count, columns, block_table.shape[1]),
         )
     return out, positions
 
@@ -225,22 +216,25 @@ def put_own_rows(
     if count == 0 or out.numel() == 0:
         return
     rows, warps = tile(record_of, count)
-    gather.own_rows_kernel[(triton.cdiv(count, rows),)](
-        out,
-        values,
-        positions,
-        request_index,
-        starts,
-        lengths,
-        count,
-        out.shape[1],
-        last,
-        ring,
-        window,
-        chunk,
-        record_of,
+    _bound(
+        gather.own_rows_kernel,
+        record,
         rows,
+        warps,
         is_native(out.device),
-        num_warps=warps,
-        **options(out.device),
+        LAST=last,
+        RING=ring,
+        WINDOW=window,
+        CHUNK=chunk,
+    )(
+        (triton.cdiv(count, rows),),
+        (
+            out,
+            values,
+            positions,
+            request_index,
+            starts,
+            lengths,
+        ),
+        (count, out.shape[1]),
     )

@@ -1,11 +1,37 @@
 """Launches of the write path: append, store entries, append raw tail rows."""
 
+from functools import cache
+
 import triton
 from torch import Tensor
 
-from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, options, registered, tile
+from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, registered, tile
+from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import append, tail
 from kvcore.kernels.triton.record import power_of_two
+
+
+@cache
+def _append(record: int, rows: int, warps: int, native: bool) -> Launcher:
+    return Launcher(append.append_kernel, {"R": BOUND[record].record, "ROWS": rows, "NATIVE": native}, warps)
+
+
+@cache
+def _append_rotated(record: int, rows: int, warps: int, norm: bool, pairs: int, native: bool) -> Launcher:
+    constants = {"R": BOUND[record].record, "ROWS": rows, "NORM": norm, "PAIRS": pairs, "NATIVE": native}
+    return Launcher(append.append_rotated_kernel, constants, warps)
+
+
+@cache
+def _store(record: int, rows: int, warps: int, ratio: int, requests: int, spread: bool, native: bool) -> Launcher:
+    constants = {"RATIO": ratio, "REQUESTS": requests, "SPREAD": spread, "ROWS": rows, "NATIVE": native}
+    return Launcher(append.store_entries_kernel, {"R": BOUND[record].record, **constants}, warps)
+
+
+@cache
+def _append_tail(record: int, rows: int, columns: int) -> Launcher:
+    constants = {"T": TAILS[record].record, "ROWS": rows, "COLUMNS": columns}
+    return Launcher(tail.append_tail_kernel, constants, max(1, min(8, rows * columns // 256)))
 
 
 @registered(("buffers",))
@@ -25,23 +51,20 @@ def append_rows(
     if count == 0:
         return
     rows, warps = tile(b.record, count)
-    append.append_kernel[(triton.cdiv(count, rows),)](
-        values,
-        buffers[b.codes],
-        buffers[b.scales],
-        buffers[b.plain],
-        positions,
-        request_index,
-        slots,
-        bound,
-        block_table,
-        count,
-        block_table.shape[1],
-        b.record,
-        rows,
-        is_native(values.device),
-        num_warps=warps,
-        **options(values.device),
+    _append(record, rows, warps, is_native(values.device))(
+        (triton.cdiv(count, rows),),
+        (
+            values,
+            buffers[b.codes],
+            buffers[b.scales],
+            buffers[b.plain],
+            positions,
+            request_index,
+            slots,
+            bound,
+            block_table,
+        ),
+        (count, block_table.shape[1]),
     )
 
 
@@ -65,28 +88,22 @@ def append_rotated_rows(
     if count == 0:
         return
     rows, warps = tile(b.record, count)
-    append.append_rotated_kernel[(triton.cdiv(count, rows),)](
-        values,
-        buffers[b.codes],
-        buffers[b.scales],
-        buffers[b.plain],
-        positions,
-        request_index,
-        slots,
-        bound,
-        block_table,
-        values if norm_weight is None else norm_weight.contiguous(),
-        frequencies,
-        count,
-        block_table.shape[1],
-        eps,
-        norm_weight is not None,
-        frequencies.shape[0],
-        b.record,
-        rows,
-        is_native(values.device),
-        num_warps=warps,
-        **options(values.device),
+    _append_rotated(record, rows, warps, norm_weight is not None, len(frequencies), is_native(values.device))(
+        (triton.cdiv(count, rows),),
+        (
+            values,
+            buffers[b.codes],
+            buffers[b.scales],
+            buffers[b.plain],
+            positions,
+            request_index,
+            slots,
+            bound,
+            block_table,
+            values if norm_weight is None else norm_weight.contiguous(),
+            frequencies,
+        ),
+        (count, block_table.shape[1], eps),
     )
 
 
@@ -107,26 +124,21 @@ def store_rows(
     if count == 0:
         return
     rows, warps = tile(bound.record, count)
-    append.store_entries_kernel[(triton.cdiv(count, rows),)](
-        values,
-        buffers[bound.codes],
-        buffers[bound.scales],
-        buffers[bound.plain],
-        starts,
-        lengths,
-        stored,
-        block_table,
-        count,
-        starts.shape[0],
-        block_table.shape[1],
-        bound.record,
-        ratio,
-        64 if starts.shape[0] <= 64 else 256,
-        count < 2 * starts.shape[0],
-        rows,
-        is_native(values.device),
-        num_warps=warps,
-        **options(values.device),
+    requests = starts.shape[0]
+    some, spread = 64 if requests <= 64 else 256, count < 2 * requests
+    _store(record, rows, warps, ratio, some, spread, is_native(values.device))(
+        (triton.cdiv(count, rows),),
+        (
+            values,
+            buffers[bound.codes],
+            buffers[bound.scales],
+            buffers[bound.plain],
+            starts,
+            lengths,
+            stored,
+            block_table,
+        ),
+        (count, requests, block_table.shape[1]),
     )
 
 
@@ -148,18 +160,8 @@ def append_tail_rows(
     bound = TAILS[record]
     columns = power_of_two(bound.record.width)
     rows = 1 if count <= 2048 else max(1, 2048 // columns)
-    tail.append_tail_kernel[(triton.cdiv(count, rows),)](
-        kv,
-        score,
-        *bound.given(buffers),
-        positions,
-        request_index,
-        slots,
-        lengths,
-        count,
-        bound.record,
-        rows,
-        columns,
-        num_warps=max(1, min(8, rows * columns // 256)),
-        **options(kv.device),
+    _append_tail(record, rows, columns)(
+        (triton.cdiv(count, rows),),
+        (kv, score, *bound.given(buffers), positions, request_index, slots, lengths),
+        (count,),
     )
