@@ -129,6 +129,7 @@ GROUPS = {
     ),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
+    "rows of rings in the kit": lambda: kit("restore_ring/*/ragged", "restore_ring/*/padded"),
     "strips in the kit": lambda: kit(
         "move_strips/v4_584+*/p*/longer", "move_strips/*.ring/by_head/ragged", "digest_strips/*fp8_132.m4/any/longer"
     ),

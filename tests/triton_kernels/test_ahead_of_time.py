@@ -188,6 +188,17 @@ def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entrie
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("copies", [1, 2])
+def test_rows_of_rings_compile(copies, arch, record):
+    fields = (0, 9000, 0, 64, 512, 64, 0), (1, 2000, 8, 4, 32, 4, 64)
+    constants = {"FIELDS": fields, "COUNT": 2, "ROWS": 8, "COPIES": copies, "SIZE": 68, "BLOCK": 64}
+    types = dict.fromkeys(("one", "two", "three", "held"), "u8")
+    for back in (True, False):
+        what = f"{copies} copies, {back}"
+        check(record, what, units.ring_rows_kernel, arch, {**constants, "BACK": back}, types=types)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize("element", ["i32", "u8"])
 def test_kernels_on_whole_units_compile(element, arch, record):
     types = {"pool": element, "unit": element, "held": element}

@@ -1,6 +1,7 @@
 """Life cycle with Triton kernels: reset, poison, copies, digests. Nothing asks the device for a value."""
 
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +11,44 @@ from kvcore.backends.torch_triton.launches.launch import calls
 from kvcore.backends.torch_triton.launches.strips import move_strips
 from kvcore.pools import fresh_unit
 
+MOST_POOLS = 3
+"""Pools of a region that a launch takes."""
+
+
+class Ring(NamedTuple):
+    """What a launch must know of a region whose units are rings.
+
+    Attributes:
+        names: of its pools.
+        row: heads, and bytes of a head's row.
+        fields: seven numbers a field, see ``ring_rows_kernel``.
+        rows: of a ring, which lies ``copies`` times in its unit.
+    """
+
+    names: list[str]
+    row: tuple[int, int]
+    fields: list[int]
+    rows: int
+    copies: int
+
+    @classmethod
+    def of(cls, region):
+        """A region's ring."""
+        pools, fields = list(region.buffers), []
+        for place in region.unit.places:
+            steps = (step * place.stride for step in region.steps)
+            first, _ = region.format.byte_range(place.field)
+            _, unit = region.buffers[place.buffer]
+            fields += pools.index(place.buffer), unit, place.base, *steps, place.nbytes, first
+        names = [name for name, _ in region.buffers.values()]
+        return cls(names, (region.heads, region.format.row), fields, region.rows, region.copies)
+
+    def move(self, pools, index, held, *, back):
+        """The rows that the step's tokens take -> ``held`` [tokens, heads, bytes], or ``back``."""
+        place = index.positions, index.request_index, index.slots
+        buffers = [pools[name] for name in self.names]
+        calls().move_ring_rows(buffers, held, *place, self.fields, self.rows, self.copies, back)
+
 
 class LifeOps(TorchOps):
     """``TorchOps`` with launches in place of the verbs on whole slots and blocks."""
@@ -17,6 +56,7 @@ class LifeOps(TorchOps):
     def __init__(self, plan, device="cpu"):
         super().__init__(plan, device)
         self._fresh = {}
+        self._rings = {}
 
     @torch.no_grad()
     def reset_slots(self, pools, slots):
@@ -68,6 +108,37 @@ class LifeOps(TorchOps):
         for width, table in found:
             move_strips(pages, units, self.asarray(table), width, store)
         return True
+
+    @torch.no_grad()
+    def read_ring(self, pools, layer, role, index):
+        """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``: a launch a part."""
+        rings = self._rings_of(layer, role)
+        if rings is None:
+            return super().read_ring(pools, layer, role, index)
+        tokens, saved = len(index.positions), []
+        for ring in rings:
+            held = torch.empty((tokens, *ring.row), dtype=torch.uint8, device=self.device)
+            ring.move(pools, index, held, back=False)
+            saved.append(held)
+        return saved
+
+    @torch.no_grad()
+    def restore_ring(self, pools, layer, role, index, saved):
+        """Put back what ``read_ring`` saved."""
+        rings = self._rings_of(layer, role)
+        if rings is None:
+            return super().restore_ring(pools, layer, role, index, saved)
+        for ring, held in zip(rings, saved, strict=True):
+            ring.move(pools, index, held, back=True)
+        return pools
+
+    def _rings_of(self, layer, role):
+        """The rings of a role, one a part; None where its rows lie in blocks."""
+        if (layer, role) not in self._rings:
+            regions = self.plan.region(layer, role)
+            fit = all(region.growth == "slot" and len(region.buffers) <= MOST_POOLS for region in regions)
+            self._rings[layer, role] = [Ring.of(region) for region in regions] if fit else None
+        return self._rings[layer, role]
 
     def _copy(self, pools, sources, targets, growth):
         sources, targets = self._units(sources), self._units(targets)

@@ -36,7 +36,7 @@ from kvcore.backends.torch_triton.launches.read import (
     put_own_rows,
 )
 from kvcore.backends.torch_triton.launches.shards import join_shards
-from kvcore.backends.torch_triton.launches.units import copy_units, fill_units
+from kvcore.backends.torch_triton.launches.units import copy_units, fill_units, move_ring_rows
 from kvcore.backends.torch_triton.launches.write import append_rotated_rows, append_rows, append_tail_rows, store_rows
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "gather_window_rows",
     "is_native",
     "join_shards",
+    "move_ring_rows",
     "put_own_rows",
     "score_rows",
     "score_select_rows",

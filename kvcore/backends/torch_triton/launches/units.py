@@ -1,11 +1,14 @@
 """Launches that fill and copy whole units of a pool."""
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import options, registered
-from kvcore.kernels.triton.units import BLOCK, fill_units_kernel, take_units_kernel
+from kvcore.backends.torch_triton.run_triton import Launcher
+from kvcore.kernels.triton.units import BLOCK, fill_units_kernel, ring_rows_kernel, take_units_kernel
 
 
 def elements(pool: Tensor) -> Tensor:
@@ -48,3 +51,38 @@ def copy_units(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
         take_units_kernel[(sources.numel() * chunks,)](
             inside, units, others, outside, size, chunks, back, BLOCK, **options(pool.device)
         )
+
+
+@registered(("buffers", "held"))
+def move_ring_rows(
+    buffers: list[Tensor],
+    held: Tensor,
+    positions: Tensor,
+    request_index: Tensor,
+    slots: Tensor,
+    fields: list[int],
+    rows: int,
+    copies: int,
+    back: bool,
+) -> None:
+    """Copy the bytes of the ring rows that the step's tokens take to ``held`` [tokens, heads, bytes], or back.
+
+    Args:
+        buffers: the pools of a region, three at most.
+        fields: seven numbers a field, see ``ring_rows_kernel``.
+        rows: of a ring, which lies ``copies`` times in its unit.
+    """
+    tokens, heads, size = held.shape
+    if held.numel():
+        one, two, three = (*buffers, *buffers[:1] * 2)[:3]
+        _ring_rows(tuple(fields), rows, copies, size, back)(
+            (tokens * heads,), (one, two, three, held, positions, request_index, slots), (heads,)
+        )
+
+
+@cache
+def _ring_rows(numbers: tuple[int, ...], rows: int, copies: int, size: int, back: bool) -> Launcher:
+    fields = tuple(numbers[n : n + 7] for n in range(0, len(numbers), 7))
+    block = triton.next_power_of_2(max(field[5] for field in fields))
+    constants = {"FIELDS": fields, "COUNT": len(fields), "ROWS": rows, "COPIES": copies, "SIZE": size}
+    return Launcher(ring_rows_kernel, {**constants, "BACK": back, "BLOCK": block}, max(1, min(4, block // 128)))
