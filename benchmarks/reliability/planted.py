@@ -133,7 +133,7 @@ TRITON_CHECKS = {
     "scores": sampled("index_scores or index_select"),
     "attend": sampled("attend and not attend_kv"),
     "merge": sampled("attend"),
-    "units": "copy_slots or copy_blocks or reset_slots or poison",
+    "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }
 JAX_CHECKS = {
     "rows": sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged"),

@@ -254,6 +254,16 @@ TRITON = {
     ],
     "units.py": [
         ("    mask = at < tl.where(unit >= 0, size, 0)\n", "    mask = at < size\n", "unit -1 is filled"),
+        (
+            "    row = (tl.maximum(position, 0) % ROWS).to(tl.int64)\n",
+            "    row = ((tl.maximum(position, 0) + 1) % ROWS).to(tl.int64)\n",
+            "an abort puts back the rows beside those that were overwritten",
+        ),
+        (
+            "inside + copy * ROWS * FIELDS[n][3]",
+            "inside + copy * FIELDS[n][3]",
+            "the second copy of a ring keeps what an aborted step wrote",
+        ),
     ],
 }
 

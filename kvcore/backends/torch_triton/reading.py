@@ -7,7 +7,7 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 import torch
 
 from kvcore.backends.torch_triton import flash, kv_reading
-from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.launches import launch
 from kvcore.backends.torch_triton.launches.attention import cut_of
 from kvcore.backends.torch_triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
@@ -102,7 +102,7 @@ class ReadingVerbs(TorchOps):
             return None
         return found
 
-    @torch.no_grad()
+    @recording_nothing
     def attend(self, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
         """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
         frequencies = frequencies_of(rope, q.device)
@@ -160,7 +160,7 @@ class ReadingVerbs(TorchOps):
         )
         return Attention(out, lse)
 
-    @torch.no_grad()
+    @recording_nothing
     def attend_kv(self, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
         """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
         options = {"columns": columns, "sink": sink, "scale": scale}
@@ -171,7 +171,7 @@ class ReadingVerbs(TorchOps):
             self.fall_back(layer, "attend_kv", found.reason)
         return super().attend_kv(pools, layer, index, q, k, v, **options)
 
-    @torch.no_grad()
+    @recording_nothing
     def index_scores(self, pools, layer, index, q, weights, *, columns=None):
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         columns = bounds.columns(self.plan, layer, "index_keys", index) if columns is None else columns
@@ -192,7 +192,7 @@ class ReadingVerbs(TorchOps):
             columns,
         )
 
-    @torch.no_grad()
+    @recording_nothing
     def select(self, scores, k):
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
         if k > MOST_PICKS or not k or not scores.numel():
@@ -202,7 +202,7 @@ class ReadingVerbs(TorchOps):
         room = select_workspace(len(scores), scores.shape[1], k)
         return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *self._pairs(room), k)
 
-    @torch.no_grad()
+    @recording_nothing
     def index_select(self, pools, layer, index, q, weights, k, *, columns=None, run=None):
         """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from kvcore.backends.torch_triton import strips as tables
-from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.launches.launch import calls
 from kvcore.backends.torch_triton.launches.strips import move_strips
 from kvcore.pools import fresh_unit
@@ -58,7 +58,7 @@ class LifeOps(TorchOps):
         self._fresh = {}
         self._rings = {}
 
-    @torch.no_grad()
+    @recording_nothing
     def reset_slots(self, pools, slots):
         """Make slots [n] as if never used; -1 is ignored."""
         slots = self._units(slots)
@@ -66,7 +66,7 @@ class LifeOps(TorchOps):
             calls().fill_units(pools[name], slots, self._fresh_unit(region, buffer, name), 0)
         return pools
 
-    @torch.no_grad()
+    @recording_nothing
     def poison(self, pools, slots, blocks):
         """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
         for growth, units in (("slot", self._units(slots)), ("block", self._units(blocks))):
@@ -74,28 +74,28 @@ class LifeOps(TorchOps):
                 calls().fill_units(pools[name], units, None, 0xFF)
         return pools
 
-    @torch.no_grad()
+    @recording_nothing
     def copy_slots(self, pools, sources, targets):
         """Copy whole slots; all sources are read before any target is written; pairs with a -1 are ignored."""
         return self._copy(pools, sources, targets, "slot")
 
-    @torch.no_grad()
+    @recording_nothing
     def copy_blocks(self, pools, sources, targets):
         """Copy whole blocks; all sources are read before any target is written; pairs with a -1 are ignored."""
         return self._copy(pools, sources, targets, "block")
 
-    @torch.no_grad()
+    @recording_nothing
     def digest_rows(self, raw, salt):
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
         return calls().digest_lanes(raw.rows.contiguous(), raw.positions.int().contiguous(), salt)
 
-    @torch.no_grad()
+    @recording_nothing
     def digest_strips(self, pages, strips, first_page):
         """Two lanes for every page -> [pages, 2] int64, in one launch; None where rows are not whole words."""
         table = tables.of_digest(tuple(strips), _grain(pages))
         return None if table is None else calls().digest_strips(pages, self.asarray(table), first_page)
 
-    @torch.no_grad()
+    @recording_nothing
     def move_strips(self, pools, pages, strips, units, *, store=False):
         """Copy a request's rows from the pools into pages, or with ``store`` back, in a launch for each width of words.
 
@@ -109,7 +109,7 @@ class LifeOps(TorchOps):
             move_strips(pages, units, self.asarray(table), width, store)
         return True
 
-    @torch.no_grad()
+    @recording_nothing
     def read_ring(self, pools, layer, role, index):
         """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``: a launch a part."""
         rings = self._rings_of(layer, role)
@@ -122,7 +122,7 @@ class LifeOps(TorchOps):
             saved.append(held)
         return saved
 
-    @torch.no_grad()
+    @recording_nothing
     def restore_ring(self, pools, layer, role, index, saved):
         """Put back what ``read_ring`` saved."""
         rings = self._rings_of(layer, role)

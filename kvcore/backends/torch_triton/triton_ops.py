@@ -8,6 +8,7 @@ integers that change from step to step, so a decode step can be captured in a CU
 import torch
 
 from kvcore.backends.torch_triton import reasons
+from kvcore.backends.torch_triton.backend import recording_nothing
 from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.launches import launch
 from kvcore.backends.torch_triton.launches.bound import TAILS
@@ -50,14 +51,14 @@ class TritonOps(ReadingVerbs, LifeOps):
         """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
         return self._index.put(host)
 
-    @torch.no_grad()
+    @recording_nothing
     def append_window(self, pools, layer, index, rows):
         """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
         if not self._append(pools, layer, "window", index, (rows,)):
             return super().append_window(pools, layer, index, rows)
         return pools
 
-    @torch.no_grad()
+    @recording_nothing
     def append_rotated_window(self, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
         """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``, in one launch.
 
@@ -84,7 +85,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         return pools
 
-    @torch.no_grad()
+    @recording_nothing
     def append_kv(self, pools, layer, index, k, v):
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
         if not self._append(pools, layer, "kv", index, (k, v)):
@@ -111,12 +112,12 @@ class TritonOps(ReadingVerbs, LifeOps):
             )
         return True
 
-    @torch.no_grad()
+    @recording_nothing
     def append_tail(self, pools, layer, index, kv, score):
         """Store raw compressor rows kv and score, [T, width] each, at slot·R + p mod R."""
         return self._append_tail(pools, layer, index, kv, score, "tail")
 
-    @torch.no_grad()
+    @recording_nothing
     def append_index_tail(self, pools, layer, index, kv, score):
         """The same for the indexer's compressor."""
         return self._append_tail(pools, layer, index, kv, score, "index_tail")
@@ -139,7 +140,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         return pools
 
-    @torch.no_grad()
+    @recording_nothing
     def store_role(self, pools, layer, role, index, values):
         """Store the entries that the step completes in the pool of one role."""
         bound = self.bound(layer, role)
@@ -158,7 +159,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         return None
 
-    @torch.no_grad()
+    @recording_nothing
     def flush(
         self,
         pools,
@@ -188,7 +189,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             pools, layer, index, kv, score, index_kv, index_score, closed=closed, eps=eps, rope=rope, **weights
         )
 
-    @torch.no_grad()
+    @recording_nothing
     def append_flush(
         self,
         pools,
@@ -291,7 +292,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         return True
 
-    @torch.no_grad()
+    @recording_nothing
     def gather_window(self, pools, layer, index, rows=None):
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         bound = self.bound(layer, "window")
@@ -310,7 +311,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         step = index.positions, index.request_index, index.starts, index.lengths
         launch.calls().put_own_rows(out, values.contiguous(), *step, record, *seen)
 
-    @torch.no_grad()
+    @recording_nothing
     def gather_entries(self, pools, layer, index, indices):
         """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
         bound = self.bound(layer, "entries")
@@ -328,7 +329,7 @@ class TritonOps(ReadingVerbs, LifeOps):
         )
         return SelectedEntries(*found)
 
-    @torch.no_grad()
+    @recording_nothing
     def gather_all_entries(self, pools, layer, index, *, columns=None, role="entries"):
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         bound = self.bound(layer, role)
@@ -342,7 +343,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             *launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, record, ratio, columns)
         )
 
-    @torch.no_grad()
+    @recording_nothing
     def gather_kv(self, pools, layer, index, k=None, v=None, *, columns=None):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         bound = self.bound(layer, "kv")
