@@ -279,6 +279,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
+    torch.set_grad_enabled(False)  # as models run
     ways = {
         "launches": lambda scene: launches(scene, 100 if given.device != "cpu" else 5),
         "handles": lambda scene: handles(scene, given.steps),

@@ -3,10 +3,8 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-import triton
-
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, Chip
-from kvcore.kernels.triton.record import RowRecord, power_of_two
+from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two
 from kvcore.ops.choices import Declined
 from kvcore.spec import Format
 
@@ -85,7 +83,7 @@ def attended(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool)
         # Rows that are as the products take them go there whole, not through registers.
         chunk = dim
     # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
-    chunks = triton.cdiv(dim, chunk)
+    chunks = ceil_div(dim, chunk)
     # fp32 products keep their operands in registers, where a whole row does not fit.
     wide = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
     panels = wide if narrow else (1,) * chunks
@@ -159,7 +157,7 @@ def cut_for(chip: Chip, tokens: int, heads: int, keys: int, full: bool, whole: b
     """
     if full:
         cut = FULL
-    elif tokens * triton.cdiv(heads, FEW.heads) * triton.cdiv(keys, FEW.keys) <= chip.multiprocessors:
+    elif tokens * ceil_div(heads, FEW.heads) * ceil_div(keys, FEW.keys) <= chip.multiprocessors:
         cut = FEW
     elif chip.shared < LARGE:
         cut = SMALL
@@ -190,8 +188,8 @@ def attend_cut(
 
 def splits_for(chip: Chip, tokens: int, heads: int, keys: int, cut: Cut) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
-    programs = max(1, tokens * triton.cdiv(heads, cut.heads))
-    return max(1, min(chip.multiprocessors // programs, triton.cdiv(keys, cut.keys), MOST_SPLITS))
+    programs = max(1, tokens * ceil_div(heads, cut.heads))
+    return max(1, min(chip.multiprocessors // programs, ceil_div(keys, cut.keys), MOST_SPLITS))
 
 
 def attend_constants(

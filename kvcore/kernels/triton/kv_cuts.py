@@ -5,11 +5,9 @@ from functools import cache
 from math import lcm
 from typing import NamedTuple
 
-import triton
-
 from kvcore.kernels.triton.cut import own_record
 from kvcore.kernels.triton.device import INTERPRETED, LARGE, Chip
-from kvcore.kernels.triton.record import RowRecord, aligned, power_of_two
+from kvcore.kernels.triton.record import RowRecord, aligned, ceil_div, power_of_two
 from kvcore.ops.choices import Declined
 from kvcore.spec import Format
 
@@ -119,7 +117,7 @@ def _side(record: RowRecord, own: RowRecord, *, bf16: bool, native: bool, values
     elif bf16 and values:
         # NF4 levels are rounded as the weights are; fp32 values keep more.
         narrow, precision = narrow or bool(record.quant), "tf32"
-    chunks = triton.cdiv(record.dim, chunk)
+    chunks = ceil_div(record.dim, chunk)
     apart = apart or (parts > 1 and record.code == "nf4")
     return Side(chunk, chunks, INTERPRETED or not narrow, narrow, apart, parts, twice, precision)
 
@@ -178,8 +176,8 @@ def work_for(tokens: int, requests: int, heads: int, key_heads: int, value_heads
     size = heads // groups
     some = min(power_of_two(size), MOST_ROWS)
     room = MOST_ROWS // some
-    each = max(1, min(triton.cdiv(tokens, max(requests, 1)), MOST_TOKENS, room)) if room >= span_of(2) else 1
-    return Work(groups, some, each, triton.cdiv(tokens, each) * groups * triton.cdiv(size, some))
+    each = max(1, min(ceil_div(tokens, max(requests, 1)), MOST_TOKENS, room)) if room >= span_of(2) else 1
+    return Work(groups, some, each, ceil_div(tokens, each) * groups * ceil_div(size, some))
 
 
 def span_of(each: int) -> int:
@@ -190,12 +188,12 @@ def span_of(each: int) -> int:
 @cache
 def splits_for(chip: Chip, programs: int, keys: int, cut: Cut) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
-    slots, tiles = cut.resident * chip.multiprocessors, max(1, triton.cdiv(keys, cut.keys))
+    slots, tiles = cut.resident * chip.multiprocessors, max(1, ceil_div(keys, cut.keys))
     best, least = 1, 0
     for splits in range(1, min(MOST_SPLITS, tiles) + 1):
         # What a program takes and what it costs, so many times in turn; then the parts are merged.
-        turn = triton.cdiv(tiles, splits) * cut.keys + START
-        time = triton.cdiv(programs * splits, slots) * turn + splits
+        turn = ceil_div(tiles, splits) * cut.keys + START
+        time = ceil_div(programs * splits, slots) * turn + splits
         if splits == 1 or time < least:
             best, least = splits, time
     return best

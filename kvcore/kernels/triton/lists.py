@@ -1,11 +1,9 @@
 """How top-k is cut: the best of tiles as lists, lists of lists, and programs that rank the last one."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-import triton
-
-from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 
 MOST_PICKS = 4096
 """Lists of two tiles of more picks than this would not fit into one."""
@@ -49,14 +47,15 @@ def workspace(rows: int, parts: int, room: int, most: int, k: int) -> tuple[int,
     """Pairs and counts that ``rank_lists`` needs for rows of ``parts`` lists, those lists included."""
     pairs, counts = rows * parts * room, aligned_to_four(rows * parts)
     while parts > 1:
-        parts, room, most = triton.cdiv(parts, max(1, TILE // most)), room_for(k), room_for(k)
+        parts, room, most = ceil_div(parts, max(1, TILE // most)), room_for(k), room_for(k)
         pairs, counts = pairs + rows * parts * room, counts + aligned_to_four(rows * parts)
     return pairs, counts
 
 
+@lru_cache(4096)
 def select_workspace(rows: int, columns: int, k: int) -> tuple[int, int]:
     """Pairs and counts that ``select_rows`` needs."""
-    parts = triton.cdiv(max(columns, 1), TILE)
+    parts = ceil_div(max(columns, 1), TILE)
     return workspace(min(rows, rows_at_once(parts)), parts, room_for(k), room_for(k), k)
 
 
@@ -67,7 +66,7 @@ def rows_at_once(parts: int) -> int:
 
 def aligned_to_four(count: int) -> int:
     """Room for counts of a level of lists, so that the next level's start on 16 bytes."""
-    return triton.cdiv(count, 4) * 4
+    return ceil_div(count, 4) * 4
 
 
 class Merge(NamedTuple):
@@ -81,16 +80,17 @@ class Merge(NamedTuple):
     tile: Tile
 
 
-def merges(parts: int, room: int, most: int, k: int) -> list[Merge]:
+@lru_cache(4096)
+def merges(parts: int, room: int, most: int, k: int) -> tuple[Merge, ...]:
     """The levels from ``parts`` lists a row to one."""
     found = []
     while parts > 1:
         fan, kept = max(1, TILE // most), room_for(k)
-        found.append(Merge(parts, room, most, triton.cdiv(parts, fan), kept, tile_for(k, min(parts, fan) * most)))
+        found.append(Merge(parts, room, most, ceil_div(parts, fan), kept, tile_for(k, min(parts, fan) * most)))
         parts, room, most = found[-1].parts, kept, kept
-    return found
+    return tuple(found)
 
 
 def shares_for(multiprocessors: int, rows: int, most: int) -> int:
     """Programs that rank one row's list of at most ``most`` pairs."""
-    return max(1, min(triton.cdiv(most, RANKED), 16 * multiprocessors // rows))
+    return max(1, min(ceil_div(most, RANKED), 16 * multiprocessors // rows))

@@ -3,10 +3,8 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-import triton
-
 from kvcore.kernels.triton.device import INTERPRETED
-from kvcore.kernels.triton.record import RowRecord, power_of_two, power_of_two_scaled
+from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two, power_of_two_scaled
 from kvcore.ops.choices import Declined
 
 
@@ -54,7 +52,7 @@ def scored(record: RowRecord) -> ScoreParts | Declined:
         return Declined("scores need keys of one head whose groups divide, or are divided by, 64 channels")
     if not exact:
         return Declined(f"scores need keys that are bf16 numbers; {record.code or record.plain} with its scales is not")
-    return ScoreParts(record.dim, chunk, triton.cdiv(record.dim, chunk), INTERPRETED, True)
+    return ScoreParts(record.dim, chunk, ceil_div(record.dim, chunk), INTERPRETED, True)
 
 
 @cache
@@ -76,5 +74,5 @@ def score_cut(record: RowRecord, heads: int, native: bool) -> tuple[ScoreCut, di
 
 def score_tiles(multiprocessors: int, tokens: int, columns: int, keys: int) -> int:
     """Tiles of a program: enough programs to fill the GPU a few times; beyond that longer runs load queries once."""
-    most = triton.cdiv(columns, keys)
+    most = ceil_div(columns, keys)
     return power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors))))

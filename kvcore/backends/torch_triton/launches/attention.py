@@ -4,7 +4,6 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, Bound, is_native, registered
@@ -20,6 +19,7 @@ from kvcore.kernels.triton.cut import (
     splits_for,
 )
 from kvcore.kernels.triton.device import INTERPRETER, Chip
+from kvcore.kernels.triton.record import ceil_div
 
 
 @cache
@@ -88,7 +88,7 @@ def attend_rows(
     number_of_picks = 0 if selected is None else selected.shape[1]
     seen = span if w else 0, ratio if e else 0, selected is None, sink is not None, splits > 1, pairs
     _attend(*records, cut, bf16, *seen, is_native(q.device))(
-        (tokens * triton.cdiv(heads, cut.heads) * splits,),
+        (tokens * ceil_div(heads, cut.heads) * splits,),
         (
             out, lse, partial, sums, q, beside, positions if selected is None else selected,
             *_three(w, window, positions), *_three(e, entries, positions), positions if own is None else own,
@@ -155,7 +155,7 @@ def turn_back_rows(out: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     tokens, heads, dim = out.shape
     if out.numel() and len(frequencies):
         _turn_back(dim, len(frequencies), is_native(out.device))(
-            (tokens * triton.cdiv(heads, turn.HEADS),), (out, positions, frequencies), (heads,)
+            (tokens * ceil_div(heads, turn.HEADS),), (out, positions, frequencies), (heads,)
         )
 
 

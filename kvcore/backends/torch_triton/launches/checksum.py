@@ -1,13 +1,13 @@
 """Launches of the content digest of canonical rows and of pages."""
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcore import digest
 from kvcore.backends.torch_triton.launches.bound import options, registered
 from kvcore.kernels.triton.checksum import BLOCK, ENTRY, ROWS, WORDS, digest_kernel, strips_kernel
+from kvcore.kernels.triton.record import ceil_div
 
 
 def _lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
@@ -22,7 +22,7 @@ def digest_lanes(rows: Tensor, positions: Tensor, salt: int) -> Tensor:
     if rows.numel():
         # A row's last word is filled up with zeros.
         words = pad(rows, (0, -size % 4)).contiguous().view(torch.int32)
-        chunks = triton.cdiv(columns, ROWS)
+        chunks = ceil_div(columns, ROWS)
         # Always within int32, so that one compiled kernel takes every salt.
         salt = salt - (1 << 32) if salt >= 1 << 31 else salt
         digest_kernel[(requests * chunks,)](

@@ -1,11 +1,10 @@
 """The launch of FlashMLA's indices; see ``flash_pages``."""
 
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import registered
 from kvcore.kernels.triton.flash_index import flash_index_kernel
-from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 
 
 def _flash_out(
@@ -18,7 +17,7 @@ def _flash_out(
 ) -> tuple[Tensor, Tensor]:
     tokens, aligned = positions.shape[0], sizes[-1]
     picks = 0 if selected is None else selected.shape[1]
-    window, entries = (triton.cdiv(size, aligned) * aligned for size in (sizes[0], picks))
+    window, entries = (ceil_div(size, aligned) * aligned for size in (sizes[0], picks))
     return positions.new_empty((tokens, window)), positions.new_empty((tokens, entries))
 
 

@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches import picks
@@ -13,7 +12,7 @@ from kvcore.backends.torch_triton.launches.bound import BOUND, INTERPRETED, is_n
 from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import scores
 from kvcore.kernels.triton.lists import workspace
-from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.score_cut import ScoreCut, score_cut, score_tiles
 
 RUN, MOST_RUNS = 8192, 128
@@ -72,7 +71,7 @@ def score_rows(
     tiles = score_tiles(multiprocessors(q.device), tokens, columns, keys)
     given = rotate(q, rotated, record), weights, *_three(record, buffers), positions, request_index, block_table
     _scores(record, heads, q.device, ratio, tiles)(
-        (tokens * triton.cdiv(columns, keys * tiles),),
+        (tokens * ceil_div(columns, keys * tiles),),
         (out, *given),
         (tokens, heads, columns, block_table.shape[1]),
     )
@@ -115,7 +114,7 @@ def rotate(q: Tensor, rotated: Tensor, number: int) -> Tensor:
         return q
     count = q.numel() // record.dim
     rows, warps = tile(record, count)
-    _rotation(number, rows, warps, is_native(q.device))((triton.cdiv(count, rows),), (rotated, q), (count,))
+    _rotation(number, rows, warps, is_native(q.device))((ceil_div(count, rows),), (rotated, q), (count,))
     return rotated[: q.numel()].view(q.shape)
 
 
@@ -130,10 +129,10 @@ class Runs(NamedTuple):
 
 def runs_of(tokens: int, columns: int, run: int, k: int, device: torch.device) -> Runs:
     """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
-    keys = min(run, triton.cdiv(tokens * columns, 8 * multiprocessors(device)))
-    runs = max(1, min(MOST_RUNS, triton.cdiv(columns, max(keys, 16))))
+    keys = min(run, ceil_div(tokens * columns, 8 * multiprocessors(device)))
+    runs = max(1, min(MOST_RUNS, ceil_div(columns, max(keys, 16))))
     room = max(2 * ROUND, 2 * power_of_two(k))
-    return Runs(runs, triton.cdiv(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
+    return Runs(runs, ceil_div(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
 
 
 def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:

@@ -1,11 +1,10 @@
 """The launch that writes the tail of a long prefill."""
 
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import TAILS, options, registered
 from kvcore.kernels.triton.last_rows import ROWS, append_last_kernel
-from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 
 
 @registered(("buffers",))
@@ -16,7 +15,7 @@ def append_last_rows(
     bound = TAILS[record]
     tail = bound.record
     columns = power_of_two(tail.width)
-    append_last_kernel[(len(slots) * triton.cdiv(tail.rows, ROWS),)](
+    append_last_kernel[(len(slots) * ceil_div(tail.rows, ROWS),)](
         kv,
         score,
         *bound.given(buffers),

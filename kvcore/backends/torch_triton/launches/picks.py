@@ -4,7 +4,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.attention import multiprocessors
@@ -23,6 +22,7 @@ from kvcore.kernels.triton.lists import (
     shares_for,
     tile_for,
 )
+from kvcore.kernels.triton.record import ceil_div
 
 
 class Lists(NamedTuple):
@@ -64,7 +64,7 @@ def select_rows(scores: Tensor, pairs: Tensor, counts: Tensor, k: int) -> Tensor
     if not out.numel():
         return out
     tile, room = tile_for(k, columns), room_for(k)
-    parts = triton.cdiv(columns, tile.hands * tile.deep)
+    parts = ceil_div(columns, tile.hands * tile.deep)
     for start in range(0, len(out), rows_at_once(parts)):
         rows, picks = scores[start : start + rows_at_once(parts)], out[start : start + rows_at_once(parts)]
         _best(tile, room, 0)(

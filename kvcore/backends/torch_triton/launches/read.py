@@ -4,12 +4,12 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import BOUND, is_native, registered, tile
 from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import gather
+from kvcore.kernels.triton.record import ceil_div
 
 
 @cache
@@ -39,7 +39,7 @@ def gather_window_rows(
     if count:
         rows, warps = tile(bound.record, count)
         _bound(gather.gather_window_kernel, record, rows, warps, is_native(out.device), WINDOW=window)(
-            (triton.cdiv(count, rows),),
+            (ceil_div(count, rows),),
             (
                 out,
                 positions,
@@ -84,7 +84,7 @@ def gather_picked_rows(
     if count:
         rows, warps = tile(bound.record, count)
         _bound(gather.gather_entries_kernel, record, rows, warps, is_native(out.device), RATIO=ratio)(
-            (triton.cdiv(count, rows),),
+            (ceil_div(count, rows),),
             (
                 out,
                 valid.view(torch.int8),
@@ -121,7 +121,7 @@ def gather_all_rows(
         return out, torch.div(lengths, ratio, rounding_mode="floor"), positions
     rows, warps = tile(bound.record, count)
     _bound(gather.gather_all_kernel, record, rows, warps, is_native(out.device), RATIO=ratio)(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (
             out,
             counts,
@@ -176,7 +176,7 @@ def gather_kv_rows(
         _bound(
             gather.gather_kv_kernel, record, rows, warps, is_native(out.device), RING=ring, WINDOW=window, CHUNK=chunk
         )(
-            (triton.cdiv(count, rows),),
+            (ceil_div(count, rows),),
             (
                 out,
                 positions,
@@ -227,7 +227,7 @@ def put_own_rows(
         WINDOW=window,
         CHUNK=chunk,
     )(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (
             out,
             values,

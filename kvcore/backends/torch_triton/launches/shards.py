@@ -1,9 +1,9 @@
 """The launch that joins what context shards answered."""
 
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import options, registered
+from kvcore.kernels.triton.record import power_of_two
 from kvcore.kernels.triton.shards import shards_kernel
 
 
@@ -42,7 +42,7 @@ def join_shards(
             once is not None,
             sink is not None,
             size - 1,
-            triton.next_power_of_2(size - 1),
+            power_of_two(size - 1),
             num_warps=4,
             **options(parts.device),
         )

@@ -3,11 +3,11 @@
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import options, registered
 from kvcore.backends.torch_triton.run_triton import Launcher
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.units import BLOCK, fill_units_kernel, ring_rows_kernel, take_units_kernel
 
 
@@ -23,7 +23,7 @@ def fill_units(pool: Tensor, units: Tensor, unit: Tensor | None, value: int) -> 
     if not units.numel() or not target.numel():
         return
     size = target.shape[1]
-    chunks = triton.cdiv(size, BLOCK)
+    chunks = ceil_div(size, BLOCK)
     wide = value * 0x01010101 if target.dtype == torch.int32 else value
     fill_units_kernel[(units.numel() * chunks,)](
         target,
@@ -46,7 +46,7 @@ def copy_units(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
         return
     inside, outside = elements(pool), held.view(elements(pool).dtype)
     size = inside.shape[1]
-    chunks = triton.cdiv(size, BLOCK)
+    chunks = ceil_div(size, BLOCK)
     for units, others, back in ((sources, targets, False), (targets, sources, True)):
         take_units_kernel[(sources.numel() * chunks,)](
             inside, units, others, outside, size, chunks, back, BLOCK, **options(pool.device)
@@ -83,6 +83,6 @@ def move_ring_rows(
 @cache
 def _ring_rows(numbers: tuple[int, ...], rows: int, copies: int, size: int, back: bool) -> Launcher:
     fields = tuple(numbers[n : n + 7] for n in range(0, len(numbers), 7))
-    block = triton.next_power_of_2(max(field[5] for field in fields))
+    block = power_of_two(max(field[5] for field in fields))
     constants = {"FIELDS": fields, "COUNT": len(fields), "ROWS": rows, "COPIES": copies, "SIZE": size}
     return Launcher(ring_rows_kernel, {**constants, "BACK": back, "BLOCK": block}, max(1, min(4, block // 128)))

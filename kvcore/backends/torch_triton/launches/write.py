@@ -2,13 +2,12 @@
 
 from functools import cache
 
-import triton
 from torch import Tensor
 
 from kvcore.backends.torch_triton.launches.bound import BOUND, TAILS, is_native, registered, tile
 from kvcore.backends.torch_triton.run_triton import Launcher
 from kvcore.kernels.triton import append, tail
-from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 
 
 @cache
@@ -52,7 +51,7 @@ def append_rows(
         return
     rows, warps = tile(b.record, count)
     _append(record, rows, warps, is_native(values.device))(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (
             values,
             buffers[b.codes],
@@ -89,7 +88,7 @@ def append_rotated_rows(
         return
     rows, warps = tile(b.record, count)
     _append_rotated(record, rows, warps, norm_weight is not None, len(frequencies), is_native(values.device))(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (
             values,
             buffers[b.codes],
@@ -127,7 +126,7 @@ def store_rows(
     requests = starts.shape[0]
     some, spread = 64 if requests <= 64 else 256, count < 2 * requests
     _store(record, rows, warps, ratio, some, spread, is_native(values.device))(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (
             values,
             buffers[bound.codes],
@@ -161,7 +160,7 @@ def append_tail_rows(
     columns = power_of_two(bound.record.width)
     rows = 1 if count <= 2048 else max(1, 2048 // columns)
     _append_tail(record, rows, columns)(
-        (triton.cdiv(count, rows),),
+        (ceil_div(count, rows),),
         (kv, score, *bound.given(buffers), positions, request_index, slots, lengths),
         (count,),
     )
