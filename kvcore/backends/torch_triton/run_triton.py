@@ -80,10 +80,10 @@ class Launcher:
             if narrow:
                 self._by_kind[kind] = compiled
             return
-        columns = grid[1] if len(grid) > 1 else 1
+        width, height = (*grid, 1)[:2]
         compiled.run(
-            grid[0],
-            columns,
+            width,
+            height,
             1,
             active.get_current_stream(device),
             compiled.function,
