@@ -1,6 +1,6 @@
 """torch: the verbs in place on torch tensors, with Triton kernels on CUDA and in plain operations everywhere.
 
-The backend is imported when it is asked for: the kernels in here know no torch, and run without it under JAX.
+The backend is imported when it is asked for: what its kernels are, ``kvcore.kernels`` says, which knows no torch.
 """
 
 from typing import TYPE_CHECKING, Any
