@@ -45,7 +45,7 @@ class Kernel:
 def device(monkeypatch):
     found = SimpleNamespace(number=0)
     active = SimpleNamespace(get_current_device=lambda: found.number, get_current_stream=lambda number: STREAM + number)
-    monkeypatch.setattr(run_triton.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(run_triton, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(run_triton, "INTERPRETED", False)
     return found
 

@@ -10,9 +10,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from kvcore.kernels.triton.device import INTERPRETED
 
@@ -65,7 +66,7 @@ class Launcher:
         low = 0
         for address in addresses:
             low |= address
-        active = triton.runtime.driver.active
+        active: Any = driver.active
         device = active.get_current_device()
         kind = (
             device,
@@ -104,6 +105,6 @@ class Launcher:
 
 def _watched() -> bool:
     """Whether somebody is to be told of launches, as profilers are."""
-    runtime = triton.knobs.runtime
+    runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
