@@ -33,7 +33,7 @@ from benchmarks.reliability import command
 from benchmarks.reliability.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("kvcore", "tests", "benchmarks", "examples", "docs", "README.md", "pyproject.toml")
+COPIED = ("kvcore", "tests", "benchmarks", "examples", "docs", "records", "README.md", "pyproject.toml")
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-W", "ignore")
 SECONDS = 900
 """After which a run is taken for a hang, which is noticed."""
@@ -247,7 +247,7 @@ def copied_tree(tree: Path) -> Path:
     """A copy of what tests need, by hard links where the file system has them."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.gz")
+            ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, tree / name, copy_function=_link, ignore=ignored)
         else:
             _link(str(ROOT / name), str(tree / name))
