@@ -66,8 +66,8 @@ def check_strips(rng, device):
             blocks = rng.permutation(wide.blocks)[: pages.blocks].tolist()
             row = StepRequest(slot=1, start=length, new=0, blocks=blocks)
             want = np.zeros((pages.pages, pages.page_bytes), np.uint8)
-            cache = SimpleNamespace(spec=SPEC, plan=wide, ops=here[0], pools=theirs)
-            stage_one_by_one(cache._state, row, floor, pages, want)
+            state = SimpleNamespace(spec=SPEC, plan=wide, ops=here[0], pools=theirs)
+            stage_one_by_one(state, row, floor, pages, want)
             got = torch.full(want.shape, 0xEE, dtype=torch.uint8, device=device)
             got[max(0, pages.blocks - 1) :] = 0
             case = f"rows of {length} tokens, {layout}"
