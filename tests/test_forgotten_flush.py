@@ -36,3 +36,18 @@ def test_forgotten_entries_read_as_nan(backend: str) -> None:
 def test_forgetting_is_refused_under_check(backend: str) -> None:
     with pytest.raises(StepError, match="entries closed but not stored"):
         forget(backend, check=True)
+
+
+def test_entries_that_wait_are_not_read(backend: str) -> None:
+    """What closes in a step is there once it is stored, not before."""
+    layer = LayerSpec(tail=Tail(dim=8, ratio=4, overlap=False), entries=Entries(dim=8, ratio=4, format="fp32"))
+    cache = kvcore.create_cache(
+        CacheSpec(layers=[layer], block_tokens=8), backend=backend, max_requests=1, max_tokens=8
+    )
+    request = cache.admit()
+    with cache.step({request: 4}) as step:
+        handle = step.layer(0)
+        handle.append_tail(np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32))
+        assert kvcore.to_numpy(handle.entries_view().counts).tolist() == [0]
+        handle.flush()
+        assert kvcore.to_numpy(handle.entries_view().counts).tolist() == [1]

@@ -180,6 +180,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
             lives("torch_triton"),
             suite(*(f"tests/requests/{module}.py" for module in modules), *LIVES),
             suite(RELIABILITY),
+            *([suite("tests/jax_pallas/test_functional.py", **QUICK_COMPILES)] if name == "cache/undo" else []),
         )
         for name, modules in CORE_TESTS.items()
     },

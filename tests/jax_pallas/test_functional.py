@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scene
 import whole_step
 from backends_under_test import poison
 
@@ -163,3 +164,24 @@ def test_pools_of_another_framework_are_refused() -> None:
     with pytest.raises(ShapeError, match="got an array of numpy; allowed: an array of jax"):
         cache.pools = {name: np.zeros(pool.shape, pool.dtype) for name, pool in before.items()}
     assert cache.pools is before
+
+
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+@pytest.mark.parametrize("new", [1, 4])
+def test_an_exception_after_functional_verbs_leaves_the_old_rows(new: int, donated: tuple[int, ...]) -> None:
+    """Pools that were not given away are there still; those that were are put together again."""
+    cache = scene.create([scene.ring(5)], "jax_pallas")
+    request = cache.admit()
+    scene.write(cache, {request: range(12)})
+    before = cache.digest()
+    rows = cache.asarray(np.full((new, scene.DIM), 99, np.float32))
+
+    @partial(jax.jit, donate_argnums=donated)
+    def append(pools, index):
+        return cache.ops.append_window(pools, 0, index, rows)
+
+    step = cache.step({request: new})
+    cache.pools = append(cache.pools, step.index)
+    step.abort()
+    assert scene.read(cache, scene.window_of, request) == [scene.numbered(7, 11)]
+    assert cache.digest() == before

@@ -13,6 +13,7 @@ from kvcore.errors import SnapshotError, TransferError
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
+from kvcore.portable.rows import state_at
 
 PROMPT = list(range(100, 145))
 SPECS = pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)
@@ -283,3 +284,19 @@ def test_a_damaged_checkpoint_is_named_by_a_pull(backend):
         pull(other, handle, Damaging(desk), salt="a")
     assert (other.requests, other._state.prefix.checkpoints) == ((), 0)
     assert other.digest([pull(other, handle, Damaging(desk))]) == cache.digest([request])
+
+
+def test_a_checkpoint_holds_no_block_that_is_found_anyway(backend):
+    """Of what is paged, the rows behind the last whole block; the rest is in blocks that the prefix shares."""
+    cache = stories.create(MIXED, backend)
+    request = cache.admit()
+    stories.tell(cache, {request: PROMPT[:21]})
+    state = state_at(cache._state.ops, cache.pools, cache._state.row(request), 21, {})
+    whole = 21 // MIXED.block_tokens * MIXED.block_tokens
+    paged = 0
+    for (layer, role), held in state.items():
+        component = getattr(MIXED.all_layers[layer], role)
+        if not component.in_checkpoint:
+            assert len(held.positions) == len(component.live(21)) - whole // component.tokens_per_row
+            paged += 1
+    assert paged

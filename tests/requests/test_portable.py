@@ -15,6 +15,7 @@ from stories import LATENT, MIXED, STORED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
+from kvcore.portable.rows import read_rows, write_rows
 from kvcore.spec import CacheSpec
 
 TOKENS = list(range(400, 460))
@@ -314,3 +315,28 @@ def test_every_flipped_bit_of_a_blob_is_noticed(backend, rng, version):
             cache.import_request(damaged)
     assert cache.free_slots == 4
     assert isinstance(cache.import_request(blob), kvcore.Request)
+
+
+def test_no_two_rows_are_written_to_one_place(monkeypatch):
+    """A ring that is shorter than the one that the rows come from: in parallel any of them could win."""
+    source = stories.create(LATENT, "reference", max_draft_tokens=4)
+    request = source.admit()
+    stories.tell(source, {request: TOKENS[:41]})
+    target = stories.create(LATENT, "reference", max_draft_tokens=0)
+    written = []
+    store = target._state.ops.store_rows
+
+    def watched(pools, layer, role, index, raw):
+        region = target.plan.region(layer, role)[0]
+        if region.growth == "slot":
+            places = [position % region.rows for position in kvcore.to_numpy(raw.positions)[0].tolist()]
+            written.append(places)
+        return store(pools, layer, role, index, raw)
+
+    monkeypatch.setattr(target._state.ops, "store_rows", watched)
+    floor = source._state.least_length(request)
+    content = read_rows(source._state.ops, source.pools, source._state.row(request), floor)
+    row = target._state.row(target.admit())._replace(start=41, blocks=list(range(3)))
+    write_rows(target._state.ops, target.pools, row, content)
+    assert written
+    assert all(len(set(places)) == len(places) for places in written)

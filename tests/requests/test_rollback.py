@@ -2,12 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import scene
 import stories
 from stories import LATENT, MIXED
 
-from kvcore.errors import RollbackError
+from kvcore.errors import RequestError, RollbackError
 from kvcore.spec import KV, CacheSpec, LayerSpec, Tail, Window
 
 TOKENS = list(range(700, 760))
@@ -138,3 +139,44 @@ def test_a_rollback_refused_by_one_layer_moves_none(backend):
     with pytest.raises(RollbackError, match="12 to 12"):
         cache.truncate(request, 10)
     assert (cache.digest(), scene.raw(cache), request.length) == (*before, 12)
+
+
+def test_what_was_taken_over_is_written_again_below_a_truncation(backend):
+    cache = stories.create(stories.PAGED, backend, prefix="full")
+    stories.tell(cache, {cache.admit(): TOKENS[:40]})
+    request = cache.admit(TOKENS[:41])
+    assert request.length == 40
+    cache.truncate(request, 20)
+    others = [1, 2, 3, 4, 5, 6]
+    stories.tell(cache, {request: others})
+    assert cache.digest([request]) == stories.retell(backend, stories.PAGED, [*TOKENS[:20], *others])
+
+
+def test_rows_that_wait_for_the_end_of_a_step_are_no_longer_the_callers(backend):
+    cache = scene.create(CacheSpec(layers=[scene.ring(4), scene.ring(4)]), backend, max_requests=1, max_tokens=32)
+    request = cache.admit()
+    buffer = np.empty((9, scene.DIM), np.float32)
+    with cache.step({request: 9}) as step:
+        for layer in range(2):
+            buffer[:] = 100 * layer + np.arange(9)[:, None]
+            step.layer(layer).append_window(buffer)
+        buffer[:] = -1
+    with cache.step({request: 0}) as step:
+        for layer in range(2):
+            assert scene.window_of(step, layer) == [scene.numbered(5, 8, 100.0 * layer)]
+
+
+def test_a_slots_generation_tells_its_requests_apart(backend):
+    cache = stories.create(stories.PAGED, backend, max_requests=1)
+    generations = []
+    for _ in range(3):
+        request = cache.admit()
+        generations.append((request.slot, request.generation))
+        cache.release(request)
+    assert generations == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_request_of_another_cache_is_told_from_a_released_one(backend):
+    here, there = (stories.create(stories.PAGED, backend) for _ in range(2))
+    with pytest.raises(RequestError, match="of another cache"):
+        here.release(there.admit())

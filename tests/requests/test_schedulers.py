@@ -123,3 +123,38 @@ def test_layers_come_in_any_sequence():
     layers = [scene.classic(), scene.ring(4)]
     specs = [CacheSpec(layers=kind(layers), draft_layers=kind(layers[:1])) for kind in (list, tuple, deque)]
     assert [spec == specs[0] and spec.layers == tuple(layers) for spec in specs] == [True] * 3
+
+
+def test_what_a_prompt_takes_over_is_not_there_for_its_rest(backend):
+    size = PAGED.block_tokens
+    cache = stories.create(PAGED, backend, max_requests=3, max_tokens=5 * size, prefix="full", check=False)
+    request, other = cache.admit(), cache.admit()
+    stories.tell(cache, {request: PROMPT[: 2 * size], other: [5] * size})
+    cache.release(request)
+    assert cache.free_blocks == 4
+    assert cache.fits(PROMPT[: 2 * size + 1], 2 * size - 1)
+    # Two of the four are taken over, and two are left for the other three.
+    assert not cache.fits(PROMPT[: 2 * size + 1], 3 * size - 1)
+
+
+@pytest.mark.parametrize("last", [0, 1, None], ids=["first", "second", "later"])
+def test_a_block_whose_twin_was_used_until_now_outlives_one_that_was_not(backend, last):
+    size = PAGED.block_tokens
+    cache = stories.create(PAGED, backend, max_requests=4, max_tokens=3 * size, prefix="full", check=False)
+    same, other = [cache.admit()], cache.admit()
+    if last is not None:
+        same.append(cache.admit())
+    stories.tell(cache, {**dict.fromkeys(same, PROMPT[:size]), other: [5] * size})
+    if last is None:
+        cache.release(same[0])
+        cache.release(other)
+        twin = cache.admit()
+        stories.tell(cache, {twin: PROMPT[:size]})
+        cache.release(twin)
+    else:
+        for request in (same[1 - last], other, same[last]):
+            cache.release(request)
+    # One block is free, so one that can be found goes: the one that nobody used for longer.
+    stories.tell(cache, {cache.admit(): list(range(300, 300 + 2 * size))})
+    assert cache.restorable([*PROMPT[:size], 1], size).length == size
+    assert cache.restorable([5] * (size + 1), size).length == 0

@@ -22,6 +22,7 @@ from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from kvcore.errors import BackendError, OutOfSlots, RequestError, SnapshotError, StepError
 from kvcore.portable import snapshot
 from kvcore.portable.disk import Disk, write_whole
+from kvcore.spec import CacheSpec
 
 TOKENS = list(range(500, 560))
 LENGTHS = (41, 0, 16, 7)
@@ -521,3 +522,54 @@ def test_a_request_whose_numbers_do_not_fit_together_is_refused(tmp_path):
     data = version_1.signed_file(unsigned)
     with pytest.raises(SnapshotError, match="fit together"):
         snapshot.parse(data)
+
+
+def test_a_request_in_another_ones_place_is_not_taken(backend, tmp_path):
+    cache, _ = filled(stories.PAGED, backend, lengths=(9, 9))
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    directory, (first, second) = portable_form.blobs_of(path.read_bytes())
+    assert len(first) == len(second)
+    whole = portable_form.bound(directory, [first, second])
+    assert whole == path.read_bytes()
+    path.write_bytes(whole.replace(first, second))
+    with pytest.raises(SnapshotError, match="request 0: another root"):
+        kvcore.load(path, backend=backend)
+
+
+def test_a_request_of_another_spec_is_not_taken(backend, tmp_path):
+    cache, _ = filled(stories.PAGED, backend, lengths=(9,))
+    layers = [scene.classic(), scene.classic(window=6)]
+    other, (request,) = filled(CacheSpec(layers=layers, block_tokens=8, name="paged"), backend, lengths=(9,))
+    path = tmp_path / "cache.kv"
+    cache.save(path)
+    directory, _ = portable_form.blobs_of(path.read_bytes())
+    path.write_bytes(portable_form.bound(directory, [other.export_request(request)]))
+    with pytest.raises(SnapshotError, match="spec"):
+        kvcore.load(path, backend=backend)
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_one_lane_of_a_digest_is_enough_for_damage_in_version_1(backend, tmp_path, monkeypatch, lane):
+    cache, requests = filled(stories.PAGED, backend, lengths=(9,))
+    found = version_1.lanes_of
+
+    def lied(*given):
+        lanes = found(*given).copy()
+        lanes[0, lane] ^= 1
+        return lanes
+
+    monkeypatch.setattr(version_1, "lanes_of", lied)
+    path = tmp_path / "cache.kv"
+    path.write_bytes(version_1.snapshot(cache, requests))
+    with pytest.raises(SnapshotError, match="page 0"):
+        kvcore.load(path, backend=backend)
+
+
+def test_a_blob_of_another_spec_is_not_taken_in_version_1(backend):
+    cache, (request,) = filled(stories.PAGED, backend, lengths=(9,))
+    layers = [scene.classic(), scene.classic(window=6)]
+    other = stories.create(CacheSpec(layers=layers, block_tokens=8, name="paged"), backend)
+    with pytest.raises(SnapshotError, match="a spec with"):
+        other.import_request(version_1.blob(cache, request))
+    assert not other.requests

@@ -118,6 +118,7 @@ TABLE = {
             "            if block is None:\n                break\n",
             "            if block is None:\n                continue\n",
             "a hit skips a block that is not there",
+            "what follows from a block is forgotten with it, so no later block of a chain is found without it",
         ),
         (
             "            length = min(stored - self._replay, limit)\n",
