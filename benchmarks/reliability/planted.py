@@ -110,6 +110,8 @@ CORE_TESTS = {
     "portable/blob": ("test_portable", "test_hostile_files", "test_prefix", "test_moved_checkpoints"),
 }
 """File -> the modules of ``tests/requests`` that are about it."""
+CORE_TESTS_OF_JAX = {"cache/undo": ("tests/jax_pallas/test_functional.py",)}
+"""The same for what only arrays that are never written in place show."""
 LIVES = ("tests/test_functional_abort.py", "tests/test_lifecycle.py", "tests/test_chunk_invariance.py")
 RELIABILITY = "tests/requests/test_reliability.py"
 HANDOFF = (
@@ -180,7 +182,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
             lives("torch_triton"),
             suite(*(f"tests/requests/{module}.py" for module in modules), *LIVES),
             suite(RELIABILITY),
-            *([suite("tests/jax_pallas/test_functional.py", **QUICK_COMPILES)] if name == "cache/undo" else []),
+            *(suite(path, **QUICK_COMPILES) for path in CORE_TESTS_OF_JAX.get(name, ())),
         )
         for name, modules in CORE_TESTS.items()
     },

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.ops import Array, Ops, RawRows
+from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
 from kvcore.spec.components import Growth
@@ -124,13 +125,17 @@ def state_at(ops: Ops, pools: Pools, row: StepRequest, length: int, own: Own) ->
     index = ops.index(build_index([row._replace(new=length - row.start)], max_blocks=ops.plan.max_blocks))
     state: dict[tuple[int, str], HostRows] = {}
     for layer, role, component in owned(spec):
-        aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
-        columns = len(component.live(length))
-        if component.in_checkpoint or columns > aligned:
+        first, columns = _outside_blocks(ops.plan, component, length)
+        if first < columns or component.in_checkpoint:
             raw = ops.gather_rows(pools, layer, role, index, own.get((layer, role)), columns=columns)
-            first = 0 if component.in_checkpoint else aligned
             state[layer, role] = HostRows(to_numpy(raw.rows)[0, first:], to_numpy(raw.positions)[0, first:].tolist())
     return state
+
+
+def _outside_blocks(plan: CachePlan, component: Component, length: int) -> tuple[int, int]:
+    """(first, end) of the live rows at ``length`` that a checkpoint holds; full blocks hold those before."""
+    aligned = length // plan.block_tokens * plan.block_tokens // component.tokens_per_row
+    return 0 if component.in_checkpoint else aligned, len(component.live(length))
 
 
 def rings(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
@@ -148,9 +153,8 @@ def state_of(ops: Ops, content: Content, brought: Content, length: int) -> dict[
     state = dict(brought)
     for layer, role, component in owned(ops.plan.spec):
         if component.span is None:
-            aligned = length // ops.plan.block_tokens * ops.plan.block_tokens // component.tokens_per_row
-            first, columns = 0 if component.in_checkpoint else aligned, len(component.live(length))
-            if component.in_checkpoint or columns > aligned:
+            first, columns = _outside_blocks(ops.plan, component, length)
+            if first < columns or component.in_checkpoint:
                 rows, positions = content[layer, role]
                 state[layer, role] = HostRows(rows[first:columns].copy(), list(positions[first:columns]))
     return state

@@ -258,8 +258,8 @@ TABLE = {
     ],
     "portable/rows.py": [
         (
-            "        first = 0 if component.in_checkpoint else aligned\n",
-            "        first = 0\n",
+            "    return 0 if component.in_checkpoint else aligned, len(component.live(length))\n",
+            "    return 0, len(component.live(length))\n",
             "a checkpoint holds whole blocks again",
         ),
         (
