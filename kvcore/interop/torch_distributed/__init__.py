@@ -5,7 +5,7 @@ the same order, like the rank of any SPMD program.
 """
 
 from kvcore.interop.torch_distributed.caches import create_cache, gathered_digest, request_shard
-from kvcore.interop.torch_distributed.carrier import PeerCarrier, serve
+from kvcore.interop.torch_distributed.transport import PeerCarrier, serve
 from kvcore.interop.torch_distributed.pulls import pull
 from kvcore.sharding.torch import TorchExchange
 
