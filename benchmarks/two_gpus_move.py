@@ -11,7 +11,7 @@ import torch.distributed as dist
 import kvcore
 from benchmarks.two_gpus_decode import Rank, fill
 from kvcore.handoff import Exporter, decode_handle, encode_handle
-from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.interop.torch_distributed import PeerTransport, serve
 from kvcore.portable.digests import LaneDigests
 from kvcore.portable.importer import commit, receive
 from kvcore.spec import presets
@@ -42,7 +42,7 @@ def link(me: Rank) -> dict[str, float]:
     return found
 
 
-class Timed(PeerCarrier):
+class Timed(PeerTransport):
     """Knows how long pages were on the way."""
 
     def __init__(self, me: Rank) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import kvcore
-from kvcore.handoff import Exporter, FileCarrier, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Exporter, FileTransport, decode_handle, encode_handle, publish, pull
 from kvcore.spec import presets
 
 SPEC = presets.deepseek_v4_flash_tiny(draft=False, block_tokens=16)
@@ -54,9 +54,9 @@ def prefill(folder: Path, readers: int, backend: str) -> None:
     cache = kvcore.create_cache(SPEC, backend=backend, max_requests=1, max_tokens=256)
     request = cache.admit()
     run(cache, request, PROMPT)
-    desk = Exporter(cache)
-    handle = desk.export(request, lease_seconds=600, readers=readers)
-    publish(desk, handle, folder, readers=readers)
+    exporter = Exporter(cache)
+    handle = exporter.export(request, lease_seconds=600, readers=readers)
+    publish(exporter, handle, folder, readers=readers)
     (folder / "handle").write_bytes(encode_handle(handle))
     where = f"{backend} on {cache.ops.how}"
     print(f"prefill: {PROMPT} tokens, {where}, {handle.pages} pages, digest {cache.digest([request]):016x}")
@@ -65,7 +65,7 @@ def prefill(folder: Path, readers: int, backend: str) -> None:
 def decode(folder: Path) -> int:
     """The second process: pull, and go on; returns the digest after 20 more tokens."""
     cache = kvcore.create_cache(SPEC, backend="torch_triton", max_requests=1, max_tokens=256)
-    request = pull(cache, decode_handle((folder / "handle").read_bytes()), FileCarrier(folder))
+    request = pull(cache, decode_handle((folder / "handle").read_bytes()), FileTransport(folder))
     print(f"decode: {request.length} tokens, torch_triton on {cache.ops.how}, digest {cache.digest([request]):016x}")
     for _ in range(20):
         run(cache, request, 1)
@@ -83,7 +83,7 @@ def decode_together(rank: int, shards: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (shards,), mesh_dim_names=("context",))
     cache = torch_distributed.create_cache(SPEC, mesh=mesh, max_requests=1, max_tokens=256)
     handle = decode_handle((Path(folder) / "handle").read_bytes())
-    request = torch_distributed.pull(cache, handle, FileCarrier(folder), mesh=mesh)
+    request = torch_distributed.pull(cache, handle, FileTransport(folder), mesh=mesh)
     for _ in range(20):
         run(cache, request, 1)
     digest = cache.digest([request])

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
-from kvcore.handoff import Exporter, FileCarrier, Handle, decode_handle, pull
+from kvcore.handoff import Exporter, FileTransport, Handle, decode_handle, pull
 from kvcore.interop import torch_distributed
-from kvcore.interop.torch_distributed import PeerCarrier, serve
+from kvcore.interop.torch_distributed import PeerTransport, serve
 from kvcore.portable.exporter import REASONS
 
 SPEC = stories.STORED
@@ -61,7 +61,7 @@ def pull_from_peer(handle: Handle) -> str | None:
     if dist.get_rank() == 0:
         serve(_world["desk"], 1)
         return None
-    carrier = PeerCarrier(0)
+    carrier = PeerTransport(0)
     found = outcome(handle, carrier)
     carrier.goodbye()
     return found
@@ -72,7 +72,7 @@ def fetch_from_peer(handle: Handle, first: int, count: int) -> str | None:
     if dist.get_rank() == 0:
         serve(_world["desk"], 1)
         return None
-    carrier = PeerCarrier(0)
+    carrier = PeerTransport(0)
     try:
         carrier.fetch(handle, first, np.zeros((count, handle.page_bytes), np.uint8), timeout=5)
         found = "fetched"
@@ -106,7 +106,7 @@ def ask_nonsense(handle: Handle) -> list[str]:
         dist.recv(answer, 0)
         status, size = answer.tolist()
         found.append(REASONS[status - 1] if status and not size else "taken")
-    PeerCarrier(0).goodbye()
+    PeerTransport(0).goodbye()
     return found
 
 
@@ -123,10 +123,10 @@ def believe_lies(handle: Handle) -> list[str]:
         # The last was 7 bytes of a manifest.
         dist.send(torch.zeros(7, dtype=torch.uint8), 1)
         return []
-    return [outcome(handle, PeerCarrier(0)) for _ in LIES]
+    return [outcome(handle, PeerTransport(0)) for _ in LIES]
 
 
-class Spoiled(FileCarrier):
+class Spoiled(FileTransport):
     """Changes one byte of what it carries."""
 
     def fetch(self, handle: Handle, first: int, into: Any, *, timeout: float) -> None:
@@ -140,7 +140,7 @@ def pull_together(folder: str, data: bytes, spoiled: int | None) -> tuple[str, b
     cache = torch_distributed.create_cache(SPEC, mesh=mesh, max_requests=2, max_tokens=256)
     stories.tell(cache, {cache.admit(): [5] * 20})
     before = cache.digest(), cache.free_slots, cache.free_blocks
-    carrier = (Spoiled if dist.get_rank() == spoiled else FileCarrier)(folder)
+    carrier = (Spoiled if dist.get_rank() == spoiled else FileTransport)(folder)
     try:
         request = torch_distributed.pull(cache, decode_handle(data), carrier, mesh=mesh)
     except TransferError as error:

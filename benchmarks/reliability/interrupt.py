@@ -24,7 +24,7 @@ import kvcore
 from benchmarks.reliability import command
 from kvcore.cache.loading import take_in
 from kvcore.errors import BackendError
-from kvcore.handoff import Exporter, FileCarrier, publish, pull
+from kvcore.handoff import Exporter, FileTransport, publish, pull
 from kvcore.portable import snapshot
 from kvcore.portable.transport import reference
 from kvcore.spec import CacheSpec
@@ -136,7 +136,7 @@ def _handed(use: Callable[[World, Any], Any]) -> Callable[[World], Callable[[], 
 
 def _pull(world: World, handle: Any) -> Any:
     publish(world.desk, handle, world.folder)
-    return pull(world.cache, handle, FileCarrier(world.folder))
+    return pull(world.cache, handle, FileTransport(world.folder))
 
 
 def _imported(*, into: bool) -> Callable[[World], Callable[[], Any]]:

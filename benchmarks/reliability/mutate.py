@@ -35,7 +35,7 @@ from benchmarks.reliability import command
 from benchmarks.reliability.hostile import changed, changed_bytes
 from kvcore.errors import KvcoreError
 from kvcore.foreign import UNREADABLE
-from kvcore.handoff import Direct, Exporter, FileCarrier, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Direct, Exporter, FileTransport, decode_handle, encode_handle, publish, pull
 from kvcore.parity import merge
 from kvcore.parity.html import render
 from kvcore.parity.records import Report, parse, write
@@ -350,12 +350,12 @@ def take_handle(data: bytes, number: int) -> None:
 
 
 def take_file(data: bytes, number: int) -> None:
-    """A file in the folder of a ``FileCarrier``."""
+    """A file in the folder of a ``FileTransport``."""
     _, handles = desk()
     handle, cache = handles[number % len(handles)], cache_of()
     (folder() / f"{handle.exporter}.{handle.number}.kvexport").write_bytes(data)
     with unchanged(cache):
-        pull(cache, handle, FileCarrier(folder()), timeout=100)
+        pull(cache, handle, FileTransport(folder()), timeout=100)
 
 
 def files() -> list[bytes]:

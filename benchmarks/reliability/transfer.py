@@ -20,7 +20,7 @@ import stories
 
 from benchmarks.reliability import command
 from kvcore.errors import KvcoreError
-from kvcore.handoff import Direct, Exporter, FileCarrier, publish, pull
+from kvcore.handoff import Direct, Exporter, FileTransport, publish, pull
 
 SPEC = stories.STORED
 TOKENS = 400
@@ -90,16 +90,16 @@ def importer(carrier: str, folder: str, pipe: Any) -> None:
     with contextlib.suppress(EOFError):
         metadata = pipe.recv()
         if carrier == "file":
-            way: Any = FileCarrier(folder)
+            way: Any = FileTransport(folder)
         elif carrier == "torch.distributed":
-            from kvcore.interop.torch_distributed import PeerCarrier
+            from kvcore.interop.torch_distributed import PeerTransport
 
             _join(folder, 1)
-            way = PeerCarrier(0)
+            way = PeerTransport(0)
         else:
             from kvcore.interop import nixl
 
-            way = nixl.NixlCarrier(nixl.agent(f"importer {folder}"), metadata)
+            way = nixl.NixlTransport(nixl.agent(f"importer {folder}"), metadata)
         pipe.send("ready")
         handle, digest = pipe.recv()
         before = cache.digest(), cache.free_slots, cache.free_blocks

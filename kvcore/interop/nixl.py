@@ -72,10 +72,10 @@ def agent(name: str) -> Any:
 
 
 class NixlServer:
-    """The exporter's side: gives out memory of one desk's exports. ``poll`` answers what was asked meanwhile."""
+    """The side of an exporter: gives out memory of its exports. ``poll`` answers what was asked meanwhile."""
 
-    def __init__(self, desk: Exporter, nixl: Any) -> None:
-        self._desk = desk
+    def __init__(self, exporter: Exporter, nixl: Any) -> None:
+        self._exporter = exporter
         self._nixl = nixl
         # Place -> the export whose pages are registered, and the registration.
         self._given: dict[int, tuple[Staged, Any]] = {}
@@ -116,16 +116,16 @@ class NixlServer:
         reference = question.exporter, question.number, question.generation
         try:
             if question.verb == "manifest":
-                manifest = self._desk.manifest(*reference)
+                manifest = self._exporter.manifest(*reference)
                 check_range(question.first, 0, len(manifest))
                 piece = manifest[question.first : question.first + question.count]
                 return Answer(sequence=question.sequence, data=piece, stride=len(manifest))
             if question.verb == "finish":
-                self._desk.finish(*reference)
+                self._exporter.finish(*reference)
                 return Answer(sequence=question.sequence)
             if question.verb != "pages":
                 return Answer(sequence=question.sequence, reason="unknown")
-            pages = self._desk.pages(*reference, question.first, question.count)
+            pages = self._exporter.pages(*reference, question.first, question.count)
             self._register(question.number, reference)
             address, memory, device = _address(pages)
             return Answer(
@@ -141,7 +141,7 @@ class NixlServer:
 
     def _register(self, number: int, reference: tuple[str, int, int]) -> None:
         """Register the pages of the export that a place holds now, once, and nothing else of that place."""
-        staged = self._desk.staged(*reference)
+        staged = self._exporter.staged(*reference)
         if number in self._given:
             before, registration = self._given[number]
             if before is staged:
@@ -151,7 +151,7 @@ class NixlServer:
         self._given[number] = staged, self._nixl.register_memory([(address, staged.pages.nbytes, device, "")], memory)
 
 
-class NixlCarrier:
+class NixlTransport:
     """The importer's side: asks a ``NixlServer`` in another process, whose metadata it was given."""
 
     def __init__(self, nixl: Any, metadata: bytes) -> None:
@@ -284,3 +284,7 @@ def _address(array: Array) -> tuple[int, str, int]:
 
 def _text(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else name
+
+
+NixlCarrier = NixlTransport
+"""The name it had first."""

@@ -26,7 +26,7 @@ from kvcore.requests.manager import Request
 from kvcore.turns import locked
 
 NAME = re.compile("[0-9a-fA-F]{32}")
-"""What a desk may be called: its name becomes part of files' names and of messages."""
+"""What an exporter may be called: its name becomes part of files' names and of messages."""
 
 LARGEST = 2**63 - 1
 
@@ -38,7 +38,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The reference to one export, to be sent to whoever pulls it. It comes from elsewhere, so every field is checked.
 
     Attributes:
-        exporter: the desk's own name, 32 hexadecimal digits, never used by another.
+        exporter: its own name, 32 hexadecimal digits, never used by another.
         number: the place of the export.
         generation: how often that place had been used.
         root: sha256 of the manifest.
@@ -47,7 +47,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         deadline: of the lease, in seconds of the exporter's clock.
 
     Raises:
-        TransferError: ``damaged``: a field that no desk gives.
+        TransferError: ``damaged``: a field that no exporter gives.
     """
 
     exporter: str
@@ -78,7 +78,7 @@ def _no_handle(field: str, got: object, allowed: str) -> TransferError:
 
 
 @dataclass
-class _Place:
+class _ExportSlot:
     generation: int = -1
     staged: Staged | None = None
     deadline: float = 0.0
@@ -94,7 +94,7 @@ class Exporter:
         places = check_count(SpecError, "places", places, 1)
         self.name = uuid.uuid4().hex
         self._cache = cache
-        self._places = [_Place() for _ in range(places)]
+        self._places = [_ExportSlot() for _ in range(places)]
         self._on_device = on_device
         self._clock = clock
         self._lock = threading.RLock()
@@ -112,7 +112,7 @@ class Exporter:
         """
         lease_seconds = check_seconds(lease_seconds, "export: lease_seconds")
         check_count(ShapeError, "export: readers", readers, 1)
-        # The cache's turn comes before the desk's: whoever waits for it keeps nobody from the desk.
+        # The cache's turn comes before the exporter's: whoever waits for it keeps nobody from the exporter.
         return self._cache.exclusive("export", partial(self._export, request, lease_seconds, readers, checkpoints))
 
     @locked
@@ -136,7 +136,7 @@ class Exporter:
             checkpoints=checkpoints,
             on_device=self._on_device,
         )
-        self._places[number] = _Place(generation, staged, now + lease_seconds, readers)
+        self._places[number] = _ExportSlot(generation, staged, now + lease_seconds, readers)
         return self._handle(number)
 
     @locked
@@ -183,7 +183,7 @@ class Exporter:
 
     @locked
     def staged(self, exporter: str, number: int, generation: int) -> Staged:
-        """Manifest and pages of an export, for carriers that give out memory.
+        """Manifest and pages of an export, for transports that give out memory.
 
         Raises:
             TransferError: as ``manifest``.
@@ -206,7 +206,7 @@ class Exporter:
 
     def _staged(self, exporter: str, number: int, generation: int) -> Staged:
         known = exporter == self.name and 0 <= number < len(self._places)
-        place = self._places[number] if known else _Place()
+        place = self._places[number] if known else _ExportSlot()
         check_reference(
             f"export {number} of generation {generation}",
             generation,

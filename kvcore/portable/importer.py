@@ -20,7 +20,7 @@ from kvcore.portable.manifest import Described, damaged, empty_pages, layout_of,
 from kvcore.portable.manifest import parse as parse_manifest
 from kvcore.portable.pages import Array, PageLayout
 from kvcore.portable.record import RequestRecord, check_length, check_spec
-from kvcore.portable.transport import Carrier, begin
+from kvcore.portable.transport import Transport, begin
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 
@@ -42,7 +42,7 @@ class Received(NamedTuple):
 def pull(
     cache: SharedCache,
     handle: Handle,
-    carrier: Carrier,
+    transport: Transport,
     *,
     timeout: float = 10.0,
     chunk_pages: int = 1024,
@@ -61,7 +61,7 @@ def pull(
         cache: with the exporter's spec, on any backend and layout. Context shards pull with
             ``kvcore.interop.torch_distributed.pull``, so that all of them commit or none.
         handle: from the exporter's ``Exporter.export``.
-        carrier: the way to it.
+        transport: the way to it.
         timeout: seconds until the last page has to be here.
         chunk_pages: pages to ask for at a time; many, since every question costs a round trip.
         on_device: receive into the device memory of a torch cache.
@@ -79,7 +79,7 @@ def pull(
     received = receive(
         cache,
         handle,
-        carrier,
+        transport,
         timeout=timeout,
         chunk_pages=chunk_pages,
         on_device=on_device,
@@ -88,14 +88,14 @@ def pull(
     request = commit(cache, received, salt)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
     with contextlib.suppress(TransferError):
-        carrier.finish(handle, timeout=_left(end))
+        transport.finish(handle, timeout=_left(end))
     return request
 
 
 def receive(
     cache: SharedCache,
     handle: Handle,
-    carrier: Carrier,
+    transport: Transport,
     *,
     timeout: float = 10.0,
     chunk_pages: int = 1024,
@@ -108,7 +108,7 @@ def receive(
     """
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
-    described = parse(carrier.manifest(handle, timeout=_left(end)), handle.root)
+    described = parse(transport.manifest(handle, timeout=_left(end)), handle.root)
     check_spec(cache.spec, described.spec)
     check_length(cache.plan, described.record.length, "pull")
     _check_rollback(cache, described)
@@ -126,7 +126,7 @@ def receive(
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
         coming = pages[first : min(first + chunk_pages, rest if first < rest else layout.pages)]
         there = first if first < rest else first + skipped
-        wait = begin(carrier, handle, there, coming, timeout=_left(end))
+        wait = begin(transport, handle, there, coming, timeout=_left(end))
         # What is here is verified while the next pages are on the way.
         digests.add(pages[here:first], here)
         wait()

@@ -1,7 +1,7 @@
 """How pages come from an exporter: a small Protocol, and the ways of it that need nothing but a process and a disk.
 
-The carriers of torch.distributed and NIXL are alike (``kvcore.interop``). A folder that both sides see holds exports as
-files, written whole and read page by page. The file of place n of an exporter is replaced when the place is used again,
+Those of torch.distributed and NIXL are alike (``kvcore.interop``). A folder that both sides see holds exports as files,
+written whole and read page by page. The file of place n of an exporter is replaced when the place is used again,
 and by a tombstone when it was pulled, so that a stale or repeated reference is told so rather than read. Names are made
 of what a ``Handle`` may hold only, links are not followed, and sizes that a file declares are held against its own.
 """
@@ -26,10 +26,10 @@ from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One way to an exporter. Every verb ends within ``timeout`` seconds.
 
-    A carrier may have ``begin`` too, with the arguments of ``fetch``: it returns while pages are on the way, and the
+    A transport may have ``begin`` too, with the arguments of ``fetch``: it returns while pages are on the way, and the
     function that it returns waits for them.
 
     Raises:
@@ -51,39 +51,39 @@ class Carrier(Protocol):
 
 
 class Direct:
-    """From a desk in the same process: what the others are compared with."""
+    """From an exporter in the same process: what the others are compared with."""
 
-    def __init__(self, desk: Exporter) -> None:
-        self._desk = desk
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
 
     def manifest(self, handle: Handle, *, timeout: float) -> bytes:
-        """From the desk itself."""
+        """From the exporter itself."""
         del timeout
-        return self._desk.manifest(*reference(handle))
+        return self._exporter.manifest(*reference(handle))
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
         """Copied."""
         del timeout
-        pages = self._desk.pages(*reference(handle), first, len(into))
+        pages = self._exporter.pages(*reference(handle), first, len(into))
         into[:] = pages if isinstance(pages, type(into)) else np.asarray(pages)
 
     def finish(self, handle: Handle, *, timeout: float) -> None:
         """Told at once."""
         del timeout
-        self._desk.finish(*reference(handle))
+        self._exporter.finish(*reference(handle))
 
 
-def begin(carrier: Carrier, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
-    """Begin a fetch, or do all of it where the carrier cannot; what is returned waits for the pages."""
-    start: Any = getattr(carrier, "begin", None)
+def begin(transport: Transport, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
+    """Begin a fetch, or do all of it where the transport cannot; what is returned waits for the pages."""
+    start: Any = getattr(transport, "begin", None)
     if start is not None:
         return start(handle, first, into, timeout=timeout)
-    carrier.fetch(handle, first, into, timeout=timeout)
+    transport.fetch(handle, first, into, timeout=timeout)
     return lambda: None
 
 
 def reference(handle: Handle) -> tuple[str, int, int]:
-    """What names an export to its desk."""
+    """What names an export to whoever gave it."""
     return handle.exporter, handle.number, handle.generation
 
 
@@ -98,14 +98,14 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     page_bytes: int
 
 
-def publish(desk: Exporter, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
-    """Put an export of a desk into the folder, whole or not at all.
+def publish(exporter: Exporter, handle: Handle, folder: str | PathLike[str], *, readers: int = 1) -> Path:
+    """Put an export into the folder, whole or not at all.
 
     Raises:
         TransferError: the handle is no longer good. ShapeError: fewer than one reader. OSError: the disk refused.
     """
     check_count(ShapeError, "publish: readers", readers, 1)
-    staged = desk.staged(*reference(handle))
+    staged = exporter.staged(*reference(handle))
     head = Head(
         generation=handle.generation,
         deadline=handle.deadline,
@@ -120,7 +120,7 @@ def publish(desk: Exporter, handle: Handle, folder: str | PathLike[str], *, read
     return path
 
 
-class FileCarrier:
+class FileTransport:
     """Pulls from a folder that ``publish`` wrote to."""
 
     def __init__(self, folder: str | PathLike[str], *, clock: Callable[[], float] = time.time) -> None:

@@ -12,7 +12,7 @@ import pytest
 import stories
 
 from kvcore.errors import KvcoreError, ShapeError, TransferError
-from kvcore.handoff import Direct, Exporter, FileCarrier, Handle, decode_handle, encode_handle, publish, pull
+from kvcore.handoff import Direct, Exporter, FileTransport, Handle, decode_handle, encode_handle, publish, pull
 from kvcore.interop import nixl
 
 SPEC = stories.STORED
@@ -129,7 +129,7 @@ class Folder:
     def __init__(self, desk, folder):
         self.handle = desk.export(desk.request)
         self.path = publish(desk, self.handle, folder)
-        self.carrier = FileCarrier(folder)
+        self.carrier = FileTransport(folder)
         self.data = self.path.read_bytes()
 
     def head(self, **changes):
@@ -207,7 +207,7 @@ class Agents:
     def __init__(self, desk, name):
         self.server = nixl.NixlServer(desk, fake_nixl.FakeAgent(f"exporter {name}"))
         self.agent = fake_nixl.FakeAgent(f"importer {name}")
-        self.carrier = nixl.NixlCarrier(self.agent, self.server.metadata)
+        self.carrier = nixl.NixlTransport(self.agent, self.server.metadata)
 
     def ask(self, handle, **changes):
         """The reason of the answer."""
@@ -314,7 +314,7 @@ def test_the_importer_says_whom_prefixes_serve(backend, tmp_path, named, carried
         serving = threading.Event()
         thread = threading.Thread(target=lambda: [agents.server.serve(0.01) for _ in iter(serving.is_set, True)])
         thread.start()
-    carrier = {"direct": Direct(desk), "file": FileCarrier(tmp_path), "nixl": agents.carrier}[carried]
+    carrier = {"direct": Direct(desk), "file": FileTransport(tmp_path), "nixl": agents.carrier}[carried]
     salts = (None, "alice", "bob")
     try:
         other = stories.create(stories.PAGED, backend, prefix="zero")

@@ -15,7 +15,7 @@ from fake_nixl import FakeAgent
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
-from kvcore.handoff import Direct, Exporter, FileCarrier, decode_handle, encode_handle, publish, pull, region_table
+from kvcore.handoff import Direct, Exporter, FileTransport, decode_handle, encode_handle, publish, pull, region_table
 from kvcore.interop import nixl
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
@@ -106,7 +106,7 @@ class InProcess:
         self.folder = folder
         self.cache = stories.create(pulling.SPEC, "reference")
         self.desk = Exporter(self.cache, places=1, clock=lambda: self.now)
-        self.carrier = FileCarrier(folder, clock=lambda: self.now) if folder else Direct(self.desk)
+        self.carrier = FileTransport(folder, clock=lambda: self.now) if folder else Direct(self.desk)
 
     def export(self, count):
         request = self.cache.admit()
@@ -142,7 +142,7 @@ class ThroughNixl(InProcess):
         make = nixl.agent if importlib.util.find_spec("nixl") else FakeAgent
         self.server = nixl.NixlServer(self.desk, make(f"exporter {number}"))
         self.agent = make(f"importer {number}")
-        self.carrier = nixl.NixlCarrier(self.agent, self.server.metadata)
+        self.carrier = nixl.NixlTransport(self.agent, self.server.metadata)
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()

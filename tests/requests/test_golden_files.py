@@ -16,7 +16,7 @@ import write_golden
 import kvcore
 from examples import read_portable
 from kvcore import parity
-from kvcore.handoff import FileCarrier, decode_handle, encode_handle, pull
+from kvcore.handoff import FileTransport, decode_handle, encode_handle, pull
 from kvcore.portable import checkfile
 from kvcore.portable.importer import parse
 from kvcore.portable.rows import read_rows
@@ -96,7 +96,7 @@ def carried(files, folder, name="handle"):
     assert encode_handle(handle) == data
     for file in files.glob("*.kvexport"):
         shutil.copy(file, folder)
-    return handle, FileCarrier(folder, clock=lambda: 0.0)
+    return handle, FileTransport(folder, clock=lambda: 0.0)
 
 
 def test_the_export_is_pulled(backend, files, tmp_path):

@@ -5,8 +5,20 @@ the same order, like the rank of any SPMD program.
 """
 
 from kvcore.interop.torch_distributed.caches import create_cache, gathered_digest, request_shard
-from kvcore.interop.torch_distributed.transport import PeerCarrier, serve
 from kvcore.interop.torch_distributed.pulls import pull
+from kvcore.interop.torch_distributed.transport import PeerTransport, serve
 from kvcore.sharding.torch import TorchExchange
 
-__all__ = ["PeerCarrier", "TorchExchange", "create_cache", "gathered_digest", "pull", "request_shard", "serve"]
+PeerCarrier = PeerTransport
+"""The name it had first."""
+
+__all__ = [
+    "PeerCarrier",
+    "PeerTransport",
+    "TorchExchange",
+    "create_cache",
+    "gathered_digest",
+    "pull",
+    "request_shard",
+    "serve",
+]

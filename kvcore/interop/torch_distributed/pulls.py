@@ -10,7 +10,7 @@ from kvcore.cache import Cache
 from kvcore.errors import OutOfBlocks, OutOfSlots, TransferError
 from kvcore.portable.exporter import Handle
 from kvcore.portable.importer import commit, receive
-from kvcore.portable.transport import Carrier
+from kvcore.portable.transport import Transport
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 
@@ -18,7 +18,7 @@ from kvcore.requests.tokens import check_salt
 def pull(
     cache: Cache,
     handle: Handle,
-    carrier: Carrier,
+    transport: Transport,
     *,
     mesh: Any,
     timeout: float = 10.0,
@@ -37,7 +37,7 @@ def pull(
     received = None
     try:
         salt = check_salt(salt, "pull: salt")
-        received = receive(cache, handle, carrier, timeout=timeout, checkpoints=salt is not None, **options)
+        received = receive(cache, handle, transport, timeout=timeout, checkpoints=salt is not None, **options)
         _check_room(cache, received.record.length)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         failed = error
@@ -53,7 +53,7 @@ def pull(
         )
     request = commit(cache, received, salt)
     with contextlib.suppress(TransferError):
-        carrier.finish(handle, timeout=timeout)
+        transport.finish(handle, timeout=timeout)
     return request
 
 

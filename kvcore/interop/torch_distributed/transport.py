@@ -27,7 +27,7 @@ SPIN_SECONDS, SOON_SECONDS, NAP_SECONDS = 0.005, 0.05, 0.0001
 """How long a device is asked without letting others run, how long without a pause, and the pauses afterwards."""
 
 
-class PeerCarrier:
+class PeerTransport:
     """The importer's side: pulls from the rank ``peer`` of a group, whose process is in ``serve``."""
 
     def __init__(self, peer: int, group: Any = None, device: str | torch.device = "cpu") -> None:
@@ -48,7 +48,7 @@ class PeerCarrier:
         return data.cpu().numpy().tobytes()
 
     def fetch(self, handle: Handle, first: int, into: Array, *, timeout: float) -> None:
-        """Straight into a tensor on the carrier's kind of device, through a copy otherwise."""
+        """Straight into a tensor on the transport's kind of device, through a copy otherwise."""
         self.begin(handle, first, into, timeout=timeout)()
 
     def begin(self, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
@@ -123,7 +123,7 @@ class PeerCarrier:
 
 
 def serve(
-    desk: Exporter,
+    exporter: Exporter,
     peer: int,
     group: Any = None,
     device: str | torch.device = "cpu",
@@ -134,7 +134,7 @@ def serve(
     """The exporter's side: answer one peer until it says goodbye; returns how many questions it asked.
 
     Args:
-        desk: what is exported.
+        exporter: what is exported.
         peer: rank of the importer.
         group: of both.
         device: of the tensors on the way.
@@ -157,12 +157,12 @@ def serve(
         answer, data = FINE, None
         try:
             if asked == "manifest":
-                data = torch.frombuffer(bytearray(desk.manifest(*reference)), dtype=torch.uint8).to(device)
+                data = torch.frombuffer(bytearray(exporter.manifest(*reference)), dtype=torch.uint8).to(device)
             elif asked == "fetch":
-                pages = desk.pages(*reference, first, count)
+                pages = exporter.pages(*reference, first, count)
                 data = torch.from_numpy(pages).to(device) if isinstance(pages, np.ndarray) else pages.to(device)
             elif asked == "finish":
-                desk.finish(*reference)
+                exporter.finish(*reference)
             else:
                 answer = 1 + REASONS.index("unknown")
         except TransferError as error:
