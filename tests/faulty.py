@@ -110,7 +110,7 @@ def read_all(cache: kvcore.Cache, request: kvcore.Request) -> None:
         latent.gather_entries(picks)
         latent.attend(queries, picks)
         classic.gather_kv()
-        classic.borrow_kv()
+        classic.kv_view()
         classic.mask()
         classic.visible_rows()
         classic.attend(cache.asarray(np.ones((len(NEW), 1, 4), np.float32)))
@@ -128,7 +128,7 @@ def append_and_read(cache: kvcore.Cache, request: kvcore.Request) -> None:
         latent.compress()
         latent.flush()
         keys, values = (cache.asarray(np.ones((2, 1, width), np.float32)) for width in (4, 6))
-        step.layer(3).append_borrow_kv(keys, values)
+        step.layer(3).append_kv_view(keys, values)
 
 
 def undo(cache: kvcore.Cache, request: kvcore.Request) -> None:

@@ -85,7 +85,7 @@ def calls(ops: Any, tokens: int, heads: int = 2, k: int = 2, put: Callable[[Any]
     for layer, storage in ((PAGED, "paged"), (RING, "ring"), (SLOT, "slot")):
         found |= {
             f"append_kv, {storage}": lambda p, i, n=layer: ops.append_kv(p, n, i, **own),
-            f"append_borrow_kv, {storage}": lambda p, i, n=layer: ops.append_borrow_kv(p, n, i, **own)[0],
+            f"append_kv_view, {storage}": lambda p, i, n=layer: ops.append_kv_view(p, n, i, **own)[0],
             f"gather_kv, {storage}": lambda p, i, n=layer: ops.gather_kv(p, n, i, **own),
             f"attend_kv, {storage}": lambda p, i, n=layer: ops.attend_kv(p, n, i, given(t, h, 16), sink=given(h)),
             f"attend_kv to own rows, {storage}": lambda p, i, n=layer: ops.attend_kv(p, n, i, given(t, h, 16), **own),

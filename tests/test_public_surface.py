@@ -55,8 +55,8 @@ EXTENSIONS = {
     },
     "LayerHandle": {
         "append_rows": "components that outside code defines have no verb of their own",
-        "append_borrow_kv": "a decode step whose attention is the caller's, without copies",
-        "borrow_kv": "rows to read in place",
+        "append_kv_view": "a decode step whose attention is the caller's, without copies",
+        "kv_view": "rows to read in place",
         "visible_rows": "the mask with the positions that it was made from",
     },
     "Request": {

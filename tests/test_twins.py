@@ -29,7 +29,7 @@ BESIDE = {
         "tail": {"pool", "frequencies_of", "on_device"},
         "attention": {"turned_back"},
         # A CPU's pools are lent as they lie.
-        "kv": {"borrow_kv", "append_borrow_kv"},
+        "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
         # XLA is free with arithmetic: exact quotients, powers and roundings.

@@ -296,7 +296,7 @@ class LayerHandle:
         columns = self._kv_columns(kv, ended="kv" in self._writes.own)
         return self._ops.gather_kv(self._context.pools, self._layer, index, k, v, columns=columns)
 
-    def borrow_kv(self) -> tuple[Array, Array] | None:
+    def kv_view(self) -> tuple[Array, Array] | None:
         """What ``gather_kv`` returns after the append, k and v [Q, n, heads, dim], without copying; None if it must be.
 
         The arrays are the pools' own memory: for reading, until the step ends. Possible on backends that have views,
@@ -307,20 +307,20 @@ class LayerHandle:
         if "kv" not in self._writes.own or "kv" in self._writes.waiting:
             return None
         columns = self._kv_columns(kv, ended=True)
-        return self._ops.borrow_kv(self._context.pools, self._layer, self._index, columns=columns)
+        return self._ops.kv_view(self._context.pools, self._layer, self._index, columns=columns)
 
-    def append_borrow_kv(self, k: Given, v: Given) -> tuple[Array, Array] | None:
-        """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
+    def append_kv_view(self, k: Given, v: Given) -> tuple[Array, Array] | None:
+        """``append_kv``, then ``kv_view``: all that a decode step does whose attention is the caller's."""
         kv, context = self._component("kv", KV), self._context
-        memo, key = context.memo, ("append_borrow", kv)
+        memo, key = context.memo, ("append_kv_view", kv)
         if context.traced is not None:
-            context.check_outside("append_borrow_kv", (k, v))
+            context.check_outside("append_kv_view", (k, v))
         if key not in memo:
             memo[key] = self._writes.writing("kv") == AT_ONCE, self._kv_columns(kv, ended=True), []
         at_once, columns, passed = memo[key]
         if not at_once or "kv" in self._writes.own:
             self.append_kv(k, v)
-            return self.borrow_kv()
+            return self.kv_view()
         # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
         likes = like(k), like(v)
         if likes not in passed or context.check:
@@ -328,10 +328,10 @@ class LayerHandle:
             if checked[0] is k and checked[1] is v and self._ops.in_place:
                 passed.append(likes)
             k, v = checked
-        pools, lent = self._ops.append_borrow_kv(context.pools, self._layer, self._index, k, v, columns=columns)
+        pools, views = self._ops.append_kv_view(context.pools, self._layer, self._index, k, v, columns=columns)
         context.replace(pools)
         self._writes.own["kv"] = k, v
-        return lent
+        return views
 
     def mask(self) -> Array:
         """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""

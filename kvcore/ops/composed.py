@@ -49,18 +49,18 @@ class ComposedVerbs:
         """A padded step's index: like any other where nothing is gained by keeping it in one place."""
         return self.index(host)
 
-    def borrow_kv(
+    def kv_view(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
     ) -> tuple[Array, Array] | None:
-        """None: this backend has no views to lend."""
+        """None: this backend has no views."""
         del pools, layer, index, columns
 
-    def append_borrow_kv(
+    def append_kv_view(
         self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
     ) -> tuple[Pools, tuple[Array, Array] | None]:
         """One after the other."""
         pools = self.append_kv(pools, layer, index, k, v)
-        return pools, self.borrow_kv(pools, layer, index, columns=columns)
+        return pools, self.kv_view(pools, layer, index, columns=columns)
 
     def move_strips(
         self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False

@@ -350,16 +350,16 @@ class Ops(Protocol):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         ...
 
-    def borrow_kv(
+    def kv_view(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
     ) -> tuple[Array, Array] | None:
         """What ``gather_kv`` gives of rows that are in the pool, as the pool's own memory; None where it must copy."""
         ...
 
-    def append_borrow_kv(
+    def append_kv_view(
         self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
     ) -> tuple[Pools, tuple[Array, Array] | None]:
-        """``append_kv``, then ``borrow_kv``: all that a decode step does whose attention is the caller's."""
+        """``append_kv``, then ``kv_view``: all that a decode step does whose attention is the caller's."""
         ...
 
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Bool[Array, "tokens columns"]:

@@ -155,8 +155,8 @@ class MeshOps:
         """The step index on every device."""
         return jax.device_put(self._local.index(host), self._whole)
 
-    def append_borrow_kv(self, *arguments: Any, columns: int | None = None) -> tuple[Pools, None]:
-        """``append_kv``; nothing is lent."""
+    def append_kv_view(self, *arguments: Any, columns: int | None = None) -> tuple[Pools, None]:
+        """``append_kv``; there is no view."""
         del columns
         return self.append_kv(*arguments), None
 

@@ -231,14 +231,14 @@ class ShardedOps:
         keys, values = (self.exchange.pick(self.exchange.where(mine, part)) for part in (keys, values))
         return keys, values, positions
 
-    def borrow_kv(self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None) -> None:
+    def kv_view(self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None) -> None:
         """None: a request's rows may lie on several shards."""
         del pools, layer, index, columns
 
-    def append_borrow_kv(
+    def append_kv_view(
         self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
     ) -> tuple[Pools, None]:
-        """``append_kv``; nothing is lent."""
+        """``append_kv``; there is no view."""
         del columns
         return self.append_kv(pools, layer, index, k, v), None
 

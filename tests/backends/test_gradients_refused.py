@@ -63,7 +63,7 @@ HANDLE = {
     "store_entries: entries": lambda step, made: step.layer(0).store_entries(made(2, 16), plain(2, 32)),
     "store_entries: index_keys": lambda step, made: step.layer(0).store_entries(plain(2, 16), made(2, 32)),
     "append_kv: key": lambda step, made: step.layer(1).append_kv(made(TOKENS, 2, 16), plain(TOKENS, 2, 16)),
-    "append_kv: value": lambda step, made: step.layer(2).append_borrow_kv(plain(TOKENS, 2, 16), made(TOKENS, 2, 16)),
+    "append_kv: value": lambda step, made: step.layer(2).append_kv_view(plain(TOKENS, 2, 16), made(TOKENS, 2, 16)),
     "from_batch": lambda step, made: step.from_batch(made(1, TOKENS, 3)),
     "to_batch": lambda step, made: step.to_batch(made(TOKENS, 3)),
 }

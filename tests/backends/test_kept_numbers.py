@@ -97,7 +97,7 @@ def test_places_of_one_component_are_not_lent_for_another():
     scene.write(cache, {request: range(13)})
     with cache.step({request: 0}) as step:
         # The chunk that position 12 is in has fewer rows than it is asked for.
-        lent = [cache.ops.borrow_kv(cache.pools, layer, step.index, columns=5) for layer in (0, 1, 0)]
+        lent = [cache.ops.kv_view(cache.pools, layer, step.index, columns=5) for layer in (0, 1, 0)]
     assert [None if found is None else found[0].shape[:2] for found in lent] == [(1, 5), None, (1, 5)]
 
 

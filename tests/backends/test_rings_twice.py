@@ -50,10 +50,10 @@ def feed(cache, names, new):
     with cache.step(dict.fromkeys(names, new)) as step:
         spans = [rows_of(name, range(request.length, request.length + new)) for request, name in names.items()]
         k, v = (np.concatenate(side) for side in zip(*spans, strict=True))
-        at_once = step.layer(0).append_borrow_kv(k, v)
+        at_once = step.layer(0).append_kv_view(k, v)
         layer = step.layer(1)
         layer.append_kv(-k, -v)
-        lent = layer.borrow_kv()
+        lent = layer.kv_view()
         assert (at_once is None) == (lent is None)
         for one, other in zip(at_once or (), lent or (), strict=True):
             assert (kvcore.to_numpy(one) == -kvcore.to_numpy(other)).all()
@@ -160,7 +160,7 @@ def test_what_is_lent_after_an_abort_is_what_was_there_before():
     before = cache.digest()
     step = cache.step(dict.fromkeys(names, 2))
     step.layer(1).append_kv(*rows_of(9, range(2)))
-    assert step.layer(1).borrow_kv() is not None
+    assert step.layer(1).kv_view() is not None
     step.abort()
     assert cache.digest() == before
     (keys, values), _ = feed(cache, names, 1)

@@ -121,9 +121,9 @@ def test_lent_rows_are_the_pools_own_memory(rng):
         with cache.step({cache.admit(): 5}) as step:
             step.layer(0).append_kv(k, v)
             layer = step.layer(1)
-            assert layer.borrow_kv() is None
+            assert layer.kv_view() is None
             layer.append_kv(k, v)
-            found = layer.borrow_kv()
+            found = layer.kv_view()
             assert (found is not None) == lent
             if found is not None:
                 assert (kvcore.to_numpy(found[0])[0] == k).all()
@@ -141,9 +141,9 @@ def test_append_and_borrow_in_one_go_are_both(kind, form, rng):
         for new, some in ((5, 2), (1, 2), (1, 1), (2, 1), (1, 2), (1, 1)):
             _, k, v = rows(rng)(new * some)
             with cache.step(dict.fromkeys(requests[:some], new)) as step:
-                at_once, after = step.layer(0).append_borrow_kv(k, v), step.layer(1)
+                at_once, after = step.layer(0).append_kv_view(k, v), step.layer(1)
                 after.append_kv(k, v)
-                lent = after.borrow_kv()
+                lent = after.kv_view()
                 assert (at_once is None) == (lent is None)
                 want = after.gather_kv()[:2]
                 for found in (at_once or step.layer(0).gather_kv()[:2], lent or want):
@@ -158,14 +158,14 @@ def test_what_passed_for_one_layer_stands_for_arrays_like_it_alone(rng):
     k, v = (torch.from_numpy(array) for array in rows(rng)(2)[1:])
     wrong = {"another shape": (k[:1], v), "another dtype": (k, v.double()), "no array": (k, v.tolist())}
     with cache.step({request: 2}) as step:
-        step.layer(0).append_borrow_kv(k, v)
+        step.layer(0).append_kv_view(k, v)
         for given in wrong.values():
             with pytest.raises(ShapeError, match="append_kv"):
-                step.layer(1).append_borrow_kv(*given)
+                step.layer(1).append_kv_view(*given)
         with pytest.raises(ShapeError, match="append_kv: key"):
-            step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
+            step.layer(1).append_kv_view(k.clone().requires_grad_(), v)
         with torch.no_grad():
-            lent = step.layer(1).append_borrow_kv(k.clone().requires_grad_(), v)
+            lent = step.layer(1).append_kv_view(k.clone().requires_grad_(), v)
     assert torch.equal(lent[0][0], k)
     assert not lent[0].requires_grad
 
@@ -175,19 +175,19 @@ def test_a_refused_append_and_borrow_changes_nothing(rng):
     request = cache.admit()
     _, k, v = rows(rng)(2)
     with cache.step({request: 2}) as step:
-        step.layer(0).append_borrow_kv(k, v)
+        step.layer(0).append_kv_view(k, v)
         step.layer(1).append_kv(k, v)
     before = cache.digest()
     bad = np.full_like(k, np.nan)
     for given, error in (((k[:1], v), ShapeError), ((k, v[:, :, :1]), ShapeError), ((bad, v), NonFiniteError)):
         step = cache.step({request: 2})
         with pytest.raises(error, match="append_kv"):
-            step.layer(0).append_borrow_kv(*given)
-        step.layer(0).append_borrow_kv(k, v)
+            step.layer(0).append_kv_view(*given)
+        step.layer(0).append_kv_view(k, v)
         with pytest.raises(StepError, match="a second append to kv"):
-            step.layer(0).append_borrow_kv(k, v)
+            step.layer(0).append_kv_view(k, v)
         with pytest.raises(error, match="append_kv"):
-            step.layer(1).append_borrow_kv(*given)
+            step.layer(1).append_kv_view(*given)
         step.abort()
         assert cache.digest() == before
 

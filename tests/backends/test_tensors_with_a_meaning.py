@@ -94,9 +94,9 @@ def test_a_sparse_tensor_is_seen_where_a_plain_one_like_it_passed():
     cache = cases.create("torch_triton")
     key = torch.zeros(1, 2, 16)
     with cache.step({cache.admit(): 1}) as step:
-        step.layer(cases.PAGED).append_borrow_kv(key, key)
+        step.layer(cases.PAGED).append_kv_view(key, key)
         with pytest.raises(ShapeError, match="to_dense"):
-            step.layer(cases.RING).append_borrow_kv(key.to_sparse(), key)
+            step.layer(cases.RING).append_kv_view(key.to_sparse(), key)
         step.abort()
 
 

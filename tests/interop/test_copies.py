@@ -71,12 +71,12 @@ def test_neither_a_copy_nor_its_original_is_written_by_the_other(static, backend
 
 
 def test_a_copy_keeps_settings_room_and_what_can_be_undone():
-    original = KVCache(models.sliding(), batch=2, max_length=40, max_draft_tokens=3, lend=False, check=True)
+    original = KVCache(models.sliding(), batch=2, max_length=40, max_draft_tokens=3, zero_copy=False, check=True)
     update(original, 1, 20, rows=2)
     copied = copy.deepcopy({"cache": original, "again": original})
     assert copied["cache"] is copied["again"]
     copied = copied["cache"]
-    for name in ("rows", "max_length", "static", "lend", "can_undo", "dtype", "nbytes", "batch_size", "length"):
+    for name in ("rows", "max_length", "static", "zero_copy", "can_undo", "dtype", "nbytes", "batch_size", "length"):
         assert getattr(copied, name) == getattr(original, name), name
     for cache in (copied, original):
         cache.crop(-3)

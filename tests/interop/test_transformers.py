@@ -266,7 +266,7 @@ def test_repr_shows_rows_and_tokens():
     ("options", "lent"),
     [
         pytest.param({}, True, id="as it is"),
-        pytest.param({"lend": False}, False, id="copies"),
+        pytest.param({"zero_copy": False}, False, id="copies"),
         pytest.param({"storage": "paged", "block_tokens": 4}, False, id="blocks"),
         pytest.param({"formats": "int8_row"}, False, id="a format that is decoded"),
     ],
@@ -293,7 +293,7 @@ def test_a_sliding_layer_is_lent_what_another_gets_copied(dtype):
     model = models.sliding(dtype)
     window = model.config.sliding_window
     options = {"batch": 2, "max_length": 128, "max_draft_tokens": 2}
-    ours, copies = KVCache(model, **options), KVCache(model, **options, lend=False)
+    ours, copies = KVCache(model, **options), KVCache(model, **options, zero_copy=False)
     pools = {pool.untyped_storage().data_ptr() for pool in ours.kv.pools.values()}
     generator, lent = torch.Generator().manual_seed(0), []
     for new in (2 * window + 3, *[1] * (2 * window), 3, 2, window, 1, 1):

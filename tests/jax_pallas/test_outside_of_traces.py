@@ -37,9 +37,7 @@ VERBS = {
     "append_index_tail": lambda cache, step, x: step.layer(0).append_index_tail(x(TOKENS, 64), x(TOKENS, 64)),
     "append_kv": lambda cache, step, x: step.layer(cases.PAGED).append_kv(x(TOKENS, 2, 16), x(TOKENS, 2, 16)),
     "append_kv, waiting": lambda cache, step, x: step.layer(cases.RING).append_kv(x(TOKENS, 2, 16), x(TOKENS, 2, 16)),
-    "append_borrow_kv": lambda cache, step, x: step.layer(cases.SLOT).append_borrow_kv(
-        x(TOKENS, 2, 16), x(TOKENS, 2, 16)
-    ),
+    "append_kv_view": lambda cache, step, x: step.layer(cases.SLOT).append_kv_view(x(TOKENS, 2, 16), x(TOKENS, 2, 16)),
     "store_entries": lambda cache, step, x: step.layer(0).store_entries(x(2, 16), x(2, 32)),
     "flush": lambda cache, step, x: step.layer(0).flush(),
     "commit": lambda cache, step, x: step.commit(),
@@ -79,7 +77,7 @@ def test_what_changes_a_cache_is_refused_in_a_trace(way: str, check: bool, right
     assert not any(isinstance(array, jax.core.Tracer) for array in cache.pools.values())
 
 
-KEPT_ROWS = ("append_window", "append_tail", "append_kv", "append_kv, waiting", "append_borrow_kv", "store_entries")
+KEPT_ROWS = ("append_window", "append_tail", "append_kv", "append_kv, waiting", "append_kv_view", "store_entries")
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["fast", "checked"])

@@ -304,7 +304,7 @@ class WideIndices(ReferenceOps):
 class LendsWrongRows(ReferenceOps):
     """Keys that lie one row further on."""
 
-    def borrow_kv(self, pools, layer, index, *, columns=None):
+    def kv_view(self, pools, layer, index, *, columns=None):
         keys, values, _ = self.gather_kv(pools, layer, index, columns=columns)
         return np.roll(keys, 1, axis=1), values
 
@@ -312,7 +312,7 @@ class LendsWrongRows(ReferenceOps):
 class LentBeforeTheAppend(ReferenceOps):
     """What there was before, where both are asked for at once."""
 
-    def append_borrow_kv(self, pools, layer, index, k, v, *, columns=None):
+    def append_kv_view(self, pools, layer, index, k, v, *, columns=None):
         keys, values, _ = self.gather_kv(pools, layer, index, columns=columns)
         return self.append_kv(pools, layer, index, k, v), (keys.copy(), values.copy())
 
@@ -320,7 +320,7 @@ class LentBeforeTheAppend(ReferenceOps):
 class NotAppendedAtOnce(ReferenceOps):
     """Nothing is stored where both are asked for at once; what is handed out is right."""
 
-    def append_borrow_kv(self, pools, layer, index, k, v, *, columns=None):
+    def append_kv_view(self, pools, layer, index, k, v, *, columns=None):
         keys, values, _ = self.gather_kv(pools, layer, index, k, v, columns=columns)
         return pools, (keys, values)
 

@@ -18,7 +18,7 @@ def named(index):
 class LentEvenly(ReferenceOps):
     """The third request's rows are taken to lie as far behind the second's as those behind the first's."""
 
-    def borrow_kv(self, pools, layer, index, *, columns=None):
+    def kv_view(self, pools, layer, index, *, columns=None):
         if len(set(index.lengths.tolist())) > 1 or min(index.slots, default=0) < 0:
             return None
         number = np.arange(len(index.slots))[:, None]

@@ -19,7 +19,8 @@ def test_every_verb_of_the_protocol_has_a_check() -> None:
     promised = {name for name, member in vars(Ops).items() if callable(member) and not name.startswith("_")}
     covered = {row.name for row in FORMAT_CHECKS} | {verb.name for verb in VERBS}
     covered |= {name for verb in VERBS for name in verb.also}
-    assert covered == promised - {"explain"}  # it says what runs, and touches nothing
+    # Records know the checks of ``kv_view`` by another name; ``explain`` says what runs, and touches nothing.
+    assert covered - {"borrow_kv"} == promised - {"explain"}
 
 
 def test_suite_crosses_roles_layouts_and_shapes() -> None:

@@ -137,8 +137,8 @@ class TorchOps(ComposedVerbs):
     visible_rows = verb(kv.visible_rows)
     from_batch = verb(kv.from_batch)
     to_batch = verb(kv.to_batch)
-    borrow_kv = verb(kv.borrow_kv)
-    append_borrow_kv = facade.verb(kv.append_borrow_kv)  # which looks at the mode by itself
+    kv_view = verb(kv.kv_view)
+    append_kv_view = facade.verb(kv.append_kv_view)  # which looks at the mode by itself
     attend_kv = verb(kv.attend_kv)
     reset_slots = recording_nothing(facade.reset_in_place(lifecycle.reset_slots))
     poison = recording_nothing(facade.poison_in_place(lifecycle.poison))

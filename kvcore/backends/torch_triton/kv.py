@@ -20,20 +20,18 @@ def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: 
     return pools
 
 
-def borrow_kv(
-    layer: Layer, pools: Pools, index: StepIndex, *, columns: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def kv_view(layer: Layer, pools: Pools, index: StepIndex, *, columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
     return plain.borrow(layer.ops, pools, layer.regions["kv"], layer.component("kv"), index, columns)
 
 
-def append_borrow_kv(
+def append_kv_view(
     layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: torch.Tensor, *, columns: int
 ) -> tuple[Pools, tuple[torch.Tensor, torch.Tensor] | None]:
-    """``append_kv``, then ``borrow_kv``: with few calls on the way, which are what a decode step waits for."""
+    """``append_kv``, then ``kv_view``: with few calls on the way, which are what a decode step waits for."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return append_borrow_kv(layer, pools, index, k, v, columns=columns)
+            return append_kv_view(layer, pools, index, k, v, columns=columns)
     lent = plain.append_and_borrow(layer.ops, pools, layer.number, index, k, v, columns)
     return (append_kv(layer, pools, index, k, v), None) if lent is None else (pools, lent)
 

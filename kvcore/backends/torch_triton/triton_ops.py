@@ -92,7 +92,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             return super().append_kv(pools, layer, index, k, v)
         return pools
 
-    append_borrow_kv = ComposedVerbs.append_borrow_kv
+    append_kv_view = ComposedVerbs.append_kv_view
     """The append is a launch."""
 
     def _append(self, pools, layer, role, index, parts):

@@ -152,7 +152,7 @@ VERBS: tuple[Verb, ...] = (
     _edges("append_kv", classic.append_edges, "kv"),
     _role("gather_kv", classic.gather_kv, "kv"),
     _held("gather_kv", classic.gather_kv, "kv"),
-    _role("borrow_kv", classic.borrow_kv, "kv", also=("append_borrow_kv",), extra=("apart",)),
+    _role("borrow_kv", classic.kv_view, "kv", also=("kv_view", "append_kv_view"), extra=("apart",)),
     _role("mask", classic.mask, "kv", layouts=False, also=("visible_rows",)),
     _role("from_batch", classic.from_batch, "kv", layouts=False, also=("to_batch",)),
     Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",), extra=("pieces",)),

@@ -51,7 +51,7 @@ def gather_kv(bench: Bench) -> list[Output]:
     ]
 
 
-def borrow_kv(bench: Bench) -> list[Output]:
+def kv_view(bench: Bench) -> list[Output]:
     """Each request alone and all at once, after the append: memory that is lent, or a copy, holds the same rows.
 
     The first that has new tokens, and all of them, are appended and lent in one go, too, where the layer has a pool of
@@ -67,22 +67,22 @@ def borrow_kv(bench: Bench) -> list[Output]:
     alone = [bench.ops.index(build_index([row], max_blocks=bench.case.plan.max_blocks)) for row in bench.case.rows]
     width = [len(kv.visible(row.start, row.length)) for row in bench.case.rows]
     for number, (index, wide) in enumerate(zip(alone, width, strict=True)):
-        lent = bench.ops.borrow_kv(pools, bench.layer, index, columns=wide)
+        lent = bench.ops.kv_view(pools, bench.layer, index, columns=wide)
         lent_or_gathered(f"request {number}", pools, index, wide, lent)
     wide = columns(bench)
-    lent = bench.ops.borrow_kv(pools, bench.layer, bench.index, columns=wide)
+    lent = bench.ops.kv_view(pools, bench.layer, bench.index, columns=wide)
     lent_or_gathered("all requests", pools, bench.index, wide, lent)
     number = next((number for number, row in enumerate(bench.case.rows) if row.new), None)
     if number is not None and kv.shared_from is None:
         k, v = (rows[: bench.case.rows[number].new] for rows in kv_inputs(bench, wild=True))
         index, wide, pools = alone[number], width[number], bench.pools(start=("kv",))
-        pools, lent = bench.ops.append_borrow_kv(pools, bench.layer, index, k, v, columns=wide)
+        pools, lent = bench.ops.append_kv_view(pools, bench.layer, index, k, v, columns=wide)
         lent_or_gathered("the appended request", pools, index, wide, lent)
         found += bench.stored(pools)
     if kv.shared_from is None:
         k, v = kv_inputs(bench, wild=True)
         pools = bench.pools(start=("kv",))
-        pools, lent = bench.ops.append_borrow_kv(pools, bench.layer, bench.index, k, v, columns=columns(bench))
+        pools, lent = bench.ops.append_kv_view(pools, bench.layer, bench.index, k, v, columns=columns(bench))
         lent_or_gathered("all appended requests", pools, bench.index, columns(bench), lent)
     return found
 

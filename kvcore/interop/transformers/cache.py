@@ -65,7 +65,7 @@ class KVCache(Cache):
         max_draft_tokens: int = 0,
         static: bool = False,
         storage: Literal["paged", "slot"] | None = None,
-        lend: bool = True,
+        zero_copy: bool = True,
         check: bool = False,
         spec: CacheSpec | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class KVCache(Cache):
                 Unless given, classic models without beams have slots for full attention, and rings for sliding layers,
                 which then take no more than their window, nor than ``max_length``: twice on the CPU in a format that
                 is lent, else once.
-            lend: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
+            zero_copy: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
                 rings, in the model's own format. It holds what it held until the next forward, which may overwrite a
                 ring's oldest rows. Whoever writes to it changes the cache, as with the model's own.
             check: refuse non-finite rows; slower.
@@ -114,7 +114,7 @@ class KVCache(Cache):
                 max_draft_tokens=max_draft_tokens,
                 static=static,
                 storage=storage,
-                lend=lend,
+                zero_copy=zero_copy,
                 check=check,
                 spec=spec,
             )
@@ -128,7 +128,7 @@ class KVCache(Cache):
         self.rows = settings.rows
         self.max_length = settings.max_length
         self.static = settings.static
-        self.lend = settings.lend
+        self.zero_copy = settings.zero_copy
         self.dtype = settings.of.dtype
         spans = [component.span for _, _, component in settings.spec.components()]
         overwritten = any(span is not None and span < settings.max_length for span in spans)

@@ -148,13 +148,13 @@ class ClassicLayer(Layer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim].
 
-        Copies, or with ``lend`` the cache's own memory where it lies evenly.
+        Copies, or with ``zero_copy`` the cache's own memory where it lies evenly.
         """
         check_inference(key_states, value_states)
         owner = self.owner
         handle = owner.begin(self.number, key_states)
         try:
-            append = handle.append_borrow_kv if owner.lend else handle.append_kv
+            append = handle.append_kv_view if owner.zero_copy else handle.append_kv
             lent = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
             k, v = lent or handle.gather_kv()[:2]
             first = self._first(key_states.shape[2]) if self.component.span is None else 0

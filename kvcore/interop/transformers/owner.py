@@ -15,7 +15,7 @@ class Owner(Protocol):
         kv: the cache that holds the rows.
         max_length: tokens that every row can hold.
         static: whether shapes stay the same over steps.
-        lend: whether layers may hand out the pools' own memory.
+        zero_copy: whether layers may hand out the pools' own memory.
         dtype: of the model's keys and values.
         can_undo: whether ``crop`` can undo tokens.
         number: of the cache, among those of the process.
@@ -24,7 +24,7 @@ class Owner(Protocol):
     kv: kvcore.Cache
     max_length: int
     static: bool
-    lend: bool
+    zero_copy: bool
     dtype: torch.dtype
     can_undo: bool
     number: int

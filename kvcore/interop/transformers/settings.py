@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     device: torch.device
     max_draft_tokens: int
     static: bool
-    lend: bool
+    zero_copy: bool
     check: bool
 
     def new_cache(self) -> Cache:
@@ -72,7 +72,7 @@ def settings_of(
     max_draft_tokens: int,
     static: bool,
     storage: Literal["paged", "slot"] | None,
-    lend: bool,
+    zero_copy: bool,
     check: bool,
     spec: CacheSpec | None,
 ) -> Settings:
@@ -105,7 +105,7 @@ def settings_of(
         device=model.device,
         max_draft_tokens=max_draft_tokens,
         static=static,
-        lend=lend,
+        zero_copy=zero_copy,
         check=check,
     )
 
