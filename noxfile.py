@@ -70,7 +70,7 @@ def tests(session: nox.Session) -> None:
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    others = ("jax_pallas", "triton_kernels", "frameworks")
+    others = ("jax_pallas", "kernels", "frameworks")
     line = ["pytest", "-n", "2", *(f"--ignore=tests/{folder}" for folder in others)]
     session.run(*line, *session.posargs, env=threads)
 
@@ -80,7 +80,7 @@ def tests_triton(session: nox.Session) -> None:
     """The CUDA kernels without a GPU: interpreted, and compiled for three generations."""
     install(session, "torch", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON)
-    session.run("pytest", "-n", "2", "tests/triton_kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-n", "2", "tests/kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="virtualenv")

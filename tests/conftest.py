@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from backends_under_test import BACKENDS, Codec, seed_of
 from hypothesis import settings
 
 import kvcore
+from tests.support.backends_under_test import BACKENDS, Codec, seed_of
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.load_profile("ci")

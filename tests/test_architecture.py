@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import append_trace
+from tests.support import append_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-BLOB = Path(__file__).parent / "requests" / "golden_v2" / "blob"
+BLOB = Path(__file__).parent / "portable" / "golden_v2" / "blob"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability import planted
-from benchmarks.reliability.faults import FAULTS, Fault
+from tests.reliability import planted
+from tests.reliability.faults import FAULTS, Fault
 
 FILES = sorted({fault.file for fault in FAULTS})
 ENTRIES = "kvcore/backends/torch_triton/entries.py"

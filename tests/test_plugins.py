@@ -215,7 +215,7 @@ def test_verbs_can_be_needed_too(installed):
 
 
 def test_roles_of_outside_code_are_one_capability(installed):
-    import outside_components as outside
+    from tests.support import outside_components as outside
 
     installed(own=plugin(lambda: [info("own", capabilities=CAPABILITIES - {"any_role"})]))
     with pytest.raises(BackendError, match="does not declare any_role"):

@@ -1,10 +1,10 @@
 """Tensors that require gradients: refused where they are stored or attended with, since the cache would lose them."""
 
-import functional_cases as cases
 import pytest
 import torch
 
 from kvcore.errors import ShapeError
+from tests.support import functional_cases as cases
 
 TOKENS = 4
 REFUSED = "a tensor that requires gradients; allowed: arrays that no gradient is asked of"

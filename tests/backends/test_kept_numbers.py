@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-import scene
+
+from tests.support import scene
 
 torch = pytest.importorskip("torch")
 

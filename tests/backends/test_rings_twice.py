@@ -5,12 +5,12 @@ from contextlib import suppress
 import ml_dtypes
 import numpy as np
 import pytest
-from backends_under_test import poison
 
 import kvcore
 from kvcore.errors import RollbackError
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
+from tests.support.backends_under_test import poison
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 16
 KINDS = {

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from beartype.roar import BeartypeDoorHintViolation
-from shapes_of_verbs import CHECKED, VERBS, annotations, checked, run_checks
 
 from kvcore.backends.reference import ReferenceBackend, ReferenceOps
 from kvcore.backends.torch_triton.backend import TorchBackend, TorchOps
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.ops import Ops
+from tests.support.shapes_of_verbs import CHECKED, VERBS, annotations, checked, run_checks
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -4,12 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from backends_under_test import BACKENDS, poison
 
 import kvcore
 from kvcore.backends.torch_triton import streamed
 from kvcore.errors import NonFiniteError, ShapeError, StepError
 from kvcore.spec import KV, CacheSpec, LayerSpec
+from tests.support.backends_under_test import BACKENDS, poison
 
 KINDS = {
     "paged": {},

@@ -1,6 +1,5 @@
 """Tensors that mean more than their values, or have none, are refused; what the advice says is then taken."""
 
-import functional_cases as cases
 import numpy as np
 import pytest
 import torch
@@ -8,6 +7,7 @@ import torch
 import kvcore
 from kvcore.errors import ShapeError
 from kvcore.ops.arguments import check_float
+from tests.support import functional_cases as cases
 
 VALUES = torch.from_numpy(cases.floats(2, 16))
 

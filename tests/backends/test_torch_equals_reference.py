@@ -5,13 +5,13 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
-from backends_under_test import Codec, seed_of
-from drive import Options, Seen, classic_spec, drive
 
 import kvcore
 from kvcore.ops import tolerances
 from kvcore.ops.tolerances import Tolerance
 from kvcore.spec import FORMATS, LAYOUTS, CacheSpec, Entries, LayerSpec, Tail, Window, presets
+from tests.support.backends_under_test import Codec, seed_of
+from tests.support.drive import Options, Seen, classic_spec, drive
 
 SPECS = {
     "V4-Flash, tiny": presets.deepseek_v4_flash_tiny(block_tokens=16),

@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from backends_under_test import poison
 
 import kvcore
 from kvcore.errors import BackendError, ShapeError
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Tail, Window
+from tests.support.backends_under_test import poison
 
 SPEC = CacheSpec(
     layers=[

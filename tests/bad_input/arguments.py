@@ -4,11 +4,11 @@
 
 import ml_dtypes
 import numpy as np
-import scene
-from bad_input.world import CSA, FP4, FP16, HCA, OWNER, PAGED, RING, SLIDING, Case, World, ones
 
 from kvcore.errors import NonFiniteError, ShapeError
 from kvcore.spec import Rope
+from tests.bad_input.world import CSA, FP4, FP16, HCA, OWNER, PAGED, RING, SLIDING, Case, World, ones
+from tests.support import scene
 
 T = 3
 

@@ -1,11 +1,11 @@
-"""The whole catalogue without pytest: ``python -O -m bad_input.everything`` must give the same answers."""
+"""The whole catalogue without pytest: ``python -O -m tests.bad_input.everything`` must give the same answers."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from backends_under_test import BACKENDS
-from bad_input import arguments, plans, pools, requests, specs, turns
-from bad_input.world import Violation, check_at_rest, check_building, check_in_step
+from tests.bad_input import arguments, plans, pools, requests, specs, turns
+from tests.bad_input.world import Violation, check_at_rest, check_building, check_in_step
+from tests.support.backends_under_test import BACKENDS
 
 BUILDING = [*specs.CASES, *plans.CASES]
 AT_REST = [*requests.CASES, *pools.CASES]

@@ -1,13 +1,13 @@
 """Misuse of plans and of the creation of caches: nothing exists yet that could change."""
 
 import msgspec
-import scene
-from bad_input.world import SPEC, Case
 
 import kvcore
 from kvcore.errors import BackendError, OutOfBlocks, SpecError
 from kvcore.plan import logical_bytes, plan_cache
 from kvcore.spec import CacheSpec, to_json
+from tests.bad_input.world import SPEC, Case
+from tests.support import scene
 
 
 def plan(**sizes: object) -> object:

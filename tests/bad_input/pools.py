@@ -3,9 +3,9 @@
 # ruff: noqa: ARG005 - the entries of a table share one signature
 
 import numpy as np
-from bad_input.world import FP4, RING, Case, World, ones
 
 from kvcore.errors import RequestError, ShapeError, SnapshotError, SpecError
+from tests.bad_input.world import FP4, RING, Case, World, ones
 
 
 def _pools() -> list[Case]:

@@ -3,10 +3,10 @@
 # ruff: noqa: ARG005 - the entries of a table share one signature
 
 import numpy as np
-import scene
-from bad_input.world import Case, World
 
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, ShapeError
+from tests.bad_input.world import Case, World
+from tests.support import scene
 
 
 def _counts() -> list[Case]:

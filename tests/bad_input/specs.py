@@ -3,8 +3,6 @@
 import functools
 
 import msgspec
-import scene
-from bad_input.world import SPEC, Case
 
 from kvcore.errors import SpecError
 from kvcore.spec import (
@@ -25,6 +23,8 @@ from kvcore.spec import (
     to_json,
 )
 from kvcore.spec.formats import Field, Format
+from tests.bad_input.world import SPEC, Case
+from tests.support import scene
 
 DOCUMENT = msgspec.json.decode(to_json(SPEC))
 

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_input.everything import AT_REST, BUILDING, IN_STEP
-from bad_input.world import BUILT_IN, check_at_rest, check_building, check_in_step
 
 from kvcore import errors
+from tests.bad_input.everything import AT_REST, BUILDING, IN_STEP
+from tests.bad_input.world import BUILT_IN, check_at_rest, check_building, check_in_step
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def table(cases):
@@ -34,8 +34,8 @@ def test_in_step(backend, case):
 
 
 def test_the_same_without_assertions():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    command = [sys.executable, "-O", "-m", "bad_input.everything"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-O", "-m", "tests.bad_input.everything"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.endswith(" 0 failures, __debug__ is False\n")
@@ -49,7 +49,7 @@ def test_the_catalogue_is_large_and_each_misuse_is_named_once():
 
 def test_every_error_occurs():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__base__ is not Exception}
-    # What happens between processes has its cases in tests/handoff.
+    # What happens between processes has its cases in tests/portable.
     kinds = {kind for kind in kinds if issubclass(kind, errors.KvcoreError)} - {errors.TransferError}
     assert kinds == set(BUILT_IN)
     assert {case.error for case in (*BUILDING, *AT_REST, *IN_STEP)} == kinds

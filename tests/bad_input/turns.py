@@ -3,10 +3,10 @@
 # ruff: noqa: ARG005 - the entries of a table share one signature
 
 import numpy as np
-import scene
-from bad_input.world import CSA, HCA, OWNER, PAGED, RING, SHARED, SLIDING, SLOT, Case, World, ones
 
 from kvcore.errors import StepError
+from tests.bad_input.world import CSA, HCA, OWNER, PAGED, RING, SHARED, SLIDING, SLOT, Case, World, ones
+from tests.support import scene
 
 T = 3
 

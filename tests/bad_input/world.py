@@ -8,11 +8,11 @@ from functools import cache as memoise
 from typing import Any, NamedTuple
 
 import numpy as np
-import scene
 
 import kvcore
 from kvcore import errors
 from kvcore.spec import FORMATS, CacheSpec, Entries, IndexKeys, LayerSpec, Window
+from tests.support import scene
 
 BUILT_IN = {
     errors.SpecError: ValueError,

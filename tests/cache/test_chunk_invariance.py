@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scene
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Window
+from tests.support import scene
 
 LONGEST = 1000
 REQUESTS = 3

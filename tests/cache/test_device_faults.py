@@ -1,9 +1,9 @@
 """A backend whose calls fail: rows are as before, or the request is lost and says so."""
 
-import faulty
 import pytest
 
 from kvcore.ops import Ops
+from tests.support import faulty
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])

@@ -5,12 +5,12 @@ import time
 import weakref
 
 import pytest
-import stories
-from stories import LATENT
 
 from kvcore.errors import StepError
 from kvcore.handoff import Exporter
 from kvcore.portable.transport import reference
+from tests.support import stories
+from tests.support.stories import LATENT
 
 LONG = list(range(200, 212))
 

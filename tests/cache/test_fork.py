@@ -1,11 +1,10 @@
 """Forks: the same bits as requests that were never forked, whoever writes first, and nothing shared that one writes."""
 
 import pytest
-import scene
-import stories
-from stories import LATENT, MIXED
 
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, StepError
+from tests.support import scene, stories
+from tests.support.stories import LATENT, MIXED
 
 TOKENS = list(range(300, 345))
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
+
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 @pytest.mark.parametrize("new", [1, 2, 4])

@@ -3,13 +3,13 @@
 import itertools
 
 import pytest
-import stories
-from backends_under_test import seed_of
 
-from benchmarks.reliability import interrupt
-from benchmarks.reliability.interrupt import Check, Verb, points
 from kvcore.cache.reuse import PrefixCache
 from kvcore.requests.manager import Manager
+from tests.reliability import interrupt
+from tests.reliability.interrupt import Check, Verb, points
+from tests.support import stories
+from tests.support.backends_under_test import seed_of
 
 # Every point of what changes counts alone; of the others, every line of kvcore once.
 ALL_POINTS = ("release", "truncate", "fork", "admit", "finish", "expire")

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import scene
-from backends_under_test import BACKENDS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from tests.support import scene
+from tests.support.backends_under_test import BACKENDS
 
 SLOTS, TOKENS, BLOCK = 3, 48, 8
 WINDOW, SLIDING, CHUNK, RATIO = 5, 4, 6, 4

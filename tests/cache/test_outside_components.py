@@ -2,9 +2,7 @@
 
 import msgspec
 import numpy as np
-import outside_components as outside
 import pytest
-from backends_under_test import BACKENDS
 
 import kvcore
 from kvcore.backends.reference import ReferenceBackend
@@ -15,6 +13,8 @@ from kvcore.interop import sglang, vllm
 from kvcore.parity.run import run
 from kvcore.plugins import registry
 from kvcore.spec import FORMATS, CacheSpec, Component, LayerSpec, Part, Window, from_json, to_json
+from tests.support import outside_components as outside
+from tests.support.backends_under_test import BACKENDS
 
 
 @pytest.fixture(scope="module")

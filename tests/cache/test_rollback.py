@@ -4,12 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-import scene
-import stories
-from stories import LATENT, MIXED
 
 from kvcore.errors import RequestError, RollbackError
 from kvcore.spec import KV, CacheSpec, LayerSpec, Tail, Window
+from tests.support import scene, stories
+from tests.support.stories import LATENT, MIXED
 
 TOKENS = list(range(700, 760))
 

@@ -4,11 +4,11 @@ import threading
 import time
 
 import pytest
-import stories
-from stories import LATENT
 
-from benchmarks.reliability import threads
 from kvcore.errors import OutOfSlots, StepError
+from tests.reliability import threads
+from tests.support import stories
+from tests.support.stories import LATENT
 
 
 def test_others_wait_until_a_step_has_ended(backend):

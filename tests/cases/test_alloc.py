@@ -1,11 +1,11 @@
 """Slots and blocks: who holds them, and that none is lost, doubled or read after it was freed."""
 
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def test_alc_01_nothing_is_freed_twice(backend):

@@ -1,11 +1,11 @@
 """Batches: requests of different length, filler rows, and one rollback over all layers."""
 
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import RollbackError
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def test_bat_01_a_wrapped_request_beside_one_that_is_not(backend):

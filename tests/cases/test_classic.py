@@ -1,11 +1,11 @@
 """Classic K-V caches: reset, positions, capacity, and what is announced against what is returned."""
 
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks
+from tests.support import scene
+from tests.support.scene import numbered
 
 KINDS = {
     "full paged": scene.classic(),

@@ -6,10 +6,10 @@ With overlap (ratio 4) token p contributes p to its own group and 100 + p to the
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
+from tests.support import scene
+from tests.support.scene import numbered
 
 OVERLAPPING = [scene.ring(3), scene.compressed(4)]
 PLAIN = [scene.ring(3), scene.compressed(4, overlap=False)]

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-import scene
 
 import kvcore
 from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Window, address
 from kvcore.spec.formats import Field, Format
+from tests.support import scene
 
 
 def indexed(ratio: int, *, key_format: str = "fp32", key_dim: int = scene.DIM) -> LayerSpec:

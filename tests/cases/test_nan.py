@@ -4,9 +4,9 @@ import struct
 
 import numpy as np
 import pytest
-import scene
 
 import kvcore
+from tests.support import scene
 
 PATTERNS = {
     "NaN": b"\xff",

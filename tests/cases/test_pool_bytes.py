@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.spec import CacheSpec, address
 from kvcore.spec.formats import Field, Format
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def test_pool_07_addresses_beyond_31_bits():

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.spec import CacheSpec
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def _create(layers, backend, **sizes):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import scene
 
 import kvcore
 from kvcore.errors import NonFiniteError
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Window
+from tests.support import scene
 
 QUANTISED = [
     pytest.param("v4_584", 512, id="fp8 with power-of-two scales"),

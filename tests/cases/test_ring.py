@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks, RollbackError, SpecError
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def sliding(window: int, **options: object) -> list[kvcore.LayerSpec]:

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks, RollbackError
 from kvcore.spec import CacheSpec, from_json, to_json
+from tests.support import scene
+from tests.support.scene import numbered
 
 
 def test_seed_a_partly_full_ring_overflows_without_a_gap(backend):

@@ -1,13 +1,12 @@
 """Save, load and transfer: positions keep their rows, nothing is left out, and whole blocks move."""
 
 import numpy as np
-import portable_form
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import SnapshotError
+from tests.support import portable_form, scene
+from tests.support.scene import numbered
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 20])

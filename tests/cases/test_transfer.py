@@ -1,12 +1,11 @@
 """Save, load, export and import: the continuation is the same, and nothing is left out in silence."""
 
-import portable_form
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import SnapshotError
+from tests.support import portable_form, scene
+from tests.support.scene import numbered
 
 LAYERS = [scene.ring(8), scene.classic("ring", window=8), scene.compressed(4), scene.classic("ring", chunk=8)]
 COMPONENTS = [f"{number}.{role}" for number, layer in enumerate(LAYERS) for role, _ in layer.components()]

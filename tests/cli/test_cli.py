@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from parity import broken
 
 from kvcore import plugins
 from kvcore.cli import main, plan_figures, tables
@@ -13,6 +12,7 @@ from kvcore.cli.sizes import parse_bytes, parse_count, show_bytes
 from kvcore.errors import SpecError
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec, Window, presets, to_json
+from tests.conformance import broken
 
 SMALL = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=3, format="fp32")),), block_tokens=8, name="one window")
 

@@ -3,11 +3,11 @@
 from unittest.mock import patch
 
 import numpy as np
-from parity.broken import Encoding, change_field
 
 from kvcore.backends.reference import ReferenceOps, kv, tail
 from kvcore.conformance.shapes import LONG
 from kvcore.spec import FORMATS
+from tests.conformance.broken import Encoding, change_field
 
 
 def named(index):

@@ -3,11 +3,11 @@
 import os
 
 import numpy as np
-from parity import broken
 
 from kvcore import plugins
 from kvcore.plugins import KnownGap
 from kvcore.requests.manager import Manager
+from tests.conformance import broken
 
 
 class NothingRestored(broken.ReferenceOps):

@@ -1,7 +1,7 @@
 """The conformance kit's checks in many processes, with one report: for backends that compile for every shape.
 
-    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu --out kit_jax_cpu.json.gz
-    python -m benchmarks.kit_in_parts --backend jax_pallas --device cpu:interpret --only '*/tpu_tile/*' --out k.json.gz
+    python -m tests.conformance.kit_in_parts --backend jax_pallas --device cpu --out kit_jax_cpu.json.gz
+    python -m tests.conformance.kit_in_parts --backend jax_pallas --device cpu:interpret --only '*/tpu_tile/*' --out k
 
 16 cores end in minutes what takes one process hours. Processes take checks of one plan at a time, which share compiled
 code. What has ended when the time is up is reported, and the exit status is then 2 (1: some check fails). A race that
@@ -141,7 +141,7 @@ def main() -> int:
     records.sort(key=lambda record: order[record.check])
     subject = Subject(registry().backends[options.backend], options.device or None)
     subject.introduce(chosen[0].plan)
-    command = f"python -m benchmarks.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
+    command = f"python -m tests.conformance.kit_in_parts {shlex.join(environment.typed(sys.argv[1:]))}"
     report = report_of(spec, [subject], records, command=command)
     if before:
         report = parity.merge({"before": before, "now": report})

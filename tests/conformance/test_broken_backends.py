@@ -1,11 +1,11 @@
 """Every deliberate mistake is reported as a disagreement, at the right place and, where it can be, with its cause."""
 
 import pytest
-from parity import broken
 
 from kvcore import parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from tests.conformance import broken
 
 SPEC = CacheSpec(
     layers=(

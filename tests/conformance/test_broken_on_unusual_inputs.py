@@ -3,10 +3,10 @@
 from fnmatch import fnmatchcase
 
 import pytest
-from parity import broken, broken_inputs
 
 from kvcore import parity
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, Field, Format, LayerSpec, Tail, Window
+from tests.conformance import broken, broken_inputs
 
 SPEC = CacheSpec(
     layers=(

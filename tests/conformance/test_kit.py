@@ -13,7 +13,7 @@ import pytest
 
 from kvcore.spec import CacheSpec, LayerSpec, Window, to_json
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=3, format="fp32")),), block_tokens=8, name="one window")
 WINDOWS = "test_check and append_window"
 
@@ -36,11 +36,10 @@ def kit(tmp_path):
         # Where kvcore is installed its entry point loads the plug-in already.
         installed = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
         own = [] if installed else ["-p", "kvcore.testing.plugin"]
-        line = [sys.executable, "-m", "pytest", *own, "-p", "conformance.kit_backends"]
+        line = [sys.executable, "-m", "pytest", *own, "-p", "tests.conformance.kit_backends"]
         line += ["--pyargs", "kvcore.conformance", "-p", "no:cacheprovider", "-W", "error", "-k", only]
         line += ["--kv-spec=spec.json", "--kv-report=report.json", *arguments]
-        paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-        environment = {**os.environ, "PYTHONPATH": paths, "KIT_BACKEND": backend}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "KIT_BACKEND": backend}
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         return Ran(done.returncode, done.stdout + done.stderr, tmp_path)
 

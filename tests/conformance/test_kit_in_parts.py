@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import kit_in_parts
 from kvcore import parity
+from tests.conformance import kit_in_parts
 
 CHOSEN = "*/bf16.m4/packed/*"
 
@@ -23,7 +23,7 @@ def test_a_run_that_was_cut_off_is_resumed(monkeypatch, tmp_path, capsys):
     ids = [record.check for record in report.checks]
     assert len(ids) == len(set(ids)) == 54
     assert {record.status for record in report.checks} == {"agree"}
-    typed = f"python -m benchmarks.kit_in_parts --backend reference --jobs 2 --only '{CHOSEN}' --out kit.json.gz"
+    typed = f"python -m tests.conformance.kit_in_parts --backend reference --jobs 2 --only '{CHOSEN}' --out kit.json.gz"
     assert all(one.command.startswith(typed) for one in report.runs)
     assert run(monkeypatch, str(out), "--resume") == 0
     assert "0 of 0 checks ended" in capsys.readouterr().out

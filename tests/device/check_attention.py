@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
-from reading_scene import attention, off, scene, turned_back
 
 from kvcore.backends.torch_triton import flash
 from kvcore.backends.torch_triton.launches import launch
 from kvcore.spec import Entries, LayerSpec, Rope, Window, Yarn
+from tests.device.reading_scene import attention, off, scene, turned_back
 
 Problem = tuple[str, str]
 

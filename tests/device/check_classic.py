@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import torch
-from check_attention import Problem
-from reading_scene import Scene, off, scene
 
 from kvcore.backends.torch_triton import rows as place
 from kvcore.spec import KV, LayerSpec
+from tests.device.check_attention import Problem
+from tests.device.reading_scene import Scene, off, scene
 
 FORMATS = ("bf16", "fp16", "fp32", "fp8_row", "int8_row", "nf4_b64", "mxfp4")
 

@@ -1,6 +1,6 @@
 """Compare the Triton kernels with the reference on a CUDA device, byte for byte, and write what was found as JSON.
 
-    python benchmarks/check_cuda.py --out check.json [--quick]
+    python -m tests.device.check_cuda --out check.json [--quick]
 
 Pools are filled with 0xFF first and compared whole. Inputs are new in every run; the seed is in the record.
 """
@@ -15,12 +15,12 @@ from itertools import product
 
 import ml_dtypes
 import numpy as np
-from expected import as_bf16, decoded, encoded, images, random_values
 
 from kvcore.parity import environment
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from kvcore.step import StepRequest, build_index
+from tests.support.expected import as_bf16, decoded, encoded, images, random_values
 
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
 GLOBAL_SCALE = 0.37
@@ -44,8 +44,8 @@ def main() -> None:
     # Workers are forked before CUDA starts; they compute the reference's bytes, this process the kernels'.
     with ProcessPoolExecutor(max_workers=max(1, 14 // shards)) as workers:
         futures = [workers.submit(reference_rows, *task) for task in tasks]
-        import checks_on_device as device
-        import rest_on_device
+        from tests.device import checks_on_device as device
+        from tests.device import rest_on_device
 
         for task, future in zip(tasks, futures, strict=True):
             name, count, dtype, _ = task

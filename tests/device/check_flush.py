@@ -4,14 +4,14 @@ from itertools import product
 
 import numpy as np
 import torch
-from checks_on_device import differing, poisoned
-from expected import as_bf16
 
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail
 from kvcore.step import StepRequest, build_index
+from tests.device.checks_on_device import differing, poisoned
+from tests.support.expected import as_bf16
 
 LAYOUTS = ("packed", "planar")
 IN_PLANAR = ("csa", "csa in chunks", "csa, long", "hca", "hca in chunks")

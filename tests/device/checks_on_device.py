@@ -2,9 +2,6 @@
 
 import numpy as np
 import torch
-from check_cuda import CLASSIC, case_of, images_of
-from expected import as_bf16, decoded, encoded, random_values
-from strips_on_device import check_strips
 
 from kvcore.backends.reference import ReferenceOps, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
@@ -15,6 +12,9 @@ from kvcore.portable.pages import page_layout
 from kvcore.sharding.torch import TorchExchange, merged
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import StepRequest, build_index
+from tests.device.check_cuda import CLASSIC, case_of, images_of
+from tests.device.strips_on_device import check_strips
+from tests.support.expected import as_bf16, decoded, encoded, random_values
 
 
 def poisoned(ops):

@@ -1,4 +1,6 @@
-"""The parts that ``on_device.sh`` left in the current folder, as one record: python merge_checks.py OUT_FOLDER.
+"""The parts that ``on_device.sh`` left in the current folder, as one record.
+
+    python -m tests.device.merge_checks OUT_FOLDER
 
 Exit status 1 if anything failed or a part is missing.
 """
@@ -16,7 +18,7 @@ from kvcore.parity import environment
 
 SUMMARIES = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
-SOURCES = Path(__file__).parents[1] / "kvcore" / "backends" / "torch_triton" / "kernels"
+SOURCES = Path(__file__).parents[2] / "kvcore" / "kernels" / "triton"
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 
 

@@ -1,19 +1,19 @@
 #!/bin/sh
 # Everything that a CUDA device has to say, about fifteen minutes on 16 cores; or some of its parts:
-#   KVCORE_COMMIT=$(git rev-parse HEAD) sh benchmarks/on_device.sh OUT_FOLDER [checks|reading|times|sanitizer|compile|figures ...]
+#   KVCORE_COMMIT=$(git rev-parse HEAD) sh tests/device/on_device.sh OUT_FOLDER [checks|reading|times|sanitizer|compile|figures ...]
 # Leaves check.json, reading.json, kit.json (of the conformance kit, for kvcore parity), bench.json, bench.svg,
 # compile_triton.json (the kernels as this machine's Triton compiles them) and logs.tar.gz there, which also has the records of
 # the reliability figures whose rows lie on the device (r-*.json).
 # Every step has a timeout of its own; the exit status is 1 if a check failed or a step did not finish.
 out=$(cd "$1" && pwd)
-here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 logs=$(mktemp -d)
 shift
 parts=${*:-checks reading times sanitizer compile figures}
 status=0
 cores=$(getconf _NPROCESSORS_ONLN)
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-export PYTHONPATH="$here/..:$here/../tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 cd "$logs" || exit 1
 
 asked() { case " $parts " in *" $1 "*) true ;; *) false ;; esac; }
@@ -21,9 +21,9 @@ asked() { case " $parts " in *" $1 "*) true ;; *) false ;; esac; }
 if asked checks; then
     for shard in 0/6 1/6 2/6 3/6 4/6 5/6 rest; do
         part=check-${shard%/*}
-        timeout 240 python3 "$here/check_cuda.py" --shard $shard --out "$part.json" >"$part.log" 2>&1 &
+        timeout 240 python3 -m tests.device.check_cuda --shard $shard --out "$part.json" >"$part.log" 2>&1 &
     done
-    (cd "$here/.." && timeout 520 python3 -m benchmarks.kit_in_parts --backend torch_triton --device cuda --seconds 500 \
+    (cd "$root" && timeout 520 python3 -m tests.conformance.kit_in_parts --backend torch_triton --device cuda --seconds 500 \
         --jobs $((cores > 16 ? cores - 8 : 9)) --gpus "$(nvidia-smi --list-gpus | wc -l)" --out "$logs/kit-0.json") \
         >kit-0.log 2>&1 &
     wait
@@ -31,7 +31,7 @@ if asked checks; then
 fi
 
 if asked reading; then
-    timeout 150 python3 "$here/reading_on_device.py" --workers 14 --out "$out/reading.json" >reading.log 2>&1 || status=1
+    timeout 150 python3 -m tests.device.reading_on_device --workers 14 --out "$out/reading.json" >reading.log 2>&1 || status=1
     tail -n 1 reading.log
 fi
 
@@ -44,11 +44,11 @@ fi
 tar czf "$out/logs.tar.gz" ./*.log
 
 if asked sanitizer; then
-    for part in $(python3 "$here/small_run.py" --list); do
+    for part in $(python3 -m tests.device.small_run --list); do
         # Compiled before: under the sanitizer everything else is slow enough.
-        (timeout 200 python3 "$here/small_run.py" "$part" >"small.$part.log" 2>&1
+        (timeout 200 python3 -m tests.device.small_run "$part" >"small.$part.log" 2>&1
             for tool in memcheck racecheck; do
-                timeout "${KVCORE_SANITIZER_SECONDS:-360}" compute-sanitizer --tool $tool python3 "$here/small_run.py" "$part" \
+                timeout "${KVCORE_SANITIZER_SECONDS:-360}" compute-sanitizer --tool $tool python3 -m tests.device.small_run "$part" \
                     >"$tool.$part.log" 2>&1 &
             done
             wait) &
@@ -60,8 +60,8 @@ if asked compile; then
     for gpu in A100 H100 B200; do
         for which in "flush" "not flush"; do
             part=compile-$gpu-$(echo "$which" | tr -d " ")
-            (cd "$here/.." && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 200 \
-                python3 -m pytest -q --noconftest -p no:cacheprovider tests/triton_kernels/test_ahead_of_time.py \
+            (cd "$root" && KVCORE_COMPILE_RECORD="$logs/$part.json" timeout 200 \
+                python3 -m pytest -q --noconftest -p no:cacheprovider tests/kernels/test_ahead_of_time.py \
                 -k "$gpu and $which") >"$part.log" 2>&1 &
         done
     done
@@ -73,14 +73,14 @@ if asked figures; then
         "isolation --full --backend torch_triton --device cuda" \
         "replay --full --backends reference,torch_triton@cuda,jax_pallas@cpu"; do
         # shellcheck disable=SC2086 # the options are words
-        JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 timeout 150 python3 -m benchmarks.reliability.$figure \
+        JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 timeout 150 python3 -m tests.reliability.$figure \
             --first-seed 100000000 --jobs 4 --seconds 90 --out "r-${figure%% *}.json" >"r-${figure%% *}.log" 2>&1 &
     done
     wait
 fi
 
 if asked checks || asked sanitizer || asked compile; then
-    python3 "$here/merge_checks.py" "$out" || status=1
+    python3 -m tests.device.merge_checks "$out" || status=1
 fi
 tar czf "$out/logs.tar.gz" $(ls | grep -E '\.log$|^r-.*\.json$')
 exit $status

@@ -1,6 +1,6 @@
 """The verbs that read, on a CUDA device, against fp64: writes what was found as JSON.
 
-    python benchmarks/reading_on_device.py --out reading.json [--workers 14]
+    python -m tests.device.reading_on_device --out reading.json [--workers 14]
 
 The commit is taken from KVCORE_COMMIT.
 """
@@ -15,16 +15,14 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import check_attention
-import check_classic
-import check_indexer
 import torch
-from check_attention import layer_of
-from check_indexer import keys_layer
-from reading_scene import scene
 
 from kvcore.backends.torch_triton import flash
 from kvcore.parity import environment
+from tests.device import check_attention, check_classic, check_indexer
+from tests.device.check_attention import layer_of
+from tests.device.check_indexer import keys_layer
+from tests.device.reading_scene import scene
 
 Case = Iterator[tuple[str, str]]
 MILLION = 1 << 20

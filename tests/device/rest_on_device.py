@@ -4,9 +4,10 @@ import traceback
 
 import numpy as np
 import torch
-from capture_on_device import check_captured, check_compiled
-from check_flush import check_flush
-from checks_on_device import check_large, check_life, check_merge, check_pages, check_rotated
+
+from tests.device.capture_on_device import check_captured, check_compiled
+from tests.device.check_flush import check_flush
+from tests.device.checks_on_device import check_large, check_life, check_merge, check_pages, check_rotated
 
 
 def check_rest(seed, device):

@@ -1,6 +1,6 @@
 """Every kernel on small data: what ``compute-sanitizer`` is run on.
 
-    compute-sanitizer --tool memcheck python benchmarks/small_run.py [PART ...] [--device cuda]
+    compute-sanitizer --tool memcheck python -m tests.device.small_run [PART ...] [--device cuda]
 
 Parts are for several processes, since the sanitizer slows each down. The last line names the kernels that ran.
 """
@@ -9,15 +9,13 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-import check_attention
-import check_classic
-import check_flush
-import check_indexer
-import checks_on_device as checks
 import numpy as np
 import torch
-from check_cuda import reference_rows
 from triton import knobs
+
+from tests.device import check_attention, check_classic, check_flush, check_indexer
+from tests.device import checks_on_device as checks
+from tests.device.check_cuda import reference_rows
 
 FORMATS = {"v4_584": 17, "v32_656": 5, "v41_fp4_288": 5, "index_fp4_68_h": 33, "int8_row": 9, "nf4_b64": 3}
 """Rows by format: every way to code and to scale."""

@@ -12,11 +12,10 @@ import sys
 os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
-import interpreted_launches
-
 from benchmarks import two_gpus_kernels
 from kvcore.backends.jax_pallas.cuda import arguments, attend, indexer
 from kvcore.kernels.triton.device import INTERPRETER
+from tests.frameworks import interpreted_launches
 
 
 def main(axes: list[str]) -> None:

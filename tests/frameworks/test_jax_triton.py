@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -55,9 +54,8 @@ CHECKS = {
 
 @pytest.mark.parametrize("group", CHECKS)
 def test_interpreted_launches_agree_with_the_reference(group: str) -> None:
-    script = Path(__file__).with_name("interpreted_launches.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", str(script), *CHECKS[group]]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.frameworks.interpreted_launches", *CHECKS[group]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
@@ -66,10 +64,8 @@ def test_interpreted_launches_agree_with_the_reference(group: str) -> None:
 
 
 def test_interpreted_launches_on_two_devices_agree_with_jax_numpy() -> None:
-    script = Path(__file__).with_name("interpreted_shards.py")
-    paths = [str(script.parents[2]), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", str(script), "blocks"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.frameworks.interpreted_shards", "blocks"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = done.stdout.splitlines()

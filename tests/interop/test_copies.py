@@ -5,12 +5,12 @@ import io
 import pickle
 
 import pytest
-import tiny_models as models
 import torch
-from rows_by_hand import held, update
 
 from kvcore.errors import RequestError, SnapshotError
 from kvcore.interop.transformers import KVCache
+from tests.support import tiny_models as models
+from tests.support.rows_by_hand import held, update
 
 STATIC = [pytest.param(False, id="growing"), pytest.param(True, id="static")]
 KINDS = [

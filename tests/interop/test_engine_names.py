@@ -4,12 +4,11 @@ import importlib.util
 import math
 
 import pytest
-import scene
-import stories
 
 from kvcore.errors import SpecError
 from kvcore.interop import kvcr, sglang, vllm
 from kvcore.spec import presets
+from tests.support import scene, stories
 
 FLASH = presets.deepseek_v4_flash(formats={"index_keys": "index_fp8_132_h"}, draft=False)
 V41 = presets.deepseek_v4_1_flash(draft=False)

@@ -1,13 +1,13 @@
 """What a forward may store: no more than ``max_length``, all of it or nothing, and nothing that gradients need."""
 
 import pytest
-import tiny_models as models
 import torch
-from rows_by_hand import held, update, update_layer
 from transformers import DynamicCache
 
 from kvcore.errors import KvcoreError, OutOfBlocks, StepError
 from kvcore.interop.transformers import KVCache
+from tests.support import tiny_models as models
+from tests.support.rows_by_hand import held, update, update_layer
 
 STATIC = [pytest.param(False, id="growing"), pytest.param(True, id="static")]
 KINDS = [

@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-import tiny_models as models
 import torch
-from rows_by_hand import update
 from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig
 
 from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError
 from kvcore.interop.transformers import KVCache, cache_spec
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Tail, Window
+from tests.support import tiny_models as models
+from tests.support.rows_by_hand import update
 
 
 def opt():

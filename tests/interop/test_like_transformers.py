@@ -1,14 +1,14 @@
 """The same calls on transformers' own caches and on ours: the same answers, or a typed refusal that changes nothing."""
 
 import pytest
-import tiny_models as models
 import torch
-from rows_by_hand import held, update
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from kvcore.errors import BackendError, RequestError, ShapeError, StepError
 from kvcore.interop.transformers import KVCache
+from tests.support import tiny_models as models
+from tests.support.rows_by_hand import held, update
 
 KINDS = {
     "full": models.llama,

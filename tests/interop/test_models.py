@@ -1,12 +1,12 @@
 """Every kind of model generates, on a kvcore cache, the tokens that it generates on its own."""
 
 import pytest
-import tiny_models as models
 import torch
 from transformers import CompileConfig, DynamicCache
 
 from kvcore.errors import SpecError
 from kvcore.interop.transformers import KVCache
+from tests.support import tiny_models as models
 
 MODELS = [
     pytest.param(models.llama, id="Llama: full, grouped heads"),

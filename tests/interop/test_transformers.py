@@ -1,7 +1,6 @@
 """A model on a kvcore cache gives what it gives on its own."""
 
 import pytest
-import tiny_models as models
 import torch
 from transformers import DynamicCache
 
@@ -9,6 +8,7 @@ import kvcore
 from kvcore import to_numpy
 from kvcore.errors import OutOfBlocks, RequestError, RollbackError, SpecError, StepError
 from kvcore.interop.transformers import KVCache, cache_spec
+from tests.support import tiny_models as models
 
 BACKENDS = ["torch_triton", "reference"]
 CUTS = [

@@ -1,6 +1,6 @@
 """The TPU compiler's word on every kernel, as a parity report that ``kvcore parity merge`` and ``html`` read.
 
-    python -m benchmarks.compile_tpu [--chips v5e v6e] [--only attend_kv] [--out records/compile_tpu.json]
+    python -m tests.jax_pallas.compile_tpu [--chips v5e v6e] [--only attend_kv] [--out records/compile_tpu.json]
 
 For each chip, none of which need be here: does libtpu compile each kernel, does the program update the pools in place,
 how much temporary memory does it hold, does it move a whole pool. Nothing is run, and no numbers are compared.
@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.tpu_cases import CHIPS, KERNELS, STEPS
 from kvcore import parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import computed_formats_of
 from kvcore.ops import tolerances
 from kvcore.parity import environment
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
+from tests.jax_pallas.tpu_cases import CHIPS, KERNELS, STEPS
 
 BACKEND = "jax_pallas"
 TEMPORARY_BYTES = {True: 8 << 20, False: 4 << 20}
@@ -37,11 +37,11 @@ def compiled(chip: str, *cases: str) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: the process died.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, sys.path)])
     env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    line = [sys.executable, "-m", "benchmarks.tpu_cases", chip, *cases]
+    line = [sys.executable, "-m", "tests.jax_pallas.tpu_cases", chip, *cases]
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
@@ -112,7 +112,7 @@ def main() -> int:
     options = parser.parse_args()
     # Where the record was written says nothing about what it holds.
     only = f" --only {options.only}" if options.only else ""
-    command = f"python -m benchmarks.compile_tpu --chips {' '.join(options.chips)}{only}"
+    command = f"python -m tests.jax_pallas.compile_tpu --chips {' '.join(options.chips)}{only}"
     found = report(options.chips, options.only, command)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     for one in found.failures:

@@ -8,7 +8,6 @@ One function is given for both, and the shapes of a step choose. Pools must not 
 
 import os
 import sys
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -17,13 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import scene
-
 from kvcore.interop.jax.sharding import RULES, Axes, Sharded
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Tail, Window
 from kvcore.step import StepRequest, build_index
+from tests.support import scene
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

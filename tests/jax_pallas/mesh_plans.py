@@ -9,7 +9,6 @@ compared with those of one device, since compressed entries are computed, and th
 import os
 import sys
 from math import prod
-from pathlib import Path
 
 KIND, PLANS, STEPS = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
 PROCESS, PROCESSES, PORT = (int(word) for word in sys.argv[4:]) if len(sys.argv) > 4 else (0, 1, 0)
@@ -20,13 +19,10 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import scene  # noqa: E402
-
 from kvcore.interop.jax.sharding import Sharded  # noqa: E402
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window  # noqa: E402
 from kvcore.step import StepRequest, build_index  # noqa: E402
+from tests.support import scene  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__)
+ROOT = Path(__file__).parents[2]
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:
     """A program of this folder, begun."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[2]), *filter(None, sys.path)])
-    line = [sys.executable, str(HERE.with_name(program)), *map(str, arguments)]
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    line = [sys.executable, "-m", f"tests.jax_pallas.{program}", *map(str, arguments)]
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

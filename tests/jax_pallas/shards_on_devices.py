@@ -1,20 +1,16 @@
 """A program for eight forced host devices: caches over a mesh against the reference; prints what differs."""
 
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import stories
-
 import kvcore
 from kvcore.errors import SpecError
 from kvcore.interop import jax_shards
 from kvcore.spec import Rope
+from tests.support import stories
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import scene
 
 import kvcore
+from tests.support import scene
 
 
 @pytest.mark.parametrize("offset", [0, 4, 32])

@@ -1,7 +1,8 @@
 """A backend whose calls fail on JAX: rows are as before, or the request is lost and says so."""
 
-import faulty
 import pytest
+
+from tests.support import faulty
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])

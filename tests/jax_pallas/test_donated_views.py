@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import view_kinds
-from view_kinds import KINDS, appended, copied, given, made, step
 
 from kvcore.interop.jax.views import CacheViews
+from tests.jax_pallas import view_kinds
+from tests.jax_pallas.view_kinds import KINDS, appended, copied, given, made, step
 
 RINGS = [kind for kind, layer in KINDS.items() if layer.kv is not None and layer.kv.storage == "ring"]
 STEPS = [(kind, 1) for kind in KINDS] + [(kind, 20) for kind in ("full, paged", *RINGS)]

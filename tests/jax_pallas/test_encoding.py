@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import every_bf16
-from new_codes import NAME, layers_of, new_code
 
 import kvcore
 from kvcore.backends.jax_pallas import encoding
 from kvcore.backends.reference import encoding as reference
 from kvcore.errors import BackendError
 from kvcore.spec import FORMATS
+from tests.support.exact import every_bf16
+from tests.support.new_codes import NAME, layers_of, new_code
 
 SCALES = {"index_nvfp4": 0.37, "index_nvfp4_h": 0.37}
 

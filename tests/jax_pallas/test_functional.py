@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scene
-import whole_step
-from backends_under_test import poison
 
 import kvcore
 from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 from kvcore.spec import presets
+from tests.jax_pallas import whole_step
+from tests.support import scene
+from tests.support.backends_under_test import poison
 
 
 @pytest.mark.parametrize("layout", ["planar", "packed", "tpu_tile"])

@@ -1,13 +1,13 @@
 """What functional verbs take and refuse on JAX, eagerly and while they are traced."""
 
-import functional_cases as cases
-import functional_checks
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import sparse
 
 from kvcore.errors import ShapeError
+from tests.support import functional_cases as cases
+from tests.support import functional_checks
 
 BACKEND = "jax_pallas"
 CHECKS = (

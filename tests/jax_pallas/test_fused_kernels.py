@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import whole_step
 
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer
 from kvcore.backends.jax_pallas.backend import INTERPRETED
@@ -26,6 +25,7 @@ from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.plan import Region
 from kvcore.spec import FORMATS
+from tests.jax_pallas import whole_step
 
 UNITS, ROWS = 3, 8
 GLOBAL_SCALE = 0.37

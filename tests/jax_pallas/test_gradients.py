@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whole_step
 
 import kvcore
 from kvcore.errors import ShapeError
@@ -16,6 +15,7 @@ from kvcore.interop.jax.views import init_views
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec
+from tests.jax_pallas import whole_step
 
 TOKENS, HEADS, DIM = 7, 4, 8
 CLASSIC = {"key_heads": 2, "key_dim": DIM, "key_format": "fp32"}

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whole_step
-from view_kinds import copied
 
 import kvcore
 from kvcore.interop.jax import read_first
 from kvcore.ops import RawRows, StepIndex
 from kvcore.spec import KV, CacheSpec, LayerSpec
+from tests.jax_pallas import whole_step
+from tests.jax_pallas.view_kinds import copied
 
 TOKENS, CLOSED = 5, 2
 LATENT = whole_step.CSA_HCA.layers[0]

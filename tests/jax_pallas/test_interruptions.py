@@ -1,8 +1,7 @@
 """KeyboardInterrupt at any line on JAX, whose arrays are replaced rather than written: a verb happens or does not."""
 
-from backends_under_test import seed_of
-
-from benchmarks.reliability import interrupt
+from tests.reliability import interrupt
+from tests.support.backends_under_test import seed_of
 
 EVERY = 48
 

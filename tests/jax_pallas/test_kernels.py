@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whole_step
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -15,6 +14,7 @@ from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.jax_pallas.calls import INTERPRETER
 from kvcore.backends.jax_pallas.pallas.read_rows import read_rows
 from kvcore.backends.jax_pallas.pallas.write_rows import write_parts, write_rows
+from tests.jax_pallas import whole_step
 
 TILES = [
     pytest.param((4, 128), np.uint8, id="one tile of bytes"),

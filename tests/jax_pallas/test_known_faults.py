@@ -5,12 +5,12 @@ import itertools
 import jax
 import numpy as np
 import pytest
-import scene
-from scene import numbered
 
 import kvcore
 from kvcore.errors import OutOfBlocks, SpecError
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
+from tests.support import scene
+from tests.support.scene import numbered
 
 BACKEND = "jax_pallas"
 

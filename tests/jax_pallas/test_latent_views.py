@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scene
 
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.errors import OutOfBlocks, ShapeError, SpecError, StepError
 from kvcore.interop.jax.views import CacheViews, init_views
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, from_hf_config, presets
+from tests.support import scene
 
 RANK, ROTARY, HEADS, LENGTH = 24, 8, 2, 16
 CONFIG = {"num_hidden_layers": 2, "kv_lora_rank": RANK, "qk_rope_head_dim": ROTARY, "num_attention_heads": HEADS}

@@ -5,11 +5,11 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
-from drive import Options, Seen, classic_spec, drive
 
 import kvcore
 from kvcore.ops import tolerances
 from kvcore.spec import CacheSpec, presets
+from tests.support.drive import Options, Seen, classic_spec, drive
 
 PAD_TOKENS = 32
 

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases_of_liveness import COMPONENTS, check
+
+from tests.support.cases_of_liveness import COMPONENTS, check
 
 
 def test_arrays():

@@ -1,12 +1,12 @@
 """Masks, left and right padding on JAX: steps of the core, and layer views, against the rule."""
 
-import cases_of_masks as cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvcore.interop.jax.views import init_views
 from kvcore.spec import CacheSpec
+from tests.support import cases_of_masks as cases
 
 
 @pytest.mark.parametrize(

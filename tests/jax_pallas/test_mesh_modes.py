@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from processes import finished, start
 
 from kvcore.errors import ShapeError, SpecError
 from kvcore.interop.jax.rules import Axes, Rules, mode_of
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
+from tests.jax_pallas.processes import finished, start
 
 MESH = jax.sharding.AbstractMesh((2, 2, 4), ("data", "context", "model"))
 RULES = {"requests": "data", "blocks": "context", "heads": "model", "query_length": "context"}
@@ -23,7 +23,7 @@ TOKENS = ("requests", "query_length")
 
 
 def test_prefill_and_decode_answer_the_same_and_pools_stay_where_they_are() -> None:
-    running = [start("mesh_modes.py", axes) for axes in ("auto", "explicit")]
+    running = [start("mesh_modes", axes) for axes in ("auto", "explicit")]
     for one in running:
         out = finished(one)
         modes = ("prefill", "decode", "decode", "prefill", "decode")

@@ -6,13 +6,13 @@ from subprocess import Popen
 
 import jax
 import pytest
-from processes import finished, start
 
 from kvcore.errors import SpecError
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, CacheSpec, LayerSpec
+from tests.jax_pallas.processes import finished, start
 
-PROGRAM = "mesh_plans.py"
+PROGRAM = "mesh_plans"
 STEPS = 2
 
 

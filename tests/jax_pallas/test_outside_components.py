@@ -1,9 +1,8 @@
 """A component that kvcore does not know lives the same life on JAX as on the reference, position by position."""
 
-import outside_components as outside
-
 from kvcore.parity.run import run
 from kvcore.plugins import registry
+from tests.support import outside_components as outside
 
 
 def test_the_same_life():

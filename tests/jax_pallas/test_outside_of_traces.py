@@ -4,7 +4,6 @@
 
 from typing import Any
 
-import functional_cases as cases
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvcore.errors import ShapeError, StepError
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
+from tests.support import functional_cases as cases
 
 TOKENS = 4
 

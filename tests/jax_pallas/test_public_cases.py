@@ -4,7 +4,8 @@ Sweeps over every size are left out, each size compiles anew: RING-02's is in ``
 """
 
 import pytest
-from cases import test_batch, test_classic, test_compress, test_ring
+
+from tests.cases import test_batch, test_classic, test_compress, test_ring
 
 SWEEPS = (
     "test_ring_02_every_pair_of_call_sizes",

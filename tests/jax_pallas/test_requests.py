@@ -2,13 +2,12 @@
 
 from importlib.util import find_spec
 
-import hand_over
 import numpy as np
 import pytest
-import stories
 
 import kvcore
 from kvcore.spec import CacheSpec
+from tests.support import hand_over, stories
 
 TORCH = ["torch_triton"] if find_spec("torch") else []
 ROUTES = [("reference", "jax_pallas", "reference"), ("jax_pallas", "reference", "jax_pallas")]

@@ -5,14 +5,14 @@ from subprocess import Popen
 
 import jax
 import pytest
-from processes import finished, start
 
 from kvcore.errors import SpecError
 from kvcore.interop.jax.heads import with_heads
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.spec import KV, LayerSpec, presets
+from tests.jax_pallas.processes import finished, start
 
-PROGRAM = "sharded_steps.py"
+PROGRAM = "sharded_steps"
 
 
 def last_line(process: Popen[str]) -> str:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beartype.roar import BeartypeDoorHintViolation
-from shapes_of_verbs import CHECKED, VERBS, checked, run_checks
 
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.ops import Ops
+from tests.support.shapes_of_verbs import CHECKED, VERBS, checked, run_checks
 
 
 @pytest.mark.parametrize("name", VERBS)

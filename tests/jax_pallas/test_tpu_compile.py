@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.compile_tpu import compiled, fault, record
-from benchmarks.tpu_cases import CHIPS as EVERY_CHIP
-from benchmarks.tpu_cases import KERNELS, STEPS
 from kvcore import parity
 from kvcore.interop.jax import assert_in_place
 from kvcore.parity.html import LADDER
+from tests.jax_pallas.compile_tpu import compiled, fault, record
+from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
+from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 
 RECORD = Path(__file__).parents[2] / "records" / "compile_tpu.json"
 CHIPS = ("v5e", "v5p", "v6e", "v7x")

@@ -1,10 +1,10 @@
 """Layer views over a mesh: what views on one device show and hold, and pure forms that fit any mesh."""
 
-from processes import finished, start
+from tests.jax_pallas.processes import finished, start
 
 
 def test_views_on_eight_devices_hold_and_show_what_views_on_one_do() -> None:
-    running = [start("view_meshes.py", axes) for axes in ("auto", "explicit")]
+    running = [start("view_meshes", axes) for axes in ("auto", "explicit")]
     for one in running:
         assert finished(one).splitlines() == [
             "appended: 60 arrays",

@@ -1,6 +1,6 @@
 """What the TPU compiler is asked to compile: every kernel through its verb, formats, whole steps, and a control.
 
-    python -m benchmarks.tpu_cases v6e [CASE ...]
+    python -m tests.jax_pallas.tpu_cases v6e [CASE ...]
 
 compiles cases for a chip that is not here (libtpu must be installed) and prints what each program does to its pools,
 one JSON object a line. A process of its own for each chip: libtpu may abort it on what it does not support.

@@ -5,12 +5,8 @@ Arguments: ``tables``, ``ran`` or ``strict`` (with KVCORE_STRICT=1).
 
 import os
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from new_codes import layers_of
 
 from kvcore.backends.torch_triton import TorchBackend
 from kvcore.backends.torch_triton.backend import TorchOps
@@ -19,6 +15,7 @@ from kvcore.ops.choices import VERBS
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Field, Format, LayerSpec, presets
 from kvcore.step import StepRequest, build_index
+from tests.support.new_codes import layers_of
 
 TOKENS = 16
 APART = "layout tpu_tile stores the bytes of an element apart"

@@ -1,18 +1,9 @@
 """One group of kernel checks under Triton's interpreter; run in a process of its own, see ``test_interpreter``."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import check_attention
-import check_classic
-import check_indexer
 import numpy as np
 import torch
-from check_cuda import reference_rows
-from check_flush import flush_problems
-from checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
 from kvcore import parity
 from kvcore.backends.torch_triton.triton_ops import TritonOps
@@ -23,6 +14,10 @@ from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import FORMATS, CacheSpec, Entries, LayerSpec, Tail, Window
 from kvcore.step import StepRequest, build_index
+from tests.device import check_attention, check_classic, check_indexer
+from tests.device.check_cuda import reference_rows
+from tests.device.check_flush import flush_problems
+from tests.device.checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
 
 
 def formats(names):
@@ -106,7 +101,7 @@ def views():
 
 
 def compiled():
-    from capture_on_device import check_compiled
+    from tests.device.capture_on_device import check_compiled
 
     yield from check_compiled("cpu", backend="aot_eager")
 

@@ -1,7 +1,7 @@
 """Every kernel, format and layout compiled for GPUs that are not there: nothing fails, and nothing spills more than
 ``records/compile_triton.json`` says. After a change that is meant to:
 
-    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/triton_kernels/test_ahead_of_time.py
+    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels/test_ahead_of_time.py
 """
 
 import json
@@ -13,8 +13,6 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from ahead_of_time import compiled, resources  # noqa: E402
-
 from kvcore.backends.torch_triton.launches.bound import tile  # noqa: E402
 from kvcore.kernels.triton import append, checksum, flush, gather, last_rows, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
@@ -22,6 +20,7 @@ from kvcore.kernels.triton.shape import border_chunk, flush_shape, window_rows  
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402
+from tests.support.ahead_of_time import compiled, resources  # noqa: E402
 
 ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ pytest.importorskip("torch")
 def test_what_is_said_is_what_runs(what, strict):
     given = {"TRITON_INTERPRET": "1", "KVCORE_STRICT": strict, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {name: value for name, value in os.environ.items() if name != "KVCORE_ATTENTION"} | given
-    script = Path(__file__).with_name("explained.py")
-    command = [sys.executable, "-W", "ignore", str(script), what]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.explained", what]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +31,8 @@ GROUPS = [
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_interpreted_kernels_agree_with_the_reference(group):
-    script = Path(__file__).with_name("interpreted.py")
     # Triton decides when a kernel is defined whether it is interpreted, so the checks need a process of their own.
-    interpreted("-W", "ignore", str(script), group)
+    interpreted("-W", "ignore", "-m", "tests.kernels.interpreted", group)
 
 
 def test_the_kit_takes_no_warning_of_the_interpreter_for_a_fault(tmp_path):

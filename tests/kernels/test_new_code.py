@@ -5,14 +5,13 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from ahead_of_time import compiled  # noqa: E402
-from new_codes import NAME, layers_of, new_code  # noqa: E402
-
 from kvcore.errors import BackendError  # noqa: E402
 from kvcore.kernels.triton import append, attend, cut, gather  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, CacheSpec, Field, Format, LayerSpec, Window  # noqa: E402
+from tests.support.ahead_of_time import compiled  # noqa: E402
+from tests.support.new_codes import NAME, layers_of, new_code  # noqa: E402
 
 
 def region_of(format: Format, role: str = "window"):

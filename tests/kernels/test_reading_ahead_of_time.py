@@ -5,8 +5,6 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from ahead_of_time import compiled, resources
-
 from kvcore.backends.torch_triton.launches.indexer import ROUND
 from kvcore.kernels.triton import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
 from kvcore.kernels.triton.cut import (
@@ -23,6 +21,7 @@ from kvcore.kernels.triton.record import power_of_two, row_record
 from kvcore.kernels.triton.score_cut import CUTS, nibbles, score_parts
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
+from tests.support.ahead_of_time import compiled, resources
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""

@@ -1,6 +1,6 @@
 """What functional verbs take and refuse, alike on every backend; JAX's part is in ``jax_pallas``."""
 
-import functional_checks
+from tests.support import functional_checks
 
 
 def test_zero_sizes_answer_as_the_reference(backend):

@@ -1,12 +1,12 @@
 """Masks of every kind of classic layer against the rule itself, position by position; and attention that obeys them."""
 
-import cases_of_masks as cases
 import numpy as np
 import pytest
-import scene
 
 import kvcore
 from kvcore.errors import ShapeError
+from tests.support import cases_of_masks as cases
+from tests.support import scene
 
 LEFT = [
     pytest.param(None, id="no padding"),

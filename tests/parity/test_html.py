@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import pytest
-from parity import broken, browser
 
 from kvcore import parity
 from kvcore.parity.groups import grouped, single
@@ -13,6 +12,8 @@ from kvcore.parity.quality import Quality
 from kvcore.parity.records import STATUSES, Record
 from kvcore.plugins import KnownGap
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from tests.conformance import broken
+from tests.parity import browser
 
 pytest.importorskip("jinja2")
 

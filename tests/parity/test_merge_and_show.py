@@ -4,12 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from parity import broken
 
 from kvcore import parity
 from kvcore.errors import SpecError
 from kvcore.parity.show import cell_text, failure_text
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from tests.conformance import broken
 
 
 def spec(dim: int = 8) -> CacheSpec:

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from parity import broken
 
 from kvcore import parity
 from kvcore.backends.records import EVERYTHING
@@ -10,6 +9,7 @@ from kvcore.parity.run import PLANS_REMEMBERED, Subject
 from kvcore.plan import plan_cache
 from kvcore.plugins import KnownGap
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from tests.conformance import broken
 
 SPEC = CacheSpec(layers=(LayerSpec(window=Window(dim=8, window=3, format="fp32")),), block_tokens=8, name="one window")
 CHECK = "append_window/fp32/packed/ragged"

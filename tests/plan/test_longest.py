@@ -1,13 +1,12 @@
 """The most tokens that one request can hold: smaller rings and tables, and everything else as it is without."""
 
 import pytest
-import scene
-import stories
-from backends_under_test import BACKENDS
-from stories import LATENT, MIXED, STORED
 
 import kvcore
 from kvcore.errors import OutOfBlocks
+from tests.support import scene, stories
+from tests.support.backends_under_test import BACKENDS
+from tests.support.stories import LATENT, MIXED, STORED
 
 TOKENS = list(range(300, 330))
 LONGEST = 27

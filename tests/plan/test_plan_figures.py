@@ -3,10 +3,10 @@
 from fractions import Fraction
 
 import pytest
-from plan_figures import flash, gqa, pro, v32_bf16, v41
 
 from kvcore.plan import bytes_per_token, logical_bytes, plan_cache
 from kvcore.spec import presets
+from tests.support.plan_figures import flash, gqa, pro, v32_bf16, v41
 
 MILLION = 2**20
 

@@ -2,13 +2,11 @@
 
 import json
 
-import portable_form
 import pytest
-import stories
-import version_1
-from stories import LATENT
 
 from kvcore.cli import main
+from tests.support import portable_form, stories, version_1
+from tests.support.stories import LATENT
 
 
 @pytest.fixture

@@ -8,10 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import portable_form
 import pytest
-import stories
-import write_golden
 
 import kvcore
 from examples import read_portable
@@ -21,6 +18,7 @@ from kvcore.portable import checkfile
 from kvcore.portable.importer import parse
 from kvcore.portable.rows import read_rows
 from kvcore.spec import from_json, to_json
+from tests.support import portable_form, stories, write_golden
 
 FOLDERS = {version: Path(__file__).parent / f"golden_v{version}" for version in (1, 2)}
 FIRST, ALL = 14819178949510838875, 4192867769966869283

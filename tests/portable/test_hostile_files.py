@@ -10,12 +10,7 @@ import tracemalloc
 from pathlib import Path
 
 import msgspec
-import portable_form
 import pytest
-import scene
-import stories
-import version_1
-from stories import LATENT, MIXED
 
 import kvcore
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError, TransferError
@@ -28,6 +23,8 @@ from kvcore.portable.disk import Disk, open_regular, write_whole
 from kvcore.portable.manifest import root_of
 from kvcore.portable.rows import kept_rows, least_kept, owned
 from kvcore.spec import CacheSpec, Tail, from_hf_config, from_json, to_json
+from tests.support import portable_form, scene, stories, version_1
+from tests.support.stories import LATENT, MIXED
 
 
 def temporary_of(path):

@@ -5,15 +5,14 @@ import os
 import threading
 import time
 
-import fake_nixl
 import msgspec
 import numpy as np
 import pytest
-import stories
 
 from kvcore.errors import KvcoreError, ShapeError, TransferError
 from kvcore.handoff import Direct, Exporter, FileTransport, Handle, decode_handle, encode_handle, publish, pull
 from kvcore.interop import nixl
+from tests.support import fake_nixl, stories
 
 SPEC = stories.STORED
 

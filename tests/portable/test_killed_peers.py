@@ -1,6 +1,6 @@
 """R8, short: whoever is killed, the other one has all of it or nothing, and says so in time."""
 
-from benchmarks.reliability import transfer
+from tests.reliability import transfer
 
 
 def test_r8_a_killed_peer_leaves_all_or_nothing():

@@ -1,12 +1,7 @@
 """Checkpoints go where their requests go: what a prompt finds in one cache it finds in the next."""
 
 import msgspec
-import portable_form
 import pytest
-import stories
-import version_1
-from backends_under_test import BACKENDS
-from stories import LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import SnapshotError, TransferError
@@ -14,6 +9,9 @@ from kvcore.handoff import Direct, Exporter, pull
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
 from kvcore.portable.rows import state_at
+from tests.support import portable_form, stories, version_1
+from tests.support.backends_under_test import BACKENDS
+from tests.support.stories import LATENT, MIXED, PAGED
 
 PROMPT = list(range(100, 145))
 SPECS = pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)

@@ -3,20 +3,16 @@
 import itertools
 import json
 
-import hand_over
 import msgspec
-import portable_form
 import pytest
-import scene
-import stories
-import version_1
-from backends_under_test import BACKENDS
-from stories import LATENT, MIXED, STORED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
 from kvcore.portable.rows import read_rows, write_rows
 from kvcore.spec import CacheSpec
+from tests.support import hand_over, portable_form, scene, stories, version_1
+from tests.support.backends_under_test import BACKENDS
+from tests.support.stories import LATENT, MIXED, STORED
 
 TOKENS = list(range(400, 460))
 LAYOUTS = ("packed", "planar", "tpu_tile")

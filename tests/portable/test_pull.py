@@ -4,14 +4,9 @@ import importlib.util
 import itertools
 import threading
 
-import gloo
 import msgspec
 import numpy as np
-import pulling
 import pytest
-import scene
-import stories
-from fake_nixl import FakeAgent
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RollbackError, SnapshotError, TransferError
@@ -20,6 +15,8 @@ from kvcore.interop import nixl
 from kvcore.portable.manifest import root_of
 from kvcore.portable.pages import page_layout
 from kvcore.spec import presets
+from tests.support import gloo, pulling, scene, stories
+from tests.support.fake_nixl import FakeAgent
 
 BACKENDS = ("reference", "torch_triton")
 SPECS = [stories.LATENT, stories.MIXED, stories.STORED]

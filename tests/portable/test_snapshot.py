@@ -9,20 +9,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import portable_form
 import pytest
 import safetensors.numpy
-import scene
-import stories
-import version_1
-from stories import LATENT, MIXED, STORED
 
 import kvcore
-from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from kvcore.errors import BackendError, OutOfSlots, RequestError, SnapshotError, StepError
 from kvcore.portable import snapshot
 from kvcore.portable.disk import Disk, write_whole
 from kvcore.spec import CacheSpec
+from tests.reliability.simulated_disk import Crash, SimulatedDisk
+from tests.support import portable_form, scene, stories, version_1
+from tests.support.stories import LATENT, MIXED, STORED
 
 TOKENS = list(range(500, 560))
 LENGTHS = (41, 0, 16, 7)

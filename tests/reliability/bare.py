@@ -4,13 +4,13 @@ What counts, locks and shares is the library's own; only the rows are left out, 
 """
 
 import numpy as np
-import scene
 
 from kvcore.cache import Cache
 from kvcore.ops import RawRows
 from kvcore.plan import CachePlan, plan_cache, row_bytes
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from tests.support import scene
 
 
 def plan_of(*, slots: int = 6, max_tokens: int = 96, drafts: int = 2) -> CachePlan:

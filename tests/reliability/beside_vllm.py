@@ -1,6 +1,6 @@
 """Beside R1 and R6: what vLLM's block pool does on the same faults, and how fast it hands out blocks.
 
-``python -m benchmarks.reliability.beside_vllm SOURCE [--out FILE]``: SOURCE holds the package's ``vllm`` folder, from a
+``python -m tests.reliability.beside_vllm SOURCE [--out FILE]``: SOURCE holds the package's ``vllm`` folder, from a
 wheel or an sdist. Only ``v1/core/block_pool.py`` and ``kv_cache_utils.py`` are run, on any CPU; what they import of the
 engine, and use for logging, types and events only, is stood in for. The pool trusts its one caller, the scheduler: what
 is counted is whether a caller's mistake is noticed at the faulty call, later, or never.

@@ -1,7 +1,7 @@
 """What the figures' commands share: seeds, time limits, several processes, and the record that they write.
 
 Most figures are a range of seeds, each of which tells a story of its own. A shard is a part of that range, told by one
-process anywhere; ``python -m benchmarks.reliability.merge`` adds shards up.
+process anywhere; ``python -m tests.reliability.merge`` adds shards up.
 """
 
 import argparse

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import safetensors
 import safetensors.numpy
-import stories
 
-from benchmarks.reliability import command
-from benchmarks.reliability.shrink import shrink
 from kvcore.errors import SnapshotError
 from kvcore.portable import snapshot
 from kvcore.portable.blob import HEAD_BYTES
+from tests.reliability import command
+from tests.reliability.shrink import shrink
+from tests.support import stories
 
 LENGTHS = (21, 9, 34)
 KINDS = {"flip": 6, "flip header": 2, "cut": 2, "zero": 1, "swap": 2, "repeat": 1, "lose": 1, "other": 1, "byte": 2}

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import stories
-
-from benchmarks.reliability import command
-from benchmarks.reliability.simulated_disk import Crash, SimulatedDisk
 from kvcore.errors import SnapshotError
 from kvcore.portable import snapshot
 from kvcore.portable.disk import Disk, write_whole
+from tests.reliability import command
+from tests.reliability.simulated_disk import Crash, SimulatedDisk
+from tests.support import stories
 
 FILE = Path("/disk/cache.kv")
 

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import kvcore
-from benchmarks.reliability import command
-from benchmarks.reliability.bare import BareCache, plan_of
-from benchmarks.reliability.model import Divergence, Left, Model, require
-from benchmarks.reliability.shrink import told
 from kvcore.cache.loading import take_in
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError, SnapshotError
 from kvcore.portable import snapshot
+from tests.reliability import command
+from tests.reliability.bare import BareCache, plan_of
+from tests.reliability.model import Divergence, Left, Model, require
+from tests.reliability.shrink import told
 
 KINDS = {
     "admit": 50,

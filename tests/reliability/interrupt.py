@@ -17,17 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
-import scene
-import stories
-
 import kvcore
-from benchmarks.reliability import command
 from kvcore.cache.loading import take_in
 from kvcore.errors import BackendError
 from kvcore.handoff import Exporter, FileTransport, publish, pull
 from kvcore.portable import snapshot
 from kvcore.portable.transport import reference
 from kvcore.spec import CacheSpec
+from tests.reliability import command
+from tests.support import scene, stories
 
 KVCORE = str(Path(kvcore.__file__).parent)
 BACKENDS_OF_KVCORE = str(Path(KVCORE) / "backends")
@@ -83,7 +81,7 @@ def create(backend: str, prefix: Literal["off", "full"] = "off") -> kvcore.Cache
     name, shard, _ = backend.partition(SHARD)
     if not shard:
         return kvcore.create_cache(SPEC, backend=name, max_requests=5, max_tokens=64, prefix=prefix)
-    from benchmarks.reliability.ranks import first_of_two
+    from tests.reliability.ranks import first_of_two
 
     return first_of_two(SPEC, name, max_requests=5, max_tokens=64, prefix=prefix)
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import scene
 
 import kvcore
-from benchmarks.reliability import command
-from benchmarks.reliability.shrink import told
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec
+from tests.reliability import command
+from tests.reliability.shrink import told
+from tests.support import scene
 
 DIM = 6
 SALT = "one tenant"

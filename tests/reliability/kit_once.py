@@ -1,7 +1,7 @@
 """The kit's checks on one backend until the first that fails: what judges planted faults, without pytest's collection.
 
-    python -m benchmarks.reliability.kit_once torch_triton
-    python -m benchmarks.reliability.kit_once jax_pallas --device cpu:interpret --checks "flush and tpu_tile and ragged"
+    python -m tests.reliability.kit_once torch_triton
+    python -m tests.reliability.kit_once jax_pallas --device cpu:interpret --checks "flush and tpu_tile and ragged"
 
 The exit code is 1 if one fails, whose id is printed; 3 if the backend cannot run here or no check is chosen.
 """

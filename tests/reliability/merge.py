@@ -1,4 +1,4 @@
-"""Shards of one figure, added up: ``python -m benchmarks.reliability.merge OUT RECORD...``.
+"""Shards of one figure, added up: ``python -m tests.reliability.merge OUT RECORD...``.
 
 Refuses shards of different figures or options, and seeds that were told twice.
 """
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.reliability.command import merged, write
+from tests.reliability.command import merged, write
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,15 +13,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bad_input.everything import AT_REST, BUILDING, IN_STEP, checks
-from bad_input.world import Violation
-
-from benchmarks.reliability import command
-from benchmarks.reliability.replay import backends as installed
+from tests.bad_input.everything import AT_REST, BUILDING, IN_STEP, checks
+from tests.bad_input.world import Violation
+from tests.reliability import command
+from tests.reliability.replay import backends as installed
 
 ONCE = """
 import json
-from benchmarks.reliability.misuse import outcomes
+from tests.reliability.misuse import outcomes
 print(json.dumps(outcomes({numbers!r}, {backends!r}, float({seconds!r}))))
 """
 

@@ -27,12 +27,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import safetensors.numpy
-import stories
-import version_1
 
 import kvcore
-from benchmarks.reliability import command
-from benchmarks.reliability.hostile import changed, changed_bytes
 from kvcore.errors import KvcoreError
 from kvcore.foreign import UNREADABLE
 from kvcore.handoff import Direct, Exporter, FileTransport, decode_handle, encode_handle, publish, pull
@@ -45,6 +41,9 @@ from kvcore.portable import snapshot, version1
 from kvcore.portable.blob import head_of, split
 from kvcore.portable.manifest import root_of
 from kvcore.spec import from_hf_config, from_json, presets, to_json
+from tests.reliability import command
+from tests.reliability.hostile import changed, changed_bytes
+from tests.support import stories, version_1
 
 SEED_INPUTS = 250
 SECONDS = 1.0

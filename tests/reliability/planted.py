@@ -1,9 +1,9 @@
 """Faults planted one at a time, one line each: does the conformance kit notice, and if not, the test suite?
 
-    python -m benchmarks.reliability.planted --jobs 2 --out planted.json
-    python -m benchmarks.reliability.planted --only 'kvcore/requests/prefix.py' --part 0/4
-    python -m benchmarks.reliability.planted --ways kit --out kit.json
-    python -m benchmarks.reliability.planted --after kit.json --out planted.json
+    python -m tests.reliability.planted --jobs 2 --out planted.json
+    python -m tests.reliability.planted --only 'kvcore/requests/prefix.py' --part 0/4
+    python -m tests.reliability.planted --ways kit --out kit.json
+    python -m tests.reliability.planted --after kit.json --out planted.json
 
 The faults are the tables in ``faults/``. Each is written into a copy of the tree in a temporary folder, never into the
 tree itself, and what judges it runs there in processes of its own: first the kit on the backend that the file belongs
@@ -29,8 +29,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reliability import command
-from benchmarks.reliability.faults import FAULTS, Fault
+from tests.reliability import command
+from tests.reliability.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("kvcore", "tests", "benchmarks", "examples", "docs", "records", "README.md", "pyproject.toml")
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 def kit(backend: str, checks: str = "", *options: str, **environment: str) -> Run:
     """The kit's checks on a backend: all of them, or those that an expression chooses."""
-    line = ("-m", "benchmarks.reliability.kit_once", backend, *options, *(("--checks", checks) if checks else ()))
+    line = ("-m", "tests.reliability.kit_once", backend, *options, *(("--checks", checks) if checks else ()))
     return Run(line, tuple(environment.items()), kit=True)
 
 
@@ -86,40 +86,70 @@ TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
 TRITON = "kvcore/kernels/triton"
 CORE_TESTS = {
     "requests/manager": (
-        "test_allocator",
-        "test_fork",
-        "test_rollback",
-        "test_prefix",
-        "test_findable",
-        "test_schedulers",
+        "requests/test_allocator",
+        "cache/test_fork",
+        "cache/test_rollback",
+        "requests/test_prefix",
+        "requests/test_findable",
+        "requests/test_schedulers",
     ),
-    "requests/blocks": ("test_allocator", "test_findable", "test_prefix"),
-    "requests/prefix": ("test_keys", "test_prefix", "test_findable"),
-    "cache/reuse": ("test_prefix", "test_findable", "test_schedulers"),
-    "cache/cache": ("test_fork", "test_prefix", "test_schedulers"),
-    "cache/state": ("test_fork", "test_prefix", "test_schedulers"),
-    "cache/step": ("test_rollback", "test_prefix", "test_fork"),
-    "cache/undo": ("test_rollback",),
-    "cache/layer": ("test_rollback", "test_prefix"),
-    "cache/ring_writes": ("test_rollback", "test_prefix"),
-    "portable/rows": ("test_portable", "test_snapshot", "test_hostile_files", "test_prefix"),
-    "portable/record": ("test_portable", "test_hostile_files", "test_moved_checkpoints"),
-    "portable/manifest": ("test_portable", "test_hostile_files", "test_snapshot", "test_moved_checkpoints"),
-    "portable/version1": ("test_golden_files", "test_portable", "test_snapshot", "test_checkfile"),
-    "portable/snapshot": ("test_snapshot", "test_checkfile", "test_hostile_files", "test_prefix"),
-    "portable/blob": ("test_portable", "test_hostile_files", "test_prefix", "test_moved_checkpoints"),
+    "requests/blocks": ("requests/test_allocator", "requests/test_findable", "requests/test_prefix"),
+    "requests/prefix": ("requests/test_keys", "requests/test_prefix", "requests/test_findable"),
+    "cache/reuse": ("requests/test_prefix", "requests/test_findable", "requests/test_schedulers"),
+    "cache/cache": ("cache/test_fork", "requests/test_prefix", "requests/test_schedulers"),
+    "cache/state": ("cache/test_fork", "requests/test_prefix", "requests/test_schedulers"),
+    "cache/step": ("cache/test_rollback", "requests/test_prefix", "cache/test_fork"),
+    "cache/undo": ("cache/test_rollback",),
+    "cache/layer": ("cache/test_rollback", "requests/test_prefix"),
+    "cache/ring_writes": ("cache/test_rollback", "requests/test_prefix"),
+    "portable/rows": (
+        "portable/test_portable",
+        "portable/test_snapshot",
+        "portable/test_hostile_files",
+        "requests/test_prefix",
+    ),
+    "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),
+    "portable/manifest": (
+        "portable/test_portable",
+        "portable/test_hostile_files",
+        "portable/test_snapshot",
+        "portable/test_moved_checkpoints",
+    ),
+    "portable/version1": (
+        "portable/test_golden_files",
+        "portable/test_portable",
+        "portable/test_snapshot",
+        "portable/test_checkfile",
+    ),
+    "portable/snapshot": (
+        "portable/test_snapshot",
+        "portable/test_checkfile",
+        "portable/test_hostile_files",
+        "requests/test_prefix",
+    ),
+    "portable/blob": (
+        "portable/test_portable",
+        "portable/test_hostile_files",
+        "requests/test_prefix",
+        "portable/test_moved_checkpoints",
+    ),
 }
-"""File -> the modules of ``tests/requests`` that are about it."""
+"""File -> the modules of ``tests`` that are about it."""
 CORE_TESTS_OF_JAX = {"cache/undo": ("tests/jax_pallas/test_functional.py",)}
 """The same for what only arrays that are never written in place show."""
-LIVES = ("tests/test_functional_abort.py", "tests/test_lifecycle.py", "tests/test_chunk_invariance.py")
-RELIABILITY = "tests/requests/test_reliability.py"
-HANDOFF = (
-    "tests/handoff/test_pull.py",
-    "tests/handoff/test_hostile_peers.py",
-    "tests/requests/test_moved_checkpoints.py",
+LIVES = (
+    "tests/cache/test_functional_abort.py",
+    "tests/cache/test_lifecycle.py",
+    "tests/cache/test_chunk_invariance.py",
 )
-SHARDS = ("tests/shards/test_plans.py", "tests/shards/test_digest.py", "tests/shards/test_torch_distributed.py")
+OVER_TIME = ("tests/requests", "tests/cache", "tests/portable", "tests/sharding")
+RELIABILITY = "tests/reliability/test_reliability.py"
+HANDOFF = (
+    "tests/portable/test_pull.py",
+    "tests/portable/test_hostile_peers.py",
+    "tests/portable/test_moved_checkpoints.py",
+)
+SHARDS = ("tests/sharding/test_plans.py", "tests/sharding/test_digest.py", "tests/sharding/test_torch_distributed.py")
 
 TRITON_CHECKS = {
     "address": sampled("append_window or store_entries or gather_all or append_kv"),
@@ -157,14 +187,14 @@ PALLAS_CHECKS = {
 }
 WAYS: dict[str, tuple[Run, ...]] = {
     **{
-        file: (kit("torch_triton", checks, **INTERPRETED), suite("tests/triton_kernels/test_interpreter.py"))
+        file: (kit("torch_triton", checks, **INTERPRETED), suite("tests/kernels/test_interpreter.py"))
         for name, checks in TRITON_CHECKS.items()
         for file in (f"{TRITON}/{name}.py", f"{TORCH}/launches/{name}.py")
     },
     f"{TORCH}/*": (
         kit("torch_triton"),
         lives("torch_triton"),
-        suite("tests/backends", "tests/interop/test_transformers.py", "tests/requests", "tests/shards"),
+        suite("tests/backends", "tests/interop/test_transformers.py", *OVER_TIME),
     ),
     **{
         f"{JAX}/pallas/{name}.py": (kit("jax_pallas", checks, "--device=cpu:interpret", **QUICK_COMPILES),)
@@ -180,7 +210,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
     **{
         f"kvcore/{name}.py": (
             lives("torch_triton"),
-            suite(*(f"tests/requests/{module}.py" for module in modules), *LIVES),
+            suite(*(f"tests/{module}.py" for module in modules), *LIVES),
             suite(RELIABILITY),
             *(suite(path, **QUICK_COMPILES) for path in CORE_TESTS_OF_JAX.get(name, ())),
         )

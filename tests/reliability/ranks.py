@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 import kvcore
-from benchmarks.reliability.turns import TurnExchange, Turns
 from kvcore import digest
 from kvcore.cache import Cache
 from kvcore.interop import torch_distributed
@@ -19,6 +18,7 @@ from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.sharding import ShardedOps
 from kvcore.spec import CacheSpec
+from tests.reliability.turns import TurnExchange, Turns
 
 BACKEND = "torch_triton"
 

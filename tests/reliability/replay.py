@@ -12,14 +12,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import scene
-import stories
-
 import kvcore
-from benchmarks.reliability import command
-from benchmarks.reliability.shrink import told
 from kvcore.errors import KvcoreError
 from kvcore.spec import CacheSpec
+from tests.reliability import command
+from tests.reliability.shrink import told
+from tests.support import scene, stories
 
 CLASSIC = CacheSpec(
     layers=[

@@ -10,16 +10,14 @@ import random
 from collections import Counter
 from typing import Any, NamedTuple
 
-import gloo
 import numpy as np
-import scene
-import stories
 
 import kvcore
-from benchmarks.reliability import command
-from benchmarks.reliability.ranks import Alone, Process, Rank, Thread
-from benchmarks.reliability.turns import Turns
 from kvcore.spec import CacheSpec
+from tests.reliability import command
+from tests.reliability.ranks import Alone, Process, Rank, Thread
+from tests.reliability.turns import Turns
+from tests.support import gloo, scene, stories
 
 MIXED = CacheSpec(
     layers=[

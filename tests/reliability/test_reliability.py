@@ -8,12 +8,12 @@ import pytest
 
 import kvcore
 from benchmarks import allocator, prefix_traces
-from benchmarks.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
-from benchmarks.reliability.shrink import shrink
 from kvcore.portable import snapshot
 from kvcore.portable.rows import HostRows
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.manager import Manager
+from tests.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
+from tests.reliability.shrink import shrink
 
 
 def test_r1_r6_random_lives_equal_the_model():

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.reliability import command
-from benchmarks.reliability.bare import BareCache, plan_of
-from benchmarks.reliability.model import Divergence, Model, require
-from benchmarks.reliability.shrink import shrink
 from kvcore.errors import KvcoreError, OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from tests.reliability import command
+from tests.reliability.bare import BareCache, plan_of
+from tests.reliability.model import Divergence, Model, require
+from tests.reliability.shrink import shrink
 
 
 class Event(NamedTuple):

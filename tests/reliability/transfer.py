@@ -16,11 +16,10 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-import stories
-
-from benchmarks.reliability import command
 from kvcore.errors import KvcoreError
 from kvcore.handoff import Direct, Exporter, FileTransport, publish, pull
+from tests.reliability import command
+from tests.support import stories
 
 SPEC = stories.STORED
 TOKENS = 400
@@ -172,7 +171,7 @@ def run(*, kills: int, seed: int, which: list[str] | None = None) -> dict[str, A
     choice = random.Random(seed)
     context = multiprocessing.get_context("forkserver")
     # What a process imports, it imports once: the kills are of processes that were forked with all of it.
-    context.set_forkserver_preload(["benchmarks.reliability", "stories", *IMPORTED])
+    context.set_forkserver_preload(["tests.reliability", "tests.support.stories", *IMPORTED])
     broken = 0
     outcomes = {carrier: Counter[str]() for carrier in which or carriers()}
     longest, whole = dict.fromkeys(outcomes, 0.0), dict.fromkeys(outcomes, 0.0)

@@ -3,16 +3,15 @@
 import itertools
 
 import pytest
-import scene
-import stories
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from stories import LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, RequestError
 from kvcore.spec import CacheSpec
+from tests.support import scene, stories
+from tests.support.stories import LATENT, MIXED, PAGED
 
 PROMPT = list(range(100, 145))
 

@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-import stories
 import torch
-from stories import MIXED
 
 import kvcore
 from kvcore.counts import as_integer
@@ -12,6 +10,8 @@ from kvcore.errors import RollbackError, ShapeError, SpecError
 from kvcore.plan import logical_bytes, plan_cache
 from kvcore.requests.manager import Manager
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Rope, Window, to_json
+from tests.support import stories
+from tests.support.stories import MIXED
 
 
 class Index:

@@ -4,12 +4,12 @@ import hashlib
 
 import cbor2
 import pytest
-import stories
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import SpecError
 from kvcore.requests.prefix import cbor, chain, point_key, seed_of
+from tests.support import stories
 
 VALUES = st.recursive(
     st.none() | st.integers(0, 2**64 - 1) | st.binary(max_size=70) | st.text(max_size=30),

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-import scene
-import stories
-from stories import DRAFTED, LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import RequestError, ShapeError, SpecError
 from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec, presets
+from tests.support import scene, stories
+from tests.support.stories import DRAFTED, LATENT, MIXED, PAGED
 
 PROMPT = list(range(100, 171))
 OTHER = [7] * 71

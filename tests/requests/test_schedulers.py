@@ -4,13 +4,12 @@ import itertools
 from collections import deque
 
 import pytest
-import scene
-import stories
-from stories import LATENT, MIXED, PAGED
 
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, ShapeError, StepError
 from kvcore.spec import CacheSpec
+from tests.support import scene, stories
+from tests.support.stories import LATENT, MIXED, PAGED
 
 PROMPT = list(range(100, 148))
 

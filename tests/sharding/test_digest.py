@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import scene
-import stories
 
 import kvcore
 from kvcore import digest
 from kvcore.sharding import ShardPlan, assemble_rows
 from kvcore.spec import CacheSpec
+from tests.support import scene, stories
 
 SPEC = CacheSpec(
     layers=[

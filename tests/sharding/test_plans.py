@@ -3,7 +3,6 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import stories
 from hypothesis import given
 
 from kvcore.errors import SpecError
@@ -11,6 +10,7 @@ from kvcore.plan import plan_cache
 from kvcore.sharding import Canonical, Heads, Layers, Local, Pages, ShardPlan
 from kvcore.sharding.layers import stages
 from kvcore.spec import CacheSpec, LayerSpec, Window, presets
+from tests.support import stories
 
 SMALL = st.integers(1, 9)
 

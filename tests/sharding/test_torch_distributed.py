@@ -1,12 +1,10 @@
 """Caches over torch.distributed on gloo: two and four context shards, and replicas, against one device."""
 
-import gloo
 import numpy as np
 import pytest
-import sharded
-import stories
 
-from benchmarks.reliability import shards
+from tests.reliability import shards
+from tests.support import gloo, sharded, stories
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """Ranks as threads that take turns: the same log as on gloo, in one process."""
 
 import pytest
-import sharded
 
-from benchmarks.reliability import shards
-from benchmarks.reliability.turns import Abandoned, TurnExchange, Turns
 from kvcore.sharding import torch as exchange
+from tests.reliability import shards
+from tests.reliability.turns import Abandoned, TurnExchange, Turns
+from tests.support import sharded
 
 
 def test_all_hear_what_the_members_of_a_group_say_in_their_order():

@@ -4,7 +4,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from exact import (
+
+from tests.support.exact import (
     E4M3_LEVELS,
     bf16_bits,
     e2m1_codes,

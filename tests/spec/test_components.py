@@ -1,9 +1,9 @@
 """Rules inside one component, with the field that the error names and the path that JSON readers see."""
 
 import pytest
-from spec_documents import KINDS, WINDOW, layers, read, refused
 
 from kvcore.errors import SpecError
+from tests.support.spec_documents import KINDS, WINDOW, layers, read, refused
 
 # What is wrong inside one component: role, changed fields, the field that the error names, part of the message.
 FIELDS = [

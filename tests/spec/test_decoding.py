@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from exact import e4m3_value, same_values
+
+from tests.support.exact import e4m3_value, same_values
 
 
 def test_all_256_e4m3_codes(codec):

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from built_in_formats import DIM
 
 from kvcore.spec import FORMATS
+from tests.support.built_in_formats import DIM
 
 NAN, INF = float("nan"), float("inf")
 

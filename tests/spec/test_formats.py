@@ -6,10 +6,10 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from built_in_formats import DIM, FIXED_DIM
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, tail_format
+from tests.support.built_in_formats import DIM, FIXED_DIM
 
 FIXED = {
     # name: (dim, row bytes, page alignment, amax floor, values exact in)

@@ -5,7 +5,8 @@ The hashes of ``v4_584`` and ``v32_656`` were taken from FlashMLA's own quantise
 
 import numpy as np
 import pytest
-from golden_input import golden_values, short_hash
+
+from tests.support.golden_input import golden_values, short_hash
 
 
 def page_of(codec, name, rows, dim):

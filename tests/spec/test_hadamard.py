@@ -3,9 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import bf16_bits
 
 from kvcore.spec import FORMATS, Field, Format
+from tests.support.exact import bf16_bits
 
 
 def dense_hadamard(size):

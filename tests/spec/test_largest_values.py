@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from built_in_formats import DIM
 
 from kvcore.spec import FORMATS, Field, Format
+from tests.support.built_in_formats import DIM
 
 MOST = np.finfo(np.float32).max
 PLAIN = {"fp16": (65504.0, "<u2", 0x7BFF), "bf16": (3.3895313892515355e38, "<u2", 0x7F7F), "fp32": (MOST, "<u4", None)}

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from built_in_formats import DIM
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, LAYOUTS, Field, Format, address, block_layout
+from tests.support.built_in_formats import DIM
 
 BLOCK_ROWS = (1, 2, 3, 32, 64, 256)
 INDEX_PAGE = Format(

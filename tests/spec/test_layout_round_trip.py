@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from backends_under_test import Codec, poison
-from built_in_formats import DIM
 
 import kvcore
 from kvcore.spec import LAYOUTS, CacheSpec, Entries, LayerSpec
 from kvcore.step import StepRequest, build_index
+from tests.support.backends_under_test import Codec, poison
+from tests.support.built_in_formats import DIM
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

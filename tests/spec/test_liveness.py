@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from cases_of_liveness import COMPONENTS, check
+
+from tests.support.cases_of_liveness import COMPONENTS, check
 
 torch = pytest.importorskip("torch")
 from kvcore.backends.torch_triton.rows import maximum  # noqa: E402

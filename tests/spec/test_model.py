@@ -1,7 +1,10 @@
 """Layers composed of components: every rule that spans components, with the path that its error names."""
 
 import pytest
-from spec_documents import (
+
+from kvcore.errors import SpecError
+from kvcore.spec import CacheSpec, IndexKeys, LayerSpec, Tail, Window, presets
+from tests.support.spec_documents import (
     CSA,
     ENTRIES,
     INDEX_KEYS,
@@ -13,9 +16,6 @@ from spec_documents import (
     read,
     refused,
 )
-
-from kvcore.errors import SpecError
-from kvcore.spec import CacheSpec, IndexKeys, LayerSpec, Tail, Window, presets
 
 
 def test_a_layer_of_every_latent_role_is_accepted():

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from new_codes import NAME, layers_of, new_code
 
 import kvcore
 from kvcore.errors import BackendError, SpecError
 from kvcore.spec import Field, Format
+from tests.support.new_codes import NAME, layers_of, new_code
 
 
 @pytest.mark.parametrize("role", ["window", "entries", "kv"])

@@ -10,10 +10,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact import e4m3_codes
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format
+from tests.support.exact import e4m3_codes
 
 FLOOR = Fraction(float(np.float32(1e-4)))
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from exact import e2m1_codes, e4m3_codes, product, quotient
 
 from kvcore.spec import FORMATS, Field, Format
+from tests.support.exact import e2m1_codes, e4m3_codes, product, quotient
 
 
 def one_scale_a_channel(code, floor, channels):

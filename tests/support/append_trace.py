@@ -1,7 +1,7 @@
 """The files of kvcore that one append goes through, in order of first call: what a reader opens to follow it.
 
-    python -m benchmarks.append_trace                                   the reference, torch and JAX, where installed
-    python -m benchmarks.append_trace --backend torch_triton --verb append_kv --device cuda
+    python -m tests.support.append_trace                                   the reference, torch and JAX, where installed
+    python -m tests.support.append_trace --backend torch_triton --verb append_kv --device cuda
 
 An append to a layer like one that the step has appended to: what is worked out once a step or once a plan does not
 count. ``docs/architecture.md`` goes the same way.

@@ -1,9 +1,9 @@
 """Which positions a query of a classic layer sees, by the rule alone, and steps to compare masks and attention on."""
 
 import numpy as np
-import scene
 
 import kvcore
+from tests.support import scene
 
 KINDS = {
     "full": scene.classic(),

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import KV, CacheSpec, LayerSpec, Rope
+from tests.support.backends_under_test import poison
 
 
 class Seen(NamedTuple):

@@ -5,15 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scene
-import stories
-import version_1
-from scene import numbered
 
 import kvcore
 from kvcore.errors import RequestError
 from kvcore.ops import Ops
 from kvcore.spec import CacheSpec
+from tests.support import scene, stories, version_1
+from tests.support.scene import numbered
 
 NOT_PLANTED = {
     **dict.fromkeys(

@@ -3,13 +3,13 @@
 from functools import partial
 from typing import Any
 
-import functional_cases as cases
 import numpy as np
 import pytest
 
 import kvcore
 from kvcore.errors import KvcoreError, ShapeError, SpecError, StepError
 from kvcore.spec import FORMATS
+from tests.support import functional_cases as cases
 
 
 def refusal(kind: type[KvcoreError], call: Any, what: str) -> KvcoreError:

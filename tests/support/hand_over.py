@@ -8,11 +8,8 @@ leg by leg. Where both are installed, the whole route is taken too.
 import hashlib
 from collections.abc import Sequence
 
-import scene
-import stories
-import version_1
-
 from kvcore.spec import CacheSpec
+from tests.support import scene, stories, version_1
 
 CLASSIC = CacheSpec(
     layers=[

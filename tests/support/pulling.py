@@ -3,16 +3,16 @@
 from typing import Any
 
 import numpy as np
-import stories
 import torch
 import torch.distributed as dist
 
-from benchmarks.reliability import ranks
 from kvcore.errors import KvcoreError, TransferError
 from kvcore.handoff import Exporter, FileTransport, Handle, decode_handle, pull
 from kvcore.interop import torch_distributed
 from kvcore.interop.torch_distributed import PeerTransport, serve
 from kvcore.portable.exporter import REASONS
+from tests.reliability import ranks
+from tests.support import stories
 
 SPEC = stories.STORED
 _world: dict[str, Any] = {}

@@ -3,17 +3,16 @@
 from typing import Any
 
 import numpy as np
-import scene
-import stories
 import torch
 
 import kvcore
-from benchmarks.reliability import ranks, shards
 from kvcore.errors import KvcoreError
 from kvcore.interop import torch_distributed
 from kvcore.sharding import ops
 from kvcore.sharding import torch as exchange
 from kvcore.spec import CacheSpec, Rope, presets
+from tests.reliability import ranks, shards
+from tests.support import scene, stories
 
 SPECS = {spec.name: spec for spec in (stories.LATENT, stories.STORED)} | {
     "mixed": shards.MIXED,

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scene
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
+from tests.support import scene
 
 ROPE = Rope(dim=4, theta=10000.0)
 

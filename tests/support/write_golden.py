@@ -1,6 +1,6 @@
-"""Write the golden files of both versions of the portable form: ``PYTHONPATH=.:tests python tests/write_golden.py``.
+"""Write the golden files of both versions of the portable form: ``python -m tests.support.write_golden``.
 
-Files of version 1 are what 0.1.0 wrote; ``tests/version_1.py`` writes them byte for byte. A change of either is a
+Files of version 1 are what 0.1.0 wrote; ``version_1.py`` writes them byte for byte. A change of either is a
 change of what others have on their disks: read the old ones too, and give the new form a number of its own.
 """
 
@@ -8,15 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import stories
-import version_1
-
 from kvcore.handoff import Exporter, encode_handle, publish
 from kvcore.portable import snapshot
 from kvcore.portable.manifest import Staged, stage
 from kvcore.spec import to_json
+from tests.support import stories, version_1
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 EXPORTERS = {1: "ce6087ad867243ceb47c8910dede451d", 2: "0f1e2d3c4b5a69788796a5b4c3d2e1f0"}
 DEADLINE = 1e9
 
@@ -83,7 +81,7 @@ def files(version: int) -> dict[str, bytes]:
 def main() -> None:
     """Write them beside the tests that read them."""
     for version in EXPORTERS:
-        folder = HERE / "requests" / f"golden_v{version}"
+        folder = TESTS / "portable" / f"golden_v{version}"
         folder.mkdir(exist_ok=True)
         for name, data in files(version).items():
             (folder / name).write_bytes(data)

@@ -7,10 +7,10 @@ the caller or by the verb.
 
 import numpy as np
 import pytest
-from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Rope, Window
+from tests.support.backends_under_test import poison
 
 FREQUENCIES = np.array([1.0, 160000.0**-0.5], np.float32)
 SINK = np.array([0.5, -1.0], np.float32)

@@ -5,11 +5,11 @@ Entries are stored as fp32, so that nothing is rounded on the way.
 
 import numpy as np
 import pytest
-from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Rope, Tail
 from kvcore.step import StepRequest, build_index
+from tests.support.backends_under_test import poison
 
 CHUNKINGS = {
     "one step": lambda tokens: [tokens],

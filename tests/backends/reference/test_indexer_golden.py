@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec
+from tests.support.backends_under_test import poison
 
 NEG = -np.inf
 

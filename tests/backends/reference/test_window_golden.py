@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from backends_under_test import poison
 
 import kvcore
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from tests.support.backends_under_test import poison
 
 W = 4
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.reliability.faults import core, jax_cpu, kernels, torch_cpu
+from tests.reliability.faults import core, jax_cpu, kernels, torch_cpu
 
 Rows = Sequence[tuple[str, str, str] | tuple[str, str, str, str]]
 """(old text, new text, what goes wrong), and for a change that nothing can notice the reason."""
