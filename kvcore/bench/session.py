@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton
 
-from kvcore.bench.classic import classic_workloads
+from kvcore.bench.kv import classic_workloads
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating

@@ -1,7 +1,7 @@
 """Comparing what a backend left behind with what the reference did; the answer is a record, never an exception.
 
 Three rules: bits are equal; computed values are within the tolerance table; entries chosen by computed scores have the
-same scores. Where a result differs, ``locate`` says where and ``causes`` says why, if the pattern is a known one.
+same scores. Where a result differs, ``locate`` says where and ``diagnosis`` says why, if the pattern is a known one.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from kvcore.conformance.canonical import untouched
 from kvcore.conformance.locate import Mismatch, bytes_of_channels, decode, locate_row, locate_value, whole
 from kvcore.conformance.outputs import Output
-from kvcore.conformance.value_causes import cause_of_values
+from kvcore.conformance.value_diagnosis import cause_of_values
 from kvcore.ops import tolerances
 from kvcore.spec import Format
 

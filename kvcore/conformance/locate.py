@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 
 from kvcore.backends.reference import encoding
-from kvcore.conformance.causes import cause_of_rows
+from kvcore.conformance.diagnosis import cause_of_rows
 from kvcore.conformance.outputs import Output
 from kvcore.spec import Field, Format
 from kvcore.spec.codes import CODES

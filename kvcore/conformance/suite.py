@@ -6,7 +6,7 @@ import msgspec
 
 from kvcore.conformance.case import Bench, Case
 from kvcore.conformance.checks import FORMAT_CHECKS, FormatBench, verbs_of
-from kvcore.conformance.cuts import Cut, cuts, plan_of, sizes
+from kvcore.conformance.reduced import Cut, cuts, plan_of, sizes
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.shapes import EXTRA_SHAPES, SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb

@@ -3,7 +3,7 @@
 One table for all who check a backend. To add a verb is to add a row here; a test compares the table with the Protocol.
 """
 
-from kvcore.conformance.checks import attention, classic, compression, indexer, life, paged, rings, strips
+from kvcore.conformance.checks import attention, compression, indexer, kv, life, paged, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
 from kvcore.conformance.checks.held import Drive, held
 from kvcore.conformance.verb import Rule, Verb
@@ -148,15 +148,15 @@ VERBS: tuple[Verb, ...] = (
         )
         for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
-    _role("append_kv", classic.append_kv, "kv", writes=True, extra=("taken_over",)),
-    _edges("append_kv", classic.append_edges, "kv"),
-    _role("gather_kv", classic.gather_kv, "kv"),
-    _held("gather_kv", classic.gather_kv, "kv"),
-    _role("borrow_kv", classic.kv_view, "kv", also=("kv_view", "append_kv_view"), extra=("apart",)),
-    _role("mask", classic.mask, "kv", layouts=False, also=("visible_rows",)),
-    _role("from_batch", classic.from_batch, "kv", layouts=False, also=("to_batch",)),
-    Verb("attend_kv", classic.attend_kv, "arithmetic", "kv", ("kv",), ("kv",), extra=("pieces",)),
-    _held("attend_kv", classic.attend_kv, "kv", rule="arithmetic"),
+    _role("append_kv", kv.append_kv, "kv", writes=True, extra=("taken_over",)),
+    _edges("append_kv", kv.append_edges, "kv"),
+    _role("gather_kv", kv.gather_kv, "kv"),
+    _held("gather_kv", kv.gather_kv, "kv"),
+    _role("borrow_kv", kv.kv_view, "kv", also=("kv_view", "append_kv_view"), extra=("apart",)),
+    _role("mask", kv.mask, "kv", layouts=False, also=("visible_rows",)),
+    _role("from_batch", kv.from_batch, "kv", layouts=False, also=("to_batch",)),
+    Verb("attend_kv", kv.attend_kv, "arithmetic", "kv", ("kv",), ("kv",), extra=("pieces",)),
+    _held("attend_kv", kv.attend_kv, "kv", rule="arithmetic"),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(_held("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(

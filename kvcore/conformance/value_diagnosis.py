@@ -1,4 +1,4 @@
-"""Likely causes of a disagreement between what verbs return: values, indices, masks. The twin of ``causes``."""
+"""Likely causes of a disagreement between what verbs return: values, indices, masks. The twin of ``diagnosis``."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """Likely causes of a disagreement between rows of a pool, recognised by the pattern of the differences.
 
 One table of patterns; the first that fits is reported. A cause is a hint for the reader of a report: nothing is decided
-by it. ``value_causes`` does the same for what verbs return.
+by it. ``value_diagnosis`` does the same for what verbs return.
 """
 
 from collections.abc import Callable
