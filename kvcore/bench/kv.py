@@ -23,7 +23,7 @@ PEERS: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 """Torch's attentions. The second is made for compiling, and is so slow without it that it would be no peer."""
 
 
-def classic_workloads(device: str) -> Iterator[Callable[[], Workload]]:
+def kv_workloads(device: str) -> Iterator[Callable[[], Workload]]:
     """Makers of all rows."""
     for count, tokens in SHAPES:
         for format in FORMATS if (count, tokens) in EVERY_FORMAT else FORMATS[:2]:

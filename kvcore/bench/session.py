@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton
 
-from kvcore.bench.kv import classic_workloads
+from kvcore.bench.kv import kv_workloads
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating
@@ -21,7 +21,7 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
     with torch.cuda.device(torch.device(device)):
         found = ceilings()
         rows = []
-        for make in (*all_workloads(device), *reading_workloads(device), *classic_workloads(device)):
+        for make in (*all_workloads(device), *reading_workloads(device), *kv_workloads(device)):
             work = make()
             if only in work.name:
                 rows.append(timed(work, found))

@@ -1,6 +1,6 @@
 """A layer cut down to what one verb needs, in a small cache of its own.
 
-Checks run on cuts rather than on the whole spec, so that a check costs the same for a model of 61 layers as for a tiny
+Checks run on such layers, not on the whole spec, so that a check costs the same for a model of 61 layers as for a tiny
 one, and equal parts of different layers are checked once. The layer under test is the second of two, so that a verb
 that touches another layer is seen.
 """
@@ -17,15 +17,15 @@ from kvcore.plan import CachePlan, plan_cache
 from kvcore.spec import CacheSpec, Component, LayerSpec
 
 TARGET = 1
-"""Layer number of the layer under test in a cut."""
+"""Layer number of the layer under test in a reduced one."""
 
 SLOTS = 6
-"""Slots of a cut's cache: more than any shape has requests; the last one is never used."""
+"""Slots of such a cache: more than any shape has requests; the last one is never used."""
 
 DRAFTS = 2
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class Reduced(msgspec.Struct, frozen=True, kw_only=True):
     """One layer reduced to some roles, twice, as a spec.
 
     Attributes:
@@ -42,8 +42,8 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.layers[TARGET]
 
 
-def cuts(spec: CacheSpec, verb: Verb) -> Iterator[Cut]:
-    """The distinct cuts of a spec for one verb, in order of the layers."""
+def reduced_layers(spec: CacheSpec, verb: Verb) -> Iterator[Reduced]:
+    """The distinct reduced layers of a spec for one verb, in order of the layers."""
     seen: set[CacheSpec] = set()
     labels: dict[str, int] = {}
     for layer in spec.all_layers:
@@ -61,21 +61,21 @@ def cuts(spec: CacheSpec, verb: Verb) -> Iterator[Cut]:
         label = "+".join(kept[role].label(role) for role in verb.named or (verb.role,) if role in kept)
         # Layers may differ in what the label leaves out, a window's size say: number them in order.
         labels[label] = labels.get(label, 0) + 1
-        yield Cut(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")
+        yield Reduced(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")
 
 
-def sizes(cut: Cut, role: str) -> Sizes:
+def sizes(reduced: Reduced, role: str) -> Sizes:
     """What the shape classes of a check of ``role`` are relative to."""
-    component: Component = getattr(cut.layer, role)
-    block = cut.spec.block_tokens
-    rows = component.ring_rows(drafts(cut.spec))
-    ratio = max(other.tokens_per_row for _, other in cut.layer.components())
+    component: Component = getattr(reduced.layer, role)
+    block = reduced.spec.block_tokens
+    rows = component.ring_rows(drafts(reduced.spec))
+    ratio = max(other.tokens_per_row for _, other in reduced.layer.components())
     return Sizes(full=block if rows is None else rows, ratio=ratio, block=block)
 
 
 @cache
 def plan_of(spec: CacheSpec, full: int, layout: str, shapes: tuple[Shape, ...] = SHAPES) -> CachePlan:
-    """A cache for every one of some shape classes of a cut, with blocks to spare, but no columns in a block table."""
+    """A cache for each of some shape classes of a layer, with blocks to spare, but no columns in a block table."""
     ratio = max(component.tokens_per_row for _, _, component in spec.components())
     relative = Sizes(full=full, ratio=ratio, block=spec.block_tokens)
     ends = [[start + new for start, new in shape.requests(relative)] for shape in shapes]
@@ -92,7 +92,7 @@ def plan_of(spec: CacheSpec, full: int, layout: str, shapes: tuple[Shape, ...] =
 
 
 def drafts(spec: CacheSpec) -> int:
-    """Draft tokens of a cut's cache: some, so that rings have spare rows, but no more than fixed rings allow."""
+    """Draft tokens of such a cache: some, so that rings have spare rows, but no more than fixed rings allow."""
     declared = [component.largest_drafts() for _, _, component in spec.components()]
     return min([DRAFTS, *[limit for limit in declared if limit is not None]])
 

@@ -23,8 +23,8 @@ def conformance_spec() -> CacheSpec:
         *_shared_layers(),
         *(_latent_layer(number, format) for number, format in enumerate(latent)),
         *(_indexed_layer(number, format) for number, format in enumerate(index)),
-        *(_classic_layer(format) for format in classic),
-        *_classic_storages(),
+        *(_kv_layer(format) for format in classic),
+        *_kv_storages(),
     ]
     return CacheSpec(layers=tuple(layers), block_tokens=BLOCK_TOKENS, name=NAME)
 
@@ -76,12 +76,12 @@ def _shared_layers() -> list[LayerSpec]:
     ]
 
 
-def _classic_layer(format: Format) -> LayerSpec:
+def _kv_layer(format: Format) -> LayerSpec:
     """A format for keys and values, paged: two key heads to one value head of another width."""
     return LayerSpec(kv=KV(key_heads=2, key_dim=64, value_heads=1, value_dim=128, key_format=format.name))
 
 
-def _classic_storages() -> list[LayerSpec]:
+def _kv_storages() -> list[LayerSpec]:
     """Every storage with every way of seeing, the values in another format than the keys; then keys and values alike.
 
     One of them has more heads of values than of keys.

@@ -6,8 +6,8 @@ import msgspec
 
 from kvcore.conformance.case import Bench, Case
 from kvcore.conformance.checks import FORMAT_CHECKS, FormatBench, verbs_of
-from kvcore.conformance.reduced import Cut, cuts, plan_of, sizes
 from kvcore.conformance.outputs import Output
+from kvcore.conformance.reduced import Reduced, plan_of, reduced_layers, sizes
 from kvcore.conformance.shapes import EXTRA_SHAPES, SHAPES, Shape
 from kvcore.conformance.verb import Rule, Verb
 from kvcore.ops import Ops
@@ -98,17 +98,17 @@ def _labelled(formats: list[Format]) -> Iterator[tuple[Format, str]]:
 def _any_plan(spec: CacheSpec) -> CachePlan:
     """A plan to bind verbs to that touch no pool."""
     _, role, _ = next(spec.components())
-    cut = next(iter(cuts(spec, next(verb for verb in verbs_of(spec) if verb.role == role))))
-    return plan_of(cut.spec, sizes(cut, role).full, LAYOUTS[0])
+    reduced = next(iter(reduced_layers(spec, next(verb for verb in verbs_of(spec) if verb.role == role))))
+    return plan_of(reduced.spec, sizes(reduced, role).full, LAYOUTS[0])
 
 
 def _verb_checks(spec: CacheSpec) -> Iterator[Check]:
     seen: set[str] = set()
     for verb in verbs_of(spec):
-        for cut in cuts(spec, verb):
-            for layout in _layouts(cut, verb):
+        for reduced in reduced_layers(spec, verb):
+            for layout in _layouts(reduced, verb):
                 for shape in _shapes(verb, layout):
-                    check = _check(verb, cut, layout, shape)
+                    check = _check(verb, reduced, layout, shape)
                     # A layer with both of two alternative roles would be checked twice.
                     if check.id not in seen:
                         seen.add(check.id)
@@ -122,26 +122,26 @@ def _shapes(verb: Verb, layout: str) -> list[Shape]:
     return [*usual, *(shape for shape in extra if layout in (shape.layouts or (layout,)))]
 
 
-def _layouts(cut: Cut, verb: Verb) -> tuple[str, ...]:
+def _layouts(reduced: Reduced, verb: Verb) -> tuple[str, ...]:
     """Layouts that differ for the layer: ``by_head`` is ``packed`` where rows have one head."""
     if not verb.layouts:
         return (ANY_LAYOUT,)
     if isinstance(verb.layouts, tuple):
         return verb.layouts
-    heads = [part.heads for _, component in cut.layer.components() for part in component.parts]
+    heads = [part.heads for _, component in reduced.layer.components() for part in component.parts]
     return LAYOUTS if max(heads) > 1 else tuple(layout for layout in LAYOUTS if layout != "by_head")
 
 
-def _check(verb: Verb, cut: Cut, layout: str, shape: Shape) -> Check:
-    relative = sizes(cut, verb.role)
+def _check(verb: Verb, reduced: Reduced, layout: str, shape: Shape) -> Check:
+    relative = sizes(reduced, verb.role)
     shapes = SHAPES if shape in SHAPES else (shape,)
-    plan = plan_of(cut.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout, shapes)
-    label = f"{cut.label}.{verb.variant}" if verb.variant else cut.label
+    plan = plan_of(reduced.spec, relative.full, LAYOUTS[0] if layout == ANY_LAYOUT else layout, shapes)
+    label = f"{reduced.label}.{verb.variant}" if verb.variant else reduced.label
     id = f"{verb.name}/{label}/{layout}/{shape.name}"
 
     def prepare() -> Callable[[Ops], list[Output]]:
         case = Case(id, plan, verb.role, shape, relative)
         return lambda ops: verb.drive(Bench(case, ops))
 
-    needs = Needs.of(cut.spec, layout, {verb.name.removesuffix("_kv")} & set(VERBS))
+    needs = Needs.of(reduced.spec, layout, {verb.name.removesuffix("_kv")} & set(VERBS))
     return Check(id=id, verb=verb.name, rule=verb.rule, needs=needs, plan=plan, prepare=prepare)

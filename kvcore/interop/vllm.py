@@ -58,7 +58,7 @@ def kv_cache_specs(spec: CacheSpec) -> list[VllmSpec]:
 
 def _record(spec: CacheSpec, layer: int, role: str, component: Component) -> VllmSpec:
     if isinstance(component, KV):
-        kind, arguments, page = _classic(spec, layer, component)
+        kind, arguments, page = _kv(spec, layer, component)
     elif isinstance(component, Tail):
         kind, arguments, page = _tail(component)
     elif isinstance(component, (Entries, Window)):
@@ -105,7 +105,7 @@ def _tail(component: Tail) -> tuple[str, dict[str, Any], int]:
     return "SlidingWindowMLASpec", arguments, -(-block * row // 576) * 576
 
 
-def _classic(spec: CacheSpec, layer: int, component: KV) -> tuple[str, dict[str, Any], int]:
+def _kv(spec: CacheSpec, layer: int, component: KV) -> tuple[str, dict[str, Any], int]:
     keys, values = component.parts
     code = keys.format.name
     if code not in TORCH_DTYPES or values.format.name != code or keys.heads != values.heads:

@@ -53,7 +53,7 @@ def from_hf_config(
     if isinstance(kind, str) and kind in LATENT:
         return _latent(kind, fields, chosen, block_tokens)
     if isinstance(kind, str) and kind in FAMILIES:
-        return _classic(kind, fields, chosen, block_tokens)
+        return _kv(kind, fields, chosen, block_tokens)
     raise SpecError(
         got=kind,
         where=f"{fields.where}.model_type",
@@ -159,7 +159,7 @@ def _latent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: in
     return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=kind)
 
 
-def _classic(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+def _kv(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     _check_formats(formats, {"key": "", "value": ""})
     family = FAMILIES[kind]
     fields = fields.renamed(family.names)

@@ -9,8 +9,8 @@ from kvcore.arrays import to_numpy
 from kvcore.backends.reference import lifecycle
 from kvcore.conformance.canonical import POISON, canonical_noise, read_rows, write_rows
 from kvcore.conformance.case import Bench, Case
-from kvcore.conformance.reduced import drafts
 from kvcore.conformance.outputs import Output, exact
+from kvcore.conformance.reduced import drafts
 from kvcore.digest import MASK, region_salt
 from kvcore.ops import RawRows, Strip
 from kvcore.portable.pages import page_layout

@@ -6,7 +6,7 @@ import torch
 
 from kvcore.errors import SpecError
 from kvcore.interop.transformers.latent import CompressedLayer, LatentLayer, MlaLayer, StaticMlaLayer
-from kvcore.interop.transformers.layers import ClassicLayer, Layer, StaticLayer
+from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.spec import decoder_of
 from kvcore.spec import CacheSpec, LayerSpec
@@ -73,7 +73,7 @@ def layer_of(owner: Owner, number: int, of: OfModel) -> Layer:
         allowed = "; ".join(", ".join(roles) for roles in SHAPES)
         raise SpecError(got=", ".join(spec.roles), where=path, allowed=allowed)
     if spec.kv is not None:
-        return (StaticLayer if owner.static else ClassicLayer)(owner, number, spec.kv)
+        return (StaticLayer if owner.static else KVLayer)(owner, number, spec.kv)
     if spec.entries is not None and spec.entries.share is not None:
         raise SpecError(got=spec.entries.share, where=f"{path}.entries.share", allowed="entries of the layer's own")
     if spec.entries is not None and spec.window is None:

@@ -142,7 +142,7 @@ class Layer(CacheLayerMixin):
         return StepError(got=f"layers[{self.number}].{verb}", where="KVCache", allowed=f"{verb} of the whole cache")
 
 
-class ClassicLayer(Layer):
+class KVLayer(Layer):
     """Keys and values of full, sliding or chunked attention."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
@@ -178,7 +178,7 @@ class ClassicLayer(Layer):
         return self._last(keys), self._last(values)
 
 
-class StaticLayer(ClassicLayer):
+class StaticLayer(KVLayer):
     """The same with shapes that do not depend on how many tokens there are, for ``torch.compile``.
 
     A full layer returns ``max_length`` rows, a sliding one its window before the new tokens and those; rows that there

@@ -33,7 +33,7 @@ def by_token(states: torch.Tensor) -> torch.Tensor:
 
 
 def by_head(rows: torch.Tensor) -> torch.Tensor:
-    """[B, n, heads, dim] -> [B, heads, n, dim], by the operation that rows were lent by: its code is at hand."""
+    """[B, n, heads, dim] -> [B, heads, n, dim], by the operation that views were made by: its code is at hand."""
     (batch, count, heads, dim), (row, token, head, channel) = rows.shape, rows.stride()
     return rows.as_strided((batch, heads, count, dim), (row, head, token, channel))
 
