@@ -32,8 +32,8 @@ def append_kv_view(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return append_kv_view(layer, pools, index, k, v, columns=columns)
-    lent = plain.append_and_borrow(layer.ops, pools, layer.number, index, k, v, columns)
-    return (append_kv(layer, pools, index, k, v), None) if lent is None else (pools, lent)
+    views = plain.append_and_borrow(layer.ops, pools, layer.number, index, k, v, columns)
+    return (append_kv(layer, pools, index, k, v), None) if views is None else (pools, views)
 
 
 def gather_kv(

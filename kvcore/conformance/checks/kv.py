@@ -52,38 +52,38 @@ def gather_kv(bench: Bench) -> list[Output]:
 
 
 def kv_view(bench: Bench) -> list[Output]:
-    """Each request alone and all at once, after the append: memory that is lent, or a copy, holds the same rows.
+    """Each request alone and all at once, after the append: memory in place, or a copy, holds the same rows.
 
-    The first that has new tokens, and all of them, are appended and lent in one go, too, where the layer has a pool of
+    The first that has new tokens, and all of them, are appended and viewed in one go, too, where it has a pool of
     its own.
     """
     pools, kv, found = bench.pools(end=("kv",)), bench.case.component("kv"), []
 
-    def lent_or_gathered(name, pools, index, wide, lent):
-        keys, values = lent or bench.ops.gather_kv(pools, bench.layer, index, columns=wide)[:2]
+    def viewed_or_gathered(name, pools, index, wide, views):
+        keys, values = views or bench.ops.gather_kv(pools, bench.layer, index, columns=wide)[:2]
         for part, array in (("keys", keys), ("values", values)):
             found.append(exact(f"{part} of {name}", to_numpy(array), "request", "row", "head", "channel"))
 
     alone = [bench.ops.index(build_index([row], max_blocks=bench.case.plan.max_blocks)) for row in bench.case.rows]
     width = [len(kv.visible(row.start, row.length)) for row in bench.case.rows]
     for number, (index, wide) in enumerate(zip(alone, width, strict=True)):
-        lent = bench.ops.kv_view(pools, bench.layer, index, columns=wide)
-        lent_or_gathered(f"request {number}", pools, index, wide, lent)
+        views = bench.ops.kv_view(pools, bench.layer, index, columns=wide)
+        viewed_or_gathered(f"request {number}", pools, index, wide, views)
     wide = columns(bench)
-    lent = bench.ops.kv_view(pools, bench.layer, bench.index, columns=wide)
-    lent_or_gathered("all requests", pools, bench.index, wide, lent)
+    views = bench.ops.kv_view(pools, bench.layer, bench.index, columns=wide)
+    viewed_or_gathered("all requests", pools, bench.index, wide, views)
     number = next((number for number, row in enumerate(bench.case.rows) if row.new), None)
     if number is not None and kv.shared_from is None:
         k, v = (rows[: bench.case.rows[number].new] for rows in kv_inputs(bench, wild=True))
         index, wide, pools = alone[number], width[number], bench.pools(start=("kv",))
-        pools, lent = bench.ops.append_kv_view(pools, bench.layer, index, k, v, columns=wide)
-        lent_or_gathered("the appended request", pools, index, wide, lent)
+        pools, views = bench.ops.append_kv_view(pools, bench.layer, index, k, v, columns=wide)
+        viewed_or_gathered("the appended request", pools, index, wide, views)
         found += bench.stored(pools)
     if kv.shared_from is None:
         k, v = kv_inputs(bench, wild=True)
         pools = bench.pools(start=("kv",))
-        pools, lent = bench.ops.append_kv_view(pools, bench.layer, bench.index, k, v, columns=columns(bench))
-        lent_or_gathered("all appended requests", pools, bench.index, columns(bench), lent)
+        pools, views = bench.ops.append_kv_view(pools, bench.layer, bench.index, k, v, columns=columns(bench))
+        viewed_or_gathered("all appended requests", pools, bench.index, columns(bench), views)
     return found
 
 

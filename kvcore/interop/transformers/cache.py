@@ -89,7 +89,7 @@ class KVCache(Cache):
                 of every layer lies in its slot, room for ``max_length``, and the model attends to them where they are.
                 Unless given, classic models without beams have slots for full attention, and rings for sliding layers,
                 which then take no more than their window, nor than ``max_length``: twice on the CPU in a format that
-                is lent, else once.
+                needs no decoding, else once.
             zero_copy: hand out the pools' own memory instead of copies where that is possible: on the CPU, of slots and
                 rings, in the model's own format. It holds what it held until the next forward, which may overwrite a
                 ring's oldest rows. Whoever writes to it changes the cache, as with the model's own.

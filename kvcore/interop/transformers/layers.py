@@ -155,8 +155,8 @@ class KVLayer(Layer):
         handle = owner.begin(self.number, key_states)
         try:
             append = handle.append_kv_view if owner.zero_copy else handle.append_kv
-            lent = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
-            k, v = lent or handle.gather_kv()[:2]
+            views = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
+            k, v = views or handle.gather_kv()[:2]
             first = self._first(key_states.shape[2]) if self.component.span is None else 0
             if first:
                 k, v = k[:, first:], v[:, first:]
