@@ -8,6 +8,7 @@ Launches are part of a program over both devices: each interprets its own, on it
 import os
 import sys
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 # A device's thread that waits for the interpreter must not be the one that the interpreter waits for.
 os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
