@@ -131,8 +131,8 @@ def receive(
         digests.add(pages[here:first], here)
         wait()
         here = first
-    told = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
-    bad = damaged(layout, digests.result(pages), told)
+    declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
+    bad = damaged(layout, digests.result(pages), declared)
     if bad:
         raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
     return Received(described.record, layout, pages)

@@ -386,24 +386,24 @@ def layout_of(spec: CacheSpec, described: Described, size: tuple[int, int], wher
     return layout
 
 
-def _says(told: bytes, right: LayoutTable) -> bool:
+def _says(declared: bytes, right: LayoutTable) -> bool:
     """Whether a manifest's own account of where rows lie is the right one, however it is written."""
     text = msgspec.json.encode(right)
-    if told == text:
+    if declared == text:
         return True
-    if len(told) > 8 * len(text):
+    if len(declared) > 8 * len(text):
         return False
     try:
-        return msgspec.json.decode(told, type=LayoutTable) == right
+        return msgspec.json.decode(declared, type=LayoutTable) == right
     except UNREADABLE:
         return False
 
 
-def damaged(layout: PageLayout, found: Sequence[bytes], told: Sequence[bytes]) -> list[str]:
+def damaged(layout: PageLayout, found: Sequence[bytes], declared: Sequence[bytes]) -> list[str]:
     """Names of the pages, and of the other sections, that do not match their digests."""
     names = [f"page {at}" for at in range(layout.blocks)]
     names += ["the record", *(section.name for section in layout.checkpoints)]
-    return [name for name, here, there in zip(names, found, told, strict=True) if here != there]
+    return [name for name, here, there in zip(names, found, declared, strict=True) if here != there]
 
 
 def refuse_blob(*, got: Any, where: str, allowed: str) -> SnapshotError:

@@ -42,23 +42,23 @@ def stages(spec: CacheSpec, shards: int) -> Layers:
         SpecError: it has fewer groups of layers that share pools than that.
     """
     count = len(spec.layers) or len(spec.all_layers)
-    cuts = [layer for layer in range(1, count) if _can_cut(spec, layer)]
-    if len(cuts) + 1 < shards:
+    splits = [layer for layer in range(1, count) if _can_split(spec, layer)]
+    if len(splits) + 1 < shards:
         raise SpecError(
             got=shards,
             where="layers",
-            allowed=f"1 to {len(cuts) + 1}: layers that share a pool stay together",
+            allowed=f"1 to {len(splits) + 1}: layers that share a pool stay together",
         )
     starts = [0]
     for shard in range(1, shards):
-        left = cuts[: len(cuts) - (shards - 1 - shard)]
-        starts.append(min((cut for cut in left if cut > starts[-1]), key=lambda cut: abs(cut * shards - count * shard)))
+        left = splits[: len(splits) - (shards - 1 - shard)]
+        starts.append(min((at for at in left if at > starts[-1]), key=lambda at: abs(at * shards - count * shard)))
     starts.append(len(spec.all_layers))
     assert all(before < after for before, after in pairwise(starts))
     return Layers(tuple(starts))
 
 
-def _can_cut(spec: CacheSpec, layer: int) -> bool:
+def _can_split(spec: CacheSpec, layer: int) -> bool:
     """True if no layer from ``layer`` on reads a pool of an earlier one."""
     sources = [c.shared_from for number, _, c in spec.components() if number >= layer]
     return all(source is None or source >= layer for source in sources)

@@ -142,7 +142,7 @@ def main() -> None:
     sizes = {"max_requests": REQUESTS, "max_tokens": REQUESTS * LONGEST, "layout": "planar"}
     sharded = Sharded(SPEC, mesh, RULES, modes=MODES, **sizes)
     plain = Sharded(SPEC, mesh, RULES, **sizes)
-    assert [sharded.cuts(layer) for layer in range(3)] == [False, True, False]
+    assert [sharded.splits_heads(layer) for layer in range(3)] == [False, True, False]
     inputs = sharded.queries, Axes("query_heads"), {name: wanted for name, (*_, wanted) in INPUTS.items()}
     run = sharded.step(step, inputs, OUTS)
     as_decode = plain.step(step, inputs, OUTS, mode="decode")

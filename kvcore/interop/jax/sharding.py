@@ -78,7 +78,7 @@ class Sharded:
                 sizes[name] //= self.shards["requests"]
         context = ShardPlan(spec=spec, context=self.shards["blocks"]).context
         self.plan: CachePlan = plan_cache(with_heads(spec, self.shards["heads"]), context=context, **sizes)
-        self._cut = {
+        self._split = {
             (number, role)
             for number, layer in enumerate(spec.all_layers)
             for role, component in layer.components()
@@ -89,27 +89,27 @@ class Sharded:
         self.ops: Any = local.create(self.plan) if context == 1 else ShardedOps(local, self.plan, exchange)
 
     def __repr__(self) -> str:
-        cut = ", ".join(f"{name} over {count}" for name, count in self.shards.items())
-        return f"Sharded({cut}; on each {self.plan})"
+        axes = ", ".join(f"{name} over {count}" for name, count in self.shards.items())
+        return f"Sharded({axes}; on each {self.plan})"
 
     @cached_property
     def specs(self) -> Pools:
         """The partition of every pool: slots over requests, blocks over both, bytes of a unit over cut heads."""
         found = {}
         for region in self.plan.regions:
-            cut = (region.layer, region.role) in self._cut
+            split = (region.layer, region.role) in self._split
             units = "requests" if region.growth == "slot" else ("requests", "blocks")
             for name, _ in region.buffers.values():
-                found[name] = self.spec(units, "heads" if cut else None)
+                found[name] = self.spec(units, "heads" if split else None)
         return Pools(found)
 
     def spec(self, *axes: str | tuple[str, ...] | None, mode: str | None = None) -> PartitionSpec:
         """``Rules.spec``: the partition of an array whose axes are these logical ones."""
         return self.rules.spec(*axes, mode=mode)
 
-    def cuts(self, layer: int) -> bool:
+    def splits_heads(self, layer: int) -> bool:
         """Whether a classic layer's heads are cut, so that those of its queries must be: ``heads`` in both."""
-        return (layer, "kv") in self._cut
+        return (layer, "kv") in self._split
 
     def allocate(self) -> Pools:
         """Fresh pools, each shard made where it belongs."""
@@ -140,9 +140,9 @@ class Sharded:
     @property
     def queries(self) -> StepIndex:
         """Axes of an index given once more, as an input: of the queries that a shard has where they are cut."""
-        cut, whole = Axes(("requests", "query_length")), Axes("requests")
+        split, whole = Axes(("requests", "query_length")), Axes("requests")
         others: list[Any] = [whole] * (len(StepIndex._fields) - 3)  # all arrays but those two
-        return StepIndex(cut, cut, *others)
+        return StepIndex(split, split, *others)
 
     def mode_of(self, index: StepIndex) -> str:
         """``decode`` or ``prefill``, by the shapes of an index; see ``jax_rules.mode_of``."""
@@ -216,7 +216,7 @@ class Sharded:
             lanes = []
             for layer, role, component in owned(self.plan.spec):
                 raw = self.ops.gather_rows(pools, layer, role, now)
-                if (layer, role) in self._cut:
+                if (layer, role) in self._split:
                     raw = raw._replace(rows=self._all_heads(component, raw.rows))
                 lanes.append(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
             return jax.tree.map(self._all_requests, (index.lengths, lanes))

@@ -87,7 +87,7 @@ class Kind:
         return hash(self._key)
 
     @property
-    def cut(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Axes of the mesh that the batch and the heads are cut over."""
         return self._over["requests"], self._over["heads"]
 
@@ -169,7 +169,7 @@ def _placed(kind: Kind, units: Any, lies: Any, pools: Any, others: Any, slot: An
     batch = kind.local.batch
 
     def place(pools: Any, others: Any, slot: Any) -> Any:
-        axes, _ = kind.cut
+        axes, _ = kind.axes
         first = slot - (lax.axis_index(axes).astype(jnp.int32) * batch if axes else 0)
         found = {}
         for name, each in units:
@@ -193,7 +193,7 @@ def _every_row(kind: Kind) -> StepIndex:
 
 @partial(jax.jit, static_argnums=0)
 def _joined(kind: Kind, pools: Any) -> Any:
-    _, heads = kind.cut
+    _, heads = kind.axes
     whole, local = kind._whole, kind.local
 
     def join(pools: Any) -> Any:
@@ -206,7 +206,7 @@ def _joined(kind: Kind, pools: Any) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _shared_out(kind: Kind, pools: Any) -> Any:
-    _, heads = kind.cut
+    _, heads = kind.axes
     whole, local = kind._whole, kind.local
 
     def share(pools: Any) -> Any:

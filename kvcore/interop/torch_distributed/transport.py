@@ -167,8 +167,8 @@ def serve(
                 answer = 1 + REASONS.index("unknown")
         except TransferError as error:
             answer = 1 + REASONS.index(error.reason)
-        told = torch.tensor([answer, 0 if data is None else data.numel()], dtype=torch.int64, device=device)
-        waits = [_begin(dist.isend, part, peer, group, idle_seconds) for part in (told, data) if part is not None]
+        head = torch.tensor([answer, 0 if data is None else data.numel()], dtype=torch.int64, device=device)
+        waits = [_begin(dist.isend, part, peer, group, idle_seconds) for part in (head, data) if part is not None]
         for wait in waits:
             wait()
         served += 1
@@ -198,7 +198,7 @@ def _begin(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float
         return lambda: None
     began = time.monotonic()
 
-    def told(error: RuntimeError) -> TransferError:
+    def failure(error: RuntimeError) -> TransferError:
         # What torch.distributed raises for a lost peer and for a timeout differs by backend and release.
         late = time.monotonic() - began >= timeout * 0.9
         return TransferError(
@@ -213,7 +213,7 @@ def _begin(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float
     try:
         work = start(moved, peer, group=group)
     except RuntimeError as error:
-        raise told(error) from error
+        raise failure(error) from error
 
     def wait() -> None:
         try:
@@ -222,7 +222,7 @@ def _begin(start: Any, data: torch.Tensor, peer: int, group: Any, timeout: float
             else:
                 work.wait(timedelta(seconds=max(began + timeout - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise told(error) from error
+            raise failure(error) from error
 
     return wait
 
