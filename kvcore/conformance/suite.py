@@ -9,13 +9,11 @@ from kvcore.conformance.checks import FORMAT_CHECKS, FormatBench, verbs_of
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.reduced import Reduced, plan_of, reduced_layers, sizes
 from kvcore.conformance.shapes import EXTRA_SHAPES, SHAPES, Shape
-from kvcore.conformance.verb import Rule, Verb
+from kvcore.conformance.verb import ANY_LAYOUT, Rule, Verb
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.plugins import VERBS, Needs
 from kvcore.spec import LAYOUTS, TAIL_OF, CacheSpec, Field, Format
-
-ANY_LAYOUT = "any"
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 Rule = Literal["storage", "arithmetic", "selection"]
 
+ANY_LAYOUT = "any"
+"""In a check's id and among a row's layouts: one that stands for all, since the verb touches no pool."""
+
 
 class Verb(NamedTuple):
     """One row of the table of checks.

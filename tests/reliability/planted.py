@@ -168,21 +168,25 @@ TRITON_CHECKS = {
     "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }
 JAX_CHECKS = {
-    "rows": sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged"),
+    "rows": sampled(
+        "append or gather or store",
+        "(packed or planar or tpu_tile or by_head or any)",
+        "(ragged or padded or taken_over)",
+    ),
     "window": sampled("window", shapes="(ragged or longer)"),
     "tail": sampled("flush or compress or append_rotated"),
     "entries": sampled("entries or flush or closed"),
     "kv": sampled("kv or mask or batch", shapes="(ragged or padded)"),
-    "lifecycle": "reset_slots or poison or copy_ or digest_rows or gather_rows or store_rows",
+    "lifecycle": sampled("reset_slots or poison or copy_ or digest_rows or gather_rows or store_rows"),
     "indexer": sampled("index_scores or select"),
-    "attention": sampled("attend and not attend_kv"),
+    "attention": f"{sampled('attend and not attend_kv')} or (attend_kv and unseen and bf16)",
     "encoding": f"{FORMATS_ALONE} or (append_kv and ragged and packed)",
 }
 PALLAS_CHECKS = {
     "store_rows": sampled("append_window or store_entries", "tpu_tile", "(ragged or padded)"),
     "gather_rows": sampled("gather_window or gather_entries or gather_all", "tpu_tile", "ragged"),
     "flush": sampled("flush", "tpu_tile", "ragged"),
-    "top_k": "select and not index_select",
+    "top_k": sampled("select and not index_select", "tpu_tile", "(ragged or one_over)"),
     "softmax": sampled("attend", "tpu_tile", "ragged"),
 }
 WAYS: dict[str, tuple[Run, ...]] = {
@@ -197,7 +201,10 @@ WAYS: dict[str, tuple[Run, ...]] = {
         suite("tests/backends", "tests/interop/test_transformers.py", *OVER_TIME),
     ),
     **{
-        f"{JAX}/pallas/{name}.py": (kit("jax_pallas", checks, "--device=cpu:interpret", **QUICK_COMPILES),)
+        f"{JAX}/pallas/{name}.py": (
+            kit("jax_pallas", checks, "--device=cpu:interpret", **QUICK_COMPILES),
+            suite("tests/jax_pallas/test_fused_kernels.py", **QUICK_COMPILES),
+        )
         for name, checks in PALLAS_CHECKS.items()
     },
     **{

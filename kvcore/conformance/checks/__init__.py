@@ -6,7 +6,7 @@ One table for all who check a backend. To add a verb is to add a row here; a tes
 from kvcore.conformance.checks import attention, compression, indexer, kv, life, paged, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
 from kvcore.conformance.checks.held import Drive, held
-from kvcore.conformance.verb import Rule, Verb
+from kvcore.conformance.verb import ANY_LAYOUT, Rule, Verb
 from kvcore.spec import ROLES, TAIL_OF, CacheSpec
 
 _INDEXED = ("entries", "index_keys")
@@ -114,7 +114,15 @@ VERBS: tuple[Verb, ...] = (
     _role("gather_all_entries", paged.gather_all("index_keys"), "index_keys", roles=_INDEXED),
     Verb("index_scores", indexer.index_scores, "arithmetic", "index_keys", _INDEXED, ("index_keys",)),
     _held("index_scores", indexer.index_scores, "index_keys", roles=_INDEXED, rule="arithmetic"),
-    Verb("select", indexer.select, "selection", "index_keys", _INDEXED, ("index_keys",), layouts=False),
+    Verb(
+        "select",
+        indexer.select,
+        "selection",
+        "index_keys",
+        _INDEXED,
+        ("index_keys",),
+        layouts=(ANY_LAYOUT, "tpu_tile"),  # A TPU's kernels work on whole tiles: there the choice is a kernel, too.
+    ),
     Verb("index_select", indexer.index_select, "selection", "index_keys", _INDEXED, ("index_keys",)),
     *(
         Verb(
@@ -148,6 +156,18 @@ VERBS: tuple[Verb, ...] = (
         )
         for role, lacks in (("window", ()), ("entries", ("window",)))
     ),
+    Verb(
+        "attend",
+        attention.attend_unseen,
+        "arithmetic",
+        role="window",
+        roles=("window", "entries"),
+        needs=("window",),
+        named=("window", "entries"),
+        layouts=("packed", "tpu_tile"),
+        shapes=("ragged",),
+        variant="unseen",
+    ),
     _role("append_kv", kv.append_kv, "kv", writes=True, extra=("taken_over",)),
     _edges("append_kv", kv.append_edges, "kv"),
     _role("gather_kv", kv.gather_kv, "kv"),
@@ -157,6 +177,17 @@ VERBS: tuple[Verb, ...] = (
     _role("from_batch", kv.from_batch, "kv", layouts=False, also=("to_batch",)),
     Verb("attend_kv", kv.attend_kv, "arithmetic", "kv", ("kv",), ("kv",), extra=("pieces",)),
     _held("attend_kv", kv.attend_kv, "kv", rule="arithmetic"),
+    Verb(
+        "attend_kv",
+        kv.attend_kv_unseen,
+        "arithmetic",
+        "kv",
+        ("kv",),
+        ("kv",),
+        layouts=("packed", "tpu_tile"),
+        shapes=("ragged",),
+        variant="unseen",
+    ),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(_held("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(

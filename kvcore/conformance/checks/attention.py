@@ -11,6 +11,7 @@ from kvcore.conformance.case import Bench
 from kvcore.conformance.checks.compression import THETA, rotated
 from kvcore.conformance.outputs import Output, close
 from kvcore.conformance.shapes import FP32
+from kvcore.ops import Attention
 from kvcore.spec import Rope, Yarn
 
 HEADS = 3
@@ -61,6 +62,46 @@ def attend(role: str, *, back: bool = False) -> Callable[[Bench], list[Output]]:
         return found
 
     return drive
+
+
+def attend_unseen(bench: Bench) -> list[Output]:
+    """The newest row of every request is NaN: the queries before it do not see it, beside the pools and within."""
+    case = bench.case
+    dim = case.component("window").dim
+    q = bench.put(case.token_floats("q", HEADS, dim))
+    rows = bench.put(newest_faulty(bench, case.token_floats("rows", dim)))
+    start = ("window",), ("entries",) if case.has("entries") else ()
+    states = [("", bench.pools(start=start[0], end=start[1]), rows)]
+    if case.holds("window"):
+        pools = bench.pools(start=start[0], end=start[1])
+        states.append((", stored", bench.ops.append_window(pools, bench.layer, bench.index, rows), None))
+    found: list[Output] = []
+    for when, pools, own in states:
+        attention = bench.ops.attend(pools, bench.layer, bench.index, q, rows=own)
+        found += before_newest(bench, attention, when)
+    return found
+
+
+def newest_faulty(bench: Bench, rows: np.ndarray) -> np.ndarray:
+    """The step's rows [T, ...] with NaN in every channel of each request's last."""
+    rows[_newest(bench)] = np.nan
+    return rows
+
+
+def before_newest(bench: Bench, attention: Attention, when: str) -> list[Output]:
+    """What queries before each request's last token got."""
+    seeing = np.setdiff1d(np.flatnonzero(bench.case.index.request_index >= 0), _newest(bench))
+    out, lse = (to_numpy(array)[seeing] for array in attention)
+    return [
+        close(f"out{when}", out, "attention", "token", "head", "channel"),
+        close(f"lse{when}", lse, "attention", "token", "head"),
+    ]
+
+
+def _newest(bench: Bench) -> np.ndarray:
+    """Each request's last token among the step's."""
+    new = np.array([row.new for row in bench.case.rows])
+    return (np.cumsum(new) - 1)[new > 0]
 
 
 def _picks(bench: Bench) -> np.ndarray:

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
+from kvcore.conformance.checks.attention import before_newest, newest_faulty
 from kvcore.conformance.checks.formats import edge_rows
 from kvcore.conformance.checks.rings import kv_inputs
 from kvcore.conformance.outputs import Output, close, exact
@@ -138,6 +139,29 @@ def attend_kv(bench: Bench) -> list[Output]:
             out, lse = bench.ops.attend_kv(pools, bench.layer, index, q, *own, columns=columns(bench), **options)
             found.append(close(f"out {name}{when}", to_numpy(out), "attention", "token", "head", "channel"))
             found.append(close(f"lse {name}{when}", to_numpy(lse), "attention", "token", "head"))
+    return found
+
+
+def attend_kv_unseen(bench: Bench) -> list[Output]:
+    """The newest key and value of every request are NaN: the queries before do not see them, beside the pools and in.
+
+    Where K-V is another layer's nothing is appended, and nothing is faulty.
+    """
+    case, own = bench.case, bench.case.component("kv").shared_from is None
+    kv = case.component("kv")
+    heads = 2 * math.lcm(*[part.heads for part in kv.parts])
+    q = bench.put(case.token_floats("q", heads, kv.key_dim))
+    k, v = kv_inputs(bench)
+    if own:
+        k, v = (bench.put(newest_faulty(bench, to_numpy(rows).copy())) for rows in (k, v))
+    states = [("", bench.pools(start=("kv",)), (k, v))]
+    if own and case.holds("kv"):
+        pools = bench.ops.append_kv(bench.pools(start=("kv",)), bench.layer, bench.index, k, v)
+        states.append((", stored", pools, (None, None)))
+    found: list[Output] = []
+    for when, pools, given in states:
+        attention = bench.ops.attend_kv(pools, bench.layer, bench.index, q, *given, columns=columns(bench))
+        found += before_newest(bench, attention, when)
     return found
 
 

@@ -7,7 +7,12 @@ TABLE = {
             "    return unit, number % region.rows\n",
             "rows that do not exist have a unit",
         ),
-        ("        exists &= column < index.block_table.shape[1]\n", "", "entries beyond the table lie in some block"),
+        (
+            "        exists &= column < index.block_table.shape[1]\n",
+            "",
+            "entries beyond the table lie in some block",
+            "no verb asks for a row beyond a request's end, and the table has a block for every row before it",
+        ),
         ("        stored = split_bytes(stored) if run.split else stored\n", "", "rope bytes are not split for tiles"),
         (
             "region.heads, run.first - end), jnp.uint8))\n        pieces.append(join_bytes(stored) if run.split else stored)\n",
@@ -34,6 +39,7 @@ TABLE = {
             "        first = of(index.lengths, index.request_index) - region.rows\n",
             "        first = of(index.starts, index.request_index)\n",
             "rows that the step overwrites are written, in any order",
+            "XLA scatters in order on a CPU, so that the newest row stays; only an accelerator gives no order",
         ),
         (
             "        first = of(index.stored, index.request_index)\n",
@@ -116,6 +122,7 @@ TABLE = {
             "    return jnp.where((request >= 0)[:, None], latents, 0)\n",
             "    return latents\n",
             "entries that do not close are no zeros",
+            "no row is in the window of an entry that does not close: pooled it is zeros, and the norm leaves zeros",
         ),
     ],
     "entries.py": [
