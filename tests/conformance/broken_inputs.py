@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcore.backends.reference import ReferenceOps, kv, tail
 from kvcore.conformance.shapes import LONG
+from kvcore.ops import Attention
 from kvcore.spec import FORMATS
 from tests.conformance.broken import Encoding, change_field
 
@@ -234,3 +235,24 @@ class NaNIsLargest(Encoding):
 
     def encode(self, format, values, global_scale=1.0):
         return super().encode(format, np.where(np.isnan(values), np.float32(np.inf), values), global_scale)
+
+
+class UnseenWeighed(ReferenceOps):
+    """A row that a query does not see weighs 0, and 0 times NaN is NaN."""
+
+    def attend_kv(self, pools, layer, index, q, k=None, v=None, **options):
+        out, lse = super().attend_kv(pools, layer, index, q, k, v, **options)
+        values = self.gather_kv(pools, layer, index, k, v, columns=options["columns"])[1]
+        faulty = np.flatnonzero(np.isnan(values.astype(np.float32)).any(axis=(1, 2, 3)))
+        out[np.isin(index.request_index, faulty)] = np.nan
+        return Attention(out, lse)
+
+
+class TiesTurnedInTiles(ReferenceOps):
+    """Where rows are whole tiles, a tie goes to the highest entry."""
+
+    def select(self, scores, k):
+        if self.plan.layout != "tpu_tile":
+            return super().select(scores, k)
+        picks = super().select(scores[:, ::-1], k)
+        return np.where(picks < 0, -1, scores.shape[1] - 1 - picks)
