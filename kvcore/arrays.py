@@ -14,6 +14,11 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
 
     Raises:
         ShapeError: an array that means more than its values: masked, sparse, quantised, without data.
+
+    Example:
+        >>> import kvcore
+        >>> kvcore.to_numpy([1.0, 2.0]).tolist()  # or tensors of torch and arrays of JAX
+        [1.0, 2.0]
     """
     check_plain(array, "to_numpy")
     torch = sys.modules.get("torch")

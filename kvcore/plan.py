@@ -241,6 +241,15 @@ def plan_cache(
     Raises:
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
         OutOfBlocks: the budget does not hold the slots and one block (one token, where nothing is paged).
+
+    Example:
+        >>> from kvcore.plan import plan_cache
+        >>> from kvcore.spec import presets
+        >>> plan = plan_cache(presets.llama_3_8b(key_format="fp8_row"), max_requests=16, budget_bytes=8 << 30)
+        >>> plan.max_tokens, plan.nbytes <= 8 << 30
+        (126976, True)
+        >>> plan.blocks_for(1000), plan.block_tokens
+        (4, 256)
     """
     _check_spec(spec)
     max_requests = check_count(SpecError, "max_requests", max_requests, 1)
@@ -296,7 +305,14 @@ def plan_cache(
 
 
 def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
-    """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing."""
+    """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing.
+
+    Example:
+        >>> from kvcore.plan import logical_bytes
+        >>> from kvcore.spec import presets
+        >>> logical_bytes(presets.llama_3_8b(), tokens=1000)
+        {'kv': 131072000}
+    """
     tokens = check_count(SpecError, "tokens", tokens, 0)
     totals: dict[str, int] = {}
     for _, role, component in spec.components():
@@ -306,7 +322,14 @@ def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
 
 
 def bytes_per_token(spec: CacheSpec) -> Fraction:
-    """Logical bytes that every further token of history costs, exactly; what is bounded by a window costs nothing."""
+    """Logical bytes that every further token of history costs, exactly; what is bounded by a window costs nothing.
+
+    Example:
+        >>> from kvcore.plan import bytes_per_token
+        >>> from kvcore.spec import presets
+        >>> float(bytes_per_token(presets.deepseek_v4_flash(draft=False)))
+        3514.25
+    """
     slope = Fraction(0)
     for _, _, component in spec.components():
         if component.shared_from is None and component.span is None:

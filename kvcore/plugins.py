@@ -348,7 +348,15 @@ def _check_name(name: object) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Generator[None]:
-    """Within the block, ``backend="auto"`` means ``name``."""
+    """Within the block, ``backend="auto"`` means ``name``.
+
+    Example:
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=1, key_heads=1, key_dim=4)
+        >>> with kvcore.use_backend("reference"):
+        ...     kvcore.create_cache(spec, max_requests=1, max_tokens=256).backend.name
+        'reference'
+    """
     token = _default.set(name)
     try:
         yield

@@ -69,6 +69,15 @@ def create_cache(
     Raises:
         SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
         OutOfBlocks: the budget is too small.
+
+    Example:
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=2, key_heads=1, key_dim=4)
+        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=2, max_tokens=512)
+        >>> cache.plan
+        CachePlan(classic: 2 blocks × 256 tokens, 2 slots, 0.000 GiB)
+        >>> kvcore.create_cache(spec, backend="reference", max_requests=2, budget_bytes=100_000).nbytes
+        98304
     """
     policy = check_policy(prefix)
     chosen = choose_backend(backend, device, Needs.of(spec, layout))
@@ -122,6 +131,16 @@ class Cache:
         ops: the backend's verbs, for functional use: ``pools = cache.ops.append_window(pools, layer, index, rows)``.
         backend: the backend; ``backend.name`` says which.
         damaged: pages that ``kvcore.load(..., strict=False)`` found damaged, whose requests it left out.
+
+    Example:
+        >>> import numpy as np
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=1, key_heads=1, key_dim=4, block_tokens=4)
+        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=8, max_tokens=256, prefix="full")
+        >>> def run(tokens):  # what a model does: one call a layer
+        ...     with cache.step(tokens) as step:
+        ...         rows = np.ones((len(step.positions), 1, 4), np.float32)
+        ...         step.layer(0).append_kv(rows, rows)
     """
 
     def __init__(
@@ -198,6 +217,17 @@ class Cache:
 
         Raises:
             OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids, or the salt is no text.
+
+        Example:
+            >>> prompt = [1, 2, 3, 4, 5, 6]
+            >>> first = cache.admit(prompt)
+            >>> run({first: 6})  # a number: the prompt's next ids
+            >>> second = cache.admit(prompt)
+            >>> second.cached_tokens  # a whole block of four
+            4
+            >>> run({second: 2})
+            >>> cache.release(first), cache.release(second)
+            (None, None)
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
         salt = check_salt(salt, "admit: salt")
@@ -244,6 +274,16 @@ class Cache:
             RequestError: a request is stale or foreign, or given other ids than the prompt whose blocks it took over.
             ShapeError: a count is not an integer >= 0, or left padding that a layer cannot have.
             Nothing is changed by any of them.
+
+        Example:
+            >>> first, second = cache.admit(), cache.admit()
+            >>> with cache.step({first: 3, second: 1}) as step:
+            ...     rows = np.ones((4, 1, 4), np.float32)
+            ...     step.layer(0).append_kv(rows, rows)
+            >>> first.length, second.length
+            (3, 1)
+            >>> cache.release(first), cache.release(second)
+            (None, None)
         """
         given = as_mapping(tokens)
         requests = [self._state.manager.check(request, "step") for request in given]
@@ -285,6 +325,14 @@ class Cache:
         Raises:
             RollbackError: ``length`` is out of range, or a ring has overwritten rows that would be needed.
             RequestError: stale or foreign. StepError: a step is open.
+
+        Example:
+            >>> request = cache.admit()
+            >>> run({request: 6})  # four tokens and two drafts
+            >>> cache.truncate(request, 4)
+            >>> request.length, len(request.blocks)
+            (4, 1)
+            >>> cache.release(request)
         """
         self._state.poison([], self._state.manager.truncate(self._state.manager.check(request), length))
 
@@ -294,6 +342,14 @@ class Cache:
 
         Raises:
             RequestError: already released, or foreign. StepError: a step is open.
+
+        Example:
+            >>> request = cache.admit()
+            >>> cache.release(request)
+            >>> request.length
+            Traceback (most recent call last):
+                ...
+            kvcore.errors.RequestError: ...
         """
         place = self._state.manager.place_of(self._state.manager.check(request, lost=True))
         self._state.poison([place.slot], self._state.manager.release(request))
@@ -304,6 +360,16 @@ class Cache:
 
         Raises:
             OutOfSlots: none is free. RequestError: stale or foreign. StepError: a step is open.
+
+        Example:
+            >>> request = cache.admit()
+            >>> run({request: 6})
+            >>> beam = cache.fork(request)
+            >>> run({beam: 1})  # the shared block is copied before it is written to
+            >>> request.blocks[0] == beam.blocks[0], request.blocks[1] == beam.blocks[1]
+            (True, False)
+            >>> cache.release(request), cache.release(beam)
+            (None, None)
         """
         source = self._state.manager.place(request)
         fork, place = self._state.manager.fork(source)
@@ -323,6 +389,16 @@ class Cache:
         Raises:
             RequestError: stale, foreign, its token ids are not known, or a layer did not get all of its tokens.
             StepError: a step is open. SpecError: the cache was created with ``prefix="off"``.
+
+        Example:
+            >>> request = cache.admit([7, 8, 9])
+            >>> run({request: 3})
+            >>> cache.checkpoint(request)  # in the middle of a block
+            >>> later = cache.admit([7, 8, 9, 10])
+            >>> later.cached_tokens
+            3
+            >>> cache.release(request), cache.release(later)
+            (None, None)
         """
         place = self._state.manager.place(request)
         if not self._state.prefix.on:
@@ -359,6 +435,13 @@ class Cache:
 
         Raises:
             ShapeError: tokens are not ids, n is out of range, or the salt is no text.
+
+        Example:
+            >>> request = cache.admit([20, 21, 22, 23, 24])
+            >>> run({request: 5})
+            >>> cache.restorable([20, 21, 22, 23, 99])
+            Restorable(length=4, replay=0, exact=True)
+            >>> cache.release(request)
         """
         ids = token_ids(tokens, "restorable: tokens")
         salt = check_salt(salt, "restorable: salt")
@@ -384,6 +467,10 @@ class Cache:
 
         Raises:
             ShapeError: tokens are neither ids nor a count, ``new_tokens`` is no count, or the salt is no text.
+
+        Example:
+            >>> cache.fits(200, new_tokens=56), cache.fits(200, new_tokens=57)
+            (True, False)
         """
         count, ids = parse_tokens(tokens, "fits: tokens")
         count += check_count(ShapeError, "fits: new_tokens", new_tokens, 0)
@@ -423,6 +510,16 @@ class Cache:
 
         Raises:
             RequestError: stale, foreign, or still replaying the tokens of a prefix hit. StepError: a step is open.
+
+        Example:
+            >>> request = cache.admit()
+            >>> run({request: 6})
+            >>> blob = cache.export_request(request)
+            >>> moved = cache.import_request(blob)  # here, or in a cache of any backend
+            >>> cache.digest([request]) == cache.digest([moved])
+            True
+            >>> cache.release(request), cache.release(moved)
+            (None, None)
         """
         return blobs.export(self._state, self._state.manager.check(request), checkpoints=checkpoints)
 
@@ -460,6 +557,18 @@ class Cache:
             RequestError: stale, foreign, or still replaying a prefix hit. StepError: a step is open.
             OSError: the disk refused; a file of that name is as it was, or the new one, whole.
             SnapshotError: a layer has a component of outside code, which no file's spec can say.
+
+        Example:
+            >>> import tempfile
+            >>> request = cache.admit()
+            >>> run({request: 6})
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> cache.save(folder.name + "/requests.kv")
+            >>> loaded = kvcore.load(folder.name + "/requests.kv", backend="reference")
+            >>> loaded.digest() == cache.digest()
+            True
+            >>> cache.release(request)
+            >>> folder.cleanup()
         """
         # The bytes are a finished copy: others need not wait for the disk.
         snapshot.write(path, self._snapshot(requests, checkpoints))

@@ -50,6 +50,21 @@ class LayerHandle:
     """One layer's cache during one step, from ``step.layer(i)``; it ends with the step.
 
     T tokens of the step (padding included), Q requests, d row channels, C ring rows, H query heads, n columns.
+
+    Example:
+        >>> import numpy as np
+        >>> import kvcore
+        >>> from kvcore.spec import CacheSpec, Rope, presets
+        >>> random = np.random.default_rng(0)
+        >>> def rows(*shape):
+        ...     return random.standard_normal(shape, dtype=np.float32)
+        >>> def cache_of(layer):  # one layer, one request, and a step of six tokens
+        ...     spec = CacheSpec(layers=[layer])
+        ...     cache = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=256)
+        ...     return cache, cache.step({cache.admit(): 6})
+        >>> classic = presets.llama_3_8b(key_format="int8_row").layers[0]  # keys and values
+        >>> csa = presets.deepseek_v4_flash().layers[2]  # window, entries of four tokens each, indexer
+        >>> swa = presets.deepseek_v4_flash().layers[0]  # window alone
     """
 
     __slots__ = ("_context", "_index", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
@@ -79,6 +94,14 @@ class LayerHandle:
         Raises:
             ShapeError: wrong shape, dtype or device. StepError: the layer has no window, or already got its rows.
             NonFiniteError: a value is NaN or infinite, under ``check=True``.
+
+        Example:
+            >>> cache, step = cache_of(swa)
+            >>> with step:
+            ...     step.layer(0).append_window(rows(6, 512))
+            ...     window = step.layer(0).gather_window()
+            >>> window.values.shape[2], window.positions[0, :7].tolist()
+            (512, [0, 1, 2, 3, 4, 5, -1])
         """
         window = self._component("window", Window)
         rows = check_float(self._ops, rows, "append_window: rows", (self._tokens, window.dim))
@@ -113,6 +136,18 @@ class LayerHandle:
 
         Raises:
             StepError: the step's tail rows were not appended first, or the pool belongs to another layer.
+
+        Example:
+            >>> cache, step = cache_of(csa)
+            >>> with step:
+            ...     layer = step.layer(0)
+            ...     layer.append_window(rows(6, 512))
+            ...     layer.append_tail(rows(6, csa.tail.width), rows(6, csa.tail.width))
+            ...     layer.append_index_tail(rows(6, csa.index_tail.width), rows(6, csa.index_tail.width))
+            ...     layer.flush(norm_weight=np.ones(512, np.float32), rope=Rope(dim=64, theta=160000.0))
+            ...     entries = layer.gather_all_entries()
+            >>> entries.counts.tolist(), entries.positions.tolist()  # tokens 0 to 3; 4 and 5 wait in the tail
+            ([1], [[0]])
         """
         entries = self._own_entries("flush")
         self._context.check_outside("flush", (norm_weight, rope, index_norm_weight))
@@ -226,7 +261,14 @@ class LayerHandle:
         return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
 
     def select(self, scores: Given, k: int) -> Array:
-        """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end."""
+        """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end.
+
+        Example:
+            >>> cache, step = cache_of(csa)
+            >>> step.layer(0).select(np.array([[1.0, 3.0, 3.0]] * 6, np.float32), k=4)[0].tolist()
+            [1, 2, 0, -1]
+            >>> step.abort()
+        """
         self._context.check_open()
         # No gradient comes from an order.
         scores = check_array(self._ops, scores, "select: scores", (self._tokens, None), FLOATS)
@@ -257,6 +299,14 @@ class LayerHandle:
 
         Returns:
             out in q's dtype, and lse [T, H] fp32 without the sink; 0 and -inf for a query without keys.
+
+        Example:
+            >>> cache, step = cache_of(classic)
+            >>> with step:
+            ...     step.layer(0).append_kv(rows(6, 8, 128), rows(6, 8, 128))
+            ...     out, lse = step.layer(0).attend(rows(6, 32, 128))  # four query heads for each key head
+            >>> out.shape, lse.shape
+            ((6, 32, 128), (6, 32))
         """
         self._context.check_open()
         if self._spec.kv is not None:
@@ -284,7 +334,16 @@ class LayerHandle:
         )
 
     def append_kv(self, k: Given, v: Given) -> None:
-        """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim]."""
+        """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim].
+
+        Example:
+            >>> cache, step = cache_of(classic)
+            >>> with step:
+            ...     step.layer(0).append_kv(rows(6, 8, 128), rows(6, 8, 128))
+            ...     k, v, positions = step.layer(0).gather_kv()
+            >>> k.shape, positions.tolist()
+            ((1, 6, 8, 128), [[0, 1, 2, 3, 4, 5]])
+        """
         kv = self._component("kv", KV)
         self._writes.append("kv", self._checked_kv(kv, k, v))
 
@@ -334,7 +393,15 @@ class LayerHandle:
         return views
 
     def mask(self) -> Array:
-        """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool."""
+        """What each query may see of ``gather_kv``'s rows once the step's are appended: [T, n] bool.
+
+        Example:
+            >>> cache, step = cache_of(classic)
+            >>> step.layer(0).append_kv(rows(6, 8, 128), rows(6, 8, 128))
+            >>> step.layer(0).mask()[:2].astype(int).tolist()
+            [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
+            >>> step.abort()
+        """
         kv = self._component("kv", KV)
         return self._ops.mask(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 

@@ -62,6 +62,18 @@ def load(
             file says, and that are more than its word counts for.
         ShapeError, SpecError, OutOfBlocks, OutOfSlots, BackendError: as for ``create_cache``; OutOfBlocks also where
             there is no memory to check the rows in.
+
+    Example:
+        >>> import tempfile
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=1, key_heads=1, key_dim=4)
+        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=2, max_tokens=512)
+        >>> request = cache.admit()
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> cache.save(folder.name + "/requests.kv")
+        >>> len(kvcore.load(folder.name + "/requests.kv", backend="reference", max_requests=4).requests)
+        1
+        >>> folder.cleanup()
     """
     saved = read(path)
     chosen = list(range(len(saved.records))) if requests is None else list(requests)

@@ -68,6 +68,22 @@ class Step(Generic[C]):
 
     Attributes:
         cache: the cache it belongs to.
+
+    Example:
+        >>> import numpy as np
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=1, key_heads=1, key_dim=4)
+        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=8, max_tokens=2048)
+        >>> rows = np.ones((3, 1, 4), np.float32)
+        >>> request = cache.admit()
+        >>> step = cache.step({request: 3})  # or: with cache.step(...) as step
+        >>> step.positions.tolist(), step.request_index.tolist()
+        ([0, 1, 2], [0, 0, 0])
+        >>> step.layer(0).append_kv(rows, rows)
+        >>> step.commit()
+        >>> request.length
+        3
+        >>> cache.release(request)
     """
 
     def __init__(self, cache: C, state: "StepState") -> None:
@@ -101,6 +117,16 @@ class Step(Generic[C]):
 
         Raises:
             ShapeError: another number of requests, or fewer columns than a request has new tokens.
+
+        Example:
+            >>> first, second = cache.admit(), cache.admit()
+            >>> with cache.step({first: 2, second: 1}) as step:
+            ...     batch = np.arange(4.0).reshape(2, 2)  # the last one is padding
+            ...     print(step.from_batch(batch).tolist(), step.to_batch(step.from_batch(batch)).tolist())
+            ...     step.layer(0).append_kv(rows, rows)
+            [0.0, 1.0, 2.0] [[0.0, 1.0], [2.0, 0.0]]
+            >>> cache.release(first), cache.release(second)
+            (None, None)
         """
         self._state.context.check_open()
         check_constant(batch, "from_batch")
@@ -154,6 +180,15 @@ class Step(Generic[C]):
 
         Raises:
             StepError: the step has ended.
+
+        Example:
+            >>> request = cache.admit()
+            >>> step = cache.step({request: 3})
+            >>> step.layer(0).append_kv(rows, rows)
+            >>> step.abort()
+            >>> request.length, request.blocks
+            (0, ())
+            >>> cache.release(request)
         """
         self._state.cache.take_turn("abort", partial(_abort, self._state), ends=True)
 

@@ -20,7 +20,14 @@ from kvcore.spec import CacheSpec
 
 
 class Periodic(msgspec.Struct, frozen=True):
-    """Keep a checkpoint wherever a step ends at a multiple of ``tokens``, and at semantic points."""
+    """Keep a checkpoint wherever a step ends at a multiple of ``tokens``, and at semantic points.
+
+    Example:
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.deepseek_v4_flash_tiny()
+        >>> options = {"max_requests": 1, "max_tokens": 512, "prefix": kvcore.Periodic(128)}
+        >>> cache = kvcore.create_cache(spec, backend="reference", **options)
+    """
 
     tokens: int
 

@@ -92,6 +92,15 @@ class Request:
 
     Attributes:
         id: number that is never reused within a cache.
+
+    Example:
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=1, key_heads=1, key_dim=4)
+        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=2, max_tokens=512)
+        >>> request = cache.admit([5, 6, 7])
+        >>> request.length, request.slot, request.blocks, request.tokens
+        (0, 0, (), ())
+        >>> cache.release(request)
     """
 
     __slots__ = ("_manager", "id")

@@ -18,7 +18,14 @@ LARGEST_JSON = 1 << 24
 
 
 def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
-    """The spec as JSON text with its schema version; ``from_json`` gives the same spec back."""
+    """The spec as JSON text with its schema version; ``from_json`` gives the same spec back.
+
+    Example:
+        >>> from kvcore.spec import from_json, presets, to_json
+        >>> spec = presets.deepseek_v4_flash_tiny()
+        >>> from_json(to_json(spec)) == spec
+        True
+    """
     document = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(spec)}
     text = msgspec.json.encode(document)
     return (msgspec.json.format(text, indent=indent) if indent else text).decode()

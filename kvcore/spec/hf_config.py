@@ -44,6 +44,14 @@ def from_hf_config(
         SpecError: an unknown ``model_type``, a missing field, a value of the wrong type or out of range, or an
             inconsistent schedule, by the field's name. A DeepSeek-V4 configuration must say its schedule: by
             ``compress_ratios`` (entries beyond ``num_hidden_layers`` become draft layers) or by ``layer_types``.
+
+    Example:
+        >>> from kvcore.spec import from_hf_config
+        >>> config = {"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32}
+        >>> config |= {"num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096}
+        >>> layer = from_hf_config(config, formats={"key": "fp8_row", "value": "fp8_row"}).layers[0]
+        >>> layer.kv.key_heads, layer.kv.key_dim, layer.kv.window
+        (8, 128, 4096)
     """
     fields = _decoder(config)
     kind = fields.get("model_type")

@@ -84,6 +84,13 @@ def address(format: str | Format, block_rows: int, block: int, row: int, field: 
 
     Returns:
         A Python int, so that it never wraps however large the pool is.
+
+    Example:
+        >>> from kvcore.spec import address
+        >>> address("v4_584", 64, block=0, row=1, field="codes")
+        576
+        >>> address("v4_584", 64, block=1, row=0, field="codes") % 576  # pages are whole multiples of 576 bytes
+        0
     """
     if isinstance(format, str):
         format = FORMATS[format]

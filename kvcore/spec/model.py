@@ -71,6 +71,13 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         block_tokens: tokens that one block of every paged component covers; a multiple of every ratio.
         draft_layers: layers of a draft model that shares requests with the main one; numbered after the main layers.
         name: for people; not part of the digest.
+
+    Example:
+        >>> from kvcore.spec import KV, CacheSpec, LayerSpec
+        >>> layer = LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int8_row", value_format="nf4_b64"))
+        >>> spec = CacheSpec(layers=[layer] * 4, block_tokens=64)
+        >>> len(spec.layers), spec.layers[0].roles
+        (4, ('kv',))
     """
 
     layers: tuple[LayerSpec, ...]
