@@ -1,5 +1,5 @@
-"""Another name of ``kvcore.ops.composed``: defaults of the fused verbs."""
+"""Another name of ``kvcore.ops.Ops``, whose fused verbs have defaults."""
 
-from kvcore.ops.composed import ComposedVerbs
+from kvcore.ops import Ops as ComposedVerbs
 
 __all__ = ["ComposedVerbs"]

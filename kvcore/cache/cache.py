@@ -17,6 +17,7 @@ from kvcore.counts import as_count, check_count
 from kvcore.errors import RequestError, ShapeError, SnapshotError, SpecError
 from kvcore.ops import Backend, Ops
 from kvcore.ops.functional import FunctionalOps
+from kvcore.ops.fused import created
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.pools import Pools, check_same_tree
@@ -90,7 +91,7 @@ def create_cache(
         layout=chosen.default_layout(device) if layout == "auto" else layout,
         max_request_tokens=max_request_tokens,
     )
-    return Cache(plan, chosen, chosen.create(plan, device=device, check=check), prefix=policy, check=check)
+    return Cache(plan, chosen, created(chosen, plan, device=device), prefix=policy, check=check)
 
 
 def _verb(

@@ -4,7 +4,8 @@ import argparse
 import json
 
 from kvcore.cli.tables import print_table, say
-from kvcore.ops.choices import explain, folded
+from kvcore.ops.choices import folded
+from kvcore.ops.fused import created
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.spec.named import load_spec
@@ -22,8 +23,8 @@ def run(options: argparse.Namespace) -> int:
     layout = backend.default_layout(options.device) if options.layout == "auto" else options.layout
     # Nothing but the spec and the layout decides: one block is a plan as good as any.
     plan = plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens, layout=layout)
-    ops = backend.create(plan, device=options.device)
-    choices = explain(ops)
+    ops = created(backend, plan, device=options.device)
+    choices = ops.explain()
     if options.json:
         found = {
             "backend": backend.name,

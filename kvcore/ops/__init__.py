@@ -1,9 +1,10 @@
-"""The verbs of a backend: the contract (``protocol``), what every cache puts before it, and defaults in terms of it.
+"""The verbs of a backend: the contract (``protocol``, ``fused``), and what every cache puts before it.
 
 What is named here is what a backend is written against.
 """
 
-from kvcore.ops.protocol import Backend, Ops
+from kvcore.ops.fused import Ops
+from kvcore.ops.protocol import Backend, RequiredOps
 from kvcore.ops.results import (
     AllEntries,
     Array,
@@ -34,6 +35,7 @@ __all__ = [
     "PagedView",
     "Paging",
     "RawRows",
+    "RequiredOps",
     "RingView",
     "SelectedEntries",
     "StepIndex",

@@ -4,7 +4,7 @@ A handle knows the step's lengths on the host and asks for exactly what is neede
 shapes are known, so the bound must hold for every step of those shapes.
 """
 
-from kvcore.ops import StepIndex
+from kvcore.ops.results import StepIndex
 from kvcore.plan import CachePlan
 
 

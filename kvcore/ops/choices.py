@@ -7,13 +7,15 @@ answers ``Declined`` with the reason; the verb and the explanation both read tha
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvcore.errors import BackendError
-from kvcore.ops import Choice
+from kvcore.ops.results import Choice
+from kvcore.plan import CachePlan
 from kvcore.spec import CacheSpec, LayerSpec
 
 VARIABLE = "KVCORE_STRICT"
+NOT_SAID = "this backend does not say"
 SETTINGS = {"": False, "0": False, "1": True}
 
 VERBS = (
@@ -124,13 +126,29 @@ def _has(layer: LayerSpec, verb: str, roles: Sequence[str], *, writes: bool) -> 
     return not any(component is None or (writes and component.shared_from is not None) for component in some)
 
 
-def explain(ops: Any) -> list[Choice]:
-    """``ops.explain()``, or where a backend has no such method, that it does not say."""
-    found = getattr(ops, "explain", None)
-    if callable(found):
-        return list(found())  # type: ignore[call-overload]
-    how = str(getattr(ops, "how", "") or ops.device)
-    return [Choice(layer, verb, how, "this backend does not say") for layer, verb in verbs_of(ops.plan.spec)]
+class Decided:
+    """What a backend that decides once for every verb of a layer says of it, and refuses."""
+
+    plan: CachePlan
+
+    def decide(self, layer: int | None, verb: str) -> Decision:
+        """What runs a verb."""
+        raise NotImplementedError
+
+    def explain(self) -> list[Choice]:
+        """Which code runs each verb of each layer, and why; see ``kvcore.ops.Ops.explain``."""
+        return [Choice(layer, verb, *self.decide(layer, verb)[:2]) for layer, verb in verbs_of(self.plan.spec)]
+
+    def check_strict(self) -> None:
+        """Refuse verbs that run slower code than the backend has for the device: called once they are bound.
+
+        Raises:
+            BackendError: naming the first such verb, and why.
+        """
+        for layer, verb in verbs_of(self.plan.spec):
+            found = self.decide(layer, verb)
+            if found.slower:
+                raise refused(verb, layer, found.implementation, found.reason)
 
 
 def folded(choices: Iterable[Choice]) -> list[tuple[tuple[int | None, ...], tuple[Choice, ...]]]:

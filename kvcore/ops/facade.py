@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.ops import bounds
-from kvcore.ops.protocol import Ops
+from kvcore.ops.fused import Ops
 from kvcore.ops.records import Compression, Streams
 from kvcore.ops.results import Array, StepIndex
 from kvcore.plan import CachePlan

@@ -1,4 +1,4 @@
-"""The verbs that a backend implements, as one typed Protocol.
+"""The verbs that a backend must implement, as one typed Protocol; ``kvcore.ops.fused`` has the others.
 
 Writers take pools and return pools (torch and NumPy work in place and return the same object, JAX returns new arrays);
 readers return outputs only. Every verb takes the layer number and a ``StepIndex``. Arguments were checked at the door
@@ -19,24 +19,20 @@ installed, for annotations are never evaluated but by tests, on every backend.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from jaxtyping import Bool, Float, Int, Integer, UInt8
 
     from kvcore.ops.results import (
         AllEntries,
         Array,
         Attention,
-        Choice,
         Closed,
         RawRows,
         SelectedEntries,
         StepIndex,
-        Strip,
-        VisibleRows,
         WindowRows,
     )
     from kvcore.plan import CachePlan
@@ -44,8 +40,8 @@ if TYPE_CHECKING:
     from kvcore.spec import Format, Rope
 
 
-class Ops(Protocol):
-    """All verbs of one backend, bound to one plan and device.
+class RequiredOps(Protocol):
+    """What one backend must have, bound to one plan and device.
 
     Attributes:
         plan: what is addressed.
@@ -57,52 +53,29 @@ class Ops(Protocol):
     device: str
     in_place: bool
 
-    @property
-    def how(self) -> str:
-        """How the verbs run, as reports say it: ``cpu``, ``cuda (NVIDIA H100)``, ``cpu, Triton interpreter``."""
-        ...
-
-    def explain(self) -> list[Choice]:
-        """Which code runs each verb of each layer, and why; known when the verbs are bound, without pools.
-
-        Example:
-            >>> import kvcore
-            >>> spec = kvcore.spec.presets.deepseek_v4_flash_tiny()
-            >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=64)
-            >>> cache.ops.explain()[0]
-            Choice(layer=0, verb='append_window', implementation='numpy', reason='the reference is NumPy alone')
-        """
-        ...
-
+    @abstractmethod
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
         ...
 
+    @abstractmethod
     def asarray(self, array: Any) -> Array:
         """A NumPy array (bf16 as ml_dtypes) as an array of the framework on the device; its own arrays pass through."""
         ...
 
-    def join(self, kv: Float[Array, "tokens width"], score: Float[Array, "tokens width"]) -> Float[Array, "tokens row"]:
-        """Kv and score [T, width] side by side: [T, 2·width], the channels of a tail row."""
-        ...
-
+    @abstractmethod
     def index(self, host: StepIndex) -> StepIndex:
         """The step index on the device, from NumPy int32 arrays."""
         ...
 
-    def padded_index(self, host: StepIndex) -> StepIndex:
-        """The index of a padded step, which may be kept in one place: good until the next of the same shape.
-
-        A graph that was captured on one step then finds the next step's numbers where it looks for them.
-        """
-        ...
-
+    @abstractmethod
     def encode(
         self, format: str | Format, values: Float[Array, "rows dim"], global_scale: float = 1.0
     ) -> UInt8[Array, "rows row_bytes"]:
         """Values [rows, dim] fp32 or bf16 -> canonical rows [rows, row_bytes] uint8."""
         ...
 
+    @abstractmethod
     def decode(
         self,
         format: str | Format,
@@ -113,37 +86,24 @@ class Ops(Protocol):
         """Canonical rows [rows, row_bytes] -> values [rows, dim], bf16 where that is exact, else fp32."""
         ...
 
+    @abstractmethod
     def pack_page(self, format: str | Format, rows: UInt8[Array, "rows row_bytes"]) -> UInt8[Array, " page_bytes"]:
         """Canonical rows [P, row_bytes] -> the packed page of those P rows, [page bytes] uint8, padding zero."""
         ...
 
+    @abstractmethod
     def unpack_page(
         self, format: str | Format, page: UInt8[Array, " page_bytes"], rows: int
     ) -> UInt8[Array, "rows row_bytes"]:
         """A packed page of ``rows`` rows -> canonical rows [rows, row_bytes]."""
         ...
 
+    @abstractmethod
     def append_window(self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"]) -> Pools:
         """Encode rows [T, d] and store them at slot·C + p mod C; only each ring's last C positions are written."""
         ...
 
-    def append_rotated_window(
-        self,
-        pools: Pools,
-        layer: int,
-        index: StepIndex,
-        rows: Float[Array, "tokens dim"],
-        *,
-        rope: Rope | Float[Array, " pairs"],
-        norm_weight: Float[Array, " dim"] | None = None,
-        eps: float = 1e-6,
-    ) -> Pools:
-        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
-
-        Rounded to bf16 after the norm and after the rotation, as ``flush`` does; not at all where rows are fp32.
-        """
-        ...
-
+    @abstractmethod
     def append_tail(
         self,
         pools: Pools,
@@ -155,6 +115,7 @@ class Ops(Protocol):
         """Store raw compressor rows kv and score, [T, width] each, fp32 (bf16 is widened), at slot·R + p mod R."""
         ...
 
+    @abstractmethod
     def append_index_tail(
         self,
         pools: Pools,
@@ -166,12 +127,14 @@ class Ops(Protocol):
         """The same for the indexer's compressor."""
         ...
 
+    @abstractmethod
     def gather_window(
         self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens dim"] | None = None
     ) -> WindowRows:
         """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
         ...
 
+    @abstractmethod
     def compress(
         self,
         pools: Pools,
@@ -193,6 +156,7 @@ class Ops(Protocol):
         """
         ...
 
+    @abstractmethod
     def flush(
         self,
         pools: Pools,
@@ -212,31 +176,7 @@ class Ops(Protocol):
         """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys."""
         ...
 
-    def append_flush(
-        self,
-        pools: Pools,
-        layer: int,
-        index: StepIndex,
-        kv: Float[Array, "tokens width"],
-        score: Float[Array, "tokens width"],
-        index_kv: Float[Array, "tokens index_width"] | None = None,
-        index_score: Float[Array, "tokens index_width"] | None = None,
-        *,
-        newest: int | None = None,
-        closed: int | None = None,
-        norm_weight: Float[Array, " dim"] | None = None,
-        eps: float = 1e-6,
-        rope: Rope | Float[Array, " frequencies"] | None = None,
-        index_norm_weight: Float[Array, " index_dim"] | None = None,
-    ) -> Pools:
-        """``flush`` and the append of the same rows to the tails: all that a decode step does with them.
-
-        Args:
-            newest: most new tokens of a request in the step, where the caller knows it: 1 in plain decode. It decides
-                only whether one launch may do both.
-        """
-        ...
-
+    @abstractmethod
     def store_entries(
         self,
         pools: Pools,
@@ -251,22 +191,26 @@ class Ops(Protocol):
         """
         ...
 
+    @abstractmethod
     def closed(self, layer: int, index: StepIndex, count: int | None = None, role: str = "entries") -> Closed:
         """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
         ...
 
+    @abstractmethod
     def gather_entries(
         self, pools: Pools, layer: int, index: StepIndex, indices: Int[Array, "tokens k"]
     ) -> SelectedEntries:
         """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
         ...
 
+    @abstractmethod
     def gather_all_entries(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None, role: str = "entries"
     ) -> AllEntries:
         """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
         ...
 
+    @abstractmethod
     def index_scores(
         self,
         pools: Pools,
@@ -280,24 +224,12 @@ class Ops(Protocol):
         """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
         ...
 
+    @abstractmethod
     def select(self, scores: Float[Array, "tokens columns"], k: int) -> Int[Array, "tokens k"]:
         """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
         ...
 
-    def index_select(
-        self,
-        pools: Pools,
-        layer: int,
-        index: StepIndex,
-        q: Float[Array, "tokens heads dim"],
-        weights: Float[Array, "tokens heads"],
-        k: int,
-        *,
-        columns: int | None = None,
-    ) -> Int[Array, "tokens k"]:
-        """``select(index_scores(...), k)`` -> [T, k] int32, where a backend can do without all scores at once."""
-        ...
-
+    @abstractmethod
     def attend(
         self,
         pools: Pools,
@@ -322,6 +254,7 @@ class Ops(Protocol):
         """
         ...
 
+    @abstractmethod
     def append_kv(
         self,
         pools: Pools,
@@ -333,6 +266,7 @@ class Ops(Protocol):
         """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
         ...
 
+    @abstractmethod
     def gather_kv(
         self,
         pools: Pools,
@@ -350,18 +284,7 @@ class Ops(Protocol):
         """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
         ...
 
-    def kv_view(
-        self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
-    ) -> tuple[Array, Array] | None:
-        """What ``gather_kv`` gives of rows that are in the pool, as the pool's own memory; None where it must copy."""
-        ...
-
-    def append_kv_view(
-        self, pools: Pools, layer: int, index: StepIndex, k: Array, v: Array, *, columns: int | None = None
-    ) -> tuple[Pools, tuple[Array, Array] | None]:
-        """``append_kv``, then ``kv_view``: all that a decode step does whose attention is the caller's."""
-        ...
-
+    @abstractmethod
     def mask(self, layer: int, index: StepIndex, *, columns: int | None = None) -> Bool[Array, "tokens columns"]:
         """[T, columns] bool over ``gather_kv``'s rows: what each query may see.
 
@@ -370,18 +293,7 @@ class Ops(Protocol):
         """
         ...
 
-    def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
-        """The same with the position of every row, [Q, columns] int32, for kernels that mask by themselves."""
-        ...
-
-    def from_batch(self, index: StepIndex, batch: Array) -> Array:
-        """A batch [Q, S, ...] padded on the right, a request's new tokens first -> rows [T, ...] in step order."""
-        ...
-
-    def to_batch(self, index: StepIndex, rows: Array, width: int) -> Array:
-        """The inverse: rows [T, ...] -> [Q, width, ...], zeros where a request has fewer new tokens."""
-        ...
-
+    @abstractmethod
     def attend_kv(
         self,
         pools: Pools,
@@ -398,22 +310,27 @@ class Ops(Protocol):
         """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
         ...
 
+    @abstractmethod
     def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
         ...
 
+    @abstractmethod
     def poison(self, pools: Pools, slots: Int[Array, " slots"], blocks: Int[Array, " blocks"]) -> Pools:
         """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
         ...
 
+    @abstractmethod
     def copy_slots(self, pools: Pools, sources: Int[Array, " slots"], targets: Int[Array, " slots"]) -> Pools:
         """Copy whole slots; all sources are read before any target is written."""
         ...
 
+    @abstractmethod
     def copy_blocks(self, pools: Pools, sources: Int[Array, " blocks"], targets: Int[Array, " blocks"]) -> Pools:
         """Copy whole blocks; all sources are read before any target is written."""
         ...
 
+    @abstractmethod
     def gather_rows(
         self,
         pools: Pools,
@@ -427,52 +344,24 @@ class Ops(Protocol):
         """The role's live rows in position order as canonical bytes; ``rows`` are the step's own, one per part."""
         ...
 
+    @abstractmethod
     def read_ring(self, pools: Pools, layer: int, role: str, index: StepIndex) -> Any:
         """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
         ...
 
+    @abstractmethod
     def restore_ring(self, pools: Pools, layer: int, role: str, index: StepIndex, saved: Any) -> Pools:
         """Put back what ``read_ring`` saved."""
         ...
 
+    @abstractmethod
     def store_rows(self, pools: Pools, layer: int, role: str, index: StepIndex, raw: RawRows) -> Pools:
         """Write canonical rows at their positions: the inverse of ``gather_rows``; position -1 is ignored."""
         ...
 
+    @abstractmethod
     def digest_rows(self, raw: RawRows, salt: int) -> Integer[Array, "requests 2"]:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
-        ...
-
-    def move_strips(
-        self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
-    ) -> bool:
-        """Copy a request's canonical rows from the pools into pages, or with ``store`` back, all strips at once.
-
-        Row r of a strip's page b is its row ``numbers[b · rows + r]``, which lies in unit ``units[b]``. Bytes of pages
-        that are no strip's, and rows of the pools that are in no page, are left alone.
-
-        Args:
-            pages: [pages, bytes] uint8 on the device, without gaps, written in place.
-            strips: of blocks, or of slots, whose pages are one and which have room for them; numbers are ranges.
-            units: block of every page, or the slot, [pages] int32; of a unit -1 rows read as zeros and are not stored.
-
-        Returns:
-            True where it was done, all of it in place. False, and nothing was done, where this backend moves a request
-            by ``gather_rows`` and ``store_rows`` only: always, or out of a layout that it cannot copy from.
-        """
-        ...
-
-    def digest_strips(self, pages: Array, strips: Sequence[Strip], first_page: int) -> Array | None:
-        """Two lanes for every page, the sums of ``digest_rows`` over its strips -> [pages, 2] int64, all at once.
-
-        Args:
-            pages: [pages, bytes] uint8 on the device, without gaps: some of a request's.
-            strips: as for ``move_strips``; each is salted with its ``kvcore.digest.region_salt``.
-            first_page: number of the first of these pages in the request: its rows begin at ``first_page · rows``.
-
-        Returns:
-            None where this backend digests pages by ``digest_rows`` only: always, or of such strips.
-        """
         ...
 
 
@@ -481,7 +370,7 @@ class Backend(Protocol):
 
     name: str
 
-    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> Ops:
+    def create(self, plan: CachePlan, *, device: str | None = None) -> RequiredOps:
         """Bind the verbs to a plan and a device.
 
         Raises:

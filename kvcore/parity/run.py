@@ -18,6 +18,7 @@ from kvcore.conformance.outputs import Output
 from kvcore.conformance.suite import Check, checks_of, computed_formats_of
 from kvcore.isolation import Failed, isolated
 from kvcore.ops import Backend, Ops, tolerances
+from kvcore.ops.fused import created
 from kvcore.parity import environment
 from kvcore.parity.quality import measure
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
@@ -65,7 +66,7 @@ class Subject:
             self._plans += 1
             if self.info.forget is not None and self._plans % PLANS_REMEMBERED == 0:
                 self.info.forget()
-            ops = self._backend.create(plan, device=self._device)
+            ops = created(self._backend, plan, device=self._device)
             self.device = str(ops.device)
             self.how = str(getattr(ops, "how", "") or ops.device)
             self._bound = plan, ops

@@ -18,6 +18,7 @@ from kvcore.backends.jax_pallas.tail import frequencies_of
 from kvcore.cache import Cache
 from kvcore.errors import SpecError
 from kvcore.ops import Attention
+from kvcore.ops.fused import READERS, WRITERS
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.pools import Pools
@@ -26,16 +27,6 @@ from kvcore.sharding import Pages, ShardedOps, ShardPlan
 from kvcore.spec import CacheSpec
 
 AXIS = "context"
-WRITERS = (
-    *("append_window", "append_rotated_window", "append_tail", "append_index_tail", "append_flush", "flush"),
-    *("store_entries", "append_kv", "store_rows", "reset_slots", "poison", "copy_slots", "copy_blocks"),
-    "restore_ring",
-)
-READERS = (
-    *("gather_window", "compress", "gather_entries", "gather_all_entries", "attend"),
-    *("index_scores", "index_select"),
-    *("gather_kv", "attend_kv", "gather_rows", "read_ring"),
-)
 
 
 class JaxExchange:
@@ -228,5 +219,5 @@ def create_cache(
         context=shards,
         max_request_tokens=max_request_tokens,
     )
-    ops: Any = MeshOps(ShardedOps(backend, plan, JaxExchange(shards), device=None, check=check), mesh)
+    ops: Any = MeshOps(ShardedOps(backend, plan, JaxExchange(shards), device=None), mesh)
     return Cache(plan, backend, ops, prefix=policy, check=check)

@@ -24,23 +24,13 @@ from kvcore.ops import (
     VisibleRows,
     bounds,
 )
-from kvcore.ops.choices import explain
+from kvcore.ops.fused import FUSED, REQUIRED, created
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.sharding.exchange import Exchange
 from kvcore.sharding.index import to_read, to_write
 from kvcore.sharding.pages import Pages
 from kvcore.spec import LayerSpec, Rope
-
-WHOLE = (
-    *("allocate", "asarray", "join", "index", "padded_index"),
-    *("encode", "decode", "pack_page", "unpack_page", "digest_rows", "digest_strips"),
-    *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
-    *("gather_window", "compress", "closed"),
-    *("reset_slots", "poison", "copy_slots", "copy_blocks", "read_ring", "restore_ring"),
-    *("from_batch", "to_batch"),
-)
-"""Verbs that need nothing of other shards: the backend's own."""
 
 PAGED = ("entries", "index_keys", "kv")
 
@@ -55,9 +45,9 @@ class ShardedOps:
     def __init__(self, backend: Backend, plan: CachePlan, exchange: Exchange, **options: Any) -> None:
         self.plan = plan
         self.exchange = exchange
-        self._base: Any = backend.create(plan, **options)
-        self._rings: Any = backend.create(_only(plan, ("window",)), **options)
-        self._pages: Any = backend.create(_only(plan, PAGED), **options)
+        self._base: Any = created(backend, plan, **options)
+        self._rings: Any = created(backend, _only(plan, ("window",)), **options)
+        self._pages: Any = created(backend, _only(plan, PAGED), **options)
         self.device: str = self._base.device
         self.in_place: bool = self._base.in_place
 
@@ -68,10 +58,10 @@ class ShardedOps:
 
     def explain(self) -> list[Choice]:
         """Which code runs on a shard, and why; attention runs over the window and over pages, each by itself."""
-        parts = {(choice.layer, choice.verb): choice for choice in explain(self._pages)}
-        rings = {(choice.layer, choice.verb): choice for choice in explain(self._rings)}
+        parts = {(choice.layer, choice.verb): choice for choice in self._pages.explain()}
+        rings = {(choice.layer, choice.verb): choice for choice in self._rings.explain()}
         found = []
-        for choice in explain(self._base):
+        for choice in self._base.explain():
             here = choice.layer, choice.verb
             layer = None if choice.layer is None else self.plan.spec.all_layers[choice.layer]
             if choice.verb == "attend" and layer is not None and layer.entries is not None:
@@ -81,7 +71,8 @@ class ShardedOps:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name in WHOLE:
+        # Verbs of the contract that need nothing of other shards have no method here.
+        if name in REQUIRED or name in FUSED:
             return getattr(self._base, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 

@@ -8,7 +8,8 @@ import kvcore
 from kvcore.cli import main
 from kvcore.errors import BackendError
 from kvcore.ops import Choice
-from kvcore.ops.choices import explain, folded
+from kvcore.ops.choices import folded
+from kvcore.ops.fused import completed
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import KV, CacheSpec, LayerSpec, Window, presets
@@ -111,7 +112,7 @@ def test_a_backend_without_the_verb_does_not_say() -> None:
     class Ops:
         plan, device = made("reference").plan, "abacus"
 
-    assert explain(Ops())[0] == Choice(0, "append_window", "abacus", "this backend does not say")
+    assert completed(Ops()).explain()[0] == Choice(0, "append_window", "abacus", "this backend does not say")
 
 
 def test_equal_layers_are_folded() -> None:

@@ -109,9 +109,7 @@ class Thread:
         chosen = choose_backend(BACKEND, None)
         prefix, check = sizes.pop("prefix"), sizes.pop("check")
         plan = plan_cache(spec, layout=chosen.default_layout(None), context=self._context, **sizes)
-        ops: Any = ShardedOps(
-            chosen, plan, TurnExchange(self._turns, self._shards, self._rank), device=None, check=check
-        )
+        ops: Any = ShardedOps(chosen, plan, TurnExchange(self._turns, self._shards, self._rank), device=None)
         return Cache(plan, chosen, ops, prefix=prefix, check=check)
 
     def mine(self, number: int) -> bool:
@@ -151,7 +149,7 @@ def first_of_two(spec: CacheSpec, backend: str, *, prefix: Literal["off", "full"
     """A context shard alone: what it does by itself can be looked at in one thread."""
     chosen = choose_backend(backend, None)
     plan = plan_cache(spec, layout=chosen.default_layout(None), context=2, **sizes)
-    ops: Any = ShardedOps(chosen, plan, Silent(), device=None, check=False)
+    ops: Any = ShardedOps(chosen, plan, Silent(), device=None)
     return Cache(plan, chosen, ops, prefix=prefix, check=False)
 
 

@@ -16,11 +16,12 @@ from kvcore.conformance.agreement import compare
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.ops import Ops
+from kvcore.ops.fused import FUSED, REQUIRED
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.spec import Format, Rope
 
-VERBS = [name for name, verb in vars(Ops).items() if inspect.isfunction(verb) and not name.startswith("_")]
+VERBS = [*REQUIRED, *FUSED]
 CHECKED = (
     *("append_window/v4_584", "append_rotated_window/v4_584", "gather_window/v4_584", "append_tail/tail.m2.overlap"),
     *("compress/v4_584.m2+tail.m2.overlap", "flush/bf16.m2+index_fp4_68_h.m2", "store_entries/v4_584.m2"),

@@ -55,7 +55,7 @@ class MmapBackend:
 
     name = "mmap"
 
-    def create(self, plan, *, device=None, check=False):
+    def create(self, plan, *, device=None):
         """Bind the verbs to a plan."""
         if device not in (None, "cpu"):
             raise BackendError(got=device, where="device", allowed="None or 'cpu' for backend='mmap'")

@@ -22,9 +22,8 @@ from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.backends.jax_pallas.verbs import indexed, reader, turning, writer
 from kvcore.errors import BackendError
-from kvcore.ops import Paging, StepIndex, bounds, facade
-from kvcore.ops.choices import Decision
-from kvcore.ops.composed import ComposedVerbs
+from kvcore.ops import Ops, Paging, StepIndex, bounds, facade
+from kvcore.ops.choices import Decided, Decision
 from kvcore.ops.records import Compression, Streams
 from kvcore.pools import Pools, allocate
 from kvcore.spec import TAIL_OF
@@ -49,7 +48,7 @@ jax.tree_util.register_pytree_with_keys(
 jax.tree_util.register_static(Paging)
 
 
-class JaxOps(ComposedVerbs):
+class JaxOps(Decided, Ops):
     """Every verb of ``kvcore.ops.Ops`` on JAX arrays.
 
     Attributes:
@@ -309,7 +308,7 @@ class JaxBackend:
 
     name = "jax_pallas"
 
-    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> JaxOps:
+    def create(self, plan: CachePlan, *, device: str | None = None) -> JaxOps:
         """Bind the verbs to a plan and a device.
 
         Raises:

@@ -6,16 +6,15 @@ import numpy as np
 
 from kvcore.backends.reference import attention, encoding, entries, indexer, kv, lifecycle, tail, window
 from kvcore.errors import BackendError
-from kvcore.ops import StepIndex
-from kvcore.ops.choices import Decision
-from kvcore.ops.composed import ComposedVerbs
+from kvcore.ops import Ops, StepIndex
+from kvcore.ops.choices import Decided, Decision
 from kvcore.ops.facade import copy_in_place, of_streams, poison_in_place, reset_in_place, verb
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools, allocate
 from kvcore.spec.codes import check_known
 
 
-class ReferenceOps(ComposedVerbs):
+class ReferenceOps(Decided, Ops):
     """Every verb of ``kvcore.ops.Ops`` on NumPy arrays.
 
     Attributes:
@@ -100,9 +99,8 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> ReferenceOps:
+    def create(self, plan: CachePlan, *, device: str | None = None) -> ReferenceOps:
         """Bind the verbs to a plan."""
-        del check
         if device not in (None, "cpu"):
             raise BackendError(got=device, where="device", allowed="None or 'cpu' for backend='reference'")
         check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)

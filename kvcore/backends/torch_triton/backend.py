@@ -26,9 +26,8 @@ from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.spare import Spare
 from kvcore.errors import BackendError, ShapeError
-from kvcore.ops import StepIndex, facade
-from kvcore.ops.choices import Decision, refused, strict
-from kvcore.ops.composed import ComposedVerbs
+from kvcore.ops import Ops, StepIndex, facade
+from kvcore.ops.choices import Decided, Decision, refused, strict
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec.codes import check_known
@@ -67,7 +66,7 @@ def codec(function: Any) -> Any:
     return recording_nothing(facade.as_verb(run, function))
 
 
-class TorchOps(ComposedVerbs):
+class TorchOps(Decided, Ops):
     """Every verb of ``kvcore.ops.Ops`` on torch tensors of one device."""
 
     in_place = True
@@ -226,7 +225,7 @@ class TorchBackend:
 
     name = "torch_triton"
 
-    def create(self, plan, *, device=None, check=False):
+    def create(self, plan, *, device=None):
         """Bind the verbs to a plan and a device: the CPU, or a CUDA device by its torch name.
 
         Raises:

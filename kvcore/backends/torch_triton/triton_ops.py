@@ -18,9 +18,8 @@ from kvcore.backends.torch_triton.triton_life import LifeOps
 from kvcore.kernels.triton.record import power_of_two, recorded
 from kvcore.kernels.triton.shape import tails_apart
 from kvcore.kernels.triton.tail import tail_recorded
-from kvcore.ops import AllEntries, SelectedEntries, WindowRows, bounds
+from kvcore.ops import AllEntries, Ops, SelectedEntries, WindowRows, bounds
 from kvcore.ops.choices import Declined
-from kvcore.ops.composed import ComposedVerbs
 from kvcore.spec import TAIL_OF
 
 
@@ -92,7 +91,7 @@ class TritonOps(ReadingVerbs, LifeOps):
             return super().append_kv(pools, layer, index, k, v)
         return pools
 
-    append_kv_view = ComposedVerbs.append_kv_view
+    append_kv_view = Ops.append_kv_view
     """The append is a launch."""
 
     def _append(self, pools, layer, role, index, parts):

@@ -246,6 +246,6 @@ class _Local(JaxBackend):
     def __init__(self, kernels: str | None) -> None:
         self._kernels = kernels
 
-    def create(self, plan: CachePlan, *, device: str | None = None, check: bool = False) -> JaxOps:
-        ops = super().create(plan, device=device, check=check)
+    def create(self, plan: CachePlan, *, device: str | None = None) -> JaxOps:
+        ops = super().create(plan, device=device)
         return ops if self._kernels is None else JaxOps(plan, ops.device, None, self._kernels)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from kvcore import digest
 from kvcore.cache import Cache
 from kvcore.errors import BackendError, SpecError
+from kvcore.ops.fused import created
 from kvcore.plan import plan_cache
 from kvcore.plugins import Needs, choose_backend
 from kvcore.requests.manager import Request
@@ -74,11 +75,9 @@ def create_cache(
         max_request_tokens=max_request_tokens,
     )
     if plan.context == 1:
-        return Cache(
-            cache_plan, chosen, chosen.create(cache_plan, device=device, check=check), prefix=policy, check=check
-        )
+        return Cache(cache_plan, chosen, created(chosen, cache_plan, device=device), prefix=policy, check=check)
     exchange = TorchExchange(mesh["context"].get_group(), "cpu" if device is None else device)
-    ops: Any = ShardedOps(chosen, cache_plan, exchange, device=device, check=check)
+    ops: Any = ShardedOps(chosen, cache_plan, exchange, device=device)
     if not isinstance(ops.asarray(np.zeros(1, np.int32)), torch.Tensor):
         raise BackendError(got=backend, where="backend", allowed="a backend of torch tensors, such as 'torch_triton'")
     return Cache(cache_plan, chosen, ops, prefix=policy, check=check)
