@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BACKENDS = ("reference", "torch_triton", "jax_pallas")
-ROOT = Path(__file__).parents[1] / "kvcore" / "backends"
+ROOT = Path(__file__).parents[2] / "kvcore" / "backends"
 FILES = ("encoding", "rows", "window", "tail", "entries", "indexer", "attention", "kv", "lifecycle")
 """By role and subject; a backend's table of verbs is its ``backend.py``."""
 
