@@ -167,12 +167,9 @@ TRITON_CHECKS = {
     "merge": sampled("attend"),
     "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }
+EVERY_LAYOUT = sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged")
 JAX_CHECKS = {
-    "rows": sampled(
-        "append or gather or store",
-        "(packed or planar or tpu_tile or by_head or any)",
-        "(ragged or padded or taken_over)",
-    ),
+    "rows": f"{EVERY_LAYOUT} or {sampled('append_kv or store_entries or gather_entries', 'packed', WRITTEN)}",
     "window": sampled("window", shapes="(ragged or longer)"),
     "tail": sampled("flush or compress or append_rotated"),
     "entries": sampled("entries or flush or closed"),
