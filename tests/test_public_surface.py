@@ -55,6 +55,11 @@ EXTENSIONS = {
     },
     "LayerHandle": {
         "append_rows": "components that outside code defines have no verb of their own",
+        "read_state": "recurrent layers go on from it",
+        "write_state": "of a prompt they give the state after its last token",
+        "append_state": "of drafts the state after each",
+        "append_conv": "short convolutions beside them",
+        "gather_conv": "and the inputs that those need",
         "append_kv_view": "a decode step whose attention is the caller's, without copies",
         "kv_view": "rows to read in place",
         "visible_rows": "the mask with the positions that it was made from",

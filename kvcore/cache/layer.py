@@ -4,8 +4,9 @@ The handle is the door: it checks every argument, then calls the backend's verbs
 was given, and what of it is stored when, its ``RingWrites`` know.
 
 Map: window, tails and entries of latent layers (``append_window`` to ``gather_all_index_keys``); indexer and attention
-(``index_scores``, ``select``, ``attend``); keys and values of classic layers (``append_kv`` to ``visible_rows``); rows
-of any role (``append_rows``, ``gather_rows``); raw buffers and digests (``window_view`` to ``digest``).
+(``index_scores``, ``select``, ``attend``); keys and values of classic layers (``append_kv`` to ``visible_rows``);
+recurrent layers (``read_state`` to ``gather_conv``); rows of any role (``append_rows``, ``gather_rows``); raw buffers
+and digests (``window_view`` to ``digest``).
 """
 
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ from kvcore.ops.arguments import (
     like,
 )
 from kvcore.plan import Region
-from kvcore.spec import KV, TAIL_OF, Component, Entries, IndexKeys, Rope, Tail, Window
+from kvcore.spec import KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
 
 
 class LayerHandle:
@@ -410,6 +411,71 @@ class LayerHandle:
         kv = self._component("kv", KV)
         return self._ops.visible_rows(self._layer, self._index, columns=self._kv_columns(kv, ended=True))
 
+    def read_state(self) -> Array:
+        """The states that the step's tokens go on from, one a request: [Q, heads, key_dim, value_dim].
+
+        Zeros for a request without tokens. In a step without tokens they are the states of the requests as they are.
+
+        Raises:
+            StepError: the layer has no state, its new one is written already, or a request's length has none.
+        """
+        self._component("state", State)
+        if "state" in self._writes.own:
+            raise StepError(got="read_state after the write", where=self._where, allowed="read_state, then write_state")
+        if self._context.stateless:
+            request = self._context.stateless[0]
+            raise StepError(
+                got=f"request {request.id}, of whose {request.length} tokens there is no state",
+                where=self._where,
+                allowed="a request whose last step wrote this layer's state",
+                hint="Truncate it to a length that main layers were stepped to.",
+            )
+        return self._ops.read_state(self._context.pools, self._layer, self._index)
+
+    def write_state(self, states: Given) -> None:
+        """Store the state after each request's last token: [Q, heads, key_dim, value_dim], fp32 or bf16.
+
+        The lengths in between get none, and ``truncate`` refuses them. Requests without new tokens keep theirs.
+
+        Raises:
+            ShapeError: wrong shape, dtype or device. StepError: no state, or it was written already.
+            NonFiniteError: a value is NaN or infinite, under ``check=True``.
+        """
+        state = self._component("state", State)
+        states = check_float(self._ops, states, "write_state: states", (self._index.slots.shape[0], *state.shape))
+        self._check(states, "write_state: states", state, rows=len(self._context.rows))
+        self._writes.append_last("state", states)
+
+    def append_state(self, states: Given) -> None:
+        """Store the state after every token: [T, heads, key_dim, value_dim]; what drafts need to be rolled back.
+
+        ``truncate`` then goes back to any of the last ``max_draft_tokens`` lengths. Raises as ``write_state``.
+        """
+        state = self._component("state", State)
+        states = check_float(self._ops, states, "append_state: states", (self._tokens, *state.shape))
+        self._check(states, "append_state: states", state)
+        self._writes.append("state", (states,))
+
+    def append_conv(self, rows: Given) -> None:
+        """Store the step's inputs of the short convolution: rows [T, channels], fp32 or bf16.
+
+        Raises:
+            ShapeError: wrong shape, dtype or device. StepError: no convolution, or it already got its inputs.
+            NonFiniteError: a value is NaN or infinite, under ``check=True``.
+        """
+        conv = self._component("conv", Conv)
+        rows = check_float(self._ops, rows, "append_conv: rows", (self._tokens, conv.channels))
+        self._check(rows, "append_conv: rows", conv)
+        self._writes.append("conv", (rows,))
+
+    def gather_conv(self) -> Array:
+        """The inputs right before the step's, oldest first: [Q, width - 1, channels]; zeros before the first token.
+
+        Before the step's own were appended and after that alike.
+        """
+        self._component("conv", Conv)
+        return self._ops.gather_conv(self._context.pools, self._layer, self._index)
+
     def append_rows(self, role: str, *values: Given) -> None:
         """Encode and store the step's rows of a component that outside code defined: the inverse of ``gather_rows``.
 
@@ -626,10 +692,12 @@ class LayerHandle:
         ended = index.lengths is self._index.lengths
         return [row.length if ended else row.start for row in self._context.rows]
 
-    def _check(self, array: Array, where: str, component: Component, *, minus_infinity: bool = False) -> None:
-        """Under ``check=True``, refuse what is not finite."""
+    def _check(
+        self, array: Array, where: str, component: Component, *, minus_infinity: bool = False, rows: int | None = None
+    ) -> None:
+        """Under ``check=True``, refuse what is not finite in the first ``rows``, those of tokens unless given."""
         if self._context.check:
             self._context.check_outside(where, (array,))
             # Padding comes last, and its rows are ignored.
-            given = to_numpy(array)[: sum(row.new for row in self._context.rows)]
+            given = to_numpy(array)[: sum(row.new for row in self._context.rows) if rows is None else rows]
             check_finite(given, where, component, minus_infinity=minus_infinity)

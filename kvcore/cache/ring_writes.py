@@ -35,6 +35,9 @@ class Writing(NamedTuple):
 
 AT_ONCE = Writing(waits=False, undone=False)
 
+LAST_WRITERS = {"state": "write_state"}
+"""The verbs that write of every request's new rows the last one alone."""
+
 
 class StepContext:
     """What the layers of a step share.
@@ -90,6 +93,16 @@ class StepContext:
         return max((row.new for row in self.rows), default=0)
 
     @cached_property
+    def stateless(self) -> list[Request]:
+        """Requests of which no recurrent state belongs to the length before the step."""
+        places = map(self._cache.manager.place_of, self._requests)
+        return [
+            request
+            for request, row, place in zip(self._requests, self.rows, places, strict=True)
+            if row.start and row.start not in place.states
+        ]
+
+    @cached_property
     def deepest(self) -> list[int]:
         """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
         return [self._cache.manager.deepest_truncation(request) for request in self._requests]
@@ -119,11 +132,12 @@ class RingWrites:
         number: of the layer.
         spec: of the layer.
         own: role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
+        last: roles that were given each request's last row alone.
         waiting: those of them that the rings get at commit.
         stored: paged roles whose closing entries were stored in this step.
     """
 
-    __slots__ = ("_overwritten", "_regions", "context", "number", "own", "spec", "stored", "waiting")
+    __slots__ = ("_overwritten", "_regions", "context", "last", "number", "own", "spec", "stored", "waiting")
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
@@ -132,6 +146,7 @@ class RingWrites:
         self.own: dict[str, tuple[Array, ...]] = {}
         self.waiting: dict[str, tuple[Array, ...]] = {}
         self.stored: set[str] = set()
+        self.last: set[str] = set()
         self._regions = context.plan.layers[number].regions
         # Role -> the index and bytes of the rows that this step's take the place of.
         self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
@@ -150,14 +165,40 @@ class RingWrites:
             self.waiting[role] = copy.deepcopy(arrays)
             self.own[role] = self.waiting[role]
             return
-        # What an append left that failed is not what was there before the step.
-        if writing.undone and role not in self._overwritten:
-            saved = context.ops.read_ring(context.pools, self.number, role, context.index)
-            self._overwritten[role] = context.index, saved
+        self._keep_overwritten(role, writing)
         self._write(role, arrays)
+        if role in LAST_WRITERS:
+            self.own[role] = arrays
+            return
         # A flush reads them again, when the caller may have filled its NumPy buffer anew; backends copy those as they
         # come, all but the one whose own arrays they are.
         self.own[role] = copy.deepcopy(arrays) if isinstance(arrays[0], np.ndarray) else arrays
+
+    def append_last(self, role: str, rows: Array) -> None:
+        """Take the row of each request's last token, [Q, ...], of a recurrent component, and write it."""
+        context = self.context
+        context.check_outside(LAST_WRITERS[role], (rows,))
+        if role in self.own:
+            raise StepError(
+                got=f"a second write of {role}", where=f"step.layer({self.number})", allowed="one write a step"
+            )
+        self._keep_overwritten(role, self.writing(role))
+        write = getattr(context.ops, LAST_WRITERS[role])
+        newest = min(context.most_new, self._regions[role][0].rows)
+        context.replace(write(context.pools, self.number, context.index, rows, newest=newest))
+        self.own[role] = (rows,)
+        self.last.add(role)
+
+    def _keep_overwritten(self, role: str, writing: Writing) -> None:
+        """Keep what the step's rows take the place of, if an abort must put it back."""
+        context = self.context
+        # What an append left that failed is not what was there before the step.
+        if writing.undone and role not in self._overwritten:
+            ring = self._regions[role][0].rows
+            # Of a prompt's states only the ring's last ones take a place.
+            index = context.ring_index(ring) if role in LAST_WRITERS else context.index
+            if index is not None:
+                self._overwritten[role] = index, context.ops.read_ring(context.pools, self.number, role, index)
 
     def writing(self, role: str) -> Writing:
         """When the step's rows of a role are written."""
@@ -177,7 +218,8 @@ class RingWrites:
         # The step's own queries and entries read ``reach`` older rows; what an aborted step must leave readable beyond
         # that is put back.
         at_once = rows - component.reach
-        if (longest is None or rows < longest) and context.most_new > at_once:
+        # States are read before they are written: none is needed after that.
+        if (longest is None or rows < longest) and context.most_new > at_once and not component.recurrent:
             return Writing(waits=True, undone=False)
         # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
         # takes the place of position length - 1 - rows; what is live begins no earlier at a greater length.

@@ -313,8 +313,8 @@ class CacheState:
         return StepRequest(place.slot, place.length, 0, place.blocks, place.stored)
 
     def least_length(self, request: Request) -> int:
-        """Smallest length that ``truncate`` accepts for the request."""
-        return self.manager.deepest_truncation(self.manager.check(request))
+        """Smallest length from which on ``truncate`` accepts every one for the request."""
+        return self.manager.least_whole(self.manager.check(request))
 
     def kept_states(self, request: Request) -> list[tuple[int, Content]]:
         """Checkpoints that the request's own tokens lead to, to go with it where it goes."""

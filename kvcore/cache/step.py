@@ -392,9 +392,9 @@ class StepState:
 
     def _places(self) -> dict[Request, RequestState]:
         """The requests' places after the step."""
-        touched = self._touched()
+        touched, every = self._touched(), self._every
         places = {
-            request: self.cache.manager.after(request, row.new, ids, grant, touched)
+            request: self.cache.manager.after(request, row.new, ids, grant, touched, every=every)
             for request, row, ids, grant in zip(self.requests, self._rows, self._ids, self.grants, strict=True)
         }
         if self.cache.prefix.on:
@@ -419,10 +419,21 @@ class StepState:
         return [
             (length, state_at(cache.ops, cache.pools, row, length, own(length)))
             for length in cache.prefix.boundaries(row.start, row.length)
+            if self._has_states(row, length)
             # Beyond the ids that are known no prompt can ask for it; of what outside code put into the pools only the
             # end of the step is known.
             if length <= row.start + len(ids) and (not self.pools_replaced or length == row.length)
         ]
+
+    def _has_states(self, row: StepRequest, length: int) -> bool:
+        """Whether recurrent layers, if there are any, have a state of that length, which is within the step."""
+        states = self.cache.manager.states
+        return not states or length == row.length or (self._every and length > row.length - states)
+
+    @property
+    def _every(self) -> bool:
+        """Whether recurrent layers got the state after every token; outside code stores NaN where they did not."""
+        return self.pools_replaced or not any(writes.last for writes in self._layers.values())
 
     def _own_rows(self, number: int) -> Callable[[int], Own]:
         """Length -> one request's rows that still wait, cut at that length."""
@@ -468,8 +479,8 @@ class StepState:
                 raise StepError(
                     got=f"no rows for {', '.join(missing)}",
                     where=f"commit: {self.cache.spec.path(number)}",
-                    allowed="every window, tail and kv gets the step's tokens",
-                    hint="The step was rolled back. Call append_* for this layer before the step ends.",
+                    allowed="every window, tail, kv, state and conv gets the step's tokens",
+                    hint="The step was rolled back. Call append_* (or write_state) for this layer before it ends.",
                 )
             unstored = writes.unstored() if self.cache.check else []
             if unstored:

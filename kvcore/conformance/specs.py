@@ -4,7 +4,7 @@ Sizes are odd on purpose: blocks of 24 tokens, ratios 1, 2, 3, 4 and 8, heads an
 shared pool, so that nothing passes because two numbers happen to be equal.
 """
 
-from kvcore.spec import FORMATS, KV, CacheSpec, Entries, Format, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import FORMATS, KV, CacheSpec, Conv, Entries, Format, IndexKeys, LayerSpec, State, Tail, Window
 
 NAME = "conformance"
 BLOCK_TOKENS = 24
@@ -25,6 +25,7 @@ def conformance_spec() -> CacheSpec:
         *(_indexed_layer(number, format) for number, format in enumerate(index)),
         *(_kv_layer(format) for format in classic),
         *_kv_storages(),
+        *_recurrent_layers(),
     ]
     return CacheSpec(layers=tuple(layers), block_tokens=BLOCK_TOKENS, name=NAME)
 
@@ -102,4 +103,15 @@ def _kv_storages() -> list[LayerSpec]:
             )
         )
         for keys, values, storage, window, chunk in kinds
+    ]
+
+
+def _recurrent_layers() -> list[LayerSpec]:
+    """States as matrices and as rows, convolutions of several widths, in plain and in coded formats."""
+    return [
+        LayerSpec(
+            state=State(heads=3, key_dim=6, value_dim=10, format="fp32"), conv=Conv(dim=34, width=4, format="bf16")
+        ),
+        LayerSpec(state=State(heads=7, key_dim=4, format="bf16"), conv=Conv(dim=10, heads=3, width=2, format="fp32")),
+        LayerSpec(state=State(heads=2, key_dim=8, value_dim=8, format="int8_row")),
     ]

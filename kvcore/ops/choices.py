@@ -39,6 +39,11 @@ VERBS = (
     ("append_kv", ("kv",), True),
     ("gather_kv", ("kv",), False),
     ("attend_kv", ("kv",), False),
+    ("append_state", ("state",), True),
+    ("write_state", ("state",), True),
+    ("read_state", ("state",), False),
+    ("append_conv", ("conv",), True),
+    ("gather_conv", ("conv",), False),
     ("gather_rows", (), False),
     ("store_rows", (), False),
 )

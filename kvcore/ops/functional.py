@@ -156,6 +156,24 @@ def _tokens(call: Call) -> int:
     return call.tokens
 
 
+def _requests(call: Call) -> int:
+    return call.requests
+
+
+def _channels(call: Call) -> int:
+    return call.component("conv").channels  # type: ignore[attr-defined]
+
+
+def _states(count: Callable[[Call], int]) -> Check:
+    """One state for each token or request."""
+
+    def check(call: Call, value: Any) -> Any:
+        component: Any = call.component("state")
+        return check_float(call.ops, value, call.where, (count(call), *component.shape))
+
+    return check
+
+
 def _heads(call: Call) -> int | None:
     return call.heads
 
@@ -476,6 +494,11 @@ CHECKS: dict[str, dict[str, Check]] = {
     "mask": {"layer": _layer_with("kv"), "index": _index, "columns": _count},
     "visible_rows": {"layer": _layer_with("kv"), "index": _index, "columns": _count},
     "attend_kv": _step(("kv",), q=_query("kv"), **KV_ROWS, sink=_sink, scale=_number),
+    "append_state": _step(("state",), states=_given(_states(_tokens))),
+    "write_state": _step(("state",), states=_given(_states(_requests)), newest=_count),
+    "read_state": _step(("state",)),
+    "append_conv": _step(("conv",), rows=_given(_floats(_tokens, _channels))),
+    "gather_conv": _step(("conv",)),
     "from_batch": {"index": _index, "batch": _batch},
     "to_batch": {"index": _index, "rows": _rows_of_step, "width": _given(_count)},
     "reset_slots": {"pools": _whole_pools, "slots": _units("slots", least=-1)},

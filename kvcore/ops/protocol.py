@@ -311,6 +311,54 @@ class RequiredOps(Protocol):
         ...
 
     @abstractmethod
+    def append_state(
+        self, pools: Pools, layer: int, index: StepIndex, states: Float[Array, "tokens heads *dims"]
+    ) -> Pools:
+        """Store the state after every token of the step, [T, heads, key_dim, value_dim], at slot·C + p mod C.
+
+        Only each ring's last C are written. Heads and dims are those of the component, two axes or three.
+        """
+        ...
+
+    @abstractmethod
+    def write_state(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        states: Float[Array, "requests heads *dims"],
+        *,
+        newest: int | None = None,
+    ) -> Pools:
+        """Store the state after each request's last token, [Q, heads, key_dim, value_dim], and NaN for its others.
+
+        Args:
+            newest: most new tokens of a request in the step, where the caller knows it: 1 in plain decode.
+        """
+        ...
+
+    @abstractmethod
+    def read_state(self, pools: Pools, layer: int, index: StepIndex) -> Float[Array, "requests heads *dims"]:
+        """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]: those of ``index.starts``.
+
+        Zeros for a request that has no token yet.
+        """
+        ...
+
+    @abstractmethod
+    def append_conv(self, pools: Pools, layer: int, index: StepIndex, rows: Float[Array, "tokens channels"]) -> Pools:
+        """Encode and store the step's inputs of a convolution, [T, channels], at slot·C + p mod C."""
+        ...
+
+    @abstractmethod
+    def gather_conv(self, pools: Pools, layer: int, index: StepIndex) -> Float[Array, "requests inputs channels"]:
+        """The ``width - 1`` inputs right before the step's, oldest first, [Q, width - 1, channels].
+
+        They end at ``index.starts``; zeros before the first token.
+        """
+        ...
+
+    @abstractmethod
     def reset_slots(self, pools: Pools, slots: Int[Array, " slots"]) -> Pools:
         """Make slots [n] as if never used; -1 is ignored."""
         ...

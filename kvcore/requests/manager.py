@@ -13,7 +13,7 @@ Map: what there is (``free_slots``, ``requests`` ...); admission (``reserve``, `
 
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -48,6 +48,9 @@ class Manager:
         self._next_id = 0
         # Positions that the smallest ring can take before it overwrites any; None where there is no ring.
         self._unwrapped = min((region.rows for region in plan.regions if region.growth == "slot"), default=None)
+        # Recurrent states that a slot has room for; 0 where no layer is recurrent.
+        recurrent = [(layer, role) for layer, role, component in plan.spec.components() if component.recurrent]
+        self.states = min((plan.region(*found)[0].rows for found in recurrent), default=0)
 
     @property
     def free_slots(self) -> int:
@@ -266,12 +269,15 @@ class Manager:
         tokens: Sequence[int] | None,
         grant: BlockGrant,
         touched: Mapping[str, bool] = MAIN,
+        *,
+        every: bool = False,
     ) -> RequestState:
         """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
 
         Args:
             tokens: ids of the first of them, as far as they are known, or None.
             touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows.
+            every: recurrent layers got the state after each of its tokens, not after the last alone.
         """
         place = self._places[request].copy()
         place.blocks = grant.blocks
@@ -291,7 +297,15 @@ class Manager:
             before = written.setdefault(group, place.given)
             if done and start <= before < end:
                 written[group] = end
+        if self.states and touched.get("main"):
+            first = max(start, end - self.states) if every else end - 1
+            self._hold_states(place, (*place.states, *range(first + 1, end + 1)))
         return place
+
+    def _hold_states(self, place: RequestState, lengths: Iterable[int]) -> None:
+        """Note of which lengths a place's slot holds states: those that later ones did not take the place of."""
+        lost = place.high_water - self.states
+        place.states = tuple(length for length in lengths if length > lost)
 
     def learn(self, place: RequestState, new: int, tokens: Sequence[int] | None) -> None:
         """Note the ids of a step's ``new`` tokens, right before its table becomes the one that holds."""
@@ -306,6 +320,7 @@ class Manager:
         places = {request: self._places[request].copy() for request in lengths}
         for request, place in places.items():
             place.high_water = max(place.high_water, lengths[request])
+            self._hold_states(place, place.states)
         self._places = {**self._places, **places}
 
     def hide(self) -> None:
@@ -341,6 +356,13 @@ class Manager:
                 allowed=f"{deepest} to {place.length}",
                 hint=f"A ring has wrapped and keeps {self.plan.rollback_tokens} spare tokens (max_draft_tokens).",
             )
+        if self.states and length not in (0, *place.states, place.length):
+            raise RollbackError(
+                got=length,
+                where="truncate",
+                allowed=", ".join(map(str, place.states)) + ": lengths whose recurrent state is kept",
+                hint="A step keeps the state of its last token; append_state keeps one for each.",
+            )
         held, place = place.blocks, place.copy()
         if length == place.length:
             # In the middle of a replay, which goes on, the ids up to ``stored`` are still needed.
@@ -353,6 +375,7 @@ class Manager:
         place.written = {group: min(done, length) for group, done in place.written.items()}
         place.blocks = held[: self.plan.blocks_for(length)]
         place.keys = place.keys[: length // self.plan.block_tokens]
+        place.states = tuple(kept for kept in place.states if kept <= length)
         self._places[request] = place
         if place.tokens is not None:
             del place.tokens[length:]
@@ -369,6 +392,16 @@ class Manager:
         if self._unwrapped is not None and place.high_water > self._unwrapped:
             deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
         return min(place.length, deepest)
+
+    def least_whole(self, request: Request) -> int:
+        """Smallest length from which on ``truncate`` accepts every one: what goes with a request where it goes."""
+        place, deepest = self._places[request], self.deepest_truncation(request)
+        if not self.states:
+            return deepest
+        length = place.length
+        while length > deepest and (length == place.length or length in place.states):
+            length -= 1
+        return length if length in (0, *place.states) else min(length + 1, place.length)
 
     def release(self, request: Request) -> list[int]:
         """Take back a request's slot and blocks. Returns the blocks that became free."""
@@ -394,6 +427,8 @@ class Manager:
         place.floor, place.stored, place.prompt = taken.floor, taken.stored, taken.prompt
         place.given = max(length, taken.stored)
         place.written = {**place.written, "main": place.given}
+        if self.states:
+            self._hold_states(place, range(max(taken.floor, 1), length + 1))
         place.tokens = None if taken.tokens is None else list(taken.tokens)
         place.salt, place.shares = taken.salt, taken.shares
 
@@ -410,7 +445,7 @@ class Manager:
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
         place.blocks, place.keys, place.shares = source.blocks, source.keys, source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
-        place.written = dict(source.written)
+        place.written, place.states = dict(source.written), source.states
         return request, place
 
     def _check_limit(self, request: Request, length: int) -> None:

@@ -88,10 +88,12 @@ def seed_of(spec: CacheSpec, resets: int = 0) -> bytes:
 def replay_tokens(spec: CacheSpec) -> int | None:
     """Tokens that rebuild every ring from nothing: each layer needs its span of the layer below (W·L for V4).
 
-    None where a component needs the whole history: nothing short of it can be replayed.
+    None where a component needs the whole history, as a recurrent state does: nothing short of it can be replayed.
     """
     total = 0
     for layer in spec.layers:
+        if any(component.recurrent for _, component in layer.components()):
+            return None
         spans = [component.span for _, component in layer.components() if component.in_checkpoint]
         if None in spans:
             return None

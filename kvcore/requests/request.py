@@ -30,6 +30,7 @@ class RequestState:
         keys: keys of the full blocks of ``tokens``, as far as they were worked out.
         written: for ``main`` layers, and for ``draft`` layers once they are used: tokens up to which they got all rows.
         shares: whether what it computes may be found by others; not what came from elsewhere under no salt.
+        states: lengths above 0, ascending, of which a slot holds the state of recurrent layers; empty without such.
         lost: a step overwrote some of its rows, and they could not be put back.
     """
 
@@ -48,6 +49,7 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list[bytes])
     written: dict[str, int] = field(default_factory=lambda: {"main": 0})
     shares: bool = True
+    states: tuple[int, ...] = ()
     lost: bool = False
 
     def copy(self) -> "RequestState":
@@ -59,6 +61,7 @@ class RequestState:
         new.length, new.high_water, new.floor, new.written = self.length, self.high_water, self.floor, self.written
         new.cached_tokens, new.stored, new.given = self.cached_tokens, self.stored, self.given
         new.blocks, new.tokens, new.prompt, new.keys = self.blocks, self.tokens, self.prompt, self.keys
+        new.states = self.states
         return new
 
     @property

@@ -110,7 +110,7 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
     def parts(self, layer: int, role: str) -> tuple[Heads, ...]:
         """How the heads of every part of a role are grouped."""
         component = getattr(self.spec.all_layers[layer], role)
-        return tuple(Heads(part.heads, self.heads if component.headed else 1) for part in component.parts)
+        return tuple(Heads(part.heads, self.heads if component.split_by_heads else 1) for part in component.parts)
 
     def local(self, at: Canonical, part: int = 0) -> Local:
         """Owner and place of a row (of its ``part``: 0 keys, 1 values)."""
@@ -156,14 +156,14 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
         for role, component in layer.components():
             if component.shared_from is not None:
                 changes[role] = msgspec.structs.replace(component, share=self.stages.local(component.shared_from))
-            elif component.headed and self.heads > 1:
+            elif component.split_by_heads and self.heads > 1:
                 changes[role] = component.with_heads(tuple(heads.per_shard for heads in self.parts(number, role)))
         return msgspec.structs.replace(layer, **changes)
 
     def _check_heads(self) -> None:
         for number, layer in enumerate(self.spec.all_layers):
             for role, component in layer.components():
-                if not component.headed:
+                if not component.split_by_heads:
                     raise SpecError(
                         got=f"heads={self.heads}",
                         where=f"{self.spec.path(number)}.{role}",

@@ -7,6 +7,7 @@ from kvcore.spec.formats import FORMATS, Field, Format, tail_format
 from kvcore.spec.hf_config import from_hf_config
 from kvcore.spec.layout import LAYOUTS, BlockLayout, Place, address, block_layout
 from kvcore.spec.model import ROLES, TAIL_OF, CacheSpec, LayerSpec
+from kvcore.spec.recurrent import Conv, State
 from kvcore.spec.rope import Rope, Yarn
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "BlockLayout",
     "CacheSpec",
     "Component",
+    "Conv",
     "Entries",
     "Field",
     "Format",
@@ -26,6 +28,7 @@ __all__ = [
     "Part",
     "Place",
     "Rope",
+    "State",
     "Tail",
     "Window",
     "Yarn",

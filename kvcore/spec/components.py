@@ -66,6 +66,14 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return True
 
     @property
+    def recurrent(self) -> bool:
+        """True if a row says everything before it: a step may write its last token's alone.
+
+        Then the rows of its other tokens are NaN, and lengths that have none cannot be gone back to.
+        """
+        return False
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """What a caller gives for a row, by name: one array for each part, unless a part holds several side by side."""
         return tuple(part.name for part in self.parts)
@@ -74,6 +82,11 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def headed(self) -> bool:
         """True if rows are keys and values of heads, each for a group of query heads; else one row is for all."""
         return False
+
+    @property
+    def split_by_heads(self) -> bool:
+        """True if shards hold some of the heads each; else every shard holds all of them."""
+        return self.headed
 
     @property
     def sight(self) -> int | None:
@@ -90,7 +103,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"{role} m={self.tokens_per_row}" if self.tokens_per_row > 1 else f"{role}{bound}"
 
     def with_heads(self, heads: tuple[int, ...]) -> "Component":
-        """The same with other numbers of heads, one for each part; only where it is ``headed``."""
+        """The same with other numbers of heads, one for each part; only where it is ``split_by_heads``."""
         raise SpecError(got=f"{heads} heads", where=type(self).__name__, allowed="a component of keys and values")
 
     @property
@@ -186,9 +199,9 @@ class Window(Component, frozen=True, kw_only=True):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "dim", "window")
+        check_positive(self, "dim", "window")
         _check_rows(self)
-        _row_format(self.format, self.dim)
+        row_format(self.format, self.dim)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -232,7 +245,7 @@ class Tail(Component, frozen=True, kw_only=True):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "dim", "ratio")
+        check_positive(self, "dim", "ratio")
         if not _is_flag(self.overlap):
             raise SpecError(got=self.overlap, where="overlap", allowed="true or false")
         _check_rows(self)
@@ -289,9 +302,9 @@ class Entries(Component, frozen=True, kw_only=True):
     share: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "dim", "ratio")
+        check_positive(self, "dim", "ratio")
         _check_share(self)
-        _row_format(self.format, self.dim)
+        row_format(self.format, self.dim)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -343,7 +356,7 @@ class IndexKeys(Entries, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Entries.__post_init__(self)
-        _positive(self, "heads", "topk")
+        check_positive(self, "heads", "topk")
         if not _is_scale(self.global_scale):
             raise SpecError(got=self.global_scale, where="global_scale", allowed="a number above 0, normal in fp32")
         msgspec.structs.force_setattr(self, "global_scale", float(self.global_scale))
@@ -370,10 +383,10 @@ class KV(Component, frozen=True, kw_only=True):
     value_format: str | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "key_heads", "key_dim")
+        check_positive(self, "key_heads", "key_dim")
         for name in ("value_heads", "value_dim", "window", "chunk"):
             if getattr(self, name) is not None:
-                _positive(self, name)
+                check_positive(self, name)
         if self.storage not in ("paged", "slot", "ring"):
             raise SpecError(got=self.storage, where="storage", allowed="paged, slot, ring")
         if self.window is not None and self.chunk is not None:
@@ -386,9 +399,7 @@ class KV(Component, frozen=True, kw_only=True):
         )
         for part, at in zip(self._named_parts(), (("key_format", "key_dim"), value_at), strict=True):
             _, _, name, dim = part
-            format = _row_format(name, dim, *at)
-            if format.hadamard or format.global_scaled:
-                raise SpecError(got=name, where=at[0], allowed="a format for K-V rows")
+            plain_row_format(name, dim, *at)
 
     def _named_parts(self) -> tuple[tuple[str, int, str, int], ...]:
         """(part, heads, format's name, dim) of keys and of values, the values' defaults filled in."""
@@ -464,9 +475,10 @@ def _is_scale(value: object) -> bool:
     return 2.0**-126 <= value <= CODES["fp32"].largest
 
 
-def _positive(component: Component, *names: str) -> None:
+def check_positive(component: Component, *names: str, least: int = 1) -> None:
+    """Refuse fields that are no integers of at least ``least``."""
     for name in names:
-        count = check_count(SpecError, name, getattr(component, name), 1)
+        count = check_count(SpecError, name, getattr(component, name), least)
         # JSON and equal digests need plain integers.
         msgspec.structs.force_setattr(component, name, count)
 
@@ -475,7 +487,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
+def row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
     """The format sized for ``dim``; an error names the component's field that is at fault."""
     try:
         format = FORMATS[name]
@@ -486,6 +498,14 @@ def _row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "d
     except SpecError as error:
         allowed = f"{error.allowed}, for format {name}"
         raise SpecError(got=dim, where=dim_at, allowed=allowed, hint=error.hint) from None
+
+
+def plain_row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
+    """The same for rows that are read as they were given: neither rotated nor of a scale that the component says."""
+    format = row_format(name, dim, format_at, dim_at)
+    if format.hadamard or format.global_scaled:
+        raise SpecError(got=name, where=format_at, allowed="a format for K-V rows")
+    return format
 
 
 def _check_share(component: Entries) -> None:
@@ -501,7 +521,7 @@ def _check_rows(component: Window | Tail) -> None:
     """Fewer rows than the live span plus the new token's own would overwrite rows that are still needed."""
     if component.rows is None:
         return
-    _positive(component, "rows")
+    check_positive(component, "rows")
     least = (component.reach or 0) + 1
     if component.rows < least:
         raise SpecError(

@@ -13,12 +13,13 @@ import msgspec
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Component, Entries, IndexKeys, Tail, Window
+from kvcore.spec.recurrent import Conv, State
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """What one layer holds: at most one component for every role.
 
-    A subclass with a further field, ``state: State | None = None``, has a further role; see CONTRIBUTING.md.
+    A subclass with a further field, ``notes: Notes | None = None``, has a further role; see CONTRIBUTING.md.
     """
 
     window: Window | None = None
@@ -27,6 +28,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     index_tail: Tail | None = None
     index_keys: IndexKeys | None = None
     kv: KV | None = None
+    state: State | None = None
+    conv: Conv | None = None
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
@@ -146,6 +149,12 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if type(component) is not kinds[role]:
                 raise SpecError(got=component, where=f"{path}.{role}", allowed=f"a {kinds[role].__name__}")
             _check_declared(f"{path}.{role}", component)
+            if component.recurrent and number >= len(self.layers):
+                raise SpecError(
+                    got=component,
+                    where=f"{path}.{role}",
+                    allowed="states in main layers: a step may leave draft layers out, and no state may be missing",
+                )
             if self.block_tokens % component.tokens_per_row:
                 raise SpecError(
                     got=self.block_tokens,

@@ -44,19 +44,19 @@ def test_the_kit_reports_a_backend_that_reads_other_rows_of_it():
     class Ops(ReferenceOps):
         def gather_rows(self, pools, layer, role, index, rows=None, *, columns=None):
             raw = super().gather_rows(pools, layer, role, index, rows, columns=columns)
-            return raw if role != "state" else raw._replace(positions=np.minimum(raw.positions, 0))
+            return raw if role != "last" else raw._replace(positions=np.minimum(raw.positions, 0))
 
     class Broken(ReferenceBackend):
         def create(self, plan, **_):
             return Ops(plan)
 
     info = msgspec.structs.replace(registry().backends["reference"], name="broken", load=Broken)
-    report = run(outside.spec(), [info], only="gather_rows/state.fp32/packed/*")
+    report = run(outside.spec(), [info], only="gather_rows/last.fp32/packed/*")
     assert "disagree" in {record.status for record in report.checks}
 
 
 def test_the_kit_reports_a_component_that_fails():
-    class Worse(outside.State, frozen=True, kw_only=True):
+    class Worse(outside.Last, frozen=True, kw_only=True):
         def live_bounds(self, length, maximum=max):
             if isinstance(length, int) and length > 2:
                 raise ZeroDivisionError("no rule for so many")
@@ -73,20 +73,20 @@ def test_the_kit_reports_a_component_that_fails():
 
 
 def test_engines_that_have_no_word_for_it_say_so():
-    with pytest.raises(SpecError, match="State"):
+    with pytest.raises(SpecError, match="Last"):
         vllm.kv_cache_specs(outside.spec())
-    with pytest.raises(SpecError, match="state"):
+    with pytest.raises(SpecError, match="last"):
         sglang.pools(outside.spec())
 
 
 def test_every_part_of_the_plan_knows_it():
     cache = outside.create("reference")
     assert [region.role for region in cache.plan.regions if region.layer == 1] == ["notes", "notes"]
-    assert cache.plan.region(0, "state")[0].rows == 3
+    assert cache.plan.region(0, "last")[0].rows == 3
     described = describe(cache.plan)
-    assert {pool["role"] for pool in described["pools"]} == {"window", "kv", "state", "notes"}
-    assert "state 1" in str(described)
-    assert {name.split(".")[1] for name in cache.pools} == {"window", "kv", "state", "notes"}
+    assert {pool["role"] for pool in described["pools"]} == {"window", "kv", "last", "notes"}
+    assert "last 1" in str(described)
+    assert {name.split(".")[1] for name in cache.pools} == {"window", "kv", "last", "notes"}
 
 
 def test_a_step_that_never_wrote_it_does_not_commit():
@@ -94,13 +94,13 @@ def test_a_step_that_never_wrote_it_does_not_commit():
     request = cache.admit()
     step = cache.step({request: 1})
     step.layer(0).append_window(np.zeros((1, 8), np.float32))
-    with pytest.raises(StepError, match="no rows for state"):
+    with pytest.raises(StepError, match="no rows for last"):
         step.commit()
     assert request.length == 0
 
 
 def test_more_tokens_than_its_ring_holds_wait_for_the_commit():
-    """An abort leaves the old state; a commit the newest."""
+    """An abort leaves the old row; a commit the newest."""
     cache = outside.create("reference")
     request = cache.admit()
     outside.take(cache, {request: (1, 2)})
@@ -120,10 +120,10 @@ def test_more_tokens_than_its_ring_holds_wait_for_the_commit():
 APPENDS = {
     "no such role": (StepError, "mamba", [(2, 6)], "a component of the layer"),
     "a role with a verb": (StepError, "window", [(2, 8)], "append_window"),
-    "too many arrays": (ShapeError, "state", [(2, 6), (2, 6)], "1, one for each part"),
-    "too few": (ShapeError, "state", [], "1, one for each part"),
-    "another width": (ShapeError, "state", [(2, 5)], "shape [2, 6]"),
-    "another number of tokens": (ShapeError, "state", [(3, 6)], "shape [2, 6]"),
+    "too many arrays": (ShapeError, "last", [(2, 6), (2, 6)], "1, one for each part"),
+    "too few": (ShapeError, "last", [], "1, one for each part"),
+    "another width": (ShapeError, "last", [(2, 5)], "shape [2, 6]"),
+    "another number of tokens": (ShapeError, "last", [(3, 6)], "shape [2, 6]"),
 }
 
 
@@ -136,9 +136,9 @@ def test_rows_that_do_not_fit(backend, case):
     with pytest.raises(kind) as caught:
         step.layer(0).append_rows(role, *(np.zeros(shape, np.float32) for shape in shapes))
     assert allowed in caught.value.allowed
-    step.layer(0).append_rows("state", np.zeros((2, 6), np.float32))
+    step.layer(0).append_rows("last", np.zeros((2, 6), np.float32))
     with pytest.raises(StepError, match="second append"):
-        step.layer(0).append_rows("state", np.zeros((2, 6), np.float32))
+        step.layer(0).append_rows("last", np.zeros((2, 6), np.float32))
     step.abort()
 
 
@@ -155,7 +155,7 @@ class NoParts(Component, frozen=True, kw_only=True):
         return maximum(0 * length, 0), length
 
 
-class Always(outside.State, frozen=True, kw_only=True):
+class Always(outside.Last, frozen=True, kw_only=True):
     def live_bounds(self, length, maximum=max):
         return maximum(0 * length, 0), length + 1
 
@@ -183,7 +183,7 @@ class Unclear(LayerSpec, frozen=True, kw_only=True):
         (lambda: NoPartsLayer(mine=NoParts()), "layers[0].mine", "parts"),
         (lambda: AlwaysLayer(mine=Always(dim=4)), "layers[0].mine", "no rows without tokens"),
         (lambda: Unclear(number=3), "Unclear.number", "one class of components"),
-        (lambda: outside.OpenLayer(state=Window(dim=4, window=2, format="fp32")), "layers[0].state", "a State"),
+        (lambda: outside.OpenLayer(last=Window(dim=4, window=2, format="fp32")), "layers[0].last", "a Last"),
     ],
     ids=["no rule of liveness", "no parts", "rows without tokens", "no component", "another component"],
 )
@@ -197,11 +197,11 @@ def test_what_a_class_lacks_is_said_when_the_spec_is_made(layer, where, said):
 def test_json_of_it_is_refused_with_its_path():
     with pytest.raises(SpecError) as caught:
         from_json(to_json(outside.spec()))
-    assert caught.value.where == "layers[0].state"
+    assert caught.value.where == "layers[0].last"
 
 
 def test_no_snapshot_is_written_that_nobody_could_read(tmp_path):
     cache = kvcore.create_cache(outside.spec(), backend="reference", max_requests=1, max_tokens=16)
-    with pytest.raises(SnapshotError, match=r"layers\[0\].state.*export_request"):
+    with pytest.raises(SnapshotError, match=r"layers\[0\].last.*export_request"):
         cache.save(tmp_path / "cache.kv")
     assert not list(tmp_path.iterdir())

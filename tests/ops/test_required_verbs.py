@@ -57,7 +57,7 @@ def lent() -> list[Any]:
 
 def test_verbs_are_required_or_have_a_default() -> None:
     assert not set(REQUIRED) & set(FUSED)
-    assert len(REQUIRED) == 33
+    assert len(REQUIRED) == 38
     assert {*WRITERS, *READERS} < {*REQUIRED, *FUSED}
     with pytest.raises(TypeError, match="abstract"):
         type("Nothing", (Ops,), {})()
@@ -81,6 +81,7 @@ def test_a_shard_has_every_verb() -> None:
         *("encode", "decode", "pack_page", "unpack_page", "digest_rows", "digest_strips"),
         *("append_window", "append_rotated_window", "append_tail", "append_index_tail"),
         *("gather_window", "compress", "closed", "read_ring", "restore_ring"),
+        *("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
         *("reset_slots", "poison", "copy_slots", "copy_blocks"),
     }
 

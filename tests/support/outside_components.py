@@ -1,6 +1,6 @@
 """Two components that kvcore does not know, each one class and one field of a layer, and a life of requests with them.
 
-``State`` is live for one position, like what a recurrent layer carries on. ``Notes`` grows with history, in two parts.
+``Last`` is live for one position. ``Notes`` grows with history, in two parts.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import kvcore
 from kvcore.spec import FORMATS, KV, CacheSpec, Component, LayerSpec, Part, Window
 
 
-class State(Component, frozen=True, kw_only=True):
+class Last(Component, frozen=True, kw_only=True):
     """The row of the last position, in a ring of one row and spare ones."""
 
     dim: int
@@ -51,15 +51,15 @@ class Notes(Component, frozen=True, kw_only=True):
 
 
 class OpenLayer(LayerSpec, frozen=True, kw_only=True):
-    state: State | None = None
+    last: Last | None = None
     notes: Notes | None = None
 
 
 def spec() -> CacheSpec:
     layers = (
-        OpenLayer(window=Window(dim=8, window=3, format="fp32"), state=State(dim=6)),
+        OpenLayer(window=Window(dim=8, window=3, format="fp32"), last=Last(dim=6)),
         OpenLayer(notes=Notes(dim=4)),
-        OpenLayer(kv=KV(key_heads=1, key_dim=4), state=State(dim=4, format="bf16"), notes=Notes(dim=8)),
+        OpenLayer(kv=KV(key_heads=1, key_dim=4), last=Last(dim=4, format="bf16"), notes=Notes(dim=8)),
     )
     return CacheSpec(layers=layers, block_tokens=4, name="outside")
 
@@ -85,8 +85,8 @@ def fill(step: Any, keys: dict[int, range]) -> None:
             handle.append_window(of(number, "window", 8))
         if layer.kv is not None:
             handle.append_kv(of(number, "k", 1, 4), of(number, "vv", 1, 4))
-        if layer.state is not None:
-            handle.append_rows("state", of(number, "state", layer.state.dim))
+        if layer.last is not None:
+            handle.append_rows("last", of(number, "last", layer.last.dim))
         if layer.notes is not None:
             flags = np.floor(of(number, "flag", 2))
             handle.append_rows("notes", of(number, "notes", 3, layer.notes.dim), flags)
@@ -123,10 +123,10 @@ def live_a_life(backend: str, layout: str = "auto") -> dict[str, Any]:
     take(cache, {a: (1, 7), b: (2, 1)})
     take(cache, {b: (2, 3), a: (1, 1)})
     seen["written"] = cache.digest()
-    # Against what was given, not only against another backend: the last position's state, every position's notes.
-    state, positions = gathered(cache, a)[1]
+    # Against what was given, not only against another backend: the last position's row, every position's notes.
+    last, positions = gathered(cache, a)[1]
     assert positions.tolist() == [[7]]
-    assert state.view(np.float32)[0, 0].tolist() == rows(1, 0, "state", range(7, 8), 6)[0].tolist()
+    assert last.view(np.float32)[0, 0].tolist() == rows(1, 0, "last", range(7, 8), 6)[0].tolist()
     notes, positions = gathered(cache, a)[2]
     assert positions.tolist() == [list(range(8))]
     flags = notes[0, :, -4:].copy().view(np.uint16).astype(np.uint32) << 16

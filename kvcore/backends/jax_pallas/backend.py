@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, encoding, entries, indexer, kv, lifecycle, programs, tail, window
+from kvcore.backends.jax_pallas import (
+    attention,
+    encoding,
+    entries,
+    indexer,
+    kv,
+    lifecycle,
+    programs,
+    recurrent,
+    tail,
+    window,
+)
 from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.entries import store_entries
 from kvcore.backends.jax_pallas.layer import Layer
@@ -150,6 +161,11 @@ class JaxOps(Decided, Ops):
     from_batch = facade.verb(programs.from_batch)
     to_batch = facade.verb(programs.to_batch)
     attend_kv = reader(kv.attend_kv, "kv")
+    append_state = writer(recurrent.append_state, "state")
+    write_state = writer(recurrent.write_state, "state")
+    read_state = reader(recurrent.read_state, "state")
+    append_conv = writer(recurrent.append_conv, "conv")
+    gather_conv = reader(recurrent.gather_conv, "conv")
     gather_rows = reader(lifecycle.gather_rows)
     store_rows = writer(lifecycle.store_rows)
     read_ring = reader(lifecycle.read_ring)

@@ -9,7 +9,7 @@ from kvcore.ops import RawRows, StepIndex, facade
 from kvcore.ops.records import Compression
 from kvcore.spec import TAIL_OF
 
-STATIC = frozenset({"role", "eps", "closed", "count", "columns"})
+STATIC = frozenset({"role", "eps", "closed", "count", "columns", "newest"})
 """Options that a trace is made for; all others are arrays."""
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.backends.reference import attention, encoding, entries, indexer, kv, lifecycle, tail, window
+from kvcore.backends.reference import attention, encoding, entries, indexer, kv, lifecycle, recurrent, tail, window
 from kvcore.errors import BackendError
 from kvcore.ops import Ops, StepIndex
 from kvcore.ops.choices import Decided, Decision
@@ -64,6 +64,11 @@ class ReferenceOps(Decided, Ops):
     from_batch = verb(kv.from_batch)
     to_batch = verb(kv.to_batch)
     attend_kv = verb(kv.attend_kv)
+    append_state = verb(recurrent.append_state)
+    write_state = verb(recurrent.write_state)
+    read_state = verb(recurrent.read_state)
+    append_conv = verb(recurrent.append_conv)
+    gather_conv = verb(recurrent.gather_conv)
     reset_slots = reset_in_place(lifecycle.reset_slots)
     poison = poison_in_place(lifecycle.poison)
     copy_slots = copy_in_place(lifecycle.copy_units, "slot")

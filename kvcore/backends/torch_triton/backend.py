@@ -17,6 +17,7 @@ from kvcore.backends.torch_triton import (
     indexer,
     kv,
     lifecycle,
+    recurrent,
     rows,
     streamed,
     tail,
@@ -32,7 +33,10 @@ from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec.codes import check_known
 
-WITHOUT_KERNEL = ("compress", "gather_rows", "store_rows")
+WITHOUT_KERNEL = (
+    *("compress", "gather_rows", "store_rows"),
+    *("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
+)
 """Verbs that are torch operations on every device."""
 
 
@@ -139,6 +143,11 @@ class TorchOps(Decided, Ops):
     kv_view = verb(kv.kv_view)
     append_kv_view = facade.verb(kv.append_kv_view)  # which looks at the mode by itself
     attend_kv = verb(kv.attend_kv)
+    append_state = verb(recurrent.append_state)
+    write_state = verb(recurrent.write_state)
+    read_state = verb(recurrent.read_state)
+    append_conv = verb(recurrent.append_conv)
+    gather_conv = verb(recurrent.gather_conv)
     reset_slots = recording_nothing(facade.reset_in_place(lifecycle.reset_slots))
     poison = recording_nothing(facade.poison_in_place(lifecycle.poison))
     copy_slots = recording_nothing(facade.copy_in_place(lifecycle.copy_units, "slot"))

@@ -3,7 +3,7 @@
 One table for all who check a backend. To add a verb is to add a row here; a test compares the table with the Protocol.
 """
 
-from kvcore.conformance.checks import attention, compression, indexer, kv, life, paged, rings, strips
+from kvcore.conformance.checks import attention, compression, indexer, kv, life, paged, recurrent, rings, strips
 from kvcore.conformance.checks.formats import FORMAT_CHECKS, FormatBench, FormatCheck
 from kvcore.conformance.checks.held import Drive, held
 from kvcore.conformance.verb import ANY_LAYOUT, Rule, Verb
@@ -188,6 +188,13 @@ VERBS: tuple[Verb, ...] = (
         shapes=("ragged",),
         variant="unseen",
     ),
+    _role("append_state", recurrent.append_state, "state", writes=True),
+    _role("write_state", recurrent.write_state, "state", writes=True),
+    _role("read_state", recurrent.read_state, "state"),
+    _held("read_state", recurrent.read_state, "state"),
+    _role("append_conv", recurrent.append_conv, "conv", writes=True),
+    _role("gather_conv", recurrent.gather_conv, "conv"),
+    _held("gather_conv", recurrent.gather_conv, "conv"),
     *(_role("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(_held("gather_rows", life.gather_rows(role), role, roles=_with_entries(role)) for role in ROLES),
     *(

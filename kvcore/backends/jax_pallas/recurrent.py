@@ -1,0 +1,58 @@
+"""Recurrent layers: the states that tokens go on from, and a short convolution's last inputs."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.rows import Held
+from kvcore.ops import StepIndex
+
+
+def append_state(layer: Layer, pools: Held, index: StepIndex, states: Array) -> Held:
+    """Store the state after every token of the step, [T, heads, key_dim, value_dim], as far as the ring has room."""
+    (region,) = layer.regions["state"]
+    return place.append(pools, region, index, place.encode_rows(region, states))
+
+
+def write_state(layer: Layer, pools: Held, index: StepIndex, states: Array, *, newest: int | None = None) -> Held:
+    """Store the state after every request's last token, [Q, heads, key_dim, value_dim]; NaN for its other tokens."""
+    (region,) = layer.regions["state"]
+    columns = min(region.rows, len(index.positions) if newest is None else newest)
+    if not columns or not len(states):
+        return pools
+    rows = place.encode_rows(region, states)[:, None]
+    none = place.encode_rows(region, jnp.full_like(states[:1], jnp.nan))[:, None]
+    rows = jnp.concatenate([rows, *[jnp.broadcast_to(none, rows.shape)] * (columns - 1)], axis=1)
+    positions = index.lengths[:, None] - 1 - jnp.arange(columns, dtype=jnp.int32)
+    positions = jnp.where(positions >= index.starts[:, None], positions, -1)
+    return place.store(pools, region, *place.locate(region, index, place.requests_like(positions), positions), rows)
+
+
+def read_state(layer: Layer, pools: Held, index: StepIndex) -> Array:
+    """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]; zeros where there is no token."""
+    (region,) = layer.regions["state"]
+    found = _before(pools, region, index, 1)
+    return found.reshape(len(index.slots), *layer.component("state").shape)
+
+
+def append_conv(layer: Layer, pools: Held, index: StepIndex, rows: Array) -> Held:
+    """Store the step's inputs [T, channels]; only each ring's last ones are written."""
+    (region,) = layer.regions["conv"]
+    return place.append(pools, region, index, place.encode_rows(region, rows))
+
+
+def gather_conv(layer: Layer, pools: Held, index: StepIndex) -> Array:
+    """The inputs right before the step's, oldest first, [Q, width - 1, channels]; zeros before the first token."""
+    (region,) = layer.regions["conv"]
+    found = _before(pools, region, index, layer.component("conv").span)
+    return found.reshape(*found.shape[:2], layer.component("conv").channels)
+
+
+def _before(pools, region, index, count):
+    """Values [Q, count, heads, dim] of the last positions before the step; zeros for those below 0."""
+    positions = index.starts[:, None] - count + jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.where(positions >= 0, positions, -1)
+    unit, row = place.locate(region, index, place.requests_like(positions), positions)
+    values = place.decode_rows(region, place.load(pools, region, unit, row))
+    return jnp.where((unit >= 0)[..., None, None], values, 0)

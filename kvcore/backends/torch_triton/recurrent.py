@@ -1,0 +1,61 @@
+"""Recurrent layers: the states that tokens go on from, and a short convolution's last inputs."""
+
+import torch
+
+from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.layer import Layer
+from kvcore.ops import StepIndex
+from kvcore.pools import Pools
+
+
+def append_state(layer: Layer, pools: Pools, index: StepIndex, states: torch.Tensor) -> Pools:
+    """Store the state after every token of the step, [T, heads, key_dim, value_dim], as far as the ring has room."""
+    (region,) = layer.regions["state"]
+    return place.append(pools, region, index, place.encode_rows(region, states))
+
+
+def write_state(
+    layer: Layer, pools: Pools, index: StepIndex, states: torch.Tensor, *, newest: int | None = None
+) -> Pools:
+    """Store the state after every request's last token, [Q, heads, key_dim, value_dim]; NaN for its other tokens."""
+    (region,) = layer.regions["state"]
+    columns = min(region.rows, len(index.positions) if newest is None else newest)
+    if not columns or not len(states):
+        return pools
+    rows = place.encode_rows(region, states)[:, None]
+    if columns > 1:
+        none = place.encode_rows(region, torch.full_like(states[:1], torch.nan))[:, None]
+        rows = torch.cat([rows, none.expand(len(rows), columns - 1, -1, -1)], dim=1)
+    positions = index.lengths[:, None] - 1 - torch.arange(columns, device=rows.device)
+    positions = torch.where(positions >= index.starts[:, None], positions, -1)
+    requests = torch.arange(len(positions), device=rows.device)[:, None]
+    unit, row = place.locate(region, index, requests, positions)
+    return place.store(pools, region, unit.flatten(), row.flatten(), rows.flatten(0, 1))
+
+
+def read_state(layer: Layer, pools: Pools, index: StepIndex) -> torch.Tensor:
+    """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]; zeros where there is no token."""
+    (region,) = layer.regions["state"]
+    found = _before(pools, region, index, 1)
+    return found.reshape(len(index.slots), *layer.component("state").shape)
+
+
+def append_conv(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tensor) -> Pools:
+    """Store the step's inputs [T, channels]; only each ring's last ones are written."""
+    (region,) = layer.regions["conv"]
+    return place.append(pools, region, index, place.encode_rows(region, rows))
+
+
+def gather_conv(layer: Layer, pools: Pools, index: StepIndex) -> torch.Tensor:
+    """The inputs right before the step's, oldest first, [Q, width - 1, channels]; zeros before the first token."""
+    (region,) = layer.regions["conv"]
+    return _before(pools, region, index, layer.component("conv").span).flatten(2)
+
+
+def _before(pools, region, index, count):
+    """Values [Q, count, heads, dim] of the last positions before the step; zeros for those below 0."""
+    positions = index.starts[:, None] - count + torch.arange(count, device=index.starts.device)
+    requests = torch.arange(len(positions), device=positions.device)[:, None]
+    unit, row = place.locate(region, index, requests, positions)
+    values = place.decode_rows(region, place.load(pools, region, unit, row))
+    return place.blank(values, unit >= 0)
