@@ -1,8 +1,8 @@
 """Requests over time against a small model: admit, step, abort, truncate, release, in any order.
 
-The model knows nothing of pools. A request is its list of values; a ring is a list of rows, each remembering which
-writing of which position it holds. From the latter it is plain which truncations are exact, and so it is proved by
-brute force that every accepted one is, and that every refused one would be wrong or is deeper than was declared.
+The model knows nothing of pools. A request is its list of values; beside it a ring is a list of rows, each remembering
+which writing of which position it holds. From the latter it is plain which truncations are exact, and so it is proved
+by brute force that every accepted one is, and that every refused one would be wrong or is deeper than was declared.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvcore
-from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.errors import RequestError, RollbackError
+from kvcore.testing.lives import RandomLife
 from tests.support import scene
 from tests.support.backends_under_test import BACKENDS
 
@@ -76,7 +77,7 @@ def entry(values: list[float], number: int, *, overlap: bool) -> float:
 
 
 class Modelled:
-    """What one request should hold."""
+    """What the rings of one request should hold."""
 
     def __init__(self, drafts: int) -> None:
         self.values: list[float] = []
@@ -100,13 +101,9 @@ class Modelled:
             for position in range(ring.first(length), length)
         )
 
-    @property
-    def blocks(self) -> int:
-        return -(-len(self.values) // BLOCK)
-
 
 class Lifecycle(RuleBasedStateMachine):
-    """One cache and its model."""
+    """One cache and the model of its requests, and beside them what each ring holds."""
 
     backend: str
 
@@ -115,8 +112,8 @@ class Lifecycle(RuleBasedStateMachine):
         self.drafts = drafts
         sizes = {"max_requests": SLOTS, "max_tokens": TOKENS, "max_draft_tokens": drafts}
         self.cache = scene.create(LAYERS, self.backend, block_tokens=BLOCK, **sizes)
-        self.live: dict[kvcore.Request, Modelled] = {}
-        self.released: list[kvcore.Request] = []
+        self.life = RandomLife(self.cache, fill=lambda step, new: scene.fill(step, list(itertools.chain(*new))))
+        self.rings: dict[int, Modelled] = {}
         self.values = itertools.count(1)
         for ring in RINGS:
             assert self.cache.plan.region(ring.layer, ring.role)[0].rows == ring.rows(drafts)
@@ -124,65 +121,44 @@ class Lifecycle(RuleBasedStateMachine):
             self.admit()
             self.step({number: prompt}, 0)
 
-    @property
-    def free_blocks(self) -> int:
-        return TOKENS // BLOCK - sum(model.blocks for model in self.live.values())
-
-    def pick(self, number: int) -> kvcore.Request:
-        return list(self.live)[number % len(self.live)]
-
     @rule()
     def admit(self) -> None:
-        if len(self.live) == SLOTS:
-            with pytest.raises(OutOfSlots):
-                self.cache.admit()
-            return
         scene.poison(self.cache)
-        request = self.cache.admit()
-        assert request.slot not in {other.slot for other in self.live}
-        self.live[request] = Modelled(self.drafts)
+        id = self.life.admit()
+        if id is not None:
+            self.rings[id] = Modelled(self.drafts)
 
-    def draw(self, counts: dict[int, int]) -> dict[kvcore.Request, list[float]]:
+    def draw(self, counts: dict[int, int]) -> dict[int, list[int]]:
         """New values for some requests, each value used once."""
-        tokens: dict[kvcore.Request, list[float]] = {}
-        for number, new in counts.items():
-            tokens[self.pick(number)] = [float(next(self.values)) for _ in range(new)]
-        return tokens
-
-    def fits(self, tokens: dict[kvcore.Request, list[float]]) -> bool:
-        lengths = {request: len(self.live[request].values) + len(new) for request, new in tokens.items()}
-        more = sum(-(-length // BLOCK) - self.live[request].blocks for request, length in lengths.items())
-        return more <= self.free_blocks and max(lengths.values(), default=0) <= TOKENS
+        return {self.life.request_of(n): [next(self.values) for _ in range(new)] for n, new in counts.items()}
 
     COUNTS = st.dictionaries(
         st.integers(0, SLOTS - 1), st.one_of(st.integers(0, 4), st.integers(0, 20)), min_size=1, max_size=SLOTS
     )
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.rings)
     @rule(counts=COUNTS, padding=st.integers(0, 3))
     def step(self, counts: dict[int, int], padding: int) -> None:
         tokens = self.draw(counts)
-        if not self.fits(tokens):
-            before = scene.raw(self.cache), self.cache.digest()
-            with pytest.raises(OutOfBlocks):
-                self.cache.step({request: len(new) for request, new in tokens.items()})
+        padded = {"pad_tokens": sum(map(len, tokens.values())) + padding} if padding else {}
+        before = scene.raw(self.cache), self.cache.digest()
+        if not self.life.step(tokens, **padded):
             assert (scene.raw(self.cache), self.cache.digest()) == before
             return
-        padded = {"pad_tokens": sum(map(len, tokens.values())) + padding} if padding else {}
-        scene.write(self.cache, tokens, **padded)
-        for request, new in tokens.items():
-            self.live[request].write(new)
+        for id, new in tokens.items():
+            self.rings[id].write([float(value) for value in new])
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.rings)
     @rule(counts=COUNTS, layers=st.integers(0, len(LAYERS)), by=st.sampled_from(("exception", "abort", "commit")))
     def abort(self, counts: dict[int, int], layers: int, by: str) -> None:
         """A step that got as far as some of the layers."""
         tokens = self.draw(counts)
-        if not self.fits(tokens):
-            return
         before = self.cache.digest()
         values = list(itertools.chain(*tokens.values()))
-        step = self.cache.step({request: len(new) for request, new in tokens.items()})
+        step = self.life.open(tokens)
+        if step is None:
+            return
+        taken = self.life.taken(tokens)
         for number in range(layers):
             scene.fill_layer(step.layer(number), LAYERS[number], np.array(values, np.float32))
         if by == "abort" or not values or layers == len(LAYERS):
@@ -193,56 +169,51 @@ class Lifecycle(RuleBasedStateMachine):
         else:
             with pytest.raises(InterruptedError), step:
                 raise InterruptedError
+        self.life.aborted(taken)
         assert self.cache.digest() == before
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.rings)
     @rule(number=st.integers(0, SLOTS - 1), by=st.one_of(st.integers(0, 5), st.integers(0, 30)))
     def truncate(self, number: int, by: int) -> None:
-        request = self.pick(number)
-        model = self.live[request]
-        length = len(model.values) - by
+        id = self.life.request_of(number)
+        rings = self.rings[id]
+        length = len(rings.values) - by
         before = self.cache.digest()
-        wrapped = any(model.highest > len(rows) for rows in model.rings)
-        try:
-            self.cache.truncate(request, length)
-        except RollbackError:
+        wrapped = any(rings.highest > len(rows) for rows in rings.rings)
+        if not self.life.truncate(id, length):
             assert self.cache.digest() == before
-            assert length < 0 or (wrapped and length < min(len(model.values), model.highest - self.drafts))
+            assert length < 0 or (wrapped and length < min(len(rings.values), rings.highest - self.drafts))
             return
         assert length >= 0
-        assert not wrapped or length >= min(len(model.values), model.highest - self.drafts)
-        assert model.exact(length), "accepted although rows that are needed were overwritten"
-        del model.values[length:]
+        assert not wrapped or length >= min(len(rings.values), rings.highest - self.drafts)
+        assert rings.exact(length), "accepted although rows that are needed were overwritten"
+        del rings.values[length:]
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.rings)
     @rule(number=st.integers(0, SLOTS - 1))
     def release(self, number: int) -> None:
-        request = self.pick(number)
-        self.cache.release(request)
-        del self.live[request]
-        self.released.append(request)
+        id = self.life.request_of(number)
+        del self.rings[id]
+        request = self.life.release(id)
         with pytest.raises(RequestError):
             self.cache.release(request)
 
     @invariant()
     def slots_and_blocks_are_conserved(self) -> None:
-        if not hasattr(self, "live"):
+        if not hasattr(self, "life"):
             return
-        assert self.cache.free_slots == SLOTS - len(self.live)
-        assert self.cache.free_blocks == self.free_blocks
-        assert self.cache.requests == tuple(self.live)
-        held = [block for request in self.live for block in request.blocks]
+        self.life.compare()
+        held = [block for request in self.cache.requests for block in request.blocks]
         assert len(held) == len(set(held))
         assert set(held) <= set(range(TOKENS // BLOCK))
-        for request, model in self.live.items():
-            assert request.length == len(model.values)
-            assert len(request.blocks) == model.blocks
+        for id, rings in self.rings.items():
+            assert self.life.tokens(id) == rings.values
 
     @invariant()
     def every_row_is_the_right_one(self) -> None:
-        if not getattr(self, "live", None):
+        if not getattr(self, "rings", None):
             return
-        models = list(self.live.values())
+        models = list(self.rings.values())
 
         def rows(first: Any) -> list[dict[int, float]]:
             return [
@@ -250,7 +221,7 @@ class Lifecycle(RuleBasedStateMachine):
                 for model in models
             ]
 
-        with scene.at_rest(self.cache, *self.live) as step:
+        with scene.at_rest(self.cache, *self.life.requests.values()) as step:
             for ring in RINGS:
                 assert all(model.exact(len(model.values)) for model in models)
                 read = {"window": scene.window_of, "kv": scene.kv_of}.get(ring.role)

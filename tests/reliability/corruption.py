@@ -17,8 +17,8 @@ import safetensors.numpy
 from kvcore.errors import SnapshotError
 from kvcore.portable import snapshot
 from kvcore.portable.blob import HEAD_BYTES
+from kvcore.testing.operations import shrink
 from tests.reliability import command
-from tests.reliability.shrink import shrink
 from tests.support import stories
 
 LENGTHS = (21, 9, 34)

@@ -7,7 +7,6 @@ Every row that is gathered is compared with what its owner was told; compressed 
 """
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec
+from kvcore.testing.operations import Operation, operations_of, told
 from tests.reliability import command
-from tests.reliability.shrink import told
 from tests.support import scene
 
 DIM = 6
@@ -58,22 +57,6 @@ KINDS = {
 }
 CARRY, VALUES = 64, 128
 """Added to a row's role: its carry half, the values of a K-V row."""
-
-
-class Operation(NamedTuple):
-    """What to do, and numbers that choose among what is possible at that moment."""
-
-    what: str
-    a: int
-    b: int
-    c: int
-
-
-def operations_of(seed: int, count: int) -> list[Operation]:
-    """The operations of a seed."""
-    choice = random.Random(seed)
-    kinds = choice.choices(list(KINDS), list(KINDS.values()), k=count)
-    return [Operation(what, *(choice.getrandbits(30) for _ in range(3))) for what in kinds]
 
 
 class Foreign(Exception):
@@ -356,7 +339,7 @@ def gathered(handle: Any, role: str) -> list[np.ndarray]:
 
 def tell(seed: int, options: dict[str, str]) -> command.Told:
     """One story."""
-    operations = operations_of(seed, int(options["operations"]))
+    operations = operations_of(seed, int(options["operations"]), KINDS)
     story, failures = told(seed, lambda: Story(seed, options["backend"], options["device"] or None), operations)
     counts: dict[str, Any] = {"stories": 1, "gathers": 0}
     if isinstance(story, Story):

@@ -306,7 +306,8 @@ class Lying(Direct):
 
     def fetch(self, handle: Any, first: int, into: Any, *, timeout: float) -> None:
         del timeout
-        pages = self._desk.staged(handle.exporter, handle.number, handle.generation).pages[first : first + len(into)]
+        staged = self._exporter.staged(handle.exporter, handle.number, handle.generation).pages
+        pages = staged[first : first + len(into)]
         into[: len(pages)] = pages
 
 

@@ -6,17 +6,16 @@ replaced now and then by what it exported, saved and loaded, on another backend.
 """
 
 import importlib.util
-import random
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import kvcore
 from kvcore.errors import KvcoreError
 from kvcore.spec import CacheSpec
+from kvcore.testing.operations import Operation, operations_of, told
 from tests.reliability import command
-from tests.reliability.shrink import told
 from tests.support import scene, stories
 
 CLASSIC = CacheSpec(
@@ -44,22 +43,6 @@ def backends() -> str:
     """Those that run here."""
     needs = {"reference": "numpy", "torch_triton": "torch", "jax_pallas": "jax"}
     return ",".join(name for name, module in needs.items() if importlib.util.find_spec(module))
-
-
-class Operation(NamedTuple):
-    """What to do, and numbers that choose among what is possible at that moment."""
-
-    what: str
-    a: int
-    b: int
-    c: int
-
-
-def operations_of(seed: int, count: int) -> list[Operation]:
-    """The log of a seed."""
-    choice = random.Random(seed)
-    kinds = choice.choices(list(KINDS), list(KINDS.values()), k=count)
-    return [Operation(what, *(choice.getrandbits(30) for _ in range(3))) for what in kinds]
 
 
 class Differs(Exception):
@@ -199,7 +182,7 @@ class Twins:
 
 def tell(seed: int, options: dict[str, str]) -> command.Told:
     """One log."""
-    operations = operations_of(seed, int(options["operations"]))
+    operations = operations_of(seed, int(options["operations"]), KINDS)
     backends = options["backends"].split(",")
     with tempfile.TemporaryDirectory() as folder:
         twins, failures = told(seed, lambda: Twins(seed, Path(folder), backends), operations)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvcore.errors import KvcoreError, OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.testing.model import Divergence, Model, require
+from kvcore.testing.operations import shrink
 from tests.reliability import command
 from tests.reliability.bare import BareCache, plan_of
-from tests.reliability.model import Divergence, Model, require
-from tests.reliability.shrink import shrink
 
 
 class Event(NamedTuple):

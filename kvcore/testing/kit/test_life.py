@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 import kvcore
-from kvcore.errors import OutOfBlocks, OutOfSlots
 from kvcore.testing.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
+from kvcore.testing.lives import RandomLife
 
 SLOTS = 3
 DRAFTS = 2
@@ -104,14 +104,12 @@ def test_buffers_are_reused(kv_backend: str, kv_device: str | None, count: int) 
 
 
 class Life(RuleBasedStateMachine):
-    """Random lives of a few requests against a model: for each request, who wrote each of its tokens."""
+    """Random lives of a few requests beside the model; a request's tokens are who wrote each of them."""
 
     def __init__(self, backend: str, device: str | None) -> None:
         super().__init__()
-        self.cache = make(backend, device, life_spec())
+        self.life = RandomLife(make(backend, device, life_spec()), fill=fill)
         self.expected = lru_cache(lambda keys: _digest_of(backend, device, keys))
-        self.model: dict[kvcore.Request, list[int]] = {}
-        self.high: dict[kvcore.Request, int] = {}
         self.key = 0
 
     def next_key(self) -> int:
@@ -119,19 +117,13 @@ class Life(RuleBasedStateMachine):
         self.key += 1
         return self.key
 
-    def pick(self, number: int) -> kvcore.Request:
-        """One of the live requests."""
-        return list(self.model)[number % len(self.model)]
-
     @initialize(third=st.sampled_from(["a fork", "a copy", "nobody"]))
     def begin_in_the_middle(self, third: str) -> None:
         """Two requests whose rings have wrapped, and perhaps one with the past of the first: where mistakes show."""
         for length in (19, 10):
-            self.admit()
-            request = list(self.model)[-1]
-            keys = [self.next_key()] * length
-            feed(self.cache, {request: keys})
-            self.model[request], self.high[request] = keys, length
+            request = self.life.admit()
+            assert request is not None
+            self.life.step({request: [self.next_key()] * length})
         if third == "a fork":
             self.fork(0)
         elif third == "a copy":
@@ -142,20 +134,15 @@ class Life(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         """Admission succeeds while a slot is free, and changes nothing otherwise."""
-        if len(self.model) == SLOTS:
-            with pytest.raises(OutOfSlots):
-                self.cache.admit()
-            return
-        request = self.cache.admit()
-        self.model[request], self.high[request] = [], 0
+        self.life.admit()
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.life.requests)
     @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=SLOTS))
     def step(self, counts: list[int]) -> None:
         """A ragged step of some requests, the last admitted first."""
         self._step(counts, fails=False)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.life.requests)
     @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=SLOTS))
     def failed_step(self, counts: list[int]) -> None:
         """A ragged step that fails at its end and leaves no trace."""
@@ -163,78 +150,57 @@ class Life(RuleBasedStateMachine):
 
     def _step(self, counts: list[int], *, fails: bool) -> None:
         new = {
-            request: [self.next_key()] * min(count, LIMIT - len(self.model[request]))
-            for request, count in zip(list(self.model)[::-1], counts, strict=False)
+            request: [self.next_key()] * min(count, LIMIT - len(self.life.tokens(request)))
+            for request, count in zip(list(self.life.requests)[::-1], counts, strict=False)
         }
-        try:
-            step = self.cache.step({request: len(keys) for request, keys in new.items()})
-        except OutOfBlocks:
-            return
-        with step:
-            fill(step, list(new.values()))
-            if fails:
-                step.abort()
-                return
-        for request, keys in new.items():
-            self.model[request] += keys
-            self.high[request] = max(self.high[request], len(self.model[request]))
+        self.life.step(new, commit=not fails)
 
-    @precondition(lambda self: self.model)
-    @rule(number=st.integers(0, 9), back=st.integers(0, DRAFTS))
+    @precondition(lambda self: self.life.requests)
+    @rule(number=st.integers(0, 9), back=st.integers(0, DRAFTS + 1))
     def truncate(self, number: int, back: int) -> None:
-        """Down to as many tokens below the highest position ever written as there are drafts."""
-        request = self.pick(number)
-        length = max(0, self.high[request] - back)
-        if length <= len(self.model[request]):
-            self.cache.truncate(request, length)
-            del self.model[request][length:]
+        """Down to as many tokens below the highest position ever written as there are drafts, or one too deep."""
+        request = self.life.request_of(number)
+        assert request is not None
+        length = max(0, self.life.model.live[request].highest - back)
+        if length <= len(self.life.tokens(request)):
+            self.life.truncate(request, length)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.life.requests)
     @rule(number=st.integers(0, 9))
     def release(self, number: int) -> None:
         """The slot and the blocks become someone else's."""
-        request = self.pick(number)
-        self.cache.release(request)
-        del self.model[request], self.high[request]
+        request = self.life.request_of(number)
+        assert request is not None
+        self.life.release(request)
 
-    @precondition(lambda self: 0 < len(self.model) < SLOTS)
+    @precondition(lambda self: 0 < len(self.life.requests) < SLOTS)
     @rule(number=st.integers(0, 9))
     def fork(self, number: int) -> None:
         """Both go on from the same content, apart."""
-        source = self.pick(number)
-        try:
-            request = self.cache.fork(source)
-        except OutOfBlocks:
-            return
-        self.model[request] = list(self.model[source])
-        self.high[request] = self.high[source]
+        request = self.life.request_of(number)
+        assert request is not None
+        self.life.fork(request)
 
-    @precondition(lambda self: 0 < len(self.model) < SLOTS)
+    @precondition(lambda self: 0 < len(self.life.requests) < SLOTS)
     @rule(number=st.integers(0, 9))
     def copy_through_a_blob(self, number: int) -> None:
         """Exported, and imported beside the original."""
-        source = self.pick(number)
-        try:
-            request = self.cache.import_request(self.cache.export_request(source))
-        except OutOfBlocks:
-            return
-        self.model[request] = list(self.model[source])
-        self.high[request] = len(self.model[source])
+        request = self.life.request_of(number)
+        assert request is not None
+        exported = self.life.export(request)
+        assert exported is not None
+        self.life.take_in(*exported)
 
     @invariant()
     def every_request_holds_what_was_written(self) -> None:
         """And nothing else: a digest is equal only if every live row is."""
-        assert self.cache.free_slots == SLOTS - len(self.model)
-        for request, keys in self.model.items():
-            assert request.length == len(keys)
-            assert self.cache.digest([request]) == self.expected(tuple(keys))
+        for id, request in self.life.requests.items():
+            assert self.life.cache.digest([request]) == self.expected(tuple(self.life.tokens(id)))
 
     @invariant()
-    def every_block_is_held_or_free(self) -> None:
-        """Requests hold the blocks that their tokens need, and all others can be taken."""
-        held = [block for request in self.model for block in request.blocks]
-        assert len(held) == sum(self.cache.plan.blocks_for(len(keys)) for keys in self.model.values())
-        assert self.cache.free_blocks == self.cache.plan.blocks - len(set(held))
+    def every_slot_and_block_is_held_or_free(self) -> None:
+        """Requests hold the blocks that the model says, and all others can be taken."""
+        self.life.compare()
 
 
 def _digest_of(backend: str, device: str | None, keys: Sequence[int]) -> int:

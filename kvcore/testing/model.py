@@ -110,7 +110,7 @@ class Model:
         for id, tokens in new.items():
             told = self.live[id]
             length = len(told.tokens)
-            over |= length + tokens > self.limit
+            over |= self.limit is not None and length + tokens > self.limit
             count += max(0, -(-(length + tokens) // self.block_tokens) - len(told.blocks))
             count += self._copies(told, tokens, leaving)
         return count, over

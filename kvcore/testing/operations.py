@@ -1,12 +1,30 @@
-"""A failing list of operations made short: drop what the failure does not need."""
+"""Random operations that follow from a seed, done one after the other, and a failing list of them made short."""
 
+import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 SECONDS = 120.0
+"""Of processor time, for making one list short."""
+
+
+class Operation(NamedTuple):
+    """What to do, and numbers that choose among what is possible at that moment."""
+
+    what: str
+    a: int
+    b: int
+    c: int
+
+
+def operations_of(seed: int, count: int, kinds: Mapping[str, float]) -> list[Operation]:
+    """The operations of a seed; ``kinds``: how often each is drawn, as against the others."""
+    choice = random.Random(seed)
+    drawn = choice.choices(list(kinds), list(kinds.values()), k=count)
+    return [Operation(what, *(choice.getrandbits(30) for _ in range(3))) for what in drawn]
 
 
 class World(Protocol):
