@@ -32,6 +32,25 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     return np.array(array)
 
 
+def host_view(array: Any) -> np.ndarray[Any, Any] | None:
+    """An array's own memory as NumPy, without a copy; None where it lies on a device or on several, or is traced.
+
+    That of a torch tensor can be written to; that of a JAX array cannot, and is let go before the array is donated.
+    """
+    kind: Any = array.__class__
+    if kind in PLAIN_NUMPY:
+        return array
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and kind is torch.Tensor:
+        plain = array.device.type == "cpu" and array.layout is torch.strided and not array.requires_grad
+        return array.numpy() if plain and not array.is_neg() else None
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        on_host = len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())
+        return np.asarray(array) if on_host else None
+    return None
+
+
 PLAIN_NUMPY = (np.ndarray, np.memmap)
 MEANING = {
     "MaskedArray": ("a mask", "Fill what is masked: array.filled(value)."),

@@ -575,9 +575,9 @@ class Cache:
         snapshot.write(path, self._snapshot(requests, checkpoints))
 
     @_verb("save")
-    def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> bytes:
+    def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> list[bytes | memoryview]:
         chosen = [self._state.manager.check(request) for request in (self.requests if requests is None else requests)]
-        return snapshot.to_bytes(self._state, chosen, checkpoints=checkpoints)
+        return snapshot.to_parts(self._state, chosen, checkpoints=checkpoints)
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
         """One number for what the requests hold: equal for any slots, blocks, layouts and backends.

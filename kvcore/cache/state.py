@@ -21,6 +21,7 @@ from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
 from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
+from kvcore.portable.digests import request_lanes
 from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import Content, owned, write_rows
 from kvcore.requests.grants import BlockGrant
@@ -342,6 +343,9 @@ class CacheState:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
         chosen = [self.manager.check(request) for request in requests]
         rows = self.rows(chosen, [0] * len(chosen))
+        near = [request_lanes(self.ops, self.pools, row) for row in rows]
+        if all(lane is not None for lane in near):
+            return [(row.length, lane) for row, lane in zip(rows, near, strict=True) if lane is not None]
         index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
         lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
         for layer, role, component in owned(self.spec):

@@ -13,7 +13,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from kvcore.arrays import to_numpy
-from kvcore.ops import bounds
+from kvcore.ops import bounds, host
 from kvcore.ops.choices import NOT_SAID, verbs_of
 from kvcore.ops.protocol import RequiredOps
 from kvcore.ops.results import Choice, VisibleRows
@@ -190,29 +190,32 @@ class Ops(RequiredOps, Protocol):
         that are no strip's, and rows of the pools that are in no page, are left alone.
 
         Args:
-            pages: [pages, bytes] uint8 on the device, without gaps, written in place.
-            strips: of blocks, or of slots, whose pages are one and which have room for them; numbers are ranges.
+            pages: [pages, bytes] uint8 without gaps, written in place: on the device, or NumPy's where the pools lie in
+                the host's memory too; with others in NumPy, nothing is done.
+            strips: of blocks, or of slots, whose pages are one and which have room for them; numbers are ranges, of
+                pages in NumPy also tuples.
             units: block of every page, or the slot, [pages] int32; of a unit -1 rows read as zeros and are not stored.
 
         Returns:
             True where it was done, all of it in place. False, and nothing was done, where this backend moves a request
-            by ``gather_rows`` and ``store_rows`` only: always, or out of a layout that it cannot copy from.
+            by ``gather_rows`` and ``store_rows`` only: always, or out of a layout that it cannot copy from. The default
+            does it wherever pools and pages lie in the host's memory and can be written to.
         """
-        del pools, pages, strips, units, store
-        return False
+        return host.move(self.plan, pools, pages, strips, units, store=store)
 
     def digest_strips(self, pages: Array, strips: Sequence[Strip], first_page: int) -> Array | None:
         """Two lanes for every page, the sums of ``digest_rows`` over its strips -> [pages, 2] int64, all at once.
 
         Args:
-            pages: [pages, bytes] uint8 on the device, without gaps: some of a request's.
+            pages: [pages, bytes] uint8 without gaps, on the device or NumPy's: some of a request's.
             strips: as for ``move_strips``; each is salted with its ``kvcore.digest.region_salt``.
             first_page: number of the first of these pages in the request: its rows begin at ``first_page · rows``.
 
         Returns:
-            None where this backend digests pages by ``digest_rows`` only: always, or of such strips.
+            None where this backend digests pages by ``digest_rows`` only: always, or of such strips. The default
+            digests what lies in the host's memory.
         """
-        del pages, strips, first_page
+        return host.digest(pages, strips, first_page)
 
 
 def _tokens(index: StepIndex, width: int | None = None) -> tuple[Any, Any, Any]:

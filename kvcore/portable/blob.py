@@ -4,27 +4,27 @@ A blob is a head of 48 bytes, the manifest, and the pages. Import checks all of 
 leaves the cache as it was. Blobs of 0.1.0 are read too.
 """
 
+from io import BytesIO
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from kvcore.errors import RequestError, SnapshotError
+from kvcore.errors import OutOfBlocks, RequestError, SnapshotError
 from kvcore.foreign import UNREADABLE
 from kvcore.ops import Ops
 from kvcore.pools import Pools
 from kvcore.portable import version1
 from kvcore.portable.caches import CacheInTurn, SharedCache
-from kvcore.portable.digests import digests_of
+from kvcore.portable.digests import DEFAULT, HASHES, digests_of
 from kvcore.portable.manifest import (
     ROOT_BYTES,
     Described,
-    Staged,
+    Staging,
     damaged,
     layout_of,
     parse,
     refuse_blob,
     root_of,
-    stage,
 )
 from kvcore.portable.pages import Array, PageLayout, content_of, move_at_once, states_of
 from kvcore.portable.record import RequestRecord, check_length, check_spec
@@ -75,9 +75,23 @@ def split(data: memoryview, where: str) -> tuple[memoryview, bytes, memoryview]:
     return text, root, data[start:]
 
 
-def joined(staged: Staged) -> bytes:
-    """A request that was staged on the host, as a blob."""
-    return b"".join((head_of(staged.manifest), staged.pages.reshape(-1).data))
+def blob_bytes(staging: Staging) -> int:
+    """Bytes of the blob of a request that is about to be copied out."""
+    return _first_page(staging) + staging.layout.pages * staging.layout.page_bytes
+
+
+def fill_blob(staging: Staging, data: Array) -> bytes:
+    """Copy a request straight to its place in a blob, ``data`` [``blob_bytes``] uint8; returns the root."""
+    start = _first_page(staging)
+    text = staging.fill(data[start:].reshape(staging.layout.pages, staging.layout.page_bytes))
+    data[:start] = np.frombuffer(head_of(text), np.uint8)
+    return root_of(text)
+
+
+def _first_page(staging: Staging) -> int:
+    # Digests are as long as what stands in their place before they are known.
+    end = HEAD_BYTES + len(staging.manifest())
+    return end + -end % ALIGNMENT
 
 
 class Opened(NamedTuple):
@@ -95,8 +109,9 @@ def opened(data: memoryview, where: str) -> Opened:
     """
     text, _, rest = split(data, where)
     described = parse(text, where, refuse_blob)
-    if described.digest != "sha256":
-        raise SnapshotError(got=f"digests of kind {described.digest}", where=where, allowed="sha256 in a file")
+    if described.digest not in HASHES:
+        allowed = f"in a file {' or '.join(HASHES)}"
+        raise SnapshotError(got=f"digests of kind {described.digest}", where=where, allowed=allowed)
     return Opened(described, rest)
 
 
@@ -113,9 +128,21 @@ def pages_of(blob: Opened) -> Array:
     return np.frombuffer(blob.bytes_of_pages, np.uint8).reshape(-1, page_bytes)
 
 
-def export(cache: CacheInTurn, request: Request, *, checkpoints: bool = True) -> bytes:
-    """The request as a blob."""
-    return joined(stage(cache, request, "export_request", checkpoints=checkpoints))
+def export(cache: CacheInTurn, request: Request, *, checkpoints: bool = True, digest: str = DEFAULT) -> bytes:
+    """The request as a blob, its pages verified by a hash of ``digests.HASHES``."""
+    staging = Staging(cache, request, "export_request", checkpoints=checkpoints, digest=digest)
+    size = blob_bytes(staging)
+    try:
+        # Nothing is copied twice: rows are put where they will lie in the blob, which this gives out as it is.
+        blob = BytesIO(bytes(size))
+    except (MemoryError, OverflowError) as error:
+        raise OutOfBlocks(
+            got=f"a blob of {size} bytes", where="export_request", allowed="what there is memory for"
+        ) from error
+    inside = blob.getbuffer()
+    fill_blob(staging, np.frombuffer(inside, np.uint8))
+    inside.release()
+    return blob.getvalue()
 
 
 def import_(cache: CacheInTurn, blob: bytes, into: Request | None, salt: str | None) -> Request:

@@ -1,23 +1,39 @@
 """What pages are verified by: one digest for every page of history, then one for each other section.
 
-``sha256`` is of the bytes, padding too, and needs nothing but the bytes. ``lanes`` are the two lanes of the structural
+``xxh3_128`` and ``sha256`` are of the bytes, padding too, and need nothing but the bytes: the first finds damage at the
+speed of memory, the second also tells who can be trusted with nothing. ``lanes`` are the two lanes of the structural
 digest (``kvcore.digest``) of the rows, which a backend works out where pages lie (``digest_strips``) while others are
 still on the way: what stays on a device is exported with those.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import numpy as np
+import xxhash
 
 from kvcore.arrays import to_numpy
 from kvcore.digest import MASK, region_salt
+from kvcore.lanes import row_lanes
 from kvcore.ops import Ops, Strip
+from kvcore.plan import row_bytes
+from kvcore.pools import Pools
 from kvcore.portable.pages import HISTORY, Array, PageLayout, at_once, positions_of, rows_of
-from kvcore.portable.rows import digests_at, page_places
+from kvcore.portable.rows import digests_at, owned, page_places
+from kvcore.step import StepRequest
 
-SIZES = {"sha256": 32, "lanes": 8}
+HASHES: dict[str, Callable[[Any], bytes]] = {
+    "xxh3_128": xxhash.xxh3_128_digest,
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+}
+"""Digests of bytes by name; what is written has the first one. XXH3's is in its canonical form, big end first."""
+
+SIZES = {"xxh3_128": 16, "sha256": 32, "lanes": 8}
 """Bytes of a digest of each kind."""
+
+DEFAULT = "xxh3_128"
+"""The kind of pages on the host."""
 
 
 class Digests(Protocol):
@@ -34,31 +50,31 @@ class Digests(Protocol):
 
 def digests_of(kind: str, ops: Ops, layout: PageLayout) -> Digests:
     """What works out digests of a kind of ``SIZES``."""
-    return ByteDigests(layout) if kind == "sha256" else LaneDigests(ops, layout)
+    return ByteDigests(layout, kind) if kind in HASHES else LaneDigests(ops, layout)
 
 
 class ByteDigests:
-    """sha256 of every page of history, then of each other section."""
+    """A hash of every page of history, then of each other section."""
 
-    def __init__(self, layout: PageLayout) -> None:
+    def __init__(self, layout: PageLayout, kind: str) -> None:
         self._layout = layout
+        self._hash = HASHES[kind]
         self._found: list[bytes] = []
 
     def add(self, pages: Array, first: int) -> None:
         """Pages of history that follow those that are done."""
         if first == len(self._found):
-            self._found += map(_hash, _on_host(pages[: max(0, self._layout.blocks - first)]))
+            self._found += map(self._of, _on_host(pages[: max(0, self._layout.blocks - first)]))
 
     def result(self, pages: Array) -> list[bytes]:
         """The digests of all pages."""
         done = len(self._found)
         self.add(pages[done:], done)
         others = self._layout.sections[1:]
-        return [*self._found, *(_hash(_on_host(section.of(pages)).reshape(-1)) for section in others)]
+        return [*self._found, *(self._of(_on_host(section.of(pages)).reshape(-1)) for section in others)]
 
-
-def _hash(page: np.ndarray[Any, Any]) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(page).data).digest()
+    def _of(self, page: np.ndarray[Any, Any]) -> bytes:
+        return self._hash(np.ascontiguousarray(page).data)
 
 
 def _on_host(pages: Array) -> np.ndarray[Any, Any]:
@@ -125,3 +141,36 @@ class LaneDigests:
 def _packed(lanes: Array) -> list[bytes]:
     """Every pair of lanes as two little-endian words."""
     return [pair.tobytes() for pair in (to_numpy(lanes) & MASK).astype("<u4")]
+
+
+AT_ONCE = 1 << 19
+"""Bytes of rows that are digested at a time: they stay in a core's cache from the pools to the digest."""
+
+
+def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, int]] | None:
+    """The two lanes of every pool of one request in canonical order; None where the pools lie on a device.
+
+    One pass over the live rows, which are never all in one place.
+    """
+    found: list[tuple[int, int]] = []
+    kept = np.empty(AT_ONCE, np.uint8)
+    for layer, role, component in owned(ops.plan.spec):
+        live, width = component.live(row.length), row_bytes(component)
+        paged = component.growth == "block"
+        rows = ops.plan.region(layer, role)[0].rows if paged else 1
+        step = max(1, AT_ONCE // (rows * width)) * rows
+        units = row.blocks if paged else (row.slot,)
+        lanes, needed = np.zeros(2, np.int64), min(step, -(-len(live) // rows) * rows) * width
+        room = kept if needed <= len(kept) else np.empty(needed, np.uint8)
+        for first in range(0, len(live), step):
+            some = live[first : first + step]
+            pages = -(-len(some) // rows) if paged else 1
+            strip = Strip(layer, role, 0, rows if paged else len(some), width, some, component.tokens_per_row)
+            part = room[: pages * strip.nbytes].reshape(pages, -1)
+            at = np.array(units[first // rows : first // rows + pages] if paged else units, np.int32)
+            if not ops.move_strips(pools, part, (strip,), at):
+                return None
+            held = part.reshape(1, -1, width)[:, : len(some)]
+            lanes += row_lanes(held, positions_of(strip)[None], region_salt(layer, role))[0]
+        found.append((int(lanes[0]) & MASK, int(lanes[1]) & MASK))
+    return found

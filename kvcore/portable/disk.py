@@ -17,8 +17,13 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+Part = bytes | memoryview
 
 CHUNK_BYTES = 1 << 22
 
@@ -88,10 +93,14 @@ class Disk:
                 finally:
                     os.close(file)
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Path) -> bytes | memoryview:
         """All bytes of a regular file."""
         with open_regular(path) as file:
-            return file.read()
+            # Memory of NumPy's comes in large pages, where the system has such.
+            data = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
+            count = file.readinto(data)
+            rest = file.read()
+        return bytes(data[:count]) + rest if rest or count < len(data) else data
 
 
 def open_regular(path: Path, *, follow: bool = True) -> Any:
@@ -110,8 +119,8 @@ def open_regular(path: Path, *, follow: bool = True) -> Any:
         raise
 
 
-def write_whole(disk: Disk, path: Path, data: bytes) -> None:
-    """Put ``data`` in place of the file ``path``: all of it, durably, or nothing.
+def write_whole(disk: Disk, path: Path, data: bytes | Sequence[Part]) -> None:
+    """Put ``data``, or its parts one after another, in place of the file ``path``: all of it, durably, or nothing.
 
     Raises:
         OSError: the disk refused. The old file, if there was one, is still there; after a failed close or flush of
@@ -122,7 +131,8 @@ def write_whole(disk: Disk, path: Path, data: bytes) -> None:
     try:
         file = disk.create(temporary)
         try:
-            _write_all(disk, file, data)
+            for part in (data,) if isinstance(data, bytes) else data:
+                _write_all(disk, file, part)
             disk.flush(file)
             # While the file is open it is locked: nobody sweeps it away before it has its name.
             disk.rename(temporary, path)
@@ -136,7 +146,7 @@ def write_whole(disk: Disk, path: Path, data: bytes) -> None:
         raise
 
 
-def _write_all(disk: Disk, file: Any, data: bytes) -> None:
+def _write_all(disk: Disk, file: Any, data: Part) -> None:
     rest = memoryview(data)
     while rest:
         written = disk.write(file, rest[:CHUNK_BYTES])

@@ -18,7 +18,7 @@ from kvcore.errors import OutOfBlocks, SnapshotError
 from kvcore.foreign import UNREADABLE
 from kvcore.plan import row_bytes
 from kvcore.portable.caches import Buffers, CacheInTurn
-from kvcore.portable.digests import SIZES, digests_of
+from kvcore.portable.digests import DEFAULT, SIZES, digests_of
 from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout
 from kvcore.portable.record import Refusal, RequestRecord, is_coherent
 from kvcore.portable.rows import Content, owned, read_rows
@@ -117,7 +117,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         request: what it says of itself.
         page_bytes, pages: of all pages.
         layout: where rows lie in them, and what they are: ``LayoutTable``.
-        digest: kind of ``digests``.
+        digest: kind of ``digests``, of ``digests.SIZES``.
         digests: hexadecimal, one for every page of history, then one for each other section.
         export: (exporter, number, generation) of the export that it was made for; None in a file.
     """
@@ -129,7 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_bytes: int
     pages: int
     layout: msgspec.Raw
-    digest: Literal["sha256", "lanes"]
+    digest: str
     digests: list[str]
     export: tuple[str, int, int] | None = None
 
@@ -182,6 +182,70 @@ def empty_pages(cache: Buffers, pages: int, page_bytes: int, *, on_device: bool,
         ) from error
 
 
+class Staging:
+    """A request that is about to be copied out of the pools: where its rows will lie is known.
+
+    Attributes:
+        layout: of its pages.
+    """
+
+    def __init__(
+        self,
+        cache: CacheInTurn,
+        request: Request,
+        where: str,
+        *,
+        export: tuple[str, int, int] | None = None,
+        checkpoints: bool = True,
+        digest: str = DEFAULT,
+    ) -> None:
+        """Arguments and errors are those of ``stage``; ``digest``: of ``digests.SIZES``."""
+        cache.manager.check_whole(request, where)
+        self._cache, self._export, self._digest = cache, export, digest
+        self._row, self._floor = cache.row(request), cache.least_length(request)
+        self._states = cache.kept_states(request) if checkpoints else []
+        lengths = [length for length, _ in self._states]
+        self.layout = page_layout(cache.spec, self._floor, self._row.length, lengths)
+        self._spec = msgspec.Raw(to_json(cache.spec).encode())
+        self._table = msgspec.Raw(msgspec.json.encode(layout_table(cache.spec, self.layout)))
+        self._record = RequestRecord(
+            length=self._row.length,
+            floor=self._floor,
+            tokens=None if request.tokens is None else list(request.tokens),
+            salt=request.salt,
+            checkpoints=list(self.layout.lengths),
+        )
+
+    def manifest(self, digests: Sequence[bytes] | None = None) -> bytes:
+        """With digests, or with others of the same size in their place."""
+        layout = self.layout
+        digests = [bytes(SIZES[self._digest])] * layout.digests if digests is None else digests
+        manifest = Manifest(
+            form=FORM,
+            version=VERSION,
+            spec=self._spec,
+            request=self._record,
+            page_bytes=layout.page_bytes,
+            pages=layout.pages,
+            layout=self._table,
+            digest=self._digest,
+            digests=[found.hex() for found in digests],
+            export=self._export,
+        )
+        return msgspec.json.encode(manifest)
+
+    def fill(self, pages: Array) -> bytes:
+        """Copy the request into pages of any content; returns the manifest."""
+        cache, row, layout = self._cache, self._row, self.layout
+        # What is left of a page is zeros: of the last page of history, and of the records.
+        pages[max(0, layout.blocks - 1) :] = 0
+        if not move_at_once(cache.ops, cache.pools, row, layout, pages):
+            stage_one_by_one(cache, row, self._floor, layout, pages)
+        for section, (_, state) in zip(layout.checkpoints, self._states, strict=True):
+            _fill(cache, section, state, pages)
+        return self.manifest(digests_of(self._digest, cache.ops, layout).result(pages))
+
+
 def stage(
     cache: CacheInTurn,
     request: Request,
@@ -190,6 +254,7 @@ def stage(
     export: tuple[str, int, int] | None = None,
     checkpoints: bool = True,
     on_device: bool = False,
+    digest: str = DEFAULT,
 ) -> Staged:
     """Copy a request out of the pools into pages.
 
@@ -200,41 +265,16 @@ def stage(
         export: (exporter, number, generation) for the manifest.
         checkpoints: whether those of its tokens go with it.
         on_device: leave the pages on the device of a torch cache, and digest them there.
+        digest: kind of the digests of pages on the host.
 
     Raises:
         RequestError: the request is still replaying the tokens of a prefix hit.
     """
-    cache.manager.check_whole(request, where)
-    row, floor = cache.row(request), cache.least_length(request)
-    states = cache.kept_states(request) if checkpoints else []
-    layout = page_layout(cache.spec, floor, row.length, [length for length, _ in states])
+    digest = "lanes" if on_device else digest
+    staging = Staging(cache, request, where, export=export, checkpoints=checkpoints, digest=digest)
+    layout = staging.layout
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where=where)
-    # What is left of a page is zeros: of the last page of history, and of the records.
-    pages[max(0, layout.blocks - 1) :] = 0
-    if not move_at_once(cache.ops, cache.pools, row, layout, pages):
-        stage_one_by_one(cache, row, floor, layout, pages)
-    for section, (_, state) in zip(layout.checkpoints, states, strict=True):
-        _fill(cache, section, state, pages)
-    digest = "lanes" if on_device else "sha256"
-    manifest = Manifest(
-        form=FORM,
-        version=VERSION,
-        spec=msgspec.Raw(to_json(cache.spec).encode()),
-        request=RequestRecord(
-            length=row.length,
-            floor=floor,
-            tokens=None if request.tokens is None else list(request.tokens),
-            salt=request.salt,
-            checkpoints=list(layout.lengths),
-        ),
-        page_bytes=layout.page_bytes,
-        pages=layout.pages,
-        layout=msgspec.Raw(msgspec.json.encode(layout_table(cache.spec, layout))),
-        digest=digest,
-        digests=[found.hex() for found in digests_of(digest, cache.ops, layout).result(pages)],
-        export=export,
-    )
-    return Staged(msgspec.json.encode(manifest), pages)
+    return Staged(staging.fill(pages), pages)
 
 
 def stage_one_by_one(cache: CacheInTurn, row: StepRequest, floor: int, layout: PageLayout, pages: Array) -> None:
@@ -339,6 +379,8 @@ def parse(manifest: bytes | memoryview, where: str, refusal: Refusal) -> Describ
         digests = [bytes.fromhex(text) for text in found.digests]
     except UNREADABLE as error:
         raise refusal(got=shortened(str(error)), where=where, allowed=f"{FORM} of version {VERSION}") from error
+    if found.digest not in SIZES:
+        raise refusal(got=f"digests of kind {shortened(found.digest)}", where=where, allowed=", ".join(SIZES))
     if not is_coherent(found.request):
         got = f"{found.request.length} tokens, rows from {found.request.floor} on"
         raise refusal(got=shortened(got), where=where, allowed="numbers that fit together")

@@ -197,11 +197,11 @@ def positions_of(strip: Strip) -> Any:
 
 
 def at_once(part: Array, strips: tuple[Strip, ...]) -> bool:
-    """Whether a backend can be asked for all strips at once: pages on its device, rows that are neighbours.
+    """Whether a backend can be asked for all strips at once: pages on the host, or rows that are neighbours.
 
     A tail that could be rolled back over a window's end has rows of two windows.
     """
-    return not isinstance(part, np.ndarray) and all(isinstance(strip.numbers, range) for strip in strips)
+    return isinstance(part, np.ndarray) or all(isinstance(strip.numbers, range) for strip in strips)
 
 
 def move_at_once(
@@ -209,10 +209,7 @@ def move_at_once(
 ) -> bool:
     """Copy a request's rows into its pages, or with ``store`` back; False where some must go component by component.
 
-    Checkpoints are none of it: they are on the host.
-
-    Args:
-        pages: [pages, page_bytes]; those on the host go another way.
+    Checkpoints are none of it: they are rows already.
     """
     state = layout.record.strips
     if not at_once(pages, state):

@@ -6,6 +6,7 @@ appears whole or not at all. Loading checks roots and pages; a damaged page is n
 belongs to is refused. Snapshots of 0.1.0 are read too.
 """
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,11 +17,21 @@ from kvcore.errors import KvcoreError, SnapshotError
 from kvcore.foreign import UNREADABLE
 from kvcore.ops import Ops
 from kvcore.portable import version1
-from kvcore.portable.blob import ALIGNMENT, head_of, is_portable, joined, opened, pages_of, split, take_in
+from kvcore.portable.blob import (
+    ALIGNMENT,
+    blob_bytes,
+    fill_blob,
+    head_of,
+    is_portable,
+    opened,
+    pages_of,
+    split,
+    take_in,
+)
 from kvcore.portable.caches import CacheInTurn
-from kvcore.portable.digests import ByteDigests
-from kvcore.portable.disk import Disk, NotAFile, write_whole
-from kvcore.portable.manifest import Described, damaged, layout_of, refuse_blob, root_of, stage
+from kvcore.portable.digests import DEFAULT, ByteDigests
+from kvcore.portable.disk import Disk, NotAFile, Part, write_whole
+from kvcore.portable.manifest import Described, Staging, damaged, empty_pages, layout_of, refuse_blob
 from kvcore.portable.pages import Array, PageLayout
 from kvcore.portable.record import RequestRecord, check_spec
 from kvcore.portable.saved import Damage, Saved, Sizes, check_sizes
@@ -76,7 +87,8 @@ class Snapshot(NamedTuple):
         if isinstance(request, str):
             return [Damage(number, request)]
         described, layout, pages = request
-        return [Damage(number, name) for name in damaged(layout, ByteDigests(layout).result(pages), described.digests)]
+        found = ByteDigests(layout, described.digest).result(pages)
+        return [Damage(number, name) for name in damaged(layout, found, described.digests)]
 
     def take_in(self, cache: CacheInTurn, number: int) -> Request:
         """Make a request of one that is whole."""
@@ -87,8 +99,8 @@ class Snapshot(NamedTuple):
         return take_in(cache, described.record, layout, pages, salt=described.record.salt, shares=True)
 
 
-def write(path: str | PathLike[str], data: bytes, disk: Disk | None = None) -> None:
-    """Put a snapshot's bytes in place of the file ``path``, whole and durably."""
+def write(path: str | PathLike[str], data: bytes | Sequence[Part], disk: Disk | None = None) -> None:
+    """Put a snapshot's bytes, or their parts, in place of the file ``path``, whole and durably."""
     write_whole(disk or Disk(), Path(path), data)
 
 
@@ -104,17 +116,25 @@ def _check_readable(spec: CacheSpec) -> None:
             )
 
 
-def to_bytes(cache: CacheInTurn, requests: list[Request], *, checkpoints: bool = True) -> bytes:
+def to_bytes(cache: CacheInTurn, requests: list[Request], *, checkpoints: bool = True, digest: str = DEFAULT) -> bytes:
     """The snapshot file of some requests."""
+    return b"".join(to_parts(cache, requests, checkpoints=checkpoints, digest=digest))
+
+
+def to_parts(
+    cache: CacheInTurn, requests: list[Request], *, checkpoints: bool = True, digest: str = DEFAULT
+) -> list[Part]:
+    """The same in pieces that follow one another: copies of the rows, and nothing copied twice."""
     _check_readable(cache.spec)
-    staged = [stage(cache, request, "save", checkpoints=checkpoints) for request in requests]
-    parts: list[bytes] = []
+    parts: list[Part] = []
     entries: list[Entry] = []
     offset = 0
-    for one in staged:
-        blob = joined(one)
-        entries.append(Entry(offset=offset, bytes=len(blob), root=root_of(one.manifest).hex()))
-        parts += [blob, bytes(-len(blob) % ALIGNMENT)]
+    for request in requests:
+        staging = Staging(cache, request, "save", checkpoints=checkpoints, digest=digest)
+        blob = empty_pages(cache, 1, blob_bytes(staging), on_device=False, where="save")[0]
+        root = fill_blob(staging, blob)
+        entries.append(Entry(offset=offset, bytes=len(blob), root=root.hex()))
+        parts += [blob.data, bytes(-len(blob) % ALIGNMENT)]
         offset += len(blob) + len(parts[-1])
     plan = cache.plan
     directory = Directory(
@@ -129,7 +149,7 @@ def to_bytes(cache: CacheInTurn, requests: list[Request], *, checkpoints: bool =
         ),
         requests=entries,
     )
-    return b"".join((head_of(msgspec.json.encode(directory)), *parts))
+    return [head_of(msgspec.json.encode(directory)), *parts]
 
 
 def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
@@ -147,10 +167,10 @@ def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
     return parse(data, where)
 
 
-def parse(data: bytes, where: str = "snapshot") -> Saved:
+def parse(data: bytes | memoryview, where: str = "snapshot") -> Saved:
     """A snapshot's bytes as ``Saved``; see ``read``."""
     if not is_portable(data):
-        return version1.read_snapshot(data, where)
+        return version1.read_snapshot(bytes(data), where)
     text, _, rest = split(memoryview(data), where)
     try:
         directory = msgspec.json.decode(text, type=Directory)

@@ -20,7 +20,8 @@ from kvcore.portable.rows import read_rows
 from kvcore.spec import from_json, to_json
 from tests.support import portable_form, stories, write_golden
 
-FOLDERS = {version: Path(__file__).parent / f"golden_v{version}" for version in (1, 2)}
+FOLDERS = {name: Path(__file__).parent / name for name in write_golden.FOLDERS}
+OLDEST, *NEWER = FOLDERS.values()
 FIRST, ALL = 14819178949510838875, 4192867769966869283
 """Digests of the first request and of all three, as they were where the files were written."""
 PAST = 11254040812821924935
@@ -28,16 +29,15 @@ PAST = 11254040812821924935
 PROMPT = list(range(100, 121))
 
 
-@pytest.fixture(params=FOLDERS, ids=lambda version: f"version {version}")
+@pytest.fixture(params=FOLDERS, ids=str)
 def files(request):
     return FOLDERS[request.param]
 
 
-@pytest.mark.parametrize("version", FOLDERS)
-def test_the_same_bytes_are_written_again(version):
-    written = {name: (FOLDERS[version] / name).read_bytes() for name in write_golden.files(version)}
-    assert write_golden.files(version) == written
-    kept = {file.name for file in FOLDERS[version].iterdir()} - {"record.json"}
+def test_the_same_bytes_are_written_again(files):
+    written = {name: (files / name).read_bytes() for name in write_golden.files(files.name)}
+    assert write_golden.files(files.name) == written
+    kept = {file.name for file in files.iterdir()} - {"record.json"}
     assert kept == set(written)
 
 
@@ -45,11 +45,11 @@ def test_the_same_bytes_are_written_again(version):
 def test_every_backend_exports_those_bytes(backend, name):
     """Of rows that are stored as they are given; others differ between backends in the last bit."""
     cache, (request, *_) = write_golden.three(stories.STORED, backend)
-    assert cache.export_request(request) == (FOLDERS[2] / "blob_quantised").read_bytes()
+    assert cache.export_request(request) == (NEWER[-1] / "blob_quantised").read_bytes()
     if backend == "reference":
         made = {"blob": write_golden.three, "blob_checkpoints": write_golden.with_checkpoints}[name]()
         one = made[1][0] if name == "blob" else made[1]
-        assert made[0].export_request(one) == (FOLDERS[2] / name).read_bytes()
+        assert made[0].export_request(one) == (NEWER[-1] / name).read_bytes()
 
 
 def test_the_spec_is_the_one_that_was_written(files):
@@ -104,7 +104,7 @@ def test_the_export_is_pulled(backend, files, tmp_path):
     assert cache.digest([moved]) == FIRST
     assert moved.tokens == tuple(range(21))
     described = parse((files / "manifest").read_bytes(), handle.root)
-    assert described.version == int(files.name[-1])
+    assert described.version == write_golden.FOLDERS[files.name][0]
     assert (described.record.length, described.record.salt) == (21, "tenant")
     # It was for two readers.
     pull(cache, handle, carrier)
@@ -112,15 +112,16 @@ def test_the_export_is_pulled(backend, files, tmp_path):
         pull(cache, handle, carrier)
 
 
-def test_the_export_with_checkpoints_is_pulled(backend, tmp_path):
-    handle, carrier = carried(FOLDERS[2], tmp_path, "handle_checkpoints")
+@pytest.mark.parametrize("files", NEWER, ids=lambda folder: folder.name)
+def test_the_export_with_checkpoints_is_pulled(backend, files, tmp_path):
+    handle, carrier = carried(files, tmp_path, "handle_checkpoints")
     cache = stories.create(stories.MIXED, backend, prefix="full")
     assert cache.digest([pull(cache, handle, carrier, salt="tenant")]) == PAST
     assert [cache.restorable(PROMPT, n, salt="tenant").length for n in (8, 13, 21)] == [8, 13, 16]
 
 
 def test_the_record_is_read():
-    report = parity.read(FOLDERS[1] / "record.json")
+    report = parity.read(OLDEST / "record.json")
     assert [record.status for record in report.checks] == ["agree"] * 3
     assert report.runs[0].backend == "torch_triton"
     assert len(report.quality) == 2
@@ -128,12 +129,13 @@ def test_the_record_is_read():
 
 def golden_requests():
     """Name -> a request of a golden file, read without kvcore."""
-    for name in ("blob", "blob_checkpoints", "blob_quantised"):
-        yield name, read_portable.read_blob((FOLDERS[2] / name).read_bytes())
-    for name in ("snapshot.kv", "snapshot_checkpoints.kv"):
-        directory, requests = read_portable.read_snapshot((FOLDERS[2] / name).read_bytes())
-        assert directory["sizes"]["max_tokens"] == 64
-        yield from ((f"{name} {number}", request) for number, request in enumerate(requests))
+    for folder in NEWER:
+        for name in ("blob", "blob_checkpoints", "blob_quantised"):
+            yield f"{folder.name} {name}", read_portable.read_blob((folder / name).read_bytes())
+        for name in ("snapshot.kv", "snapshot_checkpoints.kv"):
+            directory, requests = read_portable.read_snapshot((folder / name).read_bytes())
+            assert directory["sizes"]["max_tokens"] == 64
+            yield from ((f"{folder.name} {name} {number}", request) for number, request in enumerate(requests))
 
 
 @pytest.mark.parametrize("read", [pytest.param(one, id=name) for name, one in golden_requests()])
@@ -164,9 +166,10 @@ def test_a_reader_without_kvcore_decodes_what_kvcore_gathers(read):
     assert len(seen) >= len(content) - sum(not len(held.positions) for held in content.values())
 
 
-def test_the_reader_without_kvcore_notices_every_flipped_bit(rng):
+@pytest.mark.parametrize("folder", NEWER, ids=lambda folder: folder.name)
+def test_the_reader_without_kvcore_notices_every_flipped_bit(rng, folder):
     for name, read in (("blob_checkpoints", read_portable.read_blob), ("snapshot.kv", read_portable.read_snapshot)):
-        data = (FOLDERS[2] / name).read_bytes()
+        data = (folder / name).read_bytes()
         for bit in rng.integers(8 * len(data), size=200).tolist():
             bad = bytearray(data)
             bad[bit // 8] ^= 1 << bit % 8

@@ -190,10 +190,10 @@ def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backen
     stories.tell(cache, {request: list(range(37))})
     blob, waiting = cache.export_request(request), cache.admit()
 
-    def fails(*_):
+    def fails(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("kvcore.portable.blob.write_rows", fails)
+    monkeypatch.setattr("kvcore.portable.blob.move_at_once", fails)
     free = cache.free_blocks
     with pytest.raises(MemoryError):
         cache.import_request(blob, into=waiting)

@@ -108,6 +108,8 @@ CORE_TESTS = {
         "portable/test_hostile_files",
         "requests/test_prefix",
     ),
+    "ops/host": ("ops/test_host_moves",),
+    "lanes": ("ops/test_lanes",),
     "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),
     "portable/manifest": (
         "portable/test_portable",

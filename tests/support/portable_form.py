@@ -28,7 +28,8 @@ def digested(manifest: Tree, pages: bytes) -> bytes:
     """A blob of these pages, their digests worked out anew."""
     shaped = read_portable.np.frombuffer(pages, read_portable.np.uint8).reshape(-1, manifest["page_bytes"])
     _, found = read_portable.pieces(read_portable.Request(manifest, shaped))
-    return sealed({**manifest, "digests": [hashlib.sha256(piece).hexdigest() for piece in found]}, pages)
+    digest = read_portable.HASHES[manifest["digest"]]
+    return sealed({**manifest, "digests": [digest(piece) for piece in found]}, pages)
 
 
 def blobs_of(data: bytes) -> tuple[Tree, list[bytes]]:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.handoff import Exporter, encode_handle, publish
-from kvcore.portable import snapshot
+from kvcore.portable import blob, snapshot
 from kvcore.portable.manifest import Staged, stage
 from kvcore.spec import to_json
 from tests.support import stories, version_1
 
 TESTS = Path(__file__).parents[1]
 EXPORTERS = {1: "ce6087ad867243ceb47c8910dede451d", 2: "0f1e2d3c4b5a69788796a5b4c3d2e1f0"}
+FOLDERS = {"golden_v1": (1, "lanes"), "golden_v2": (2, "sha256"), "golden_v2_xxh3_128": (2, "xxh3_128")}
+"""Version of the files in each, and what their pages are verified by."""
 DEADLINE = 1e9
 
 
@@ -49,8 +51,9 @@ def export(desk: Any, staged: Staged, number: int) -> tuple[bytes, bytes]:
         return encode_handle(handle), publish(desk, handle, folder, readers=2).read_bytes()
 
 
-def files(version: int) -> dict[str, bytes]:
-    """Name -> bytes of every golden file of a version."""
+def files(folder: str) -> dict[str, bytes]:
+    """Name -> bytes of every golden file of a folder."""
+    version, digest = FOLDERS[folder]
     cache, requests = three()
     kept, request = with_checkpoints()
     desk = Exporter(cache, clock=lambda: 0.0)
@@ -64,14 +67,14 @@ def files(version: int) -> dict[str, bytes]:
         found["snapshot.kv"] = version_1.snapshot(cache, requests)
         found["snapshot_checkpoints.kv"] = version_1.snapshot(kept, [request])
     else:
-        staged = stage(cache._state, requests[0], "export", export=reference)
-        found["blob"] = cache.export_request(requests[0])
-        found["blob_checkpoints"] = kept.export_request(request)
-        found["snapshot.kv"] = snapshot.to_bytes(cache._state, requests)
-        found["snapshot_checkpoints.kv"] = snapshot.to_bytes(kept._state, [request])
+        staged = stage(cache._state, requests[0], "export", export=reference, digest=digest)
+        found["blob"] = blob.export(cache._state, requests[0], digest=digest)
+        found["blob_checkpoints"] = blob.export(kept._state, request, digest=digest)
+        found["snapshot.kv"] = snapshot.to_bytes(cache._state, requests, digest=digest)
+        found["snapshot_checkpoints.kv"] = snapshot.to_bytes(kept._state, [request], digest=digest)
         quantised, (first, *_) = three(stories.STORED)
-        found["blob_quantised"] = quantised.export_request(first)
-        past = stage(kept._state, request, "export", export=(desk.name, 1, 0))
+        found["blob_quantised"] = blob.export(quantised._state, first, digest=digest)
+        past = stage(kept._state, request, "export", export=(desk.name, 1, 0), digest=digest)
         found["handle_checkpoints"], found[f"{desk.name}.1.kvexport"] = export(desk, past, 1)
     found["manifest"] = staged.manifest
     found["handle"], found[f"{desk.name}.0.kvexport"] = export(desk, staged, 0)
@@ -80,10 +83,10 @@ def files(version: int) -> dict[str, bytes]:
 
 def main() -> None:
     """Write them beside the tests that read them."""
-    for version in EXPORTERS:
-        folder = TESTS / "portable" / f"golden_v{version}"
+    for place in FOLDERS:
+        folder = TESTS / "portable" / place
         folder.mkdir(exist_ok=True)
-        for name, data in files(version).items():
+        for name, data in files(place).items():
             (folder / name).write_bytes(data)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvcore.arrays import host_view
 from kvcore.backends.jax_pallas import (
     attention,
     encoding,
@@ -33,6 +34,7 @@ from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.backends.jax_pallas.verbs import indexed, reader, turning, writer
 from kvcore.errors import BackendError
+from kvcore.lanes import row_lanes
 from kvcore.ops import Ops, Paging, StepIndex, bounds, facade
 from kvcore.ops.choices import Decided, Decision
 from kvcore.ops.records import Compression, Streams
@@ -298,6 +300,10 @@ class JaxOps(Decided, Ops):
 
     def digest_rows(self, raw: RawRows, salt: int) -> Array:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""
+        rows, positions = host_view(raw.rows), host_view(raw.positions)
+        if rows is not None and positions is not None:
+            # XLA does not make vectors of it on a CPU.
+            return jax.device_put(row_lanes(rows, positions, salt).astype(np.uint32), self._target)
         return programs.digest(raw, np.uint32(salt))
 
     def _bucket(self, count: int, index: StepIndex) -> int:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvcore import digest
 from kvcore.backends.reference import rows as place
+from kvcore.lanes import row_lanes
 from kvcore.ops import RawRows, StepIndex
 from kvcore.plan import LayerPlan
 from kvcore.pools import Pools
@@ -91,26 +91,7 @@ def restore_ring(
 
 def digest_rows(raw: RawRows, salt: int) -> np.ndarray:
     """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
-    requests, columns, size = raw.rows.shape
-    padded = np.zeros((requests, columns, -(-size // 4) * 4), np.uint8)
-    padded[:, :, :size] = raw.rows
-    words = padded.view("<u4")
-    place_of = np.arange(words.shape[2], dtype=np.uint32) * np.uint32(digest.WORD_FACTOR)
-    row_of = raw.positions.astype(np.uint32) * np.uint32(digest.POSITION_FACTOR)
-    valid = (raw.positions >= 0)[:, :, None]
-    lanes = []
-    for seed in digest.LANE_SEEDS:
-        key = mix(row_of[:, :, None] + place_of + np.uint32((salt + seed) & digest.MASK))
-        mixed = np.where(valid, mix(words ^ key), np.uint32(0))
-        lanes.append(mixed.sum(axis=(1, 2), dtype=np.uint64) & np.uint64(digest.MASK))
-    return np.stack(lanes, axis=1).astype(np.int64)
-
-
-def mix(value: np.ndarray) -> np.ndarray:
-    """murmur3's 32-bit finaliser; products of uint32 arrays are taken modulo 2^32."""
-    for shift, factor in zip(digest.MIX_SHIFTS, (*digest.MIX_FACTORS, 1), strict=True):
-        value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
-    return value
+    return row_lanes(raw.rows, raw.positions, salt)
 
 
 def _tokens(index: StepIndex):

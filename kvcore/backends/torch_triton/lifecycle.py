@@ -7,6 +7,7 @@ from kvcore import digest
 from kvcore.backends.torch_triton import plain
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
+from kvcore.lanes import row_lanes
 from kvcore.ops import RawRows, StepIndex
 from kvcore.pools import Pools
 
@@ -92,6 +93,8 @@ DIGEST_WORDS = 1 << 16
 
 def digest_rows(raw: RawRows, salt: int) -> torch.Tensor:
     """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
+    if raw.rows.device.type == "cpu":
+        return torch.from_numpy(row_lanes(raw.rows.numpy(), raw.positions.numpy(), salt))
     requests, columns, size = raw.rows.shape
     words = -(-size // 4)
     place_of = _signed(torch.arange(words, device=raw.rows.device) * digest.WORD_FACTOR)

@@ -3,6 +3,7 @@
 from math import gcd
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvcore.backends.torch_triton import strips as tables
@@ -92,6 +93,8 @@ class LifeOps(TorchOps):
     @recording_nothing
     def digest_strips(self, pages, strips, first_page):
         """Two lanes for every page -> [pages, 2] int64, in one launch; None where rows are not whole words."""
+        if isinstance(pages, np.ndarray):
+            return super().digest_strips(pages, strips, first_page)
         table = tables.of_digest(tuple(strips), _grain(pages))
         return None if table is None else calls().digest_strips(pages, self.asarray(table), first_page)
 
@@ -101,6 +104,8 @@ class LifeOps(TorchOps):
 
         False, and nothing is done, where a layout stores the bytes of an element apart.
         """
+        if isinstance(pages, np.ndarray):
+            return super().move_strips(pools, pages, strips, units, store=store)
         found = tables.of_move(self.plan, pools, strips, _grain(pages), store=store)
         if found is None:
             return False

@@ -299,15 +299,31 @@ TABLE = {
             "a request that another one was put in the place of is taken",
         ),
         (
-            "        described, layout, pages = request\n        return [Damage",
-            "        described, layout, pages = request\n        return [][:0] and [Damage",
+            ".result(pages)\n        return [Damage",
+            ".result(pages)\n        return [][:0] and [Damage",
             "pages of a snapshot are not verified",
         ),
         ("        check_spec(spec, blob.described.spec)\n", "", "a request of another spec is taken"),
         ("    if end != len(rest):\n", "    if False:\n", "bytes after the last request are taken"),
     ],
+    "ops/host.py": [
+        ("        offset = strip.start\n", "        offset = 0\n", "strips of pages lie on one another"),
+        ("            offset += region.heads * region.format.row\n", "", "values lie where keys do"),
+        ("range(region.copies if store else 1)", "range(1)", "one copy of a ring is stored"),
+        ("if unit < 0:", "if False:", "a block that is not there is read from the pool's end"),
+        ("((1, 0), (0, half))", "((0, 0), (1, half))", "high and low bytes are exchanged"),
+    ],
+    "lanes.py": [
+        ("np.right_shift(words, _FIRST", "np.right_shift(words, _SECOND", "a word is mixed otherwise"),
+        (
+            "                value.reshape(-1, self.words)[missing] = 0\n",
+            "                pass\n",
+            "rows that are not there count",
+        ),
+        ("(positions[1:] - positions[:-1] != step).any()", "False", "positions with gaps count as neighbours"),
+    ],
     "portable/manifest.py": [
-        ("    cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
+        ("        cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
         (
             "    pages[max(0, layout.blocks - 1) :] = 0\n",
             "    pages[layout.blocks :] = 0\n",
