@@ -1,6 +1,7 @@
 """Sphinx configuration: furo, MyST Markdown, doctests.
 
-The byte diagrams are drawn from the format table, the example report is rendered from the committed records.
+The byte diagrams are drawn from the format table, the landing page's picture by a script, and the example report is
+rendered from the committed records.
 """
 
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from draw_formats import draw_all
+from draw_way import draw
 
 from kvcore import parity
 from kvcore.parity.html import render
@@ -23,11 +25,16 @@ html_title = "kvcore"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
 doctest_global_setup = "import numpy as np, kvcore\nfrom kvcore.spec import *"
 napoleon_use_ivar = True  # attributes are described once, in the class docstring
 
 draw_all(Path(__file__).parent / "formats")
+pictures = Path(__file__).parent / "pictures"
+pictures.mkdir(exist_ok=True)
+draw(pictures / "way.svg")
 
 html_extra_path = ["rendered"]
 rendered = Path(__file__).parent / "rendered"
