@@ -235,6 +235,17 @@ def _check_declared(path: str, component: Component) -> None:
             where=path,
             allowed="one part or more, and no rows without tokens",
         )
+    span = component.span
+    for length in (1, 2) if span is None else (1, span, span + 1):
+        first, end = component.live_bounds(length)
+        rows = -(-length // component.tokens_per_row)
+        if not 0 <= first <= end <= rows or (span is not None and end - first > span):
+            raise SpecError(
+                got=f"rows {first} to {end} live at {length} tokens",
+                where=path,
+                allowed=f"rows within 0 to {rows}" + ("" if span is None else f", {span} at most, its span"),
+                hint="Every row that is live must be one that was written and is not overwritten.",
+            )
 
 
 def _layer_specs(group: str, given: object) -> tuple[LayerSpec, ...]:
