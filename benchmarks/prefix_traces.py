@@ -130,10 +130,11 @@ def simulate(spec: CacheSpec, policy: Policy, trace: Iterator[Turn], blocks: int
         ends = [*range(first, len(turn.prompt), CHUNK), len(turn.prompt), len(tokens)]
         for end in ends:
             start, done = place.length, len(place.keys)
-            grown = manager.grow([request], [end - start])
-            place = manager.after(request, end - start, tokens[start:end], grown[0])
-            prefix.extend(place, tokens[start:end])
-            manager.learn(place, end - start, tokens[start:end])
+            opening = manager.read({request: tokens[start:end]})
+            grown = manager.grow(opening)
+            place = manager.after(opening)[request]
+            keys = prefix.keys_after(place, tokens[start:end])
+            manager.learn({request: place}, opening, {request: keys})
             manager.adopt(request, place)
             manager.release_replaced(grown)
             prefix.publish(place, done)

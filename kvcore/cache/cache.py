@@ -30,7 +30,7 @@ from kvcore.requests.padding import left_padding_of
 from kvcore.requests.prefix import Policy, Restorable, check_policy
 from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
 from kvcore.spec import CacheSpec
-from kvcore.step import build_index
+from kvcore.step import StepNumbers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,6 +153,7 @@ class Cache:
         self._state = CacheState(plan, ops, prefix=prefix, check=check)
         door = FunctionalOps(ops)
         door.expect(self._state.pools)
+        self._paging = door.paging
         self.ops = cast("Ops", door)
         self.damaged: tuple[str, ...] = ()
 
@@ -286,37 +287,22 @@ class Cache:
             >>> cache.release(first), cache.release(second)
             (None, None)
         """
-        given = as_mapping(tokens)
-        requests = [self._state.manager.check(request, "step") for request in given]
-        parsed = [
-            parse_tokens(value, f"step: request {request.id}")
-            for request, value in zip(requests, given.values(), strict=True)
-        ]
-        counts = [count for count, _ in parsed]
-        # A number stands for the prompt's next ids, as far as there are any.
-        known = [
-            self._state.manager.known_ids(request, count) if ids is None else ids
-            for request, (count, ids) in zip(requests, parsed, strict=True)
-        ]
-        padding = left_padding_of(self.spec, requests, left_padding)
-        for request, ids in zip(requests, known, strict=True):
-            self._state.manager.check_replay(request, ids)
-        grants = self._state.manager.grow(requests, counts)
+        held, manager = self._state, self._state.manager
+        opening = manager.read(as_mapping(tokens))
+        padding = None if left_padding is None else left_padding_of(self.spec, opening.requests, left_padding)
+        grants = manager.grow(opening)
         try:
-            rows = self._state.granted_rows(requests, counts, grants)
-            if padding is not None:
-                rows = [row._replace(left_padding=count) for row, count in zip(rows, padding, strict=True)]
-            host = build_index(rows, max_blocks=self.plan.max_blocks, pad_tokens=pad_tokens, pad_requests=pad_requests)
-            self._state.prepare_blocks(grants)
-            # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
-            padded = pad_tokens is not None or pad_requests is not None
-            put = self.ops.padded_index if padded else self.ops.index
-            state = StepState(self._state, requests, rows, known, grants, put(host))
+            numbers = StepNumbers(
+                opening.slots, opening.starts, opening.counts, opening.stored, opening.blocks, padding
+            )
+            index = held.index_of(numbers, pad_tokens, pad_requests)
+            held.prepare_blocks(grants)
+            state = StepState(held, opening, numbers, index._replace(paging=self._paging))
             step: Step[Cache] = Step(self, state)
         except BaseException:
-            self._state.manager.shrink(grants)
+            manager.shrink(grants)
             raise
-        self._state.step = state
+        held.step = state
         return step
 
     @_verb("truncate")

@@ -76,22 +76,29 @@ class PrefixCache:
         return sum(held.rows.nbytes for kept in self._states.values() for held in kept.state.values())
 
     def boundaries(self, start: int, length: int) -> list[int]:
-        """Lengths within a step, after ``start`` up to ``length``, at which the policy keeps a checkpoint."""
-        size = self._block_tokens
+        """Lengths within a step, after ``start`` up to ``length``, at which the policy keeps a checkpoint.
+
+        At the end of a block there is nothing to keep where blocks are all that there is to restore.
+        """
+        size, blocks_say_all = self._block_tokens, self._replay == 0
         if self.policy == "full":
-            return list(range((start // size + 1) * size, length + 1, size))
+            return [] if blocks_say_all else list(range((start // size + 1) * size, length + 1, size))
         if isinstance(self.policy, Periodic) and length > start and length % self.policy.tokens == 0:
-            return [length]
+            return [] if blocks_say_all and length % size == 0 else [length]
         return []
 
-    def extend(self, place: RequestState, tokens: Sequence[int] = ()) -> None:
-        """Work out the keys of a place that is not in the table yet, with ``tokens`` after those that it knows."""
+    def extend(self, place: RequestState) -> None:
+        """Work out the keys of a place that is not in the table yet."""
+        place.keys = [*place.keys, *self.keys_after(place)]
+
+    def keys_after(self, place: RequestState, tokens: Sequence[int] = ()) -> Sequence[bytes]:
+        """The keys that a place lacks, with ``tokens`` after those that it knows."""
         size, done = self._block_tokens, len(place.keys)
         if not self.on or not place.shares or place.tokens is None or place.complete // size <= done:
-            return
+            return ()
         parent = place.keys[-1] if done else self._seed
         known = [*place.tokens[done * size :], *tokens][: place.complete - done * size]
-        place.keys = [*place.keys, *chain(parent, known, size, None if done else place.salt)]
+        return list(chain(parent, known, size, None if done else place.salt))
 
     def publish(self, place: RequestState, done: int = 0) -> None:
         """Seal a request's full blocks whose keys are known, the first ``done`` of which are sealed already."""

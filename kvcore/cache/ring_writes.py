@@ -18,9 +18,9 @@ from kvcore.errors import StepError
 from kvcore.ops import Array, Ops, RawRows, StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
-from kvcore.requests.manager import Request
+from kvcore.requests.manager import Opening, Request
 from kvcore.spec import ROLES, Component
-from kvcore.step import StepRequest, at_start, build_index, closed_count
+from kvcore.step import StepNumbers, StepRequest, at_start, build_index
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
@@ -45,24 +45,22 @@ class StepContext:
     Attributes:
         ops, plan, check: of the cache.
         index: the step's, on the device.
-        rows: each request's part, as host integers.
+        numbers: the step as host integers.
         traced: see ``CacheState``.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
     """
 
-    def __init__(
-        self, cache: CacheState, requests: Sequence[Request], rows: list[StepRequest], index: StepIndex
-    ) -> None:
+    def __init__(self, cache: CacheState, opening: Opening, numbers: StepNumbers, index: StepIndex) -> None:
         self.ops = cache.ops
         self.plan = cache.plan
         self.check = cache.check
         self.traced = cache.traced
         self.index = index
-        self.rows = rows
+        self.numbers = numbers
         self.memo: dict[Any, Any] = {}
         self._cache = cache
-        self._requests = requests
+        self._opening = opening
 
     def check_open(self) -> None:
         """Refuse to go on after commit or abort."""
@@ -87,29 +85,36 @@ class StepContext:
         """Make what a verb returned the cache's pools; nothing is checked."""
         self._cache.pools = pools
 
-    @cached_property
+    @property
+    def rows(self) -> list[StepRequest]:
+        """Each request's part, as host integers."""
+        return self.numbers.rows
+
+    @property
     def most_new(self) -> int:
         """Most new tokens of a request."""
-        return max((row.new for row in self.rows), default=0)
+        return self.numbers.most_new
 
     @cached_property
     def stateless(self) -> list[Request]:
         """Requests of which no recurrent state belongs to the length before the step."""
-        places = map(self._cache.manager.place_of, self._requests)
         return [
             request
-            for request, row, place in zip(self._requests, self.rows, places, strict=True)
-            if row.start and row.start not in place.states
+            for request, place in zip(self._opening.requests, self._opening.places, strict=True)
+            if place.length and place.length not in place.states
         ]
 
     @cached_property
     def deepest(self) -> list[int]:
         """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
-        return [self._cache.manager.deepest_truncation(request) for request in self._requests]
+        return self._cache.manager.deepest_truncations(self._opening.places)
 
     def closed_count(self, ratio: int) -> int:
         """Entries of ``ratio`` tokens that the step completes, over all requests."""
-        return closed_count(self.rows, ratio)
+        key = "closed", ratio
+        if key not in self.memo:
+            self.memo[key] = self.numbers.closed_count(ratio)
+        return self.memo[key]
 
     def ring_index(self, rows: int) -> StepIndex | None:
         """The tokens whose rows take the place of others in rings of ``rows``; None where there is nothing to lose."""
@@ -259,7 +264,7 @@ class RingWrites:
 
     def awaits_entries(self, role: str) -> bool:
         """Whether entries of a role close in this step and were not stored yet."""
-        return role not in self.stored and closed_count(self.context.rows, getattr(self.spec, role).tokens_per_row) > 0
+        return role not in self.stored and self.context.closed_count(getattr(self.spec, role).tokens_per_row) > 0
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""

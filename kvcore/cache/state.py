@@ -4,12 +4,12 @@
 hand-offs work on a ``CacheState`` as well, within a turn, and know nothing of the door.
 
 Map: whose turn it is (``take_turn``, ``mend``); requests that come and go (``admit``, ``free``, ``restore``,
-``take_prefix``); their parts in steps (``row``, ``granted_rows``); blocks and slots of the pools (``poison``).
+``take_prefix``); their parts in steps (``row``, ``index_of``); blocks and slots of the pools (``poison``).
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvcore import digest
 from kvcore.arrays import to_numpy
 from kvcore.cache.reuse import Hit, PrefixCache
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
-from kvcore.ops import Ops
+from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.portable.digests import request_lanes
@@ -27,7 +27,7 @@ from kvcore.portable.rows import Content, owned, write_rows
 from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 from kvcore.requests.prefix import Policy
-from kvcore.step import StepRequest, build_index
+from kvcore.step import BlockTables, IndexShape, StepNumbers, StepRequest, build_index, columns_for, kept_index
 from kvcore.turns import Owner, locked, owner
 
 R = TypeVar("R")
@@ -44,7 +44,7 @@ class OpenStep(Protocol):
 
     Attributes:
         requests: those of the step.
-        grants: the blocks that each of them got.
+        grants: the blocks that they got, of those that got any.
         owner_name: name of the thread that opened it.
         ending: its end has begun, and is finished or undone by whoever comes next.
         table: the manager's table with the step's tokens in it, once that is all there is left to do.
@@ -52,7 +52,7 @@ class OpenStep(Protocol):
     """
 
     requests: list[Request]
-    grants: list[BlockGrant]
+    grants: dict[Request, BlockGrant]
     owner_name: str
     ending: bool
     table: dict[Request, RequestState] | None
@@ -86,6 +86,7 @@ class CacheState:
         pools: ``"L.role.field"`` -> array.
         manager: who holds which slots and blocks.
         prefix: what later prompts can take over.
+        tables: the blocks of its requests as arrays, for the indices of steps.
         traced: of backends whose verbs can be traced: (verb, its arrays) -> whether it is.
         turn_timeout: seconds that a verb waits for another thread's step; None: without end.
         step: the step that is open.
@@ -102,6 +103,7 @@ class CacheState:
         self.pools = _allocated(ops)
         self.manager = Manager(plan)
         self.prefix = PrefixCache(plan.spec, prefix, self.manager)
+        self.tables = BlockTables()
         self.traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
         self.turn_timeout: float | None = None
         self._lock = threading.RLock()
@@ -194,7 +196,7 @@ class CacheState:
                 self.manager.lose(step.requests)
             self.end_step()
         step = self.step
-        self.manager.mend(*(((), ()) if step is None else (step.requests, step.grants)))
+        self.manager.mend({} if step is None else step.grants)
         self.prefix.mend(map(self.manager.place_of, self.manager.requests))
         self._clean()
         self.under_way = ""
@@ -203,6 +205,11 @@ class CacheState:
         """Let the others go on."""
         self.step = None
         self._turns.notify_all()
+
+    @property
+    def keeps_index(self) -> Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None:
+        """Of backends that keep the block tables of padded steps: their verb that sends what changed."""
+        return getattr(self.ops, "kept_index", None)
 
     @property
     def most_checkpoints(self) -> int:
@@ -329,15 +336,24 @@ class CacheState:
         """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
         return [self.row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
 
-    def granted_rows(
-        self, requests: Sequence[Request], new: Sequence[int], grants: Sequence[BlockGrant]
-    ) -> list[StepRequest]:
-        """The same in the blocks that they will have."""
-        places = map(self.manager.place_of, requests)
-        return [
-            StepRequest(place.slot, place.length, count, grant.blocks, place.stored)
-            for place, count, grant in zip(places, new, grants, strict=True)
-        ]
+    def index_of(self, numbers: StepNumbers, pad_tokens: int | None, pad_requests: int | None) -> StepIndex:
+        """The index of a step, with a block table of few widths: what its longest request needs, or any could have.
+
+        Raises:
+            ShapeError: the padding is smaller than the step.
+        """
+        padded, most, tables = pad_tokens is not None or pad_requests is not None, self.plan.max_blocks, self.tables
+        if most:
+            tables.update(numbers.slots, numbers.blocks)
+        columns = most if padded or not most else min(most, columns_for(max(map(len, numbers.blocks), default=0)))
+        shape = numbers.shape(columns, pad_tokens, pad_requests)
+        if not padded:
+            return self.ops.index(kept_index(numbers, shape, tables))
+        # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
+        keep = self.keeps_index
+        if keep is None:
+            return self.ops.padded_index(kept_index(numbers, shape, tables))
+        return keep(numbers, shape, tables)
 
     def digest_lanes(self, requests: Sequence[Request]) -> list[tuple[int, list[tuple[int, int]]]]:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""
@@ -356,12 +372,12 @@ class CacheState:
                 lanes[request].append((int(pair[0]), int(pair[1])))
         return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
-    def prepare_blocks(self, grants: Sequence[BlockGrant]) -> None:
+    def prepare_blocks(self, grants: Mapping[Request, BlockGrant]) -> None:
         """Copy shared blocks into those that replaced them; under check, poison all others that are new."""
-        if not any(grant.added or grant.replaced for grant in grants):
+        if not grants:
             return
-        self.poison([], [block for grant in grants for block in grant.new])
-        pairs = [(old, grant.blocks[column]) for grant in grants for column, old in grant.replaced]
+        self.poison([], [block for grant in grants.values() for block in grant.new])
+        pairs = [(old, grant.blocks[column]) for grant in grants.values() for column, old in grant.replaced]
         if pairs:
             sources, targets = (self.integers(list(side)) for side in zip(*pairs, strict=True))
             self.pools = self.ops.copy_blocks(self.pools, sources, targets)

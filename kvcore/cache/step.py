@@ -9,7 +9,7 @@ Map: ``Step``, ``_Leaving`` (the end of a ``with`` block), ``StepState`` (``comm
 # pyright: reportPrivateUsage=false
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -22,10 +22,9 @@ from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, StepIndex
 from kvcore.ops.arguments import check_constant
 from kvcore.portable.rows import Content, Own, owned, state_at
-from kvcore.requests.grants import BlockGrant
-from kvcore.requests.manager import Request, RequestState
+from kvcore.requests.manager import Opening, Request, RequestState
 from kvcore.spec import CacheSpec
-from kvcore.step import StepRequest
+from kvcore.step import StepNumbers, StepRequest
 from kvcore.turns import owner
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class Step(Generic[C]):
         self._state.context.check_open()
         check_constant(batch, "from_batch")
         batch = self.cache.ops.asarray(batch)
-        requests, width = len(self._device_index.slots), max((row.new for row in self._rows), default=0)
+        requests, width = len(self._device_index.slots), self._state.context.most_new
         if batch.ndim < 2 or batch.shape[0] != requests or batch.shape[1] < width:
             allowed = f"{requests} requests × {width} columns or more"
             raise ShapeError(got=list(batch.shape), where="from_batch", allowed=allowed)
@@ -150,7 +149,7 @@ class Step(Generic[C]):
         self._state.context.check_open()
         check_constant(rows, "to_batch")
         rows = self.cache.ops.asarray(rows)
-        tokens, least = len(self._device_index.positions), max((row.new for row in self._rows), default=0)
+        tokens, least = len(self._device_index.positions), self._state.context.most_new
         if not rows.ndim or rows.shape[0] != tokens:
             raise ShapeError(got=list(rows.shape), where="to_batch", allowed=f"{tokens} rows")
         columns = least if width is None else as_count(width, least)
@@ -213,11 +212,6 @@ class Step(Generic[C]):
         )
 
     @property
-    def _rows(self) -> list[StepRequest]:
-        """Each request's part, as host integers."""
-        return self._state.context.rows
-
-    @property
     def _device_index(self) -> StepIndex:
         """The index as the handles use it: with nothing noted for functional verbs."""
         return self._state.context.index
@@ -254,7 +248,7 @@ class StepState:
         cache: what it belongs to.
         context: what its layers share.
         requests: those of the step, in mapping order.
-        grants: the blocks that each of them gets.
+        grants: the blocks that they get, of those that get any.
         owner: weak reference to the thread that opened it.
         owner_name: that thread's name.
         user: weak reference to the ``Step`` that stands for it.
@@ -267,15 +261,13 @@ class StepState:
     def __init__(
         self,
         cache: CacheState,
-        requests: list[Request],
-        rows: list[StepRequest],
-        ids: list[list[int] | None],
-        grants: list[BlockGrant],
+        opening: Opening,
+        numbers: StepNumbers,
         index: StepIndex,
     ) -> None:
         self.cache = cache
-        self.requests = requests
-        self.grants = grants
+        self.requests = opening.requests
+        self.grants = opening.grants
         here = owner()
         self.owner = weakref.ref(here)
         self.owner_name = here.name
@@ -284,9 +276,9 @@ class StepState:
         self.ending = False
         self.table: dict[Request, RequestState] | None = None
         self.pools_replaced = False
-        self.context = StepContext(cache, requests, rows, index)
-        self._rows = rows
-        self._ids = ids
+        self.context = StepContext(cache, opening, numbers, index)
+        self._opening = opening
+        self._numbers = numbers
         self._layers = StepWrites(self.context)
         self._handles: dict[int, LayerHandle] = {}
         self._undo: Undo | None = None
@@ -305,8 +297,8 @@ class StepState:
 
     def functional_index(self) -> StepIndex:
         """The index for functional verbs, with what they may overwrite noted."""
-        padded = len(self.context.index.positions) > sum(row.new for row in self._rows)
-        if self.is_open and self._undo is None and not padded and any(row.new for row in self._rows):
+        padded = len(self.context.index.positions) > self._numbers.tokens
+        if self.is_open and self._undo is None and not padded and self._numbers.tokens:
             self.cache.check_outside("step.index")
             self._undo = Undo(self.cache.ops, self.cache.pools, self.context.ring_index)
         return self.context.index
@@ -328,25 +320,25 @@ class StepState:
                 for number in range(len(cache.spec.all_layers)):
                     self._writes(number).fill_unwritten()
             states = self._states()
-            places = self._places()
+            places = manager.after(self._opening, self._touched(), every=self._every)
+            keys = self._new_keys(places) if prefix.on else {}
             for writes in self._layers.values():
                 writes.store_waiting()
         except BaseException:
             self.roll_back()
             raise
-        done = [len(manager.place_of(request).keys) for request in self.requests] if prefix.on else []
         self.table = manager.with_places(places)
-        for place, row, ids in zip(places.values(), self._rows, self._ids, strict=True):
-            manager.learn(place, row.new, ids)
+        manager.learn(places, self._opening, keys)
         # Until here nothing has happened; from here on all of it has.
         manager.become(self.table)
         cache.end_step()
         freed = manager.release_replaced(self.grants)
-        for place, sealed, kept in zip(places.values(), done, states, strict=True) if prefix.on else ():
-            prefix.publish(place, sealed)
+        for request, more in keys.items():
+            prefix.publish(places[request], len(places[request].keys) - len(more))
+        for request, kept in states.items():
             for length, state in kept:
-                if length <= place.complete:
-                    prefix.keep(place, length, state)
+                if length <= places[request].complete:
+                    prefix.keep(places[request], length, state)
         cache.poison([], freed)
 
     def _writes(self, number: int) -> RingWrites:
@@ -376,10 +368,11 @@ class StepState:
         for writes in self._layers.values():
             writes.put_back()
         if self.pools_replaced and self._undo is None:
-            lengths = (row.length for row in self._rows)
+            rows = self._numbers.rows
+            lengths = (row.length for row in rows)
             self.cache.manager.mark_written(dict(zip(self.requests, lengths, strict=True)))
             self.cache.manager.lose(
-                [request for request, row in zip(self.requests, self._rows, strict=True) if self._harms(row)]
+                [request for request, row in zip(self.requests, rows, strict=True) if self._harms(row)]
             )
 
     def _harms(self, row: StepRequest) -> bool:
@@ -390,45 +383,41 @@ class StepState:
             for layer, role, component in rings
         )
 
-    def _places(self) -> dict[Request, RequestState]:
-        """The requests' places after the step."""
-        touched, every = self._touched(), self._every
-        places = {
-            request: self.cache.manager.after(request, row.new, ids, grant, touched, every=every)
-            for request, row, ids, grant in zip(self.requests, self._rows, self._ids, self.grants, strict=True)
-        }
-        if self.cache.prefix.on:
-            for place, ids in zip(places.values(), self._ids, strict=True):
-                self.cache.prefix.extend(place, ids or ())
-        return places
+    def _new_keys(self, places: Mapping[Request, RequestState]) -> dict[Request, Sequence[bytes]]:
+        """Of requests whose blocks close, the keys of those blocks."""
+        found: dict[Request, Sequence[bytes]] = {}
+        for (request, place), ids in zip(places.items(), self._opening.ids, strict=True):
+            more = self.cache.prefix.keys_after(place, ids or ())
+            if more:
+                found[request] = more
+        return found
 
-    def _states(self) -> list[list[tuple[int, Content]]]:
-        """For each request, (length, state) of the checkpoints that the policy wants of this step."""
-        if not self.cache.prefix.on:
-            return []
-        return [
-            [] if ids is None else self._boundary_states(number, request, ids)
-            for number, (request, ids) in enumerate(zip(self.requests, self._ids, strict=True))
-        ]
-
-    def _boundary_states(self, number: int, request: Request, ids: list[int]) -> list[tuple[int, Content]]:
-        cache, row, own = self.cache, self._rows[number], self._own_rows(number)
-        place = cache.manager.place(request)
-        if place.tokens is None or not place.shares:
-            return []
-        return [
-            (length, state_at(cache.ops, cache.pools, row, length, own(length)))
-            for length in cache.prefix.boundaries(row.start, row.length)
-            if self._has_states(row, length)
+    def _states(self) -> dict[Request, list[tuple[int, Content]]]:
+        """By request, (length, state) of the checkpoints that the policy wants of this step, where it wants any."""
+        cache, opening = self.cache, self._opening
+        if not cache.prefix.on:
+            return {}
+        found: dict[Request, list[tuple[int, Content]]] = {}
+        for number, (request, place, ids) in enumerate(zip(opening.requests, opening.places, opening.ids, strict=True)):
+            if ids is None or place.tokens is None or not place.shares:
+                continue
+            start, length = place.length, place.length + opening.counts[number]
             # Beyond the ids that are known no prompt can ask for it; of what outside code put into the pools only the
             # end of the step is known.
-            if length <= row.start + len(ids) and (not self.pools_replaced or length == row.length)
-        ]
+            wanted = [
+                at
+                for at in cache.prefix.boundaries(start, length)
+                if at <= start + len(ids) and (not self.pools_replaced or at == length) and self._has_states(length, at)
+            ]
+            if wanted:
+                row, own = self._numbers.rows[number], self._own_rows(number)
+                found[request] = [(at, state_at(cache.ops, cache.pools, row, at, own(at))) for at in wanted]
+        return found
 
-    def _has_states(self, row: StepRequest, length: int) -> bool:
-        """Whether recurrent layers, if there are any, have a state of that length, which is within the step."""
+    def _has_states(self, length: int, at: int) -> bool:
+        """Whether recurrent layers, if there are any, have a state of length ``at`` after a step to ``length``."""
         states = self.cache.manager.states
-        return not states or length == row.length or (self._every and length > row.length - states)
+        return not states or at == length or (self._every and at > length - states)
 
     @property
     def _every(self) -> bool:
@@ -439,8 +428,8 @@ class StepState:
         """Length -> one request's rows that still wait, cut at that length."""
 
         def until(length: int) -> Own:
-            first = sum(row.new for row in self._rows[:number])
-            last = first + length - self._rows[number].start
+            first = sum(self._numbers.counts[:number])
+            last = first + length - self._numbers.starts[number]
             waiting = [(layer, writes.waiting_rows()) for layer, writes in self._layers.items()]
             return {
                 (layer, role): tuple(array[first:last] for array in arrays)
@@ -464,7 +453,7 @@ class StepState:
         return touched
 
     def _check_complete(self) -> None:
-        if self.pools_replaced or not any(row.new for row in self._rows):
+        if self.pools_replaced or not self._numbers.tokens:
             return
         main = range(len(self.cache.spec.layers))
         drafts = range(len(main), len(self.cache.spec.all_layers))

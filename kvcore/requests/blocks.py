@@ -164,6 +164,10 @@ class BlockAllocator:
         """
         return self._holders[block] - leaving > 1 or self._keys[block] is not None
 
+    def is_alone(self, block: int) -> bool:
+        """True if one holds the block and no key finds it: whatever is written to it, nobody else reads."""
+        return self._holders[block] == 1 and self._keys[block] is None
+
     def seal(self, block: int, key: bytes) -> None:
         """Publish a full, held block under a key; the first block of a key stays the one that is found."""
         if self._keys[block] is None:

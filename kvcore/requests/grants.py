@@ -1,10 +1,10 @@
-"""What a step takes from the block pool, and copy on write: which shared blocks it must not write into."""
+"""What a step asks and what it takes from the block pool, and copy on write: which blocks it must not write into."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcore.requests.blocks import BlockAllocator
-from kvcore.requests.request import RequestState
+from kvcore.requests.request import Request, RequestState
 
 
 class BlockGrant(NamedTuple):
@@ -31,10 +31,43 @@ class BlockGrant(NamedTuple):
         return (*self.new[::-1], *(self.blocks[column] for column, _ in self.replaced))
 
 
+class Opening:
+    """The requests of a step, in mapping order, as lists with one element for each; see ``Manager.read``.
+
+    Attributes:
+        requests: those that were named.
+        places: what each holds.
+        counts: new tokens of each.
+        ids: their ids, as far as they are known; None where none is.
+        starts, slots, stored: of the places, for the step's index.
+        blocks: the blocks that each has while the step is open; ``Manager.grow`` adds those that it gets.
+        more: request's number -> blocks that it lacks, where it lacks some.
+        contested: whether one of them may write into a block that others read too.
+        grants: what those get that get something.
+    """
+
+    __slots__ = (
+        "blocks", "contested", "counts", "grants", "ids", "more", "places", "requests", "slots", "starts", "stored",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.places: list[RequestState] = []
+        self.counts: list[int] = []
+        self.ids: list[list[int] | None] = []
+        self.starts: list[int] = []
+        self.slots: list[int] = []
+        self.stored: list[int] = []
+        self.blocks: list[Sequence[int]] = []
+        self.more: dict[int, int] = {}
+        self.contested = False
+        self.grants: dict[Request, BlockGrant] = {}
+
+
 def shared_columns(
     blocks: BlockAllocator, block_tokens: int, places: Sequence[RequestState], new: Sequence[int]
-) -> list[int | None]:
-    """For each request, the column of the block that it writes into although others read it, or None.
+) -> dict[int, int]:
+    """Request's number -> the column of the block that it writes into although others read it, where there is one.
 
     Only the block that a request's next row falls into can be shared: those before it are full, those after it its own.
     The last holder that writes keeps the block itself, unless a rollback would bring back a longer one, whose rows it
@@ -42,19 +75,17 @@ def shared_columns(
     """
     # Block -> (holders that take a copy, length of the longest of them).
     leaving: dict[int, tuple[int, int]] = {}
-    columns: list[int | None] = []
-    for place, count in zip(places, new, strict=True):
+    columns: dict[int, int] = {}
+    for number, (place, count) in enumerate(zip(places, new, strict=True)):
         # Taken-over rows are not written again.
         first = max(place.length, place.stored)
         column = first // block_tokens
         if place.length + count <= first or column >= len(place.blocks):
-            columns.append(None)
             continue
         block = place.blocks[column]
         copies, longest = leaving.get(block, (0, 0))
         if not blocks.is_shared(block, copies if longest <= place.length else 0):
-            columns.append(None)
             continue
         leaving[block] = copies + 1, max(longest, place.length)
-        columns.append(column)
+        columns[number] = column
     return columns

@@ -6,25 +6,26 @@ request is a handle with an id that is never reused, and its slot has a generati
 rather than read as its slot's next owner.
 
 Map: what there is (``free_slots``, ``requests`` ...); admission (``reserve``, ``adopt``, ``discard``); the table
-(``with_places``, ``become``, ``mend``); what is refused (``check``, ``check_whole``); a step (``grow``,
-``shrink``, ``after``, ``learn``, ``release_replaced``); its failure (``mark_written``, ``lose``); fewer tokens
-(``truncate``, ``release``); what comes from elsewhere (``take_over``, ``fork``).
+(``with_places``, ``become``, ``mend``); what is refused (``check``, ``check_whole``); a step (``read``,
+``grow``, ``shrink``, ``after``, ``learn``, ``release_replaced``); its failure (``mark_written``, ``lose``); fewer
+tokens (``truncate``, ``release``); what comes from elsewhere (``take_over``, ``fork``).
 """
 
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
-from kvcore.requests.grants import BlockGrant, shared_columns
+from kvcore.requests.grants import BlockGrant, Opening, shared_columns
 from kvcore.requests.request import Request, RequestState
+from kvcore.requests.tokens import parse_tokens
 
-__all__ = ["BlockGrant", "Manager", "Request", "RequestState", "TakenOver"]
+__all__ = ["BlockGrant", "Manager", "Opening", "Request", "RequestState", "TakenOver"]
 
 
 MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
@@ -128,22 +129,22 @@ class Manager:
         """Whether that table is the one that holds now."""
         return self._places is table
 
-    def mend(self, requests: Sequence[Request], grants: Sequence[BlockGrant]) -> None:
+    def mend(self, grants: Mapping[Request, BlockGrant]) -> None:
         """Work out anew what follows from the table, after a verb that did not get to its end.
 
         Args:
-            requests: those of the step that is open.
-            grants: what they got for it.
+            grants: what requests of the step that is open got for it.
         """
-        self._growing = {request: grant.blocks for request, grant in zip(requests, grants, strict=True)}
+        self._growing = {request: grant.blocks for request, grant in grants.items()}
         places = self._places.values()
         slots = {place.slot for place in places}
         self._free_slots = [slot for slot in range(self._unused_slot - 1, -1, -1) if slot not in slots]
         for place in places:
             if place.tokens is not None:
                 del place.tokens[place.length :]
+            del place.keys[place.complete // self.plan.block_tokens :]
         held = [block for place in places for block in place.blocks]
-        self.blocks.mend([*held, *(block for grant in grants for block in grant.taken)])
+        self.blocks.mend([*held, *(block for grant in grants.values() for block in grant.taken)])
 
     def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
         """The request, if it is a live one of this cache, and not a lost one unless ``lost``.
@@ -186,30 +187,6 @@ class Manager:
         place = self.place(request)
         return self._growing.get(request, place.blocks)
 
-    def check_replay(self, request: Request, ids: Sequence[int] | None) -> None:
-        """Refuse other tokens than those whose blocks the request took over and now runs through again.
-
-        Raises:
-            RequestError: the ids differ from the prompt's.
-        """
-        place = self._places[request]
-        if ids is None or place.length >= place.stored:
-            return
-        expected = list(place.prompt[place.length : min(place.length + len(ids), place.stored)])
-        if list(ids[: len(expected)]) != expected:
-            raise RequestError(
-                got=f"other token ids than the prompt of request {request.id}",
-                where="step",
-                allowed=f"the prompt's ids up to token {place.stored}, whose blocks were taken over",
-                hint="Admit a request with the ids that it will be given.",
-            )
-
-    def known_ids(self, request: Request, count: int) -> list[int] | None:
-        """Ids of the next ``count`` tokens, as far as they were given at admission; None where none was."""
-        place = self._places[request]
-        known = list(place.prompt[place.length : place.length + count])
-        return None if place.tokens is None or (count and not known) else known
-
     def check_whole(self, request: Request, where: str) -> None:
         """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
 
@@ -225,95 +202,148 @@ class Manager:
                 hint=f"Step it through the prompt's ids up to token {place.stored} first.",
             )
 
-    def grow(self, requests: Sequence[Request], new: Sequence[int]) -> list[BlockGrant]:
-        """Get each request the blocks that its new tokens need; all of them or none.
+    def read(self, given: Mapping[Any, Any]) -> Opening:
+        """What a step asks that is opened with ``{request: count or ids}``; nothing is changed.
+
+        Raises:
+            RequestError: a request is stale, foreign or lost, or is given other ids than those it has to replay.
+            ShapeError: a value is neither a count nor ids. OutOfBlocks: a request would outgrow what one may hold.
+        """
+        opening = Opening()
+        requests, counts, all_ids, starts, slots, stored_tokens, all_blocks = (
+            opening.requests, opening.counts, opening.ids, opening.starts, opening.slots, opening.stored,
+            opening.blocks)  # fmt: skip
+        places, limit, is_alone = self._places, self.plan.longest, self.blocks.is_alone
+        size = self.plan.block_tokens if self.plan.blocks else 0
+        # Once a step for each request: what most of them need is looked at here, and everything else is a call.
+        for named, value in given.items():
+            request: Request = named
+            place = places.get(request)
+            if place is None or place.lost:
+                place = places[self.check(request, "step")]
+            if type(value) is int and value >= 0:
+                count, ids = value, None
+            else:
+                count, ids = parse_tokens(value, f"step: request {request.id}")
+            start, stored, blocks = place.length, place.stored, place.blocks
+            if ids is None and place.prompt:
+                # A number stands for the prompt's next ids, as far as there are any.
+                ids = known_ids(place, count)
+            if start < stored:
+                check_replay(request, place, ids)
+            end = start + count
+            if limit is not None and end > limit:
+                self._check_limit(request, end)
+            if size:
+                held = len(blocks)
+                if end > held * size:
+                    opening.more[len(counts)] = -(-end // size) - held
+                # Taken-over rows are not written again.
+                first = start if start > stored else stored
+                if end > first and first < held * size and not is_alone(blocks[first // size]):
+                    opening.contested = True
+            requests.append(request)
+            opening.places.append(place)
+            counts.append(count)
+            all_ids.append(ids)
+            starts.append(start)
+            slots.append(place.slot)
+            stored_tokens.append(stored)
+            all_blocks.append(blocks)
+        return opening
+
+    def grow(self, opening: Opening) -> dict[Request, BlockGrant]:
+        """Get each request the blocks that its new tokens need; all of them or none. Returns what changes.
 
         A block that others read too is replaced by a fresh one if the step writes into it; the caller copies the bytes.
 
         Raises:
-            OutOfBlocks: the free blocks do not suffice, or a request would outgrow what one may hold.
+            OutOfBlocks: the free blocks do not suffice.
         """
-        places = [self._places[request] for request in requests]
-        for request, place, count in zip(requests, places, new, strict=True):
-            self._check_limit(request, place.length + count)
-        added = [
-            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))
-            for place, count in zip(places, new, strict=True)
-        ]
-        shared = shared_columns(self.blocks, self.plan.block_tokens, places, new)
-        fresh = iter(self.blocks.take(sum(added) + sum(column is not None for column in shared)))
-        grants = [
-            BlockGrant(place.blocks, 0, ())
-            if column is None and not count
-            else _granted(place.blocks, count, column, fresh)
-            for place, count, column in zip(places, added, shared, strict=True)
-        ]
-        self._growing = {request: grant.blocks for request, grant in zip(requests, grants, strict=True)}
-        return grants
+        more, places = opening.more, opening.places
+        if not more and not opening.contested:
+            return opening.grants
+        shared: dict[int, int] = {}
+        if opening.contested:
+            shared = shared_columns(self.blocks, self.plan.block_tokens, places, opening.counts)
+        fresh = iter(self.blocks.take(sum(more.values()) + len(shared)))
+        for number in sorted({*more, *shared}):
+            grant = _granted(places[number].blocks, more.get(number, 0), shared.get(number), fresh)
+            opening.grants[opening.requests[number]] = grant
+            opening.blocks[number] = grant.blocks
+        self._growing = {request: grant.blocks for request, grant in opening.grants.items()}
+        return opening.grants
 
-    def shrink(self, grants: Sequence[BlockGrant]) -> None:
+    def shrink(self, grants: Mapping[Request, BlockGrant]) -> None:
         """Undo ``grow``."""
         self._growing = {}
-        for grant in reversed(grants):
+        for grant in reversed(list(grants.values())):
             self.blocks.drop(grant.taken)
 
-    def release_replaced(self, grants: Sequence[BlockGrant]) -> list[int]:
+    def release_replaced(self, grants: Mapping[Request, BlockGrant]) -> list[int]:
         """Let go of the shared blocks that a committed step replaced. Returns those that became free."""
         self._growing = {}
-        return [block for grant in grants for _, old in grant.replaced for block in self.blocks.drop([old])]
+        return [block for grant in grants.values() for _, old in grant.replaced for block in self.blocks.drop([old])]
 
     def after(
-        self,
-        request: Request,
-        new: int,
-        tokens: Sequence[int] | None,
-        grant: BlockGrant,
-        touched: Mapping[str, bool] = MAIN,
-        *,
-        every: bool = False,
-    ) -> RequestState:
-        """The request's place with a step's tokens as part of it, to be put into the table; ids come by ``learn``.
+        self, opening: Opening, touched: Mapping[str, bool] = MAIN, *, every: bool = False
+    ) -> dict[Request, RequestState]:
+        """The requests' places with a step's tokens as part of them, to be put into the table; ids come by ``learn``.
 
         Args:
-            tokens: ids of the first of them, as far as they are known, or None.
             touched: ``main`` and ``draft``, where the step used such layers -> whether all of them got its rows.
             every: recurrent layers got the state after each of its tokens, not after the last alone.
         """
-        place = self._places[request].copy()
-        place.blocks = grant.blocks
-        if not new:
-            return place
-        start = place.length
-        place.length = end = start + new
-        if end > place.high_water:
-            place.high_water = end
-        if tokens is not None and place.prompt:
-            expected = place.prompt[start:end]
-            if list(tokens[: len(expected)]) != list(expected):
-                # From here on it is another text than the prompt.
-                place.prompt = ()
-        place.written = written = place.written.copy()
-        for group, done in touched.items():
-            before = written.setdefault(group, place.given)
-            if done and start <= before < end:
-                written[group] = end
-        if self.states and touched.get("main"):
-            first = max(start, end - self.states) if every else end - 1
-            self._hold_states(place, (*place.states, *range(first + 1, end + 1)))
-        return place
+        found: dict[Request, RequestState] = {}
+        plain = touched == MAIN
+        for request, place, new, tokens in zip(
+            opening.requests, opening.places, opening.counts, opening.ids, strict=True
+        ):
+            found[request] = place = place.copy()
+            if not new:
+                continue
+            start = place.length
+            place.length = end = start + new
+            if end > place.high_water:
+                place.high_water = end
+            if tokens is not None and place.prompt:
+                expected = place.prompt[start:end]
+                if list(tokens[: len(expected)]) != list(expected):
+                    # From here on it is another text than the prompt.
+                    place.prompt = ()
+            written = place.written
+            if plain and len(written) == 1 and written["main"] == start:
+                place.written = {"main": end}
+            else:
+                place.written = written = written.copy()
+                for group, done in touched.items():
+                    before = written.setdefault(group, place.given)
+                    if done and start <= before < end:
+                        written[group] = end
+            if self.states and touched.get("main"):
+                first = max(start, end - self.states) if every else end - 1
+                self._hold_states(place, (*place.states, *range(first + 1, end + 1)))
+        for request, grant in opening.grants.items():
+            found[request].blocks = grant.blocks
+        return found
 
     def _hold_states(self, place: RequestState, lengths: Iterable[int]) -> None:
         """Note of which lengths a place's slot holds states: those that later ones did not take the place of."""
         lost = place.high_water - self.states
         place.states = tuple(length for length in lengths if length > lost)
 
-    def learn(self, place: RequestState, new: int, tokens: Sequence[int] | None) -> None:
-        """Note the ids of a step's ``new`` tokens, right before its table becomes the one that holds."""
-        known = tokens or ()
-        if len(known) < new:
-            place.tokens = None
-        elif place.tokens is not None:
-            place.tokens += known
+    def learn(
+        self, places: Mapping[Request, RequestState], opening: Opening, keys: Mapping[Request, Sequence[bytes]]
+    ) -> None:
+        """Note ids and keys of a step's new tokens, right before its table of places becomes the one that holds."""
+        for request, more in keys.items():
+            places[request].keys += more
+        for place, new, tokens in zip(places.values(), opening.counts, opening.ids, strict=True):
+            known = tokens or ()
+            if len(known) < new:
+                place.tokens = None
+            elif known and place.tokens is not None:
+                place.tokens += known
 
     def mark_written(self, lengths: Mapping[Request, int]) -> None:
         """Note that rows up to these lengths may have been written although the step did not commit."""
@@ -387,11 +417,17 @@ class Manager:
         It is 0 until a ring has wrapped, then D below the highest position ever written; and never below what restored
         rings are complete for.
         """
-        place = self._places[request]
-        deepest = place.floor
-        if self._unwrapped is not None and place.high_water > self._unwrapped:
-            deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
-        return min(place.length, deepest)
+        return self.deepest_truncations([self._places[request]])[0]
+
+    def deepest_truncations(self, places: Sequence[RequestState]) -> list[int]:
+        """The same for several places, lost ones included."""
+        found: list[int] = []
+        for place in places:
+            deepest = place.floor
+            if self._unwrapped is not None and place.high_water > self._unwrapped:
+                deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
+            found.append(min(place.length, deepest))
+        return found
 
     def least_whole(self, request: Request) -> int:
         """Smallest length from which on ``truncate`` accepts every one: what goes with a request where it goes."""
@@ -443,7 +479,7 @@ class Manager:
             self.blocks.hold(block)
         place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
-        place.blocks, place.keys, place.shares = source.blocks, source.keys, source.shares
+        place.blocks, place.keys, place.shares = source.blocks, list(source.keys), source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written, place.states = dict(source.written), source.states
         return request, place
@@ -486,3 +522,27 @@ def _granted(held: tuple[int, ...], added: int, column: int | None, fresh: Itera
         blocks[column] = next(fresh)
     blocks += [next(fresh) for _ in range(added)]
     return BlockGrant(tuple(blocks), added, replaced)
+
+
+def known_ids(place: RequestState, count: int) -> list[int] | None:
+    """Ids of a request's next ``count`` tokens, as far as they were given at admission; None where none was."""
+    known = list(place.prompt[place.length : place.length + count])
+    return None if place.tokens is None or (count and not known) else known
+
+
+def check_replay(request: Request, place: RequestState, ids: Sequence[int] | None) -> None:
+    """Refuse other tokens than those whose blocks the request took over and now runs through again.
+
+    Raises:
+        RequestError: the ids differ from the prompt's.
+    """
+    if ids is None or place.length >= place.stored:
+        return
+    expected = list(place.prompt[place.length : min(place.length + len(ids), place.stored)])
+    if list(ids[: len(expected)]) != expected:
+        raise RequestError(
+            got=f"other token ids than the prompt of request {request.id}",
+            where="step",
+            allowed=f"the prompt's ids up to token {place.stored}, whose blocks were taken over",
+            hint="Admit a request with the ids that it will be given.",
+        )

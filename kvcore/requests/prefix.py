@@ -18,6 +18,9 @@ from kvcore.counts import check_count
 from kvcore.errors import SpecError
 from kvcore.spec import CacheSpec
 
+MOST_NUMBERS = 1 << 16
+"""Ids of tokens whose encoding is kept."""
+
 
 class Periodic(msgspec.Struct, frozen=True):
     """Keep a checkpoint wherever a step ends at a multiple of ``tokens``, and at semantic points.
@@ -68,10 +71,14 @@ def check_policy(policy: object) -> Policy:
 
 def chain(parent: bytes, tokens: Sequence[int], block_tokens: int, salt: str | None = None) -> Iterator[bytes]:
     """Keys of the full blocks of ``tokens``, in order; ``salt`` enters the first of them, and the others through it."""
+    sha256, coded = hashlib.sha256, list(map(_NUMBERS.__getitem__, tokens))
+    # [parent, [tokens], extra], but for the parent's bytes and the tokens' own.
+    head, inner, extra = _head(4, 3) + _head(2, len(parent)), _head(4, block_tokens), cbor([salt] if salt else None)
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        block = list(tokens[start : start + block_tokens])
-        keys = [salt] if salt and start == 0 else None
-        parent = hashlib.sha256(cbor([parent, block, keys])).digest()
+        block = b"".join(coded[start : start + block_tokens])
+        parent = sha256(b"%b%b%b%b%b" % (head, parent, inner, block, extra)).digest()
+        if not start:
+            head, extra = _head(4, 3) + _head(2, len(parent)), cbor(None)
         yield parent
 
 
@@ -123,3 +130,16 @@ def _head(major: int, value: int) -> bytes:
         if value < 1 << 8 * size:
             return bytes([major << 5 | code]) + value.to_bytes(size, "big")
     raise SpecError(got=value, where="token id", allowed="an integer below 2^64")
+
+
+class _Numbers(dict[int, bytes]):
+    """Numbers in CBOR: those that come again and again are looked up, and there are not more of them than that."""
+
+    def __missing__(self, number: int) -> bytes:
+        found = cbor(number)
+        if len(self) < MOST_NUMBERS:
+            self[number] = found
+        return found
+
+
+_NUMBERS = _Numbers()

@@ -48,8 +48,11 @@ def token_ids(value: object, where: str, allowed: str = "a sequence of token ids
         raise ShapeError(got=type(value).__name__, where=where, allowed=allowed) from error
     if not sized or isinstance(value, (str, bytes, Mapping)):
         raise ShapeError(got=cast("Any", value), where=where, allowed=allowed)
+    given = list(tokens)
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < 1 << 64:
+        return given
     ids: list[int] = []
-    for token in tokens:
+    for token in given:
         number = as_count(token)
         if number is None or number >= 1 << 64:
             # What is masked is no number.

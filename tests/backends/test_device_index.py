@@ -6,7 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.backends.torch_triton.device_index import DeviceIndex  # noqa: E402
-from kvcore.step import StepRequest, build_index  # noqa: E402
+from kvcore.ops import StepIndex  # noqa: E402
+from kvcore.step import BlockTables, StepNumbers, StepRequest, build_index, kept_index  # noqa: E402
 
 
 def padded(start: int, *, tokens: int = 5, requests: int = 3, left_padding: int | None = None):
@@ -71,3 +72,38 @@ def test_inference_mode_may_come_and_go(first, second):
         kept.put(padded(1))
     with torch.inference_mode(second):
         assert_holds(kept.put(padded(5)), padded(5))
+
+
+def test_kept_tables_are_those_of_the_step_whatever_was_there_before():
+    """Requests that come, grow, shrink and go, in any order of a batch, padded and not."""
+    rng, tables, kept = np.random.default_rng(0), BlockTables(), DeviceIndex("cpu")
+    held = {slot: (slot,) for slot in range(6)}
+    for _ in range(200):
+        for slot in rng.choice(6, 2, replace=False).tolist():
+            count = int(rng.integers(0, 20))
+            longer = (*held[slot], *rng.integers(0, 99, 20).tolist())
+            held[slot] = longer[:count] if rng.random() < 0.8 else tuple(rng.integers(0, 99, count).tolist())
+        slots = rng.permutation(6)[: int(rng.integers(1, 6))].tolist()
+        blocks = [held[slot] for slot in slots]
+        lists = [rng.integers(0, 9, len(slots)).tolist() for _ in range(3)]
+        numbers = StepNumbers(slots, *lists, blocks)
+        tables.update(slots, blocks)
+        shape = numbers.shape(21, numbers.tokens + 2, 6)
+        rows = [StepRequest(*row) for row in zip(slots, lists[0], lists[1], blocks, lists[2], strict=True)]
+        want = build_index(rows, max_blocks=21, pad_tokens=numbers.tokens + 2, pad_requests=6)
+        assert_holds(kept.send(numbers, shape, tables), want)
+        assert_holds(StepIndex(*map(torch.from_numpy, kept_index(numbers, shape, tables).arrays)), want)
+
+
+def test_what_did_not_change_is_not_written_again():
+    tables, kept = BlockTables(), DeviceIndex("cpu")
+    held = [(1, 2), (3, 4), ()]
+
+    def send():
+        numbers = StepNumbers([0, 1, 2], [5, 6, 7], [1, 1, 1], [0, 0, 0], list(held))
+        tables.update(numbers.slots, numbers.blocks)
+        return kept.send(numbers, numbers.shape(8, 4, 4), tables).block_table
+
+    send()[:, 0] = 77
+    held[1] = (*held[1], 9)
+    assert send()[:, :3].tolist() == [[77, 2, -1], [3, 4, 9], [77, -1, -1], [77, -1, -1]]

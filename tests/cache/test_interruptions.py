@@ -84,9 +84,10 @@ def test_what_is_published_before_its_request_has_the_rows_is_noticed(tmp_path, 
         begin(self, *given, **options)
         reuse.append(self)
 
-    def publish_first(self, place, new, ids):
-        learn(self, place, new, ids)
-        reuse[-1].publish(place, 0)
+    def publish_first(self, places, opening, keys):
+        learn(self, places, opening, keys)
+        for place in places.values():
+            reuse[-1].publish(place, 0)
 
     monkeypatch.setattr(PrefixCache, "__init__", noted)
     monkeypatch.setattr(Manager, "learn", publish_first)

@@ -93,6 +93,7 @@ CORE_TESTS = {
         "requests/test_findable",
         "requests/test_schedulers",
     ),
+    "step": ("requests/test_allocator", "cache/test_fork", "requests/test_schedulers", "plan/test_longest"),
     "requests/blocks": ("requests/test_allocator", "requests/test_findable", "requests/test_prefix"),
     "requests/prefix": ("requests/test_keys", "requests/test_prefix", "requests/test_findable"),
     "cache/reuse": ("requests/test_prefix", "requests/test_findable", "requests/test_schedulers"),

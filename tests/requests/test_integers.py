@@ -178,5 +178,5 @@ def test_slots_cost_nothing_until_they_are_used():
     assert manager.free_slots == 2**31 - 2
     # What was given back is used again before what never was.
     assert [manager.place(manager.admit()).slot for _ in range(2)] == [0, 2]
-    manager.mend([], [])
+    manager.mend({})
     assert (manager.free_slots, manager.place(second).slot) == (2**31 - 4, 1)

@@ -60,6 +60,8 @@ class Faulty:
 
     def __getattr__(self, name: str) -> Any:
         verb = getattr(self._ops, name)
+        # What keeps the tables of padded steps is their index under another name.
+        name = "padded_index" if name == "kept_index" else name
         if name not in PLANTED:
             return verb
 

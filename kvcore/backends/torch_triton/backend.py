@@ -4,7 +4,6 @@ import os
 from contextlib import nullcontext
 from functools import wraps
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from kvcore.backends.torch_triton import (
     tail,
     window,
 )
+from kvcore.backends.torch_triton.device_index import DeviceIndex, laid_out, on_device
 from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.spare import Spare
@@ -84,6 +84,7 @@ class TorchOps(Decided, Ops):
         # Region (its address) -> ``plain.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
         self._torch_device = torch.device(device)
+        self._index = DeviceIndex(device)
         self.strict = strict()
 
     @property
@@ -200,21 +201,27 @@ class TorchOps(Decided, Ops):
             return (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(self.device)
 
     def index(self, host):
-        """The step index on the device, moved there as one buffer."""
-        arrays = [np.asarray(array, np.int32) for array in host.arrays]
-        # Each starts on a 16-byte boundary: kernels are compiled for that, once.
-        *starts, size = accumulate((-(-array.size // 4) * 4 for array in arrays), initial=0)
-        flat = np.zeros(size, np.int32)
-        for start, array in zip(starts, arrays, strict=True):
-            flat[start : start + array.size] = array.reshape(-1)
+        """The step index on the device, moved there as one buffer, without waiting for the device."""
+        pieces, flat = laid_out(host)
         # Tensors of inference mode don't say whether they were written to.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            moved = torch.from_numpy(flat).to(self.device)
-        pieces: list[Any] = [
-            moved.as_strided(array.shape, (*array.shape[1:], 1), start)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
-        return StepIndex(*pieces)
+            if self.device == "cpu":
+                return StepIndex(
+                    *[torch.from_numpy(flat[piece.start : piece.end].reshape(piece.shape)) for piece in pieces]
+                )
+            # Memory that torch keeps for this: it is not used again before the copy was made.
+            pinned = torch.empty(len(flat), dtype=torch.int32, pin_memory=True)
+            pinned.numpy()[:] = flat
+            moved = pinned.to(self._torch_device, non_blocking=True)
+        return on_device(moved, pieces)
+
+    def padded_index(self, host):
+        """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
+        return self._index.put(host)
+
+    def kept_index(self, numbers, shape, tables):
+        """The same of a step whose block tables are kept on the host: what changed of them goes along."""
+        return self._index.send(numbers, shape, tables)
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""

@@ -3,15 +3,45 @@
 All arrays of an index lie in one buffer. Padded steps of the same shape use the same buffer, so that a captured graph
 replayed after ``put`` sees the new positions, lengths and block tables. An index is good until the next of
 its shape.
+
+The block table, by far the largest of them, is on the device already but for the rows that changed since the last step
+of the shape; what is sent are those, behind the rest. On the CPU everything is written where it lies.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvcore.ops import StepIndex
+from kvcore.step import BlockTables, HostIndex, IndexShape, Piece, StepNumbers, pieces_of
+
+MOST_SENT = 1 << 16
+"""Numbers of block tables that go along with a step's others; more of them go in several copies."""
+
+
+def laid_out(host: StepIndex) -> tuple[tuple[Piece, ...], np.ndarray]:
+    """Where the arrays of an index lie in one, and that one: the host's own where it has one."""
+    shape = shape_of(host)
+    flat = getattr(host, "flat", None)
+    if flat is None:
+        flat = np.zeros(pieces_of(shape)[1], np.int32)
+        for target, array in zip(HostIndex.of(flat, shape).arrays, host.arrays, strict=True):
+            target[...] = np.asarray(array, np.int32)
+    return pieces_of(shape)[0], flat
+
+
+def shape_of(host: StepIndex) -> IndexShape:
+    """The shapes of an index."""
+    return IndexShape(
+        len(host.positions), *(int(size) for size in host.block_table.shape), host.left_padding is not None
+    )
+
+
+def on_device(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> StepIndex:
+    """The index that lies in one tensor."""
+    views: list[Any] = [flat.as_strided(shape, (*shape[1:], 1), start) for start, _, shape in pieces]
+    return StepIndex(*views)
 
 
 class DeviceIndex:
@@ -19,48 +49,127 @@ class DeviceIndex:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._buffers: dict[tuple[tuple[int, ...], ...], _Buffer] = {}
+        self._buffers: dict[IndexShape, _Buffer] = {}
 
     def put(self, host: StepIndex) -> StepIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
-        # Left padding, the last, may be missing.
-        arrays = host.arrays
-        shape = tuple(array.shape for array in arrays)
+        return self._of(shape_of(host)).put(host)
+
+    def send(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
+        """The same of a step's numbers, and of the rows of block tables that are others than in the step before."""
+        return self._of(shape).send(numbers, tables)
+
+    def _of(self, shape: IndexShape) -> "_Buffer":
         if shape not in self._buffers:
             # Buffers outlive the mode they are first used in; inference tensors could not be written outside it.
             with torch.inference_mode(False):
                 self._buffers[shape] = _Buffer(shape, self._device)
-        return self._buffers[shape].put(arrays)
+        return self._buffers[shape]
 
 
 class _Buffer:
-    """One device buffer, and two pinned host buffers in turn, so that filling one never meets the copy of the other."""
+    """The arrays of one shape where steps find them, and what they are filled from.
 
-    def __init__(self, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        # Every array starts on a 16-byte boundary, so that the compiler may use wide loads.
-        padded = [-(-size // 4) * 4 for size in sizes]
-        total = sum(padded)
-        starts = [sum(padded[:n]) for n in range(len(padded))]
-        cuda = device.type == "cuda"
-        self._device = torch.empty(total, dtype=torch.int32, device=device)
-        self._host = [torch.zeros(total, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]
-        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        pieces: list[Any] = [self._device[place].view(shape) for place, shape in zip(self._places, shapes, strict=True)]
-        self.index = StepIndex(*pieces)
+    On a GPU: one buffer for all but the block table, with room behind for rows of it; and two pinned host buffers of
+    the same in turn, so that filling one never meets the copy of the other.
+    """
+
+    def __init__(self, shape: IndexShape, device: torch.device) -> None:
+        self._shape = shape
+        narrow = shape._replace(columns=0)
+        pieces, self._size = pieces_of(narrow)
+        requests, columns = shape.requests, shape.columns
+        room = max(columns + 2, min(requests * (columns + 2), MOST_SENT)) if requests * columns else 0
+        self._cuda = device.type == "cuda"
+        self._table = torch.full((requests, columns), -1, dtype=torch.int32, device=device)
+        self._device = torch.zeros(self._size + room, dtype=torch.int32, device=device)
+        self._host = [self._device]
+        if self._cuda:
+            self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._arrays = [HostIndex.of(buffer.numpy()[: self._size], narrow) for buffer in self._host]
+        self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]
+        self._views = on_device(self._device, pieces)._replace(block_table=self._table)
         self._turn = 0
+        # Of every row of the table: which version of which slot's row it is, and how many columns may not be -1.
+        self._versions = np.full(requests, -1, np.int64)
+        self._filled = np.zeros(requests, np.int64)
 
-    def put(self, host: Sequence[np.ndarray]) -> StepIndex:
-        self._turn ^= 1
-        buffer, copied = self._host[self._turn], self._copied[self._turn]
+    def put(self, host: StepIndex) -> StepIndex:
+        """Everything anew, from an index of NumPy arrays."""
+        self._versions[:] = -1
+        self._filled[:] = self._shape.columns
+        turn = self._next()
+        for name, array in self._arrays[turn]._asdict().items():
+            if array is not None and name != "block_table":
+                array[...] = getattr(host, name)
+        self._copy(turn, self._size)
+        table = torch.from_numpy(np.ascontiguousarray(host.block_table, np.int32))
+        self._table.copy_(table.pin_memory() if self._cuda else table, non_blocking=True)
+        return StepIndex(*self._views)
+
+    def send(self, numbers: StepNumbers, tables: BlockTables) -> StepIndex:
+        """A step's numbers, and the rows of block tables that are others than in the last step."""
+        turn = self._next()
+        numbers.fill(self._arrays[turn])
+        size = self._size
+        if self._table.numel():
+            slots, versions = np.full(len(self._table), -1, np.int64), np.zeros(len(self._table), np.int64)
+            slots[: len(numbers.slots)] = numbers.arrays[0]
+            versions[: len(numbers.slots)] = tables.versions[numbers.arrays[0]]
+            changed = np.flatnonzero(versions != self._versions)
+            if len(changed):
+                filled = np.zeros(len(slots), np.int64)
+                filled[: len(numbers.slots)] = list(map(len, numbers.blocks))
+                # Whoever is interrupted in here leaves rows that are sent again.
+                self._versions[changed] = -1
+                width = int(np.maximum(filled, self._filled)[changed].max())
+                self._filled[changed] = width
+                size = self._send_rows(turn, changed, slots[changed], width, tables)
+                self._versions[changed] = versions[changed]
+                self._filled[changed] = filled[changed]
+        if size:
+            self._copy(self._turn, size)
+        return StepIndex(*self._views)
+
+    def _send_rows(self, turn: int, rows: np.ndarray, slots: np.ndarray, width: int, tables: BlockTables) -> int:
+        """Write rows of block tables into the table, along with the step's other numbers; what is left to copy then."""
+        if not self._cuda:
+            self._table.numpy()[rows, :width] = _rows_of(slots, width, tables)
+            return self._size
+        left, most = self._size, max(1, (len(self._device) - self._size) // (width + 2))
+        for first in range(0, len(rows), most):
+            some = slice(first, first + most)
+            count = len(rows[some])
+            turn = turn if left else self._next()
+            start, end = self._size + 2 * count, self._size + (2 + width) * count
+            flat = self._host[turn].numpy()
+            flat[self._size : start].view(np.int64)[:] = rows[some]
+            flat[start:end].reshape(count, width)[:] = _rows_of(slots[some], width, tables)
+            self._copy(turn, end, 0 if left else self._size)
+            left = 0
+            places = self._device[self._size : start].view(torch.int64)
+            self._table[:, :width].index_copy_(0, places, self._device[start:end].view(count, width))
+        return 0
+
+    def _next(self) -> int:
+        """The host buffer whose turn it is, which no copy reads any more."""
+        self._turn = (self._turn + 1) % len(self._host)
+        copied = self._copied[self._turn]
         if copied is not None:
             # Two copies ago: done long since, unless the host runs far ahead of the device.
             copied.synchronize()
-        flat = buffer.numpy()
-        for place, array in zip(self._places, host, strict=True):
-            flat[place] = np.asarray(array, np.int32).reshape(-1)
-        self._device.copy_(buffer, non_blocking=True)
+        return self._turn
+
+    def _copy(self, turn: int, end: int, start: int = 0) -> None:
+        copied = self._copied[turn]
         if copied is not None:
+            self._device[start:end].copy_(self._host[turn][start:end], non_blocking=True)
             copied.record()
-        return self.index
+
+
+def _rows_of(slots: np.ndarray, width: int, tables: BlockTables) -> np.ndarray:
+    """[rows, width] block numbers of some slots, -1 in rows of slot -1."""
+    found, columns = np.full((len(slots), width), -1, np.int32), min(width, tables.rows.shape[1])
+    some = slots >= 0
+    found[some, :columns] = tables.rows[slots[some], :columns]
+    return found

@@ -9,7 +9,6 @@ import torch
 
 from kvcore.backends.torch_triton import reasons
 from kvcore.backends.torch_triton.backend import recording_nothing
-from kvcore.backends.torch_triton.device_index import DeviceIndex
 from kvcore.backends.torch_triton.launches import launch
 from kvcore.backends.torch_triton.launches.bound import TAILS
 from kvcore.backends.torch_triton.reading import ReadingVerbs
@@ -31,7 +30,6 @@ class TritonOps(ReadingVerbs, LifeOps):
         self._bound = {}
         self._tails = {}
         self._unbound: dict[tuple[int, str], str] = {}
-        self._index = DeviceIndex(device)
         self._scratch = None
         self._old_scratch = []
         self._bind_all()
@@ -45,10 +43,6 @@ class TritonOps(ReadingVerbs, LifeOps):
     def how(self):
         """The GPU; or that kernels are interpreted, which is never taken for hardware."""
         return f"{self.device}, Triton interpreter" if launch.INTERPRETED else super().how
-
-    def padded_index(self, host):
-        """A padded step's index: one copy into buffers that persist, so that a captured graph sees the next step's."""
-        return self._index.put(host)
 
     @recording_nothing
     def append_window(self, pools, layer, index, rows):

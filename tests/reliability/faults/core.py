@@ -5,22 +5,22 @@ TABLE = {
         ("        self._free_slots.append(place.slot)\n", "", "a released slot is lost"),
         ("generation + 1, id + 1\n", "generation, id + 1\n", "a slot's generation stays"),
         (
-            "            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks))\n",
-            "            max(0, self.plan.blocks_for(place.length + count) - len(place.blocks) + 1)\n",
+            "opening.more[len(counts)] = -(-end // size) - held\n",
+            "opening.more[len(counts)] = -(-end // size) - held + 1\n",
             "a step takes a block too many",
         ),
         (
-            "        for grant in reversed(grants):\n            self.blocks.drop(grant.taken)\n",
+            "        for grant in reversed(list(grants.values())):\n            self.blocks.drop(grant.taken)\n",
             "        pass\n",
             "blocks of a step that failed are lost",
         ),
         (
-            "        return [block for grant in grants for _, old in grant.replaced for block in self.blocks.drop([old])]\n",
+            "        return [block for grant in grants.values() for _, old in grant.replaced for block in self.blocks.drop([old])]\n",
             "        return []\n",
             "shared blocks that were replaced are lost",
         ),
         (
-            "        if end > place.high_water:\n            place.high_water = end\n",
+            "            if end > place.high_water:\n                place.high_water = end\n",
             "",
             "what was written is forgotten, and a rollback goes too deep",
         ),
@@ -68,15 +68,38 @@ TABLE = {
         ),
         ("                told(key)\n", "                pass\n", "what depends on an evicted block stays"),
     ],
+    "step.py": [
+        (
+            "    ends = accumulate((-(-sizes[number] // 4) * 4 for number in order), initial=0)\n",
+            "    ends = accumulate((sizes[number] for number in order), initial=0)\n",
+            "arrays begin at odd addresses",
+            "addresses matter to a GPU's wide loads alone, and the CPU has none",
+        ),
+        (
+            "        if filled > count:\n            row[count:filled] = -1\n",
+            "",
+            "blocks of a longer request stay in a shorter one's table",
+        ),
+        (
+            "        known = len(before) if before == numbers[: len(before)] else 0\n",
+            "        known = min(len(before), count)\n",
+            "the blocks of a slot's last owner stay in the table",
+        ),
+        (
+            "            table[requests:] = -1\n",
+            "            table[requests:] = 0\n",
+            "padding has blocks",
+        ),
+    ],
     "requests/prefix.py": [
         (
-            "        keys = [salt] if salt and start == 0 else None\n",
-            "        keys = None\n",
+            "cbor([salt] if salt else None)\n",
+            "cbor(None)\n",
             "salts do not separate prefixes",
         ),
         (
-            "sha256(cbor([parent, block, keys]))",
-            'sha256(cbor([b"", block, keys]))',
+            "(head, parent, inner, block, extra)",
+            "(head, bytes(32), inner, block, extra)",
             "a block's key does not follow from those before it",
         ),
         (
@@ -164,8 +187,8 @@ TABLE = {
             "rows that waited are never stored",
         ),
         (
-            "        first = sum(row.new for row in self._rows[:number])\n",
-            "        first = 0\n",
+            "            first = sum(self._numbers.counts[:number])\n",
+            "            first = 0\n",
             "checkpoints are of the first request's rows",
         ),
         (
@@ -195,7 +218,7 @@ TABLE = {
             "a block's last owner's bytes are read as entries",
         ),
         (
-            "                if length <= place.complete:\n                    prefix.keep",
+            "                if length <= places[request].complete:\n                    prefix.keep",
             "                if True:\n                    prefix.keep",
             "checkpoints are kept of layers that got nothing",
         ),

@@ -672,10 +672,14 @@ TABLE = {
     ],
     "device_index.py": [
         (
-            "        padded = [-(-size // 4) * 4 for size in sizes]\n",
-            "        padded = sizes\n",
-            "arrays begin at odd addresses",
-            "addresses matter to a GPU's wide loads alone, and the CPU has none",
+            "            changed = np.flatnonzero(versions != self._versions)\n",
+            "            changed = np.flatnonzero(versions > self._versions)\n",
+            "padding keeps the block table of the request that was there",
+        ),
+        (
+            "                width = int(np.maximum(filled, self._filled)[changed].max())\n",
+            "                width = int(filled[changed].max())\n",
+            "blocks of a longer request stay in a shorter one's table",
         ),
     ],
 }
