@@ -31,6 +31,7 @@ from kvcore.requests.prefix import Policy, Restorable, check_policy
 from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
 from kvcore.spec import CacheSpec
 from kvcore.step import StepNumbers
+from kvcore.turns import owner
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,14 +161,22 @@ class Cache:
     @property
     def pools(self) -> Pools:
         """The pools, ``"L.role.field"`` -> array. Assign what functional ops returned to put it back."""
+        self._settle()
         return self._state.pools
 
     @pools.setter
     def pools(self, pools: Mapping[str, Any]) -> None:
         self._state.check_outside("cache.pools")
+        self._settle()
         self._state.pools = check_same_tree(pools, self._state.pools)
         if self._state.step is not None:
             self._state.step.pools_replaced = True
+
+    def _settle(self) -> None:
+        """Write what an open step's handles put off, if it is this thread's step."""
+        step = self._state.step
+        if step is not None and step.owner() is owner():
+            step.context.settle()
 
     def asarray(self, array: Any) -> Any:
         """A NumPy array (bf16 as ml_dtypes) as the backend's array on its device; inverse of ``kvcore.to_numpy``."""

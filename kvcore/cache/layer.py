@@ -154,31 +154,28 @@ class LayerHandle:
         self._context.check_outside("flush", (norm_weight, rope, index_norm_weight))
         self._component("tail", Tail)
         weights = {"entries": norm_weight, "index_keys": index_norm_weight}
-        streams: list[Array] = []
-        flushed: set[str] = set()
+        streams: list[Array | None] = []
+        flushed: list[str] = []
         for role, tail in TAIL_OF.items():
             if getattr(self._spec, tail) is None or getattr(self._spec, role) is None:
                 streams += [None, None]
                 continue
             streams += self._tail_rows(tail, "flush")
-            flushed.add(role)
+            flushed.append(role)
             if weights[role] is not None:
                 dim = getattr(self._spec, role).dim
                 weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
         narrowest = min(getattr(self._spec, role).dim for role in flushed)
-        pools = self._ops.flush(
-            self._context.pools,
-            self._layer,
-            self._index,
-            *streams,
+        self._writes.flush(
+            [TAIL_OF[role] for role in flushed],
+            streams,
             closed=self._context.closed_count(entries.ratio),
             norm_weight=weights["entries"],
             eps=check_number(eps, "flush: eps"),
             rope=check_rope(self._ops, rope, "flush: rope", narrowest),
             index_norm_weight=weights["index_keys"],
         )
-        self._context.replace(pools)
-        self._writes.stored |= flushed
+        self._writes.stored.update(flushed)
 
     def store_entries(self, entries: Given, index_keys: Given | None = None) -> None:
         """Encode and store entries that the caller compressed: [closed, d], in the order of ``closed``.
@@ -200,6 +197,7 @@ class LayerHandle:
             self._ops.store_entries(self._context.pools, self._layer, self._index, entries, index_keys)
         )
         self._writes.stored |= {"entries"} if index_keys is None else {"entries", "index_keys"}
+        self._writes.settle()
 
     def compress(self, norm_weight: Given | None = None, eps: float = 1e-6) -> Array:
         """The latents of the entries that close in this step: pooled, normed, not rotated, not stored; [closed, d].

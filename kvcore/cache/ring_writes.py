@@ -2,8 +2,9 @@
 
 A step reads old rows from the pools and new rows from itself. A ring row is written at once only while nothing in the
 step can still need the row it overwrites, and at commit otherwise; what was overwritten at once is put back if the step
-fails. This is the one place that knows that rule. A ``LayerHandle`` appends to its ``RingWrites`` and reads through
-them; the step drives all of them when it ends.
+fails. Tails' rows wait for the flush that reads them, so that both are one call of the backend; a reader, the next
+layer's append and the commit have them written before. This is the one place that knows these rules. A ``LayerHandle``
+appends to its ``RingWrites`` and reads through them; the step drives all of them when it ends.
 """
 
 import copy
@@ -19,11 +20,14 @@ from kvcore.ops import Array, Ops, RawRows, StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
-from kvcore.spec import ROLES, Component
+from kvcore.spec import ROLES, TAIL_OF, Component
 from kvcore.step import StepNumbers, StepRequest, at_start, build_index
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
+
+ENTRIES_OF = {tail: role for role, tail in TAIL_OF.items()}
+"""Tail -> the role whose flush reads it."""
 
 
 class Writing(NamedTuple):
@@ -49,6 +53,7 @@ class StepContext:
         traced: see ``CacheState``.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
+        unflushed: the layer whose tails' rows wait for its flush; one at a time.
     """
 
     def __init__(self, cache: CacheState, opening: Opening, numbers: StepNumbers, index: StepIndex) -> None:
@@ -59,6 +64,7 @@ class StepContext:
         self.index = index
         self.numbers = numbers
         self.memo: dict[Any, Any] = {}
+        self.unflushed: RingWrites | None = None
         self._cache = cache
         self._opening = opening
 
@@ -80,6 +86,11 @@ class StepContext:
         if self.traced is not None:
             self._cache.check_outside("a layer's rows")
         return self._cache.pools
+
+    def settle(self) -> None:
+        """Write what waits for a flush, for somebody who looks at the pools."""
+        if self.unflushed is not None:
+            self.unflushed.settle()
 
     def replace(self, pools: Pools) -> None:
         """Make what a verb returned the cache's pools; nothing is checked."""
@@ -139,10 +150,13 @@ class RingWrites:
         own: role -> the step's own rows as given, one array a stream; present once they are in the pools, or wait.
         last: roles that were given each request's last row alone.
         waiting: those of them that the rings get at commit.
+        unflushed: those of them that the rings get with the flush.
         stored: paged roles whose closing entries were stored in this step.
     """
 
-    __slots__ = ("_overwritten", "_regions", "context", "last", "number", "own", "spec", "stored", "waiting")
+    __slots__ = (
+        *("_overwritten", "_regions", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
+    )
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
@@ -150,6 +164,7 @@ class RingWrites:
         self.spec = context.plan.spec.all_layers[number]
         self.own: dict[str, tuple[Array, ...]] = {}
         self.waiting: dict[str, tuple[Array, ...]] = {}
+        self.unflushed: dict[str, tuple[Array, ...]] = {}
         self.stored: set[str] = set()
         self.last: set[str] = set()
         self._regions = context.plan.layers[number].regions
@@ -157,48 +172,88 @@ class RingWrites:
         self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
 
     def append(self, role: str, arrays: tuple[Array, ...]) -> None:
-        """Take the step's rows of a role, and write them as soon as that is safe."""
+        """Take the step's rows of a role, and write them as soon as that is safe; a tail's with the flush."""
         context = self.context
         context.check_outside(f"append_{role}", arrays)
+        if context.unflushed is not self:
+            context.settle()
         if role in self.own:
             raise StepError(
                 got=f"a second append to {role}", where=f"step.layer({self.number})", allowed="one append a step"
             )
-        writing = self.writing(role)
-        if writing.waits:
+        if self.writing(role).waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self.waiting[role] = copy.deepcopy(arrays)
             self.own[role] = self.waiting[role]
             return
-        self._keep_overwritten(role, writing)
-        self._write(role, arrays)
+        entries = ENTRIES_OF.get(role)
+        flushed = entries is not None and getattr(self.spec, entries) is not None
+        if not flushed:
+            self._keep_overwritten(role)
+            self._write(role, arrays)
         if role in LAST_WRITERS:
             self.own[role] = arrays
             return
         # A flush reads them again, when the caller may have filled its NumPy buffer anew; backends copy those as they
         # come, all but the one whose own arrays they are.
         self.own[role] = copy.deepcopy(arrays) if isinstance(arrays[0], np.ndarray) else arrays
+        if flushed:
+            self.unflushed[role] = self.own[role]
+            context.unflushed = self
+
+    def settle(self) -> None:
+        """Write the tails' rows that wait for a flush, for there may be none, or somebody looks at them before."""
+        for role, arrays in self.unflushed.items():
+            self._keep_overwritten(role)
+            self._write(role, arrays)
+        self._all_flushed()
+
+    def flush(self, tails: Sequence[str], streams: Sequence[Array | None], **how: Any) -> None:
+        """Store the entries that close from what these tails and the step hold, and what waits of the step's own rows.
+
+        Args:
+            tails: roles of the tails that are read.
+            streams: the step's rows of all tails, None where there is no such tail.
+            how: options of ``Ops.flush``.
+        """
+        context = self.context
+        at = context.pools, self.number, context.index
+        if self.unflushed and set(self.unflushed) == set(tails):
+            for role in tails:
+                self._keep_overwritten(role)
+            context.replace(context.ops.append_flush(*at, *streams, newest=context.most_new, **how))
+            self._all_flushed()
+        else:
+            self.settle()
+            context.replace(context.ops.flush(context.pools, *at[1:], *streams, **how))
+
+    def _all_flushed(self) -> None:
+        self.unflushed.clear()
+        if self.context.unflushed is self:
+            self.context.unflushed = None
 
     def append_last(self, role: str, rows: Array) -> None:
         """Take the row of each request's last token, [Q, ...], of a recurrent component, and write it."""
         context = self.context
         context.check_outside(LAST_WRITERS[role], (rows,))
+        if context.unflushed is not self:
+            context.settle()
         if role in self.own:
             raise StepError(
                 got=f"a second write of {role}", where=f"step.layer({self.number})", allowed="one write a step"
             )
-        self._keep_overwritten(role, self.writing(role))
+        self._keep_overwritten(role)
         write = getattr(context.ops, LAST_WRITERS[role])
         newest = min(context.most_new, self._regions[role][0].rows)
         context.replace(write(context.pools, self.number, context.index, rows, newest=newest))
         self.own[role] = (rows,)
         self.last.add(role)
 
-    def _keep_overwritten(self, role: str, writing: Writing) -> None:
+    def _keep_overwritten(self, role: str) -> None:
         """Keep what the step's rows take the place of, if an abort must put it back."""
         context = self.context
         # What an append left that failed is not what was there before the step.
-        if writing.undone and role not in self._overwritten:
+        if self.writing(role).undone and role not in self._overwritten:
             ring = self._regions[role][0].rows
             # Of a prompt's states only the ring's last ones take a place.
             index = context.ring_index(ring) if role in LAST_WRITERS else context.index
@@ -259,6 +314,8 @@ class RingWrites:
     def readable(self, role: str) -> tuple[StepIndex, tuple[Array, ...] | None]:
         """(index, own rows) to read a role with: the start of the step before its append, the end after it."""
         self.context.check_open()
+        if role in self.unflushed:
+            self.settle()
         index = self.context.index
         return (index, self.unwritten(role)) if role in self.own else (at_start(index), None)
 

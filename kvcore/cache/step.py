@@ -297,6 +297,7 @@ class StepState:
 
     def functional_index(self) -> StepIndex:
         """The index for functional verbs, with what they may overwrite noted."""
+        self.context.settle()
         padded = len(self.context.index.positions) > self._numbers.tokens
         if self.is_open and self._undo is None and not padded and self._numbers.tokens:
             self.cache.check_outside("step.index")
@@ -316,6 +317,7 @@ class StepState:
         cache, manager, prefix = self.cache, self.cache.manager, self.cache.prefix
         try:
             self._check_complete()
+            self.context.settle()
             if not self.pools_replaced:
                 for number in range(len(cache.spec.all_layers)):
                     self._writes(number).fill_unwritten()

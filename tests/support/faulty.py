@@ -32,7 +32,6 @@ NOT_PLANTED = {
     "store_entries": "its step stores what others compressed, like the steps that flush",
     "join": "the two arrays of a tail side by side, on the way to verbs that are planted",
     "asarray": "an array that is handed over, before every verb that is planted",
-    "append_flush": "what flush and the appends of the tails are together",
     "index_select": "what index_scores and select are together",
     "move_strips": "pages of a hand-off: a file of its own is about peers that fail",
     "digest_strips": "pages of a hand-off, likewise",

@@ -269,9 +269,24 @@ TABLE = {
             "rows that a rollback needs are not put back",
         ),
         (
-            "        if writing.undone and role not in self._overwritten:\n",
+            "        if self.writing(role).undone and role not in self._overwritten:\n",
             "        if False:\n",
             "nothing is kept for an abort",
+        ),
+        (
+            "            for role in tails:\n                self._keep_overwritten(role)\n",
+            "",
+            "nothing is kept of tails that are written with their flush",
+        ),
+        (
+            "        if role in self.unflushed:\n            self.settle()\n",
+            "",
+            "tails are read without the rows that wait for the flush",
+        ),
+        (
+            "        if context.unflushed is not self:\n            context.settle()\n",
+            "",
+            "a layer's tails are forgotten when the next one's wait",
         ),
         (
             "        return self.own[role] if role in self.waiting else None\n",
