@@ -174,7 +174,7 @@ class Cache:
 
     def _settle(self) -> None:
         """Write what an open step's handles put off, if it is this thread's step."""
-        step = self._state.step
+        step = cast("StepState | None", self._state.step)
         if step is not None and step.owner() is owner():
             step.context.settle()
 
