@@ -284,8 +284,8 @@ TABLE = {
             "tails are read without the rows that wait for the flush",
         ),
         (
-            "(f\"append_{role}\", arrays)\n        if context.unflushed is not self:\n            context.settle()\n",
-            "(f\"append_{role}\", arrays)\n",
+            '(f"append_{role}", arrays)\n        if context.unflushed is not self:\n            context.settle()\n',
+            '(f"append_{role}", arrays)\n',
             "a layer's tails are forgotten when the next one's wait",
         ),
         (
