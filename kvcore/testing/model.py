@@ -11,8 +11,8 @@ from typing import NamedTuple
 from kvcore.plan import CachePlan
 
 
-class Divergence(Exception):
-    """The cache did something that the model does not allow."""
+class Divergence(AssertionError):
+    """The cache did something that the model does not allow; raised without ``assert``, so under ``python -O`` too."""
 
 
 def require(condition: bool, what: str) -> None:
