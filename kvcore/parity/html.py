@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcore.errors import BackendError
+from kvcore.parity.evidence import checks, environments, evidence, most, ordered
 from kvcore.parity.groups import grouped, single
 from kvcore.parity.picture import draw
 from kvcore.parity.records import FAILING, STATUSES, Record, Report
@@ -66,9 +67,16 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    summary = summarise(report)
+    columns = evidence(summary)
     return environment.get_template("report.html.jinja").render(
         report=report,
-        summary=summarise(report),
+        summary=summary,
+        columns=columns,
+        ordered=ordered(columns, summary),
+        environments=environments(report),
+        most=most(summary),
+        checks=checks,
         verdict=_verdict(report),
         records_of=_by_cell(report),
         single=single,

@@ -3,6 +3,8 @@
 Without a Chromium the page is still read, and must load nothing from elsewhere.
 """
 
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +16,8 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 120
+WIDTHS = (390, 820, 1280)
+"""Of a phone, a tablet and a desk, in CSS pixels."""
 LOADING = {
     "script": ("src",),
     "link": ("href",),
@@ -75,6 +79,51 @@ def picture(page: Path, out: Path, *, dark: bool = False) -> bytes:
     return pixels(out.read_bytes())
 
 
+def layout(text: str, widths: tuple[int, ...] = WIDTHS) -> list[str]:
+    """What is wrong with a page at some widths: it is wider than the window, or a table's head scrolls away.
+
+    The page has no script of its own, so it is measured from outside, as the content of frames.
+    """
+    program = chromium()
+    assert program is not None
+    frames = [
+        f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(text)}"></iframe>'
+        for width in widths
+    ]
+    measure = """<script>addEventListener("load", () => {
+      const found = [...document.querySelectorAll("iframe")].map(frame => {
+        const page = frame.contentDocument, table = page.querySelector(".tall");
+        const wide = page.documentElement.scrollWidth;
+        if (!table) return [wide, 0, 0];
+        table.scrollTop = table.scrollHeight;
+        table.scrollLeft = table.scrollWidth;
+        const box = table.getBoundingClientRect();
+        const head = table.querySelector("thead th").getBoundingClientRect();
+        return [wide, head.top - box.top, head.left - box.left];
+      });
+      document.body.innerHTML = `<pre>${JSON.stringify(found)}</pre>`;
+    });</script>"""
+    with tempfile.TemporaryDirectory() as folder:
+        outer = Path(folder) / "outer.html"
+        outer.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{''.join(frames)}{measure}", encoding="utf-8")
+        line = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={folder}/profile",
+            "--dump-dom",
+        ]
+        done = subprocess.run([*line, outer.as_uri()], check=True, capture_output=True, text=True, timeout=SECONDS)
+    shown = re.search(r"<pre>(.*?)</pre>", done.stdout)
+    assert shown, "the frames did not load"
+    found = []
+    for width, (wide, top, left) in zip(widths, json.loads(shown[1]), strict=True):
+        found += [f"{wide} pixels wide in a window of {width}"] * (wide > width)
+        found += [f"the table's head scrolls away at {width} pixels"] * (abs(top) > 2 or abs(left) > 2)
+    return found
+
+
 def pixels(png: bytes) -> bytes:
     """The filtered rows of a PNG file, unpacked."""
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
@@ -103,6 +152,7 @@ def main() -> int:
             if is_blank(picture(page, path, dark=dark)):
                 found.append(f"{path.name} is blank")
             print(f"picture: {path}")
+        found += layout(page.read_text(encoding="utf-8"))
     for fault in found:
         print(f"{page.name}: {fault}", file=sys.stderr)
     return bool(found)

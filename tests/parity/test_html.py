@@ -1,15 +1,19 @@
 """The page of a report: what it says, that it stands alone, and that a browser shows it."""
 
+import re
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from kvcore import parity
+from kvcore.parity.evidence import environments, evidence
 from kvcore.parity.groups import grouped, single
 from kvcore.parity.html import render
 from kvcore.parity.picture import LINE, draw
 from kvcore.parity.quality import Quality
-from kvcore.parity.records import STATUSES, Record
+from kvcore.parity.records import STATUSES, Record, Report
+from kvcore.parity.show import summarise
 from kvcore.plugins import KnownGap
 from kvcore.spec import CacheSpec, LayerSpec, Window
 from tests.conformance import broken
@@ -141,6 +145,52 @@ def test_ladder_of_evidence(how: str, status: str, rungs: list[str]) -> None:
     assert [_reached(found, fits)[0] for _, _, fits in LADDER] == rungs
 
 
+def of(*records: Record) -> Report:
+    report = parity.run(SPEC, [broken.info()], only="append_window/*/packed/ragged")
+    return msgspec.structs.replace(report, checks=records)
+
+
+def test_the_strongest_evidence_comes_first_and_chips_with_equal_counts_are_one_column() -> None:
+    compiled = "TPU {}, compiled ahead of time by libtpu 1, not run"
+    ways = [compiled.format(chip) for chip in ("v4", "v5e", "v6e")] + ["cpu, Pallas TPU interpreter", "cpu", "cuda (x)"]
+    found = of(
+        *(record("verb/a/any/one", how=how) for how in ways),
+        record("verb/a/any/two", how="cuda (x)"),
+        record("verb/a/any/two", "disagree", how=ways[2], mismatches=1),
+    )
+    columns = evidence(summarise(found))
+    assert [(column.how, column.total.counts) for column in columns if column.total] == [
+        ("cuda (x)", {"agree": 2}),
+        ("cpu", {"agree": 1}),
+        ("cpu, Pallas TPU interpreter", {"agree": 1}),
+        (ways[2], {"agree": 1, "disagree": 1}),
+        ("TPU v4, v5e, compiled ahead of time by libtpu 1, not run", {"agree": 1}),
+    ]
+
+
+def test_a_dash_and_a_smaller_number_say_of_how_many() -> None:
+    found = of(
+        *(record(f"first/a/any/{number}", how="cuda (x)") for number in range(3)),
+        record("first/a/any/0", how="cpu"),
+        record("second/a/any/0", how="cpu"),
+    )
+    text = re.sub(r"<[^>]*>|\s+", " ", render(found))
+    assert re.search(r"first +3 +1 +of 3 ", text)
+    assert re.search(r"second +– +of 1 +1 ", text)
+    assert re.search(r"verbs with checks +1 of 2 +2 of 2 ", text)
+
+
+def test_runs_with_equal_versions_are_one_line() -> None:
+    report = parity.run(SPEC, [broken.info()], only="append_window/*/packed/ragged", command="one")
+    (run,) = report.runs
+    again = [
+        msgspec.structs.replace(run, command=command, how=how) for command, how in (("two", "cpu"), ("two", "gpu"))
+    ]
+    other = msgspec.structs.replace(run, versions={**run.versions, "numpy": "1"})
+    found = environments(msgspec.structs.replace(report, runs=(run, *again, other)))
+    assert [(one.ways, one.commands) for one in found] == [(("cpu", "gpu"), ("one", "two")), (("cpu",), ("one",))]
+
+
 def test_labels_of_formats_do_not_cover_one_another() -> None:
     crowd = [Quality(format=f"format_{n}", bits=8 + n / 10, error=0.02 + n / 1e4) for n in range(6)]
     picture = draw([*crowd, Quality(format="exact", bits=32.0, error=0.0)])
@@ -148,6 +198,15 @@ def test_labels_of_formats_do_not_cover_one_another() -> None:
     lines = sorted(point.label_y for point in picture.points)
     assert all(later - earlier >= LINE for earlier, later in pairwise(lines))
     assert all(point.label_y < picture.bottom for point in picture.points)
+
+
+@pytest.mark.skipif(browser.chromium() is None, reason="no Chromium on PATH")
+def test_the_page_fits_a_phone_and_its_table_keeps_its_head(mixed: str) -> None:
+    assert browser.layout(mixed) == []
+    wide = mixed.replace("<h1>", '<h1 style="width: 2000px">')
+    assert "pixels wide in a window of 390" in browser.layout(wide, (390,))[0]
+    loose = mixed.replace("position: sticky", "position: static").replace("max-height: 85vh", "max-height: 5rem")
+    assert browser.layout(loose, (390,)) == ["the table's head scrolls away at 390 pixels"]
 
 
 @pytest.mark.skipif(browser.chromium() is None, reason="no Chromium on PATH")
