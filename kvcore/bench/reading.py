@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.indexer import RUN
+from kvcore.backends.torch_triton import launch
 from kvcore.bench.workloads import BLOCK, DIM, ENTRY_BYTES, INDEX_DIM, RANDOM, Setting, Workload, fill, rotating
+from kvcore.kernels.triton.launches.indexer import RUN
 from kvcore.spec import FORMATS, Entries, IndexKeys, LayerSpec, Rope, Window
 from kvcore.step import StepRequest
 

@@ -104,7 +104,7 @@ class TorchExchange:
         """Merged outputs [T, H, d] with their last channels turned back by positions [T]."""
         if not out.is_cuda:
             return turned_back(out, positions, rope)
-        from kvcore.backends.torch_triton.launches.launch import calls
+        from kvcore.backends.torch_triton.launch import calls
 
         calls().turn_back_rows(out, positions, frequencies_of(rope, out.device))
         return out
@@ -126,7 +126,7 @@ class TorchExchange:
 
 def merged(parts, once, sink, like):
     """``TorchExchange.merge`` in one launch, of parts [shards, T, H, dim + 1] with their log-sums as the last value."""
-    from kvcore.backends.torch_triton.launches.launch import calls
+    from kvcore.backends.torch_triton.launch import calls
 
     out, lse = (None, None) if once is None else (once.out, once.lse)
     return Attention(*calls().join_shards(parts, out, lse, sink, like))

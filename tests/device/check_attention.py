@@ -5,8 +5,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvcore.backends.torch_triton import flash
-from kvcore.backends.torch_triton.launches import launch
+from kvcore.backends.torch_triton import flash, launch
 from kvcore.spec import Entries, LayerSpec, Rope, Window, Yarn
 from tests.device.reading_scene import attention, off, scene, turned_back
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from kvcore.backends.torch_triton import indexer
-from kvcore.backends.torch_triton.launches import indexer as launches
+from kvcore.kernels.triton.launches import indexer as launches
 from kvcore.spec import Entries, IndexKeys, LayerSpec
 from tests.device.reading_scene import off, scene, scores
 

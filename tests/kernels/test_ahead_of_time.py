@@ -13,10 +13,9 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcore.backends.torch_triton.launches.bound import tile  # noqa: E402
 from kvcore.kernels.triton import append, checksum, flush, gather, last_rows, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
-from kvcore.kernels.triton.shape import border_chunk, flush_shape, window_rows  # noqa: E402
+from kvcore.kernels.triton.shape import border_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402

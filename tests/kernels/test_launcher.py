@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kvcore.backends.torch_triton import run_triton
 from kvcore.backends.torch_triton.run_triton import Launcher
+from kvcore.kernels.triton.launches.launching import Kernel
 
 STREAM = 77
 
@@ -22,7 +23,7 @@ def copy_kernel(out_ptr, in_ptr, count, size, scale, ROWS: tl.constexpr, WIDE: t
     pass
 
 
-class Kernel:
+class Compiler:
     """Stands in for what ``triton.jit`` makes: remembers what was dispatched, and what its compiled form was given."""
 
     do_not_specialize = ("count",)
@@ -52,12 +53,12 @@ def device(monkeypatch):
 
 @pytest.fixture
 def kernel():
-    return Kernel()
+    return Compiler()
 
 
 @pytest.fixture
 def launch(kernel):
-    return Launcher(kernel, {"WIDE": True, "ROWS": 8}, 2)
+    return Launcher(Kernel(kernel, {"WIDE": True, "ROWS": 8}, 2))
 
 
 def array(dtype=torch.float32, shift=0):
@@ -67,7 +68,7 @@ def array(dtype=torch.float32, shift=0):
 def test_constants_are_told_by_the_kernels_names():
     for wrong in ({"ROWS": 8}, {"ROWS": 8, "WIDE": True, "OTHER": 1}):
         with pytest.raises(TypeError, match="ROWS"):
-            Launcher(Kernel(), wrong, 2)
+            Kernel(Compiler(), wrong, 2)
 
 
 def test_the_first_call_is_dispatched_and_the_next_is_the_compiled_kernels(kernel, launch):

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.backends.torch_triton.launches.indexer import ROUND
 from kvcore.kernels.triton import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
 from kvcore.kernels.triton.cut import (
     FEW,
@@ -16,6 +15,7 @@ from kvcore.kernels.triton.cut import (
     parts_of_each,
     plain_record,
 )
+from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.lists import room_for, tile_for
 from kvcore.kernels.triton.record import power_of_two, row_record
 from kvcore.kernels.triton.score_cut import CUTS, nibbles, score_parts

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.backends.torch_triton.launches.bound import TAILS
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.kernels.triton.launches.launching import TAILS
 from kvcore.kernels.triton.tail import TailRecord, tail_record
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets

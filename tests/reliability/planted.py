@@ -193,7 +193,7 @@ WAYS: dict[str, tuple[Run, ...]] = {
     **{
         file: (kit("torch_triton", checks, **INTERPRETED), suite("tests/kernels/test_interpreter.py"))
         for name, checks in TRITON_CHECKS.items()
-        for file in (f"{TRITON}/{name}.py", f"{TORCH}/launches/{name}.py")
+        for file in (f"{TRITON}/{name}.py", f"{TRITON}/launches/{name}.py")
     },
     f"{TORCH}/*": (
         kit("torch_triton"),

@@ -132,7 +132,7 @@ def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor
     caches = flash_pages.k_cache(ring), None if paged is None else flash_pages.k_cache(paged)
     if hasattr(ops, "workspaces"):
         # One launch where torch would take a dozen.
-        from kvcore.backends.torch_triton.launches import launch
+        from kvcore.backends.torch_triton import launch
 
         picks = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
         sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, ALIGNED]

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.attention import chip_of
+from kvcore.backends.torch_triton import launch
 from kvcore.kernels.triton import kv_cuts
 from kvcore.ops import Attention, bounds
 from kvcore.ops.choices import Declined
@@ -64,7 +63,7 @@ def attend_kv(ops, pools, layer, index, q, k, v, *, columns, sink, scale) -> Att
     component = ops.component(layer, "kv")
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     seen = min(columns, component.window or component.chunk or columns)
-    chip, (tokens, heads, dim) = chip_of(torch.device(ops.device)), q.shape
+    chip, (tokens, heads, dim) = launch.chip_of(torch.device(ops.device)), q.shape
     key_record, value_record = (launch.BOUND[number].record for number, _, _ in found.bound)
     work = kv_cuts.work_for(tokens, len(index.slots), heads, key_record.heads, value_record.heads)
     cut = kv_cuts.cut_for(chip, found.sides)

@@ -6,11 +6,8 @@ CUDA graph gives a pool of its own; everything else that a call writes lies in w
 
 import torch
 
-from kvcore.backends.torch_triton import flash, kv_reading
+from kvcore.backends.torch_triton import flash, kv_reading, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
-from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.attention import cut_of
-from kvcore.backends.torch_triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton.cut import (
     attended,
@@ -18,6 +15,8 @@ from kvcore.kernels.triton.cut import (
     plain_record,
     takes_whole,
 )
+from kvcore.kernels.triton.launches.attention import cut_of
+from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.lists import MOST_PICKS, select_workspace
 from kvcore.kernels.triton.record import power_of_two
 from kvcore.kernels.triton.score_cut import scored
@@ -137,7 +136,7 @@ class ReadingVerbs(TorchOps):
             picks = selected.shape[1]
         keys, bf16 = span + picks, q.dtype == torch.bfloat16
         numbers = -1 if window is None else window[0], -1 if entries is None else entries[0]
-        splits = cut_of(q.device, *numbers, bf16, tokens, heads, keys, selected is not None).splits
+        splits = cut_of(launch.chip_of(q.device), *numbers, bf16, tokens, heads, keys, selected is not None).splits
         workspace = self.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
         out, lse = launch.calls().attend_rows(
             q.contiguous(),
@@ -216,7 +215,7 @@ class ReadingVerbs(TorchOps):
             return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
         number, names = bound
         run = run or RUN
-        *room, held = best_workspace(runs_of(len(q), columns, run, k, q.device), k)
+        *room, held = best_workspace(runs_of(launch.chip_of(q.device), len(q), columns, run, k), k)
         return launch.calls().score_select_rows(
             q.contiguous(),
             weights.contiguous(),

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from kvcore.backends.torch_triton import flash, kv_reading, strips
+from kvcore.backends.torch_triton import flash, kv_reading, launch, strips
 from kvcore.backends.torch_triton.backend import WITHOUT_KERNEL
-from kvcore.backends.torch_triton.launches import launch
 from kvcore.kernels.triton.lists import MOST_PICKS
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF

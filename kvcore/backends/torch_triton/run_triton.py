@@ -1,59 +1,129 @@
-"""How a kernel is launched on torch tensors: bound once to its constants, then by the shortest way that Triton has.
+"""How kernels run on torch tensors: what ``kernels.triton.launches`` asks of a framework, and launches themselves.
 
 ``kernel[grid](...)`` specialises every argument and looks up the compiled kernel by all of them, tens of microseconds
-a launch. A ``Launcher`` knows its constants and keeps what was compiled by the little that may differ between its
-calls: the device, dtypes, whether addresses are multiples of 16 bytes, and what Triton makes of the integers that it
-specialises. Whatever is out of the ordinary (the interpreter, hooks of a profiler, integers of 64 bits) goes to Triton.
+a launch. A ``Launcher`` keeps what was compiled for a kernel and its constants by the little that may differ between
+its calls: the device, dtypes, whether addresses are multiples of 16 bytes, and what Triton makes of the integers that
+it specialises. Whatever is out of the ordinary (the interpreter, hooks of a profiler, integers of 64 bits) goes to
+Triton.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
-import triton.language as tl
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from kvcore.kernels.triton.device import INTERPRETED
+from kvcore.kernels.triton import device
+from kvcore.kernels.triton.device import INTERPRETED, INTERPRETER, Chip
+from kvcore.kernels.triton.launches.launching import Kernel
 
+_ADDRESS, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
 MOST_INT32 = (1 << 31) - 1
 ALIGNED = 16
 """Bytes that Triton asks whether an address, or an integer, is a multiple of."""
 
+float32, bfloat16 = torch.float32, torch.bfloat16
+int64, int32, int8, flag = torch.int64, torch.int32, torch.int8, torch.bool
+
+
+@cache
+def chip_of(device: torch.device) -> Chip:
+    """A device as the cuts know it."""
+    if INTERPRETED:
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Chip(10 * major + minor, found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+@cache
+def is_native(where: torch.device) -> bool:
+    """``device.native``, looked up once a device."""
+    if INTERPRETED or where.type != "cuda":
+        return False
+    return device.native(chip_of(where).capability)
+
+
+def chip(array: Tensor) -> Chip:
+    """The device of a tensor, as the cuts know it."""
+    return chip_of(array.device)
+
+
+def native(array: Tensor) -> bool:
+    """``is_native`` of the device of a tensor."""
+    return is_native(array.device)
+
+
+empty_like = torch.empty_like
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor that a kernel fills, on the device of another."""
+    return like.new_empty(shape, dtype=dtype)
+
+
+def filled(shape: Sequence[int], value: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor of one value."""
+    return like.new_full(shape, value, dtype=dtype)
+
+
+def part(room: Tensor, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``room`` from ``first`` on: kernels know how much of it they take."""
+    return room[first:] if first else room
+
+
+def view(array: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as elements of another dtype."""
+    return array.view(dtype)
+
+
+def words(pool: Tensor) -> Tensor:
+    """Bytes [units, bytes] as int32 where units begin on multiples of 4 bytes, else as they are."""
+    return pool.view(int32) if pool.shape[1] % 4 == 0 and pool.data_ptr() % 4 == 0 else pool
+
+
+def dense(array: Tensor) -> Tensor:
+    """The tensor without gaps."""
+    return array.contiguous()
+
+
+def aligned(array: Tensor) -> Tensor:
+    """Contiguous values that start on a 16-byte boundary, as wide loads need; a copy only where they don't.
+
+    Asked inside an operator: while ``torch.compile`` traces, nobody knows where a tensor starts.
+    """
+    array = array.contiguous()
+    return array.clone() if array.storage_offset() * array.itemsize % ALIGNED else array
+
+
+def run(kernel: Kernel, grid: tuple[int, ...], arrays: Sequence[Tensor], numbers: tuple[Any, ...]) -> None:
+    """Launch ``grid`` programs on tensors and numbers, in the order of the kernel's parameters."""
+    launcher = kernel.launcher
+    if launcher is None:
+        launcher = kernel.launcher = Launcher(kernel)
+    launcher(grid, arrays, numbers)
+
 
 class Launcher:
-    """One kernel with its constants.
+    """Launches one kernel with its constants.
 
-    Args:
-        kernel: what ``triton.jit`` made; its parameters are arrays, then numbers, then constants.
-        constants: by the names of the kernel's ``constexpr`` parameters.
-        warps: of a program.
-        options: what else the compiler is told; products and sums are never contracted where ``fused`` is not set.
-
-    Raises:
-        TypeError: the constants' names are not the kernel's.
+    Products and sums are never contracted where the kernel is not ``fused``: stored bits are the same on every device.
     """
 
     __slots__ = ("_by_kind", "_constants", "_kernel", "_options", "_specialised")
 
-    def __init__(
-        self, kernel: Any, constants: Mapping[str, Any], warps: int, *, fused: bool = False, **options: Any
-    ) -> None:
-        parameters = inspect.signature(kernel.fn).parameters.values()
-        every = [parameter.name for parameter in parameters]
-        names = [parameter.name for parameter in parameters if parameter.annotation is tl.constexpr]
-        given = [name for name in every if name not in names]
-        if set(names) != set(constants) or every != [*given, *names]:
-            raise TypeError(f"{kernel.__name__} takes {names} behind its other parameters, not {[*constants]}")
-        self._kernel = kernel
-        self._constants = tuple(constants[name] for name in names)
-        self._options = {"num_warps": warps, **options}
-        if not fused and not INTERPRETED:
-            # Stored bits are the same on every device.
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel.kernel
+        self._constants = tuple(kernel.constants.values())
+        self._options = {"num_warps": kernel.warps, **kernel.options}
+        if not kernel.fused and not INTERPRETED:
             self._options["enable_fp_fusion"] = False
-        numbers = [name for name in given if not name.endswith("_ptr")]
-        plain = [] if INTERPRETED else kernel.do_not_specialize
+        numbers = [name for name in kernel.names if not name.endswith("_ptr")]
+        plain = [] if INTERPRETED else self._kernel.do_not_specialize
         self._specialised = tuple(n for n, name in enumerate(numbers) if name not in plain)
         self._by_kind: dict[Any, Any] = {}
 
@@ -62,18 +132,18 @@ class Launcher:
         if INTERPRETED or _watched() or self._kernel.pre_run_hooks:
             self._kernel[grid](*arrays, *numbers, *self._constants, **self._options)
             return
-        addresses = [array.data_ptr() for array in arrays]
+        addresses = [*map(_ADDRESS, arrays)]
         low = 0
         for address in addresses:
             low |= address
         active: Any = driver.active
         device = active.get_current_device()
-        kind = (
-            device,
-            low % ALIGNED == 0 or tuple(address % ALIGNED == 0 for address in addresses),
-            *[array.dtype for array in arrays],
-            *[self._kind(numbers[n]) for n in self._specialised],
-        )
+        whole = low % ALIGNED == 0 or tuple([address % ALIGNED == 0 for address in addresses])
+        kind = (device, whole, *map(_DTYPE, arrays))
+        for n in self._specialised:
+            # What Triton makes of a number that it specialises.
+            number = numbers[n]
+            kind += ((number == 1, number % ALIGNED == 0) if type(number) is int else True,)
         narrow = max(numbers, default=0) <= MOST_INT32
         compiled = self._by_kind.get(kind) if narrow else None
         if compiled is None:
@@ -81,7 +151,7 @@ class Launcher:
             if narrow:
                 self._by_kind[kind] = compiled
             return
-        width, height = (*grid, 1)[:2]
+        width, height = grid if len(grid) == 2 else (grid[0], 1)
         compiled.run(
             width,
             height,
@@ -96,11 +166,6 @@ class Launcher:
             *numbers,
             *self._constants,
         )
-
-    @staticmethod
-    def _kind(number: Any) -> Any:
-        """What Triton makes of a number that it specialises."""
-        return type(number) is not int or (number == 1, number % ALIGNED == 0)
 
 
 def _watched() -> bool:

@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.backends.torch_triton.launches.strips import ENTRY, WORDS
 from kvcore.digest import region_salt
 from kvcore.kernels.triton import checksum
+from kvcore.kernels.triton.strips import ENTRY
 from kvcore.plan import Region
 
+MOST_WIDE = 8
+"""Bytes of the widest word."""
 SIZES = 9
 """Leading integers of an entry that are bytes before they become words; of a pool's address only multiples matter."""
 
@@ -88,7 +90,7 @@ def of_move(plan, pools, strips, grain, *, store):
     whole = np.array(entries, np.int64).reshape(-1, ENTRY)
     if not len(whole):
         return []
-    widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(grain, max(WORDS)))
+    widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(grain, MOST_WIDE))
     found = []
     for width in np.unique(widths).tolist():
         table = whole[widths == width]

@@ -5,13 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvcore.backends.torch_triton import strips as tables
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
-from kvcore.backends.torch_triton.launches.launch import calls
-from kvcore.backends.torch_triton.launches.strips import move_strips
+from kvcore.backends.torch_triton.launch import calls
+from kvcore.digest import MASK
 from kvcore.pools import fresh_unit
 
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""What pages are copied in, by bytes."""
 MOST_POOLS = 3
 """Pools of a region that a launch takes."""
 
@@ -88,7 +91,9 @@ class LifeOps(TorchOps):
     @recording_nothing
     def digest_rows(self, raw, salt):
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
-        return calls().digest_lanes(raw.rows.contiguous(), raw.positions.int().contiguous(), salt)
+        # A row's last word is filled up with zeros.
+        words = pad(raw.rows, (0, -raw.rows.shape[2] % 4)).contiguous().view(torch.int32)
+        return _unsigned(calls().digest_lanes(words, raw.positions.int().contiguous(), salt))
 
     @recording_nothing
     def digest_strips(self, pages, strips, first_page):
@@ -96,7 +101,9 @@ class LifeOps(TorchOps):
         if isinstance(pages, np.ndarray):
             return super().digest_strips(pages, strips, first_page)
         table = tables.of_digest(tuple(strips), _grain(pages))
-        return None if table is None else calls().digest_strips(pages, self.asarray(table), first_page)
+        if table is None:
+            return None
+        return _unsigned(calls().digest_strips(_words(pages, torch.int32), self.asarray(table), first_page))
 
     @recording_nothing
     def move_strips(self, pools, pages, strips, units, *, store=False):
@@ -111,7 +118,7 @@ class LifeOps(TorchOps):
             return False
         units = self._units(units)
         for width, table in found:
-            move_strips(pages, units, self.asarray(table), width, store)
+            calls().move_strips(_words(pages, WORDS[width]), units, self.asarray(table), store)
         return True
 
     @recording_nothing
@@ -166,6 +173,16 @@ class LifeOps(TorchOps):
             with torch.inference_mode(False):
                 self._fresh[name] = None if fresh is None else self.bytes_of(fresh)
         return self._fresh[name]
+
+
+def _words(pages, dtype):
+    """Pages [n, bytes] as words."""
+    # Tensors without elements may have strides that ``view`` refuses.
+    return pages.view(dtype) if pages.numel() else pages.new_empty((len(pages), 0), dtype=dtype)
+
+
+def _unsigned(lanes):
+    return lanes.long() & MASK
 
 
 def _grain(pages):

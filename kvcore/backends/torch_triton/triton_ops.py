@@ -7,10 +7,8 @@ integers that change from step to step, so a decode step can be captured in a CU
 
 import torch
 
-from kvcore.backends.torch_triton import reasons
+from kvcore.backends.torch_triton import launch, reasons
 from kvcore.backends.torch_triton.backend import recording_nothing
-from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.bound import TAILS
 from kvcore.backends.torch_triton.reading import ReadingVerbs
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.backends.torch_triton.triton_life import LifeOps
@@ -405,7 +403,7 @@ class TritonOps(ReadingVerbs, LifeOps):
     def _tails_apart(self, layer, index, kv):
         bound = self.tail_bound(layer, "tail")
         count, requests = len(index.positions), len(index.slots)
-        return bound is not None and tails_apart(TAILS[bound[0]].record, count, requests, kv.itemsize)
+        return bound is not None and tails_apart(launch.TAILS[bound[0]].record, count, requests, kv.itemsize)
 
     def _spare(self, layer):
         """New tokens of a request that overwrite nothing that a window closing in the same step still needs."""

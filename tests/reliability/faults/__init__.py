@@ -35,7 +35,7 @@ FAULTS: list[Fault] = [
     *_faults("kvcore", core.TABLE),
     *_faults("kvcore/backends/torch_triton", torch_cpu.TABLE),
     *_faults("kvcore/kernels/triton", kernels.TRITON),
-    *_faults("kvcore/backends/torch_triton/launches", kernels.LAUNCHES),
+    *_faults("kvcore/kernels/triton/launches", kernels.LAUNCHES),
     *_faults("kvcore/backends/jax_pallas", jax_cpu.TABLE),
     *_faults("kvcore/backends/jax_pallas/pallas", kernels.PALLAS),
 ]

@@ -1,1 +1,0 @@
-"""Launches of the Triton kernels, from torch tensors and the numbers of bound records."""

@@ -1,0 +1,13 @@
+"""Launches of the Triton kernels, said once for every framework of arrays; ``launching`` tells what one is made of.
+
+``LAUNCHES`` has all by name, family by family: the write path (``write``), gathers (``read``), the flush (``flush``),
+attention (``attention``, ``kv_attention``), the indexer (``indexer``, ``topk``), bytes that move (``units``), and what
+is made of others' answers (``answers``).
+"""
+
+from kvcore.kernels.triton.launches import answers, attention, flush, indexer, kv_attention, read, topk, units, write
+from kvcore.kernels.triton.launches.launching import LAUNCHES
+
+FAMILIES = write, read, flush, attention, kv_attention, indexer, topk, units, answers
+
+__all__ = ["FAMILIES", "LAUNCHES"]

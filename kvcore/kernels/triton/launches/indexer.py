@@ -1,0 +1,161 @@
+"""Launches of the indexer: scores of encoded keys, and the best k of them without keeping all."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from kvcore.kernels.triton import scores
+from kvcore.kernels.triton.device import INTERPRETED, Chip
+from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
+from kvcore.kernels.triton.launches.topk import Lists, rank_lists
+from kvcore.kernels.triton.lists import workspace
+from kvcore.kernels.triton.record import ceil_div, power_of_two
+from kvcore.kernels.triton.score_cut import ScoreCut, score_cut, score_tiles
+from kvcore.kernels.triton.shape import tile
+
+RUN, MOST_RUNS = 8192, 128
+"""Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
+RUNS_AT_ONCE = 2048
+"""Runs whose lists are kept at a time: 40 MiB for 512 picks, and programs for some waves."""
+ROUND = 1024
+"""Keys of a run whose scores are kept at a time."""
+REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
+"""Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
+NO_FLOOR = -(1 << 31)
+"""Below every score's order."""
+MOST_BEST = 2048
+"""Picks that a list of a run is made for: its cut holds twice as many pairs in registers."""
+
+
+@cache
+def _cut(record: int, heads: int, native: bool) -> tuple[ScoreCut, dict[str, Any]]:
+    return score_cut(BOUND[record].record, heads, native)
+
+
+@cache
+def _scores(record: int, heads: int, native: bool, ratio: int, tiles: int) -> Kernel:
+    cut, constants = _cut(record, heads, native)
+    constants = {**constants, "RATIO": ratio, "TILES": tiles}
+    return Kernel(scores.scores_kernel, constants, cut.warps, writes=("out",), fused=True)
+
+
+@cache
+def _best_scores(record: int, heads: int, native: bool, ratio: int, room: int) -> Kernel:
+    cut, constants = _cut(record, heads, native)
+    constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
+    writes = "pairs", "counts", "scores", "floors"
+    return Kernel(scores.best_scores_kernel, constants, cut.warps, writes=writes, fused=True, **REGISTERS)
+
+
+@cache
+def _rotation(record: int, rows: int, warps: int, native: bool) -> Kernel:
+    constants = {"R": BOUND[record].record, "ROWS": rows, "NATIVE": native}
+    return Kernel(scores.rotate_kernel, constants, warps, writes=("out",))
+
+
+def _rotated(to: Framework, q: Array, room: Array, number: int) -> Array:
+    """Queries as keys of the format are stored: rotated where those are, into ``room``."""
+    record = BOUND[number].record
+    if not record.hadamard:
+        return q
+    count = q.shape[0] * q.shape[1]
+    rotated = to.part(room, 0, q.shape, to.bfloat16)
+    rows, warps = tile(record, count)
+    to.run(_rotation(number, rows, warps, to.native(q)), (ceil_div(count, rows),), (rotated, q), (count,))
+    return rotated
+
+
+def _scores_out(to: Framework, q: Array, columns: int) -> Array:
+    return to.empty((q.shape[0], columns), to.float32, q)
+
+
+@launch("rotated", outputs=_scores_out)
+def score_rows(
+    to: Framework, q: Array, weights: Array, positions: Array, request_index: Array, block_table: Array,
+    buffers: list[Array], rotated: Array, record: int, ratio: int, columns: int,
+) -> Array:  # fmt: skip
+    """Scores [tokens, columns] of q [tokens, heads, dim] and weights [tokens, heads], all contiguous.
+
+    Args:
+        buffers: the keys' pools.
+        rotated: bf16, room for q where the format's keys are rotated.
+    """
+    out = _scores_out(to, q, columns)
+    tokens, heads, _ = q.shape
+    if not tokens * columns:
+        return out
+    native = to.native(q)
+    keys = _cut(record, heads, native)[0].keys
+    tiles = score_tiles(to.chip(q).multiprocessors, tokens, columns, keys)
+    pools = BOUND[record].given(buffers)
+    q = _rotated(to, q, rotated, record)
+    to.run(
+        _scores(record, heads, native, ratio, tiles),
+        (tokens * ceil_div(columns, keys * tiles),),
+        (out, q, weights, *pools, positions, request_index, block_table),
+        (tokens, heads, columns, block_table.shape[1]),
+    )
+    return out
+
+
+class Runs(NamedTuple):
+    """Runs of a query, keys of each; queries whose runs are kept at a time; pairs that a run's list has room for."""
+
+    runs: int
+    keys: int
+    tokens: int
+    room: int
+
+
+def runs_of(chip: Chip, tokens: int, columns: int, run: int, k: int) -> Runs:
+    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
+    keys = min(run, ceil_div(tokens * columns, 8 * chip.multiprocessors))
+    runs = max(1, min(MOST_RUNS, ceil_div(columns, max(keys, 16))))
+    room = max(2 * ROUND, 2 * power_of_two(k))
+    return Runs(runs, ceil_div(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
+
+
+def best_workspace(runs: Runs, k: int) -> tuple[int, int, int]:
+    """Pairs, counts and scores that ``score_select_rows`` needs."""
+    return *workspace(runs.tokens, runs.runs, runs.room, power_of_two(k), k), runs.tokens * runs.runs * ROUND
+
+
+def _score_select_out(to: Framework, q: Array, k: int) -> Array:
+    return to.empty((q.shape[0], k), to.int32, q)
+
+
+@launch("rotated", "pairs", "counts", "held", outputs=_score_select_out)
+def score_select_rows(
+    to: Framework, q: Array, weights: Array, positions: Array, request_index: Array, block_table: Array,
+    buffers: list[Array], rotated: Array, pairs: Array, counts: Array, held: Array, record: int, ratio: int,
+    columns: int, k: int, run: int,
+) -> Array:  # fmt: skip
+    """The best k <= MOST_BEST of the first ``columns`` entries of every query; scores are never all in memory.
+
+    Args:
+        pairs, counts, held: int64, int32 and fp32, as many as ``best_workspace`` says.
+        run: entries of a program.
+    """
+    out = _score_select_out(to, q, k)
+    tokens, heads, _ = q.shape
+    if not tokens * k:
+        return out
+    runs = runs_of(to.chip(q), tokens, columns, run, k)
+    kernel = _best_scores(record, heads, to.native(q), ratio, runs.room)
+    pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
+    q = _rotated(to, q, rotated, record)
+    for start in range(0, tokens, runs.tokens):
+        some = min(runs.tokens, tokens - start)
+        chosen = to.part(out, start, (some, k), to.int32)
+        step = [
+            to.part(each, start, (some, *each.shape[1:]), each.dtype) for each in (q, weights, positions, request_index)
+        ]
+        floors = to.filled((some,), NO_FLOOR, to.int32, chosen)
+        to.run(
+            kernel,
+            (some * runs.runs,),
+            (pairs, counts, held, floors, *step[:2], *pools, *step[2:], block_table),
+            (some, heads, runs.runs, columns, block_table.shape[1], runs.keys, k, most),
+        )
+        lists = Lists(pairs, counts, runs.runs, runs.room, power_of_two(k))
+        rank_lists(to, chosen, some, lists, (pairs, counts), k)
+    return out

@@ -1,0 +1,91 @@
+"""The launch of classic attention: its kernel, and the merge of its parts."""
+
+from functools import cache, lru_cache
+from typing import Any
+
+from kvcore.kernels.triton import attend_kv
+from kvcore.kernels.triton.cut import LOG2_E
+from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.kv_cuts import Work, cut_for, sides_of, span_of, whole_tiles, work_for
+from kvcore.kernels.triton.launches.attention import merged
+from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
+
+
+def _outputs(to: Framework, q: Array, records: list[int]) -> tuple[Array, Array]:
+    shape = *q.shape[:2], BOUND[records[1]].record.dim
+    return to.empty(shape, q.dtype, q), to.empty(shape[:2], to.float32, q)
+
+
+@launch("workspace", outputs=_outputs)
+def attend_kv_rows(
+    to: Framework, q: Array, sink: Array | None, own_keys: Array | None, own_values: Array | None, positions: Array,
+    request_index: Array, slots: Array, starts: Array, block_table: Array, left_padding: Array | None,
+    keys: list[Array], values: list[Array], workspace: Array, records: list[int], sizes: list[int], scale: float,
+    bf16: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention of q [tokens, heads, key dim], contiguous: out [tokens, heads, value dim] and lse [tokens, heads].
+
+    Args:
+        own_keys, own_values: [tokens, heads, row_bytes] canonical rows of the step where the pools do not hold them.
+        keys, values: the pools' buffers.
+        workspace: fp32, for ``splits`` · tokens · heads · (value dim + 1) numbers where ``splits`` > 1.
+        records: of the keys, the values, the own keys and values; -1 where there are none.
+        sizes: window and chunk (0 without), splits.
+        bf16: operands may be multiplied in bf16 where they are bf16 numbers.
+    """
+    out, lse = _outputs(to, q, records)
+    tokens, heads, _ = q.shape
+    if not tokens:
+        return out, lse
+    window, chunk, splits = sizes
+    native = to.native(q)
+    work, kernel = _attend(*records, to.chip(q), bf16, tokens, slots.shape[0], heads, left_padding is not None, native)
+    beside, partial, sums = lse if sink is None else sink, out, lse
+    if splits > 1:
+        partial = to.part(workspace, 0, (splits, *out.shape), to.float32)
+        sums = to.part(workspace, splits * tokens * heads * out.shape[2], (splits, tokens, heads), to.float32)
+    to.run(
+        kernel,
+        (work.programs * splits,),
+        (
+            out, lse, partial, sums, q, beside, *BOUND[records[0]].given(keys), *BOUND[records[1]].given(values),
+            positions if own_keys is None else own_keys, positions if own_values is None else own_values,
+            positions, request_index, slots, starts, block_table, starts if left_padding is None else left_padding,
+        ),
+        (tokens, heads, work.each, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E),
+    )  # fmt: skip
+    if splits > 1:
+        to.run(
+            merged(out.shape[2], splits, sink is not None, 0, native),
+            (tokens * heads,),
+            (out, lse, partial, sums, beside, positions, positions),
+            (heads, splits),
+        )
+    return out, lse
+
+
+@lru_cache(4096)
+def _attend(
+    keys: int, values: int, own_keys: int, own_values: int, chip: Chip, bf16: bool, tokens: int, requests: int,
+    heads: int, left: bool, native: bool,
+) -> tuple[Work, Kernel]:  # fmt: skip
+    k, v = BOUND[keys].record, BOUND[values].record
+    own = (BOUND[own_keys].record, BOUND[own_values].record) if own_keys >= 0 else None
+    sides = sides_of(k, v, own, bf16=bf16, native=native)
+    assert sides is not None
+    work, cut = work_for(tokens, requests, heads, k.heads, v.heads), cut_for(chip, sides)
+    span = span_of(work.each)
+    constants = {
+        "K": k, "V": v, "NK": own[0] if own else k, "NV": own[1] if own else v, "SK": sides[0], "SV": sides[1],
+        "OWN": own is not None, "LEFT": left, "GROUPS": work.groups, "HEADS": work.heads, "SPAN": span,
+        "ROWS": max(16, work.heads * span), "KEYS": cut.keys, "WHOLE": whole_tiles(k, cut), "STAGES": cut.stages,
+        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": native,
+    }  # fmt: skip
+    return work, _kernel(tuple(constants.items()), cut.warps)
+
+
+@cache
+def _kernel(constants: tuple[tuple[str, Any], ...], warps: int) -> Kernel:
+    """One for all calls that are cut alike."""
+    writes = "out", "lse", "partial", "partial_lse"
+    return Kernel(attend_kv.attend_kv_kernel, dict(constants), warps, writes=writes, fused=True)

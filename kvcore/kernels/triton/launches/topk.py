@@ -1,0 +1,99 @@
+"""Launches of top-k: the best of every tile of a row, merged until one list is left, then ranked."""
+
+from functools import cache
+from typing import NamedTuple
+
+from kvcore.kernels.triton import topk
+from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
+from kvcore.kernels.triton.lists import (
+    OTHERS,
+    RANKED,
+    Tile,
+    aligned_to_four,
+    enough,
+    merges,
+    room_for,
+    rows_at_once,
+    shares_for,
+    tile_for,
+)
+from kvcore.kernels.triton.record import ceil_div
+
+
+class Lists(NamedTuple):
+    """Lists of pairs: ``parts`` a row, ``room`` apart, no more than ``most`` pairs in each."""
+
+    pairs: Array
+    counts: Array
+    parts: int
+    room: int
+    most: int
+
+
+@cache
+def _best(tile: Tile, room: int, most: int) -> Kernel:
+    constants = {"PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room, "LIST": most}
+    return Kernel(topk.best_kernel, constants, tile.warps, writes=("pairs", "counts"), fused=True)
+
+
+@cache
+def _rank() -> Kernel:
+    return Kernel(topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}, writes=("picks",), fused=True)
+
+
+def _lists(to: Framework, room: tuple[Array, Array], pairs: int, counts: int, shape: tuple[int, int, int]):
+    """Lists of that shape, rows, parts, room, behind so many pairs and counts in ``room``: pairs and counts."""
+    return to.part(room[0], pairs, shape, to.int64), to.part(room[1], counts, shape[:2], to.int32)
+
+
+def _select_out(to: Framework, scores: Array, k: int) -> Array:
+    return to.empty((scores.shape[0], k), to.int32, scores)
+
+
+@launch("pairs", "counts", outputs=_select_out)
+def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: int) -> Array:
+    """The best k <= MOST_PICKS of scores [tokens, columns], contiguous -> [tokens, k].
+
+    Args:
+        pairs, counts: int64 and int32, as many as ``select_workspace`` says.
+    """
+    tokens, columns = scores.shape
+    if not columns:
+        return to.filled((tokens, k), -1, to.int32, scores)
+    out = _select_out(to, scores, k)
+    if not tokens * k:
+        return out
+    tile, room = tile_for(k, columns), room_for(k)
+    parts = ceil_div(columns, tile.hands * tile.deep)
+    most = rows_at_once(parts)
+    for start in range(0, tokens, most):
+        some = min(most, tokens - start)
+        rows = to.part(scores, start, (some, columns), to.float32)
+        best, numbers = _lists(to, (pairs, counts), 0, 0, (some, parts, room))
+        to.run(
+            _best(tile, room, 0),
+            (some * parts,),
+            (best, numbers, rows, numbers),
+            (columns, columns, k, enough(k), parts),
+        )
+        picks = to.part(out, start, (some, k), to.int32)
+        rank_lists(to, picks, some, Lists(best, numbers, parts, room, room), (pairs, counts), k)
+    return out
+
+
+def rank_lists(to: Framework, picks: Array, rows: int, lists: Lists, space: tuple[Array, Array], k: int) -> None:
+    """The best k of every row's lists -> picks [rows, k]; lists of fewer lists are written behind them in ``space``."""
+    pairs, counts, parts, room, most = lists
+    before, counted = 0, 0
+    for one in merges(parts, room, most, k):
+        before, counted = before + rows * one.given * one.line, counted + aligned_to_four(rows * one.given)
+        merged, numbers = _lists(to, space, before, counted, (rows, one.parts, one.room))
+        to.run(
+            _best(one.tile, one.room, one.most),
+            (rows * one.parts,),
+            (merged, numbers, pairs, counts),
+            (one.given, one.line, k, enough(k), one.parts),
+        )
+        pairs, counts, room, most = merged, numbers, one.room, one.room
+    shares = shares_for(to.chip(picks).multiprocessors, rows, most)
+    to.run(_rank(), (rows * shares,), (picks, pairs, counts), (room, k, shares))
