@@ -1,6 +1,6 @@
 """Checks of the kit on the JAX backend with its Triton launches interpreted; in a process of its own, see the test.
 
-What ``cuda.call.launch`` asks of jax-triton is done here by Triton's interpreter: arrays go out of the jitted program
+What ``run_triton.launch`` asks of jax-triton is done here by Triton's interpreter: arrays go out of the jitted program
 to torch tensors and come back. Everything else is as on CUDA: what verbs give to which kernel, cut how, written where.
 """
 
@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import torch
 
-from kvcore.backends.jax_pallas.cuda import arguments as shared
-from kvcore.backends.jax_pallas.cuda import attend, choice, indexer
-from kvcore.backends.jax_pallas.cuda.call import As
+from kvcore.backends.jax_pallas import choice, run_triton
+from kvcore.backends.jax_pallas.run_triton import As
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.kernels.triton.device import INTERPRETER
@@ -32,7 +31,7 @@ LAUNCHED: set[str] = set()
 
 
 def launch(kernel, grid, arguments, *, written=(), zeroed=(), **options):
-    """``cuda.call.launch`` by the interpreter; fresh outputs hold 0xFF where the kernel writes nothing."""
+    """``run_triton.launch`` by the interpreter; fresh outputs hold 0xFF where the kernel writes nothing."""
     del options  # of the compiler
     names = list(inspect.signature(kernel.fn).parameters)
     assert set(names) == set(arguments), set(names) ^ set(arguments)
@@ -83,9 +82,9 @@ def array(held, like):
 
 
 def main(wanted):
-    shared.launch = launch
-    shared.capability = lambda: 80
-    attend.chip = indexer.chip = lambda: INTERPRETER
+    run_triton.launch = launch
+    run_triton.capability = lambda: 80
+    run_triton.chip = lambda _: INTERPRETER
     choice.chosen = lambda _: "triton"
     checks = {check.id: check for check in checks_of(conformance_spec())}
     subject = Subject(registry().backends["jax_pallas"])

@@ -14,15 +14,15 @@ os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
 from benchmarks import two_gpus_kernels
-from kvcore.backends.jax_pallas.cuda import arguments, attend, indexer
+from kvcore.backends.jax_pallas import run_triton
 from kvcore.kernels.triton.device import INTERPRETER
 from tests.frameworks import interpreted_launches
 
 
 def main(axes: list[str]) -> None:
-    arguments.launch = interpreted_launches.launch
-    arguments.capability = lambda: 80
-    attend.chip = indexer.chip = lambda: INTERPRETER
+    run_triton.launch = interpreted_launches.launch
+    run_triton.capability = lambda: 80
+    run_triton.chip = lambda _: INTERPRETER
     for axis in axes:
         interpreted_launches.LAUNCHED.clear()
         found = two_gpus_kernels.measured(axis, "triton", two_gpus_kernels.TINY)

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvcore.backends.jax_pallas import JaxOps
-from kvcore.backends.jax_pallas.cuda import arguments, attend, call, indexer
+from kvcore.backends.jax_pallas import JaxOps, run_triton
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.kernels.triton.device import Chip
 from kvcore.plan import plan_cache
@@ -150,9 +149,8 @@ def ops() -> JaxOps:
 
 def lowered(ops: JaxOps, function, inputs, monkeypatch: pytest.MonkeyPatch, *, donated: bool = True) -> str:
     """StableHLO for an H100 of a function of pools, index and inputs."""
-    monkeypatch.setattr(arguments, "capability", lambda: 90)
-    for module in (attend, indexer):
-        monkeypatch.setattr(module, "chip", lambda: Chip(90, 132, 227 << 10))
+    monkeypatch.setattr(run_triton, "capability", lambda: 90)
+    monkeypatch.setattr(run_triton, "chip", lambda _: Chip(90, 132, 227 << 10))
 
     def empty(*given):
         units, _, _, region, buffer = given
@@ -216,11 +214,11 @@ def test_keys_and_values_are_one_launch_each(ops: JaxOps, monkeypatch: pytest.Mo
 
 
 def test_layers_of_one_kind_share_their_kernels(ops: JaxOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = call.adapter.cache_info().misses
+    before = run_triton.adapter.cache_info().misses
     for _ in range(2):
         verb, inputs, _ = VERBS["append_flush"]
         lowered(ops, lambda pools, index, *given: verb(ops, pools, index, *given), inputs, monkeypatch)  # noqa: B023
-    assert call.adapter.cache_info().misses <= before + 1
+    assert run_triton.adapter.cache_info().misses <= before + 1
 
 
 def over_shards(ops: JaxOps, verb, out_specs, *, checked: bool):
@@ -265,5 +263,5 @@ def test_under_shard_map_results_differ_from_shard_to_shard(ops: JaxOps, monkeyp
 
 
 def test_jax_triton_leaves_the_environment_alone() -> None:
-    call._jax_triton()
-    assert os.environ.get(call.CACHE) != ""
+    run_triton._jax_triton()
+    assert os.environ.get(run_triton.CACHE) != ""

@@ -4,8 +4,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from kvcore.backends.jax_pallas import JaxBackend
-from kvcore.backends.jax_pallas.cuda import choice
+from kvcore.backends.jax_pallas import JaxBackend, choice
 from kvcore.errors import BackendError
 
 BOTH, NEITHER = ("jax_triton", "triton"), ()

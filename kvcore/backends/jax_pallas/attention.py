@@ -6,7 +6,7 @@ from jax import Array, lax
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
-from kvcore.backends.jax_pallas.cuda.choice import verbs
+from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.layer import Layer

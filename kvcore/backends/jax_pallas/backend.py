@@ -17,6 +17,7 @@ from jax.core import Tracer
 from kvcore.arrays import host_view
 from kvcore.backends.jax_pallas import (
     attention,
+    choice,
     encoding,
     entries,
     indexer,
@@ -27,7 +28,6 @@ from kvcore.backends.jax_pallas import (
     tail,
     window,
 )
-from kvcore.backends.jax_pallas.cuda import choice
 from kvcore.backends.jax_pallas.entries import store_entries
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.order import read_first

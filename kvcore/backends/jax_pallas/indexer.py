@@ -6,7 +6,7 @@ from jax import Array, lax
 from kvcore.backends.jax_pallas import entries, fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens
-from kvcore.backends.jax_pallas.cuda.choice import verbs
+from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.encoding import hadamard
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held

@@ -6,7 +6,7 @@ from jax import Array
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
-from kvcore.backends.jax_pallas.cuda.choice import verbs
+from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.ops import Attention, StepIndex, VisibleRows

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
-from kvcore.backends.jax_pallas.cuda.choice import verbs
+from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held

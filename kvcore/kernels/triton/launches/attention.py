@@ -46,7 +46,7 @@ def _attend(
         **attend_constants(cut, *map(bound_record, (window, entries, own)), bf16=bf16), "WINDOW": span,
         "RATIO": ratio, "ALL": every, "SINK": sink, "SPLIT": split, "PAIRS": pairs, "NATIVE": native,
     }  # fmt: skip
-    writes = "out", "lse", "partial", "partial_lse"
+    writes = ("partial", "partial_lse") if split else ("out", "lse")
     return Kernel(attend.attend_kernel, constants, cut.warps, writes=writes, fused=True)
 
 

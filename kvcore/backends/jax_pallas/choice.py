@@ -43,7 +43,7 @@ def chosen(device: str) -> str:
 
 def verbs(kernels: str) -> Any:
     """The verbs that are Triton launches where those are the kernels that run, else None."""
-    return import_module("kvcore.backends.jax_pallas.cuda.verbs") if kernels == "triton" else None
+    return import_module("kvcore.backends.jax_pallas.cuda") if kernels == "triton" else None
 
 
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}

@@ -1,4 +1,7 @@
-"""A launch of one of the project's Triton kernels as an operation of JAX, through jax-triton.
+"""How kernels run on arrays of JAX: what ``kernels.triton.launches`` asks of a framework, and launches, by jax-triton.
+
+A launch updates arrays, and fills those that it makes; arrays of JAX never change. So ``call`` puts those that are
+written into a ``Cell`` each, which holds what is there now.
 
 jax-triton gives a kernel its inputs, then its numbers, then its outputs, each once; an array that is updated in place
 comes twice, as an input and as the output that shares its memory. The project's kernels take their arguments in an
@@ -8,17 +11,52 @@ compiled with the kernel, which calls it with what it expects.
 
 import linecache
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
 from jax import lax
 
+from kvcore.backends.jax_pallas import choice
+from kvcore.kernels.triton import device
+from kvcore.kernels.triton.launches import LAUNCHES
+from kvcore.kernels.triton.launches.launching import Kernel
+
 CACHE = "TRITON_CACHE_DIR"
+
+float32, bfloat16, int32, int8 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8
+int64 = "int64"
+"""What JAX has only as two of 32 bits each."""
+flag = jnp.int8
+_FRAMEWORK: Any = sys.modules[__name__]
+
+
+class Cell:
+    """An array that launches write: the latest there is, or the shape and dtype of one that is yet to be filled."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of its axes."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements."""
+        return self.value.dtype
+
+    @property
+    def fresh(self) -> bool:
+        """No launch has filled it."""
+        return isinstance(self.value, jax.ShapeDtypeStruct)
 
 
 class As(NamedTuple):
@@ -26,6 +64,122 @@ class As(NamedTuple):
 
     array: Any
     element: str
+
+
+def capability() -> int:
+    """CUDA's of the device, ten times the major number and the minor."""
+    return choice.capability()
+
+
+def native(array: Any) -> bool:
+    """True where the device rounds to fp8 and bf16 itself."""
+    return not device.INTERPRETED and device.native(capability())
+
+
+def chip(array: Any) -> device.Chip:
+    """The device, as launches are cut for it."""
+    return choice.chip()
+
+
+def empty(shape: Sequence[int], dtype: Any, like: Any) -> Any:
+    """An array that a kernel fills."""
+    return Cell(jax.ShapeDtypeStruct(tuple(shape), dtype))
+
+
+def empty_like(array: Any) -> Any:
+    """An array that a kernel fills, like another."""
+    return empty(array.shape, array.dtype, array)
+
+
+def filled(shape: Sequence[int], value: int, dtype: Any, like: Any) -> Any:
+    """An array of one value."""
+    return Cell(jnp.full(tuple(shape), value, dtype))
+
+
+def part(room: Any, first: int, shape: Sequence[int], dtype: Any) -> Any:
+    """An array of that shape: XLA finds the room for it, unless it is the whole of one that is there."""
+    if room is not None:
+        return room[first:] if first else room
+    return As(empty((*shape, 2), int32, None), dtype) if dtype == int64 else empty(shape, dtype, None)
+
+
+def view(array: Any, dtype: Any) -> Any:
+    """The same bytes as elements of another dtype."""
+    return array if array.dtype == dtype else As(array, np.dtype(dtype).name)
+
+
+def words(pool: Any) -> Any:
+    """Bytes, as they are."""
+    return pool
+
+
+def dense(array: Any) -> Any:
+    """The array: all are."""
+    return array
+
+
+aligned = dense
+
+
+def run(kernel: Kernel, grid: tuple[int, ...], arrays: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Launch ``grid`` programs on arrays and numbers, in the order of the kernel's parameters."""
+    scalars = [np.float32(number) if isinstance(number, float) else number for number in numbers]
+    given = dict(zip(kernel.names, [*arrays, *scalars], strict=True))
+    cells = {name: value.array if isinstance(value, As) else value for name, value in given.items()}
+    cells = {name: value for name, value in cells.items() if isinstance(value, Cell)}
+    fresh = [*dict.fromkeys(cell for cell in cells.values() if cell.fresh)]
+    written = [*dict.fromkeys(cell for name, cell in cells.items() if name in kernel.writes and not cell.fresh)]
+    changed, filled = launch(
+        kernel.kernel,
+        grid,
+        {name: _opened(value) for name, value in given.items()} | kernel.constants,
+        warps=kernel.warps,
+        written=[cell.value for cell in written],
+        zeroed=kernel.zeroed,
+        contracted=kernel.fused,
+        capability=capability(),
+    )
+    # What stands in for an array that this kernel never looks at is not filled by it.
+    kept = {id(cell) for name, cell in cells.items() if name in kernel.writes}
+    for cell, value in zip([*written, *fresh], [*changed, *filled], strict=True):
+        if id(cell) in kept:
+            cell.value = value
+
+
+def _opened(value: Any) -> Any:
+    """What is in a cell, or in the cell that is viewed."""
+    if isinstance(value, As):
+        return As(_opened(value.array), value.element)
+    return value.value if isinstance(value, Cell) else value
+
+
+def call(name: str, *given: Any) -> tuple[Any, dict[str, Any]]:
+    """A launch by its name -> (what it gives, what its parameters that are written hold then).
+
+    Room that launches only work in may be None.
+    """
+    launched = LAUNCHES[name]
+    cells: dict[int, Cell] = {}
+
+    def held(value: Any) -> Any:
+        if value is None:
+            return None
+        # The same pool may hold several fields.
+        return [held(one) for one in value] if isinstance(value, list) else cells.setdefault(id(value), Cell(value))
+
+    pairs = zip(launched.parameters, given, strict=True)
+    boxed = {name: held(value) if name in launched.writes else value for name, value in pairs}
+    found = launched.function(_FRAMEWORK, **boxed)
+    return _taken(found), {name: _taken(boxed[name]) for name in launched.writes}
+
+
+def _taken(found: Any) -> Any:
+    """Arrays out of cells; zeros where nothing was launched, since there is nothing to fill."""
+    if isinstance(found, (tuple, list)):
+        return type(found)(_taken(one) for one in found)
+    if not isinstance(found, Cell):
+        return found
+    return jnp.zeros(found.shape, found.dtype) if found.fresh else found.value
 
 
 class Given(NamedTuple):

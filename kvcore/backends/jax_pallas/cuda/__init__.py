@@ -1,1 +1,0 @@
-"""The project's Triton kernels as operations of JAX, through jax-triton."""
