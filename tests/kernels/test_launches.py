@@ -1,0 +1,290 @@
+"""Launches beside the kernels' own parameters, on arrays that are nothing but names and shapes: no GPU, no framework.
+
+Every array that a launch is given knows its name, so that a kernel which is given another's in its place is seen.
+"""
+
+import importlib
+import pkgutil
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+import kvcore.kernels.triton
+from kvcore.kernels.triton import topk
+from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.launches import LAUNCHES
+from kvcore.kernels.triton.launches.launching import Array, Bound, BoundTail, Kernel, bind, bind_tail
+from kvcore.kernels.triton.record import row_record
+from kvcore.kernels.triton.tail import tail_record
+from kvcore.plan import plan_cache
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+
+T, Q, COLUMNS, HEADS, DIM, K = 300, 3, 7, 64, 512, 8
+"""Tokens, requests, columns of the block table, heads, channels, picks."""
+CSA = LayerSpec(
+    window=Window(dim=DIM, window=128),
+    tail=Tail(dim=DIM, ratio=4, overlap=True),
+    entries=Entries(dim=DIM, ratio=4),
+    index_tail=Tail(dim=128, ratio=4, overlap=True),
+    index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp4_68_h"),
+)
+PLAN = plan_cache(CacheSpec(layers=[CSA, LayerSpec(kv=KV(key_heads=8, key_dim=128))]), max_requests=Q, max_tokens=4096)
+
+
+class Named:
+    """An array by its name; ``fresh``: a launch made it."""
+
+    def __init__(self, name, shape, dtype="float32", *, fresh=False):
+        self.name, self.shape, self.dtype, self.fresh = name, tuple(shape), dtype, fresh
+
+
+class Recorder:
+    """A framework whose launches are looked at: (kernel, grid, arrays and numbers by the kernel's names for them)."""
+
+    float32, bfloat16, int64, int32, int8, flag = "float32", "bfloat16", "int64", "int32", "int8", "bool"
+
+    def __init__(self, chip=None):
+        self.launched = []
+        self._chip = chip or Chip(90, 132, 227 << 10)
+
+    def native(self, _):
+        return True
+
+    def chip(self, _):
+        return self._chip
+
+    def empty(self, shape, dtype, _):
+        return Named("", shape, dtype, fresh=True)
+
+    def empty_like(self, array):
+        return Named("", array.shape, array.dtype, fresh=True)
+
+    def filled(self, shape, _, dtype, like):
+        return self.empty(shape, dtype, like)
+
+    def part(self, room, _, shape, dtype):
+        return Named(room.name, shape, dtype, fresh=room.fresh) if room else self.empty(shape, dtype, None)
+
+    def view(self, array, dtype):
+        return Named(array.name, array.shape, dtype, fresh=array.fresh)
+
+    def words(self, pool):
+        return Named(pool.name, (pool.shape[0], pool.shape[1] // 4), "int32")
+
+    def dense(self, array):
+        return array
+
+    aligned = dense
+
+    def run(self, kernel, grid, arrays, numbers):
+        assert isinstance(kernel, Kernel)
+        self.launched.append((kernel, grid, dict(zip(kernel.names, [*arrays, *numbers], strict=True))))
+
+
+def number_of(role, layer=0, part=0):
+    record, _ = row_record(PLAN.region(layer, role)[part])
+    return bind(Bound(record, 0, 1, 2))
+
+
+def tail_of(role):
+    record, _ = tail_record(PLAN.region(0, role)[0], getattr(CSA, role))
+    return bind_tail(BoundTail(record, 0, 1))
+
+
+def pools(mark=""):
+    return [Named(f"{mark}{field}", (9, 4096), "uint8") for field in ("codes", "scales", "plain")]
+
+
+def tails(mark=""):
+    return [Named(f"{mark}{field}_tail", (9, 4096), "uint8") for field in ("kv", "score")]
+
+
+SHAPES = {
+    **dict.fromkeys(("positions", "request_index"), (T,)),
+    **dict.fromkeys(("slots", "starts", "lengths", "stored", "left_padding"), (Q,)),
+    "bound": (Q,), "block_table": (Q, COLUMNS), "frequencies": (32,), "sink": (HEADS,), "norm_weight": (DIM,),
+    "values": (T, DIM), "kv": (T, 2 * DIM), "score": (T, 2 * DIM), "index_kv": (T, 256), "index_score": (T, 256),
+    "q": (T, HEADS, DIM), "selected": (T, K), "indices": (T, K), "weights": (T, HEADS), "scores": (T, 40_000),
+    "out": (Q, 16, DIM), "pages": (5, 64), "words": (Q, 16, 32), "held": (T, 1, 584), "parts": (2, T, HEADS, DIM + 1),
+}  # fmt: skip
+"""Of arrays by the launches' names for them; of others a shape does not matter."""
+
+GIVEN = {
+    "append_rows": {"record": number_of("window")},
+    "append_rotated_rows": {"record": number_of("window"), "eps": 1e-6},
+    "store_rows": {"record": number_of("entries"), "ratio": 4},
+    "append_tail_rows": {"buffers": tails(), "record": tail_of("tail")},
+    "append_last_rows": {"buffers": tails(), "record": tail_of("tail")},
+    "flush_rows": {
+        "tail_buffers": tails(), "buffers": pools(), "index_tail_buffers": tails("index_"),
+        "index_buffers": pools("index_"), "eps": 1e-6, "append": True, "beside": False,
+        "records": [number_of("entries"), tail_of("tail"), number_of("index_keys"), tail_of("index_tail")],
+    },
+    "gather_window_rows": {"record": number_of("window"), "window": 128},
+    "gather_picked_rows": {"record": number_of("entries"), "ratio": 4},
+    "gather_all_rows": {"record": number_of("entries"), "ratio": 4, "columns": 16},
+    "gather_kv_rows": {"record": number_of("kv", 1), "columns": 16, "ring": False, "window": 0, "chunk": 0},
+    "put_own_rows": {"record": number_of("window"), "last": True, "ring": True, "window": 128, "chunk": 0},
+    "attend_rows": {
+        "window": pools(), "entries": pools("entry_"), "scale": 0.1, "bf16": True,
+        "records": [number_of("window"), number_of("entries"), number_of("window")], "sizes": [128, 4, 2, 128 + K],
+    },
+    "attend_kv_rows": {
+        "q": Named("q", (T, HEADS, 128)), "keys": pools("key_"), "values": pools(), "scale": 0.1, "bf16": True,
+        "records": [number_of("kv", 1), number_of("kv", 1, 1)] * 2, "sizes": [0, 0, 2],
+    },
+    "turn_back_rows": {"out": Named("out", (T, HEADS, DIM))},
+    "score_rows": {"q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 16},
+    "score_select_rows": {
+        "q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 40_000, "k": K,
+        "run": 8192,
+    },
+    "select_rows": {"k": K},
+    "fill_units": {"pool": Named("pool", (9, 4096), "uint8"), "value": 0},
+    "copy_units": {
+        "pool": Named("pool", (9, 4096), "uint8"), "sources": Named("sources", (2,)), "targets": Named("targets", (2,))
+    },
+    "move_ring_rows": {
+        "buffers": [Named(name, (9, 4096)) for name in ("one", "two", "three")], "rows": 8, "copies": 1, "back": True,
+        "fields": [0, 9000, 0, 64, 512, 64, 0],
+    },
+    "move_strips": {"store": True},
+    "digest_lanes": {"salt": 5},
+    "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},
+    "join_shards": {},
+    "flash_rows": {"sizes": [128, 130, 64, 4, 64]},
+}  # fmt: skip
+"""What is no array, or another than is meant by its name."""
+
+KNOWN = {
+    "request": "request_index", "table": "block_table", "norm": "norm_weight", "index_norm": "index_norm_weight",
+    "left": "left_padding", "units": "numbers",
+}  # fmt: skip
+"""What kernels call it, and launches."""
+ATTENTION = "attend_rows", "attend_kv_rows"
+ALSO = {
+    # Several arrays in one room, or one array in several roles.
+    **{(name, part): ("workspace",) for name in ATTENTION for part in ("partial", "partial_lse")},
+    **{(name, part): ("rotated",) for name in ("score_rows", "score_select_rows") for part in ("out", "q")},
+    **{(name, "given_counts"): ("counts",) for name in ("select_rows", "score_select_rows")},
+    ("score_select_rows", "given"): ("pairs",), ("select_rows", "given"): ("scores", "pairs"),
+    ("score_select_rows", "scores"): ("held",), ("digest_lanes", "rows"): ("words",),
+    ("copy_units", "units"): ("sources", "targets"), ("copy_units", "others"): ("sources", "targets"),
+    # Outputs of keys and values are not turned back.
+    ("attend_kv_rows", "frequencies"): ("positions",),
+}  # fmt: skip
+LENGTHS = {
+    "table_columns": COLUMNS, "requests": Q, "heads": HEADS, "picks": K, "k": K, "splits": 2,
+}  # fmt: skip
+"""Numbers that are known by the shapes."""
+
+
+FILLED = {
+    # By the launch before.
+    ("take_units_kernel", "held"), ("merge_kernel", "partial"),
+    # Attention with splits writes its parts alone.
+    ("attend_kernel", "out"), ("attend_kernel", "lse"),
+}  # fmt: skip
+"""Arrays that a launch makes, and that a kernel does not write."""
+
+
+def recorded(name, function=None, **given):
+    """What a launch launches."""
+    launch, to, arguments = LAUNCHES[name], Recorder(), {}
+    for parameter, kind in launch.parameters.items():
+        if parameter in (known := {**GIVEN[name], **given}):
+            arguments[parameter] = known[parameter]
+        elif kind in (Array, Array | None):
+            arguments[parameter] = Named(parameter, SHAPES.get(parameter, (5, 16)))
+        else:
+            assert kind == list[Array], parameter
+            arguments[parameter] = pools()
+    (function or launch.function)(to, **arguments)
+    assert to.launched, name
+    return to.launched
+
+
+def faults(name, launched):
+    """Parameters of kernels that are given another array than theirs, or a number that is not so."""
+    found = []
+    for kernel, grid, given in launched:
+        kind = kernel.kernel.fn.__name__
+        assert all(programs > 0 for programs in grid)
+        for parameter, value in given.items():
+            plain = parameter.removesuffix("_ptr")
+            if isinstance(value, Named) != (plain != parameter):
+                found.append(f"{kind}: {parameter}")
+            elif not isinstance(value, Named):
+                expected = {**LENGTHS, "heads": 1} if name == "move_ring_rows" else LENGTHS
+                if value != expected.get(plain, value):
+                    found.append(f"{kind}: {parameter} = {value}")
+            elif value.fresh:
+                if parameter not in kernel.writes and (kind, plain) not in FILLED:
+                    found.append(f"{kind}: {parameter} is not written")
+            elif value.name not in (plain, KNOWN.get(plain), *ALSO.get((name, plain), ())):
+                found.append(f"{kind}: {parameter} is given {value.name}")
+    return found
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_kernels_are_given_the_arrays_that_their_parameters_name(name):
+    assert not faults(name, recorded(name))
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if Array | None in LAUNCHES[name].parameters.values()])
+def test_what_is_absent_has_a_stand_in(name):
+    absent = {key: None for key, kind in LAUNCHES[name].parameters.items() if kind == Array | None}
+    for kernel, _, given in recorded(name, **absent):
+        assert [*given] == [*kernel.names]
+        assert all(isinstance(value, Named) == key.endswith("_ptr") for key, value in given.items())
+
+
+def kernels():
+    """Every kernel of the package, by its name."""
+    package = kvcore.kernels.triton
+    modules = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    return {
+        name: value
+        for module in map(importlib.import_module, modules)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+
+
+def test_every_kernel_is_launched():
+    launched = {one.kernel.fn.__name__ for name in LAUNCHES for one, _, _ in recorded(name)}
+    assert launched == {*kernels()}
+
+
+def test_a_launch_that_mixes_arrays_up_is_seen(monkeypatch):
+    def run(self, kernel, grid, arrays, numbers):
+        values, codes, scales, plain, starts, lengths, *others = arrays
+        right(self, kernel, grid, (values, scales, codes, plain, lengths, starts, *others), numbers)
+
+    right = Recorder.run
+    monkeypatch.setattr(Recorder, "run", run)
+    given = ("codes", "scales"), ("scales", "codes"), ("starts", "lengths"), ("lengths", "starts")
+    wanted = [f"store_entries_kernel: {one}_ptr is given {other}" for one, other in given]
+    assert faults("store_rows", recorded("store_rows")) == wanted
+
+
+def test_a_launch_with_too_few_or_other_arguments_is_seen(monkeypatch):
+    right = Recorder.run
+    monkeypatch.setattr(Recorder, "run", lambda self, kernel, grid, a, n: right(self, kernel, grid, a[:-1], n))
+    with pytest.raises(ValueError, match="shorter"):
+        recorded("append_rows")
+    monkeypatch.setattr(Recorder, "run", lambda self, kernel, grid, a, n: right(self, kernel, grid, a, n[::-1]))
+    assert faults("append_rows", recorded("append_rows")) == [f"append_kernel: table_columns = {T}"]
+
+
+def test_a_kernel_is_known_by_its_constants_and_what_it_writes():
+    constants = {"BLOCK": 16, "OTHERS": 16}
+    assert Kernel(topk.rank_kernel, constants, writes=("picks",)).writes == ("picks_ptr",)
+    for wrong in ({"BLOCK": 16}, {**constants, "ROOM": 5}):
+        with pytest.raises(TypeError, match="OTHERS"):
+            Kernel(topk.rank_kernel, wrong)
+    with pytest.raises(TypeError, match="'k'"):
+        Kernel(topk.rank_kernel, constants, writes=("k",))
