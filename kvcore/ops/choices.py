@@ -38,6 +38,8 @@ VERBS = (
     ("attend", (), False),
     ("append_kv", ("kv",), True),
     ("gather_kv", ("kv",), False),
+    ("kv_view", ("kv",), False),
+    ("append_kv_view", ("kv",), True),
     ("attend_kv", ("kv",), False),
     ("append_state", ("state",), True),
     ("write_state", ("state",), True),
@@ -46,6 +48,8 @@ VERBS = (
     ("gather_conv", ("conv",), False),
     ("gather_rows", (), False),
     ("store_rows", (), False),
+    ("read_ring", (), False),
+    ("restore_ring", (), True),
 )
 """(verb, roles that a layer must have for it, whether it writes them); a verb that is given a role names it."""
 
@@ -112,11 +116,14 @@ def refused(verb: str, layer: int | None, implementation: str, reason: str) -> B
     )
 
 
-def verbs_of(spec: CacheSpec) -> Iterator[tuple[int | None, str]]:
-    """(layer, verb) of everything that a cache of the spec can be asked for; last what is of no layer."""
+def verbs_of(spec: CacheSpec, *, shared: bool = False) -> Iterator[tuple[int | None, str]]:
+    """(layer, verb) of everything that a cache of the spec can be asked for; last what is of no layer.
+
+    ``shared``: also what is to be asked of another layer, whose pool a layer shares.
+    """
     for number, layer in enumerate(spec.all_layers):
         for verb, roles, writes in VERBS:
-            if _has(layer, verb, roles, writes=writes):
+            if _has(layer, verb, roles, writes=writes and not shared):
                 yield number, verb
     for verb in UNITS:
         yield None, verb
@@ -126,6 +133,10 @@ def _has(layer: LayerSpec, verb: str, roles: Sequence[str], *, writes: bool) -> 
     components = dict(layer.components())
     if verb == "attend":
         return "window" in components or "entries" in components
+    if verb in ("read_ring", "restore_ring"):
+        # Rows that an abort puts back: in blocks a step's rows take no other's place.
+        own = [component for component in components.values() if component.shared_from is None or not writes]
+        return any(component.growth == "slot" for component in own)
     some = [components.get(role) for role in roles]
     # Rows of a pool that is another layer's are written there.
     return not any(component is None or (writes and component.shared_from is not None) for component in some)

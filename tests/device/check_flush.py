@@ -7,6 +7,7 @@ import torch
 
 from kvcore.backends.reference import ReferenceOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.ops.choices import Declined
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail
 from kvcore.step import StepRequest, build_index
@@ -71,7 +72,7 @@ def flush_problems(rng, device, ratio, overlap, format, keys, news, given, after
     rope = Rope(dim=64, theta=160000.0)
     weight, index_weight = (1 + rng.random(512)).astype(np.float32), (1 + rng.random(128)).astype(np.float32)
     tails = ("tail", "index_tail") if keys else ("tail",)
-    problems = [f"{role}: not the kernels'" for role in tails if there.tail_bound(0, role) is None]
+    problems = [f"{role}: not the kernels'" for role in tails if isinstance(there.records[0, role], Declined)]
     starts = [0] * requests
     for step in steps + [[1] * requests] * (ratio + 1 if after is None else after):
         rows = [

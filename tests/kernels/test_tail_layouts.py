@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.kernels.triton.launches.launching import TAILS
 from kvcore.kernels.triton.tail import TailRecord, tail_record
+from kvcore.ops.choices import Declined
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets
 
@@ -69,12 +70,13 @@ def test_a_tail_is_told_by_its_places(layout, tail, places, buffers):
 def test_compression_of_a_preset_is_the_kernels(preset, layout):
     plan = plan_cache(getattr(presets, preset)(), max_requests=1, max_tokens=256, layout=layout)
     ops = TritonOps(plan)
-    found = {(layer, role): ops.tail_bound(layer, role) for layer, role, _ in plan.spec.components() if "tail" in role}
+    found = {key: parts for key, parts in ops.records.items() if "tail" in key[1]}
     assert found
     for (layer, role), bound in found.items():
-        assert bound, f"layer {layer}: {role} is not the kernels'"
-        number, names = bound
+        assert not isinstance(bound, Declined), f"layer {layer}: {role} is not the kernels'"
+        ((number, names, _),) = bound
         fields = ("kv", "score") if layout == "planar" else ("page",)
         assert names == [f"{plan.spec.owner(layer, role)}.{role}.{field}" for field in fields]
         assert (TAILS[number].kv, TAILS[number].score) == (0, len(names) - 1)
-        assert ops.bound(layer, "entries" if role == "tail" else "index_keys"), f"layer {layer}: {role}'s entries"
+        entries = ops.records[layer, "entries" if role == "tail" else "index_keys"]
+        assert not isinstance(entries, Declined), f"layer {layer}: {role}'s entries"

@@ -25,7 +25,8 @@ SPEC = CacheSpec(
     block_tokens=8,
 )
 WINDOW_VERBS = ["append_window", "append_rotated_window", "gather_window", "attend", "gather_rows", "store_rows"]
-KV_VERBS = ["append_kv", "gather_kv", "attend_kv", "gather_rows", "store_rows"]
+RING_VERBS = ["read_ring", "restore_ring"]
+KV_VERBS = ["append_kv", "gather_kv", "kv_view", "append_kv_view", "attend_kv", "gather_rows", "store_rows"]
 UNIT_VERBS = ["reset_slots", "poison", "copy_slots", "copy_blocks", "digest_rows", "move_strips", "digest_strips"]
 IMPLEMENTATIONS = {"reference": "numpy", "torch_triton": "torch"}
 
@@ -39,7 +40,8 @@ def made(backend: str, spec: CacheSpec = SPEC, layout: str = "packed"):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_every_verb_of_every_layer_is_listed(backend: str) -> None:
     found = made(backend).explain()
-    wanted = [(0, WINDOW_VERBS), (1, KV_VERBS), (2, WINDOW_VERBS), (3, KV_VERBS), (None, UNIT_VERBS)]
+    window = [*WINDOW_VERBS, *RING_VERBS]
+    wanted = [(0, window), (1, KV_VERBS), (2, window), (3, KV_VERBS), (None, UNIT_VERBS)]
     assert [choice[:2] for choice in found] == [(layer, verb) for layer, verbs in wanted for verb in verbs]
     assert {choice.implementation for choice in found} == {IMPLEMENTATIONS[backend]}
     assert all(choice.reason for choice in found)

@@ -23,8 +23,8 @@ ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
 
 
-def chosen(device: str) -> str:
-    """``triton``, ``flash_mla`` or ``torch``.
+def chosen(device: str, capability: int | None = None) -> str:
+    """``triton``, ``flash_mla`` or ``torch``, for a device of which CUDA's capability is asked unless it is given.
 
     Raises:
         BackendError: KVCORE_ATTENTION is something else, or asks for FlashMLA where that is not usable.
@@ -39,8 +39,10 @@ def chosen(device: str) -> str:
     if wanted != "auto":
         return wanted
     kind = torch.device(device)
-    runs = kind.type == "cuda" and torch.cuda.get_device_capability(kind)[0] in (9, 10)
-    return "flash_mla" if runs and not unusable() else "triton"
+    if kind.type != "cuda":
+        return "triton"
+    major = torch.cuda.get_device_capability(kind)[0] if capability is None else capability // 10
+    return "flash_mla" if major in (9, 10) and not unusable() else "triton"
 
 
 def unusable() -> str:

@@ -1,0 +1,182 @@
+"""What the table of kernels is made of: one row a verb, bound to every layer of a plan once.
+
+A row says how its verb is bound to a layer, which answers what its launches must know, or ``Declined`` with the reason;
+and, where arguments of a call decide, too, what of them: ``covers``, which answers likewise. Which code runs is read
+off these answers by the verbs, by ``ops.explain()`` and by strict mode alike.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvcore.backends.torch_triton import launch
+from kvcore.kernels.triton.record import recorded
+from kvcore.kernels.triton.tail import tail_recorded
+from kvcore.ops.choices import Decision, Declined, kernel
+from kvcore.spec import TAIL_OF
+
+
+class Part(NamedTuple):
+    """One part of a role (keys and values are two) as launches know it.
+
+    Attributes:
+        number: of its record.
+        names: of its buffers in the pools, in the order that launches take them.
+        paged: its rows lie in blocks, else in slots.
+    """
+
+    number: int
+    names: list[str]
+    paged: bool
+
+
+class Ready(NamedTuple):
+    """A verb's kernels, bound to a layer.
+
+    Attributes:
+        given: what their launches must know.
+        roles: whose pools they read or write; none for verbs on whole units.
+        but: arguments of calls that they do not cover.
+        decision: what is said of the verb where that does not follow from the roles.
+        asks: whether a call is to be asked at all.
+    """
+
+    given: Any
+    roles: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+    decision: Decision | None = None
+    asks: bool = True
+
+
+class Kernel(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        run: (what is given, ops, pools, layer, ...) -> the verb's result, by launches.
+        bind: (ops, layer) -> ``Ready``, or why the kernels cover no call of the layer.
+        covers: (what is given, arguments of a call behind the layer) -> what ``run`` is given, or why the kernels do
+            not cover the call; None: they cover all of them.
+    """
+
+    run: Callable[..., Any]
+    bind: Callable[[Any, Any], Ready | Declined]
+    covers: Callable[..., Any] | None = None
+
+
+class Way(NamedTuple):
+    """How a verb of a layer runs, and what is said of that.
+
+    Attributes:
+        run: (ops, pools, layer, ...) -> the verb's result.
+        decision: which code that is, and why.
+    """
+
+    run: Callable[..., Any]
+    decision: Decision
+
+
+def bound(ops: Any, layer: int | None, verb: str, row: Kernel, plain: Callable[..., Any]) -> Way:
+    """A row of the table for one layer; ``plain`` runs what its kernels do not cover."""
+    found = row.bind(ops, layer)
+    if isinstance(found, Declined):
+        return Way(plain, kernel("triton", "", plain="torch", declined=found.reason))
+    decision = found.decision
+    if decision is None:
+        decision = kernel(name_of_kernels(), why(ops, layer, found.roles), plain="torch", but=found.but)
+    if row.covers is None or not found.asks:
+        return Way(partial(row.run, found.given), decision)
+    return Way(_asking(row.run, row.covers, found.given, verb, plain, of_layer=layer is not None), decision)
+
+
+def _asking(
+    run: Callable[..., Any],
+    covers: Callable[..., Any],
+    given: Any,
+    verb: str,
+    plain: Callable[..., Any],
+    *,
+    of_layer: bool,
+) -> Callable[..., Any]:
+    """A way that asks of every call whether it is covered; of one that is not strict mode is told."""
+
+    def way(ops: Any, pools: Any, layer: int, *arguments: Any, **options: Any) -> Any:
+        found = covers(given, *arguments, **options)
+        if type(found) is Declined:
+            ops.fall_back(layer, verb, found.reason)
+            return plain(ops, pools, layer, *arguments, **options)
+        return run(found, ops, pools, layer, *arguments, **options)
+
+    def of_none(ops: Any, *arguments: Any, **options: Any) -> Any:
+        found = covers(given, *arguments, **options)
+        if type(found) is Declined:
+            ops.fall_back(None, verb, found.reason)
+            return plain(ops, *arguments, **options)
+        return run(found, ops, *arguments, **options)
+
+    return way if of_layer else of_none
+
+
+def why(ops: Any, layer: int | None, roles: tuple[str, ...]) -> str:
+    """Which formats of which layout kernels cover."""
+    regions = [region for role in roles for region in ops.plan.region(layer, role)]
+    formats = " and ".join(dict.fromkeys(region.format.name for region in regions))
+    return f"kernels cover {formats} in layout {ops.plan.layout}"
+
+
+def name_of_kernels() -> str:
+    """``triton``, or that kernels are interpreted, which is never taken for hardware."""
+    return "triton, interpreted" if launch.INTERPRETED else "triton"
+
+
+def records_of(ops: Any) -> Mapping[tuple[int, str], tuple[Part, ...] | Declined]:
+    """What launches must know of every role of every layer, or why the kernels do not cover its format or layout.
+
+    Looked up once, so that nothing has to be while a verb is traced or captured.
+    """
+    found: dict[tuple[int, str], tuple[Part, ...] | Declined] = {}
+    for layer, role, component in ops.plan.spec.components():
+        parts: list[Part] = []
+        for region in ops.plan.region(layer, role):
+            one = _tail(region, component) if role in TAIL_OF.values() else _rows(region, ops.global_scale(layer, role))
+            if isinstance(one, Declined):
+                found[layer, role] = one
+                break
+            parts.append(one)
+        else:
+            found[layer, role] = tuple(parts)
+    return found
+
+
+def _rows(region: Any, global_scale: float) -> Part | Declined:
+    known = recorded(region, float(global_scale))
+    if isinstance(known, Declined):
+        return known
+    record, buffers = known
+    names = sorted(set(buffers))
+    number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
+    return Part(number, names, record.paged)
+
+
+def _tail(region: Any, component: Any) -> Part | Declined:
+    known = tail_recorded(region, component)
+    if isinstance(known, Declined):
+        return known
+    record, buffers = known
+    names = sorted(set(buffers))
+    return Part(launch.bind_tail(launch.BoundTail(record, *(names.index(name) for name in buffers))), names, False)
+
+
+def declined(ops: Any, layer: int, *roles: str) -> Declined | None:
+    """Why kernels do not cover some of these roles of a layer; None where they cover them all."""
+    found = ((role, ops.records[layer, role]) for role in roles)
+    reasons = [f"{role}: {each.reason}" for role, each in found if isinstance(each, Declined)]
+    return Declined("; ".join(reasons)) if reasons else None
+
+
+def of_role(role: str) -> Callable[[Any, Any], Ready | Declined]:
+    """A binding that needs no more than the parts of one role, and gives them."""
+
+    def bind(ops: Any, layer: Any) -> Ready | Declined:
+        return declined(ops, layer, role) or Ready(ops.records[layer, role], (role,))
+
+    return bind

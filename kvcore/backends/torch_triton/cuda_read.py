@@ -1,0 +1,539 @@
+"""The verbs that read on CUDA: gathers, attention, indexer scores and selection.
+
+Outputs come from torch's allocator, which a CUDA graph gives a pool of its own; everything else that a call writes lies
+in workspaces that are kept.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcore.backends.torch_triton import flash, launch
+from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.cuda import Kernel, Part, Ready, declined, name_of_kernels, why
+from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.kernels.triton import kv_cuts
+from kvcore.kernels.triton.cut import attended, own_record, plain_record, takes_whole
+from kvcore.kernels.triton.device import native as is_native
+from kvcore.kernels.triton.launches.attention import cut_of
+from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.kernels.triton.lists import MOST_PICKS, select_workspace
+from kvcore.kernels.triton.record import power_of_two
+from kvcore.kernels.triton.score_cut import scored
+from kvcore.ops import AllEntries, Attention, SelectedEntries, WindowRows, bounds
+from kvcore.ops.choices import Decision, Declined
+
+MOST_SCORES = 1 << 26
+"""Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
+
+MOST_DECODED = 1 << 28
+"""Bytes that decoded entries may take."""
+
+LEFT_PADDING = Declined("the step has left padding")
+TOO_MANY = Declined(f"k > {MOST_PICKS}")
+ALONE = Declined("k or v is given without the other")
+
+
+class Workspaces:
+    """Buffers by name, grown when a call needs more; outgrown ones are kept, since a captured graph may use them."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def take(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """At least ``elements`` elements, zero when new."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < elements:
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = torch.zeros(power_of_two(max(elements, 1)), dtype=dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer
+
+    def buffers(self) -> list[torch.Tensor]:
+        """All that are held."""
+        return [*self._buffers.values(), *self._outgrown]
+
+
+class Gathered(NamedTuple):
+    """Where rows are gathered from, and how many: the window's, or tokens of an entry."""
+
+    part: Part
+    count: int
+
+    @classmethod
+    def of(cls, role):
+        """A binding to a role's rows."""
+
+        def bind(ops, layer):
+            component = ops.component(layer, role)
+            count = component.window if role == "window" else component.ratio
+            return declined(ops, layer, role) or Ready(cls(ops.records[layer, role][0], count), (role,))
+
+        return bind
+
+
+def gather_window(bound, ops, pools, layer, index, rows=None):
+    """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
+    (number, names, _), window = bound
+    buffers = [pools[name] for name in names]
+    found = WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, number, window))
+    if rows is not None:
+        _put_own(found.values, rows, index, number, True, True, window, 0)
+    return found
+
+
+def _put_own(out, values, index, number, *seen):
+    """Replace gathered rows of the step's own positions by ``values``, as they read once they are stored."""
+    step = index.positions, index.request_index, index.starts, index.lengths
+    launch.calls().put_own_rows(out, values.contiguous(), *step, number, *seen)
+
+
+def gather_entries(bound, ops, pools, layer, index, indices):
+    """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
+    (number, names, _), ratio = bound
+    found = launch.calls().gather_picked_rows(
+        indices.contiguous(),
+        index.request_index,
+        index.lengths,
+        index.block_table,
+        [pools[name] for name in names],
+        number,
+        ratio,
+    )
+    return SelectedEntries(*found)
+
+
+def gather_all_entries(bound, ops, pools, layer, index, *, columns=None, role="entries"):
+    """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
+    (number, names, _), ratio = bound
+    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
+    buffers = [pools[name] for name in names]
+    found = launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, number, ratio, columns)
+    return AllEntries(*found)
+
+
+class Rows(NamedTuple):
+    """Keys' and values' parts, and which of their rows a query sees: (in a ring, window or 0, chunk or 0)."""
+
+    parts: tuple[Part, ...]
+    seen: tuple[bool, int, int]
+
+
+def bind_gather_kv(ops, layer):
+    """Kernels' rings begin where the first query's window does, left padding or not: of a ring not with it."""
+    component = ops.component(layer, "kv")
+    seen = component.span is not None, component.window or 0, component.chunk or 0
+    ring, given = seen[0], Rows(ops.records[layer, "kv"], seen)
+    return declined(ops, layer, "kv") or Ready(given, ("kv",), (LEFT_PADDING.reason,) if ring else (), asks=ring)
+
+
+def gather_kv_covers(bound, index, k=None, v=None, *, columns=None):
+    """Of rings, all but a step with left padding."""
+    return bound if index.left_padding is None else LEFT_PADDING
+
+
+def gather_kv(bound, ops, pools, layer, index, k=None, v=None, *, columns=None):
+    """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    place = index.slots, index.starts, index.lengths, index.block_table
+    gathered, positions = [], None
+    for (number, names, _), own in zip(bound.parts, (k, v), strict=True):
+        buffers = [pools[name] for name in names]
+        rows, positions = launch.calls().gather_kv_rows(*place, buffers, number, columns, *bound.seen)
+        if own is not None:
+            _put_own(rows, own, index, number, False, *bound.seen)
+        gathered.append(rows)
+    return *gathered, positions
+
+
+class Attended(NamedTuple):
+    """What attention of a latent layer must know.
+
+    Attributes:
+        window, entries: their parts, None where the layer has none.
+        numbers: of their records, -1 where there is none.
+        span: of the window, 0 without; ``ratio`` of the entries likewise, ``block_rows`` entries of a block.
+        parts: how rows are multiplied, by whether queries are bf16.
+        flash: FlashMLA takes the calls that fit it.
+    """
+
+    window: Part | None
+    entries: Part | None
+    numbers: tuple[int, int]
+    span: int
+    ratio: int
+    block_rows: int
+    parts: dict[bool, Any]
+    flash: bool
+
+
+def bind_attend(ops, layer):
+    """Triton's kernels, unless attention is torch's by choice; beside them FlashMLA, where that is chosen."""
+    roles = tuple(role for role in ("window", "entries") if ops.component(layer, role) is not None)
+    if ops.attention_kernels == "torch":
+        return Declined(f"{flash.VARIABLE}=torch")
+    without = declined(ops, layer, *roles)
+    if without is not None:
+        return without
+    window, entries = (ops.records[layer, role][0] if role in roles else None for role in ("window", "entries"))
+    records = [None if part is None else launch.BOUND[part.number].record for part in (window, entries)]
+    parts = {bf16: attended(*records, bf16=bf16) for bf16 in (True, False)}
+    for found in parts.values():  # one for both, or none
+        if isinstance(found, Declined):
+            return found
+    never = flash.never(ops, layer) if ops.attention_kernels == "flash_mla" else ""
+    given = Attended(
+        window,
+        entries,
+        (-1 if window is None else window.number, -1 if entries is None else entries.number),
+        0 if window is None else ops.component(layer, "window").window,
+        0 if entries is None else ops.component(layer, "entries").ratio,
+        0 if entries is None else ops.plan.region(layer, "entries")[0].rows,
+        parts,
+        ops.attention_kernels == "flash_mla" and not never,
+    )
+    return Ready(given, roles, decision=_of_flash(ops, layer, roles, never))
+
+
+def _of_flash(ops, layer, roles, never):
+    """What is said where FlashMLA is chosen."""
+    if ops.attention_kernels != "flash_mla":
+        return None
+    own, covered = name_of_kernels(), why(ops, layer, roles)
+    if never:
+        return Decision(own, f"{covered}; {never}")
+    heads = " or ".join(map(str, flash.HEADS))
+    fits = f"where q is bf16 with {heads} heads, entries are selected and the ring holds the step's rows"
+    return Decision("flash_mla", f"{fits}, else {own}: {covered}")
+
+
+def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
+    """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
+    if bound.flash and flash.fits(ops, layer, q, selected, rows):
+        found = flash.attend(ops, pools, layer, index, q, selected, sink, _scale(q, scale))
+        frequencies = frequencies_of(rope, q.device)
+        if frequencies is not None:
+            launch.calls().turn_back_rows(found.out, index.positions, frequencies)
+        return found
+    if not len(index.slots) or not q.numel():  # there is nothing to launch
+        return TorchOps.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
+    window, entries, numbers, span, ratio, block_rows, parts, _ = bound
+    tokens, heads, dim = q.shape
+    bf16 = q.dtype == torch.bfloat16
+    parts = parts[bf16]
+    table = index.block_table
+    if entries is None:
+        entry_buffers, picks = [], 0
+    else:
+        entry_buffers = [pools[name] for name in entries.names]
+        picks = table.shape[1] * block_rows if selected is None else selected.shape[1]
+        if parts.whole and _visits(index, entries.number, tokens, selected) >= ops.fewest_visits:
+            number, entry_buffers, table = _decoded_entries(entry_buffers, index, entries.number, ratio)
+            numbers = numbers[0], number
+    own, own_number = None, -1
+    if rows is not None and window is not None:
+        w, e = (None if number < 0 else launch.BOUND[number].record for number in numbers)
+        own, own_number = _own_rows(ops, layer, window.number, rows, whole=takes_whole(w, e, parts))
+    keys = span + picks
+    splits = cut_of(ops.chip, *numbers, bf16, tokens, heads, keys, selected is not None).splits
+    workspace = ops.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
+    out, lse = launch.calls().attend_rows(
+        q.contiguous(),
+        None if selected is None or entries is None else selected.contiguous(),
+        None if sink is None else sink.contiguous(),
+        own,
+        index.positions,
+        index.request_index,
+        index.slots,
+        index.starts,
+        table,
+        [] if window is None else [pools[name] for name in window.names],
+        entry_buffers,
+        frequencies_of(rope, q.device),
+        workspace,
+        [*numbers, own_number],
+        [span, ratio, splits, keys],
+        _scale(q, scale),
+        bf16,
+    )
+    return Attention(out, lse)
+
+
+def _own_rows(ops, layer, number, rows, *, whole):
+    """(the step's own window rows [T, bytes], number of their record): as the ring will hold them, or decoded."""
+    (region,) = ops.plan.region(layer, "window")
+    record = own_record(launch.BOUND[number].record, region.format)
+    number, tokens = launch.bind(launch.Bound(record, 0, 0, 0)), len(rows)
+    zeros = torch.zeros(tokens + 1, dtype=torch.int32, device=rows.device)
+    positions, length = torch.arange(tokens, dtype=torch.int32, device=rows.device), zeros[:1] + tokens
+    own = torch.empty((tokens, region.format.row), dtype=torch.uint8, device=rows.device)
+    # All are rows of one block.
+    table = zeros[:1, None]
+    launch.calls().append_rows(rows.contiguous(), positions, zeros[:-1], zeros[:1], zeros[:1], table, [own], number)
+    if not whole:
+        return own, number
+    values, _, _ = launch.calls().gather_all_rows(length, table, [own], number, 1, tokens)
+    return values[0].view(torch.uint8), launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+
+
+def _visits(index, number, tokens, selected):
+    """How often a step's queries read an entry on average; -1 where decoding them all is not worth it."""
+    record = launch.BOUND[number].record
+    count = index.block_table.numel() * record.rows
+    if not count or not record.quant or 2 * count * record.dim > MOST_DECODED:
+        return -1
+    return tokens / len(index.slots) if selected is None else selected.numel() / count
+
+
+def _decoded_entries(buffers, index, number, ratio):
+    """(number of the record, buffers, block table) of entries decoded once for all queries."""
+    table, record = index.block_table, launch.BOUND[number].record
+    columns = table.shape[1] * record.rows
+    values, _, _ = launch.calls().gather_all_rows(index.lengths, table, buffers, number, ratio, columns)
+    blocks = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
+    decoded = launch.bind(launch.Bound(plain_record(record), 0, 0, 0))
+    return decoded, [values.view(torch.uint8)], torch.where(table >= 0, blocks, -1)
+
+
+def _scale(q, scale):
+    """The scale of the logits: that of the key dim unless given."""
+    return q.shape[2] ** -0.5 if scale is None else float(scale)
+
+
+class Case(NamedTuple):
+    """What of a call's arguments decides whether the kernel of classic attention covers it.
+
+    Attributes:
+        bf16: queries are.
+        own: the step's own keys and values are given.
+    """
+
+    bf16: bool
+    own: bool
+
+    @property
+    def words(self) -> str:
+        """Said to a user."""
+        return f"q is {'bf16' if self.bf16 else 'not bf16'}, {'with' if self.own else 'without'} k and v"
+
+
+CASES = tuple(Case(bf16, own) for bf16 in (True, False) for own in (False, True))
+
+
+class AttendedKV(NamedTuple):
+    """What classic attention of a layer must know in one case.
+
+    Attributes:
+        parts: of keys and of values.
+        own_numbers: of records of the step's own keys and values, -1 where the pools hold them.
+        heads: of keys and of values; ``value_dim`` channels of a value.
+        window, chunk: of the layer, 0 without.
+        cut: how a call is cut into programs, for this device.
+        chip: the device.
+    """
+
+    parts: tuple[Part, ...]
+    own_numbers: tuple[int, ...]
+    heads: tuple[int, int]
+    value_dim: int
+    window: int
+    chunk: int
+    cut: Any
+    chip: Any
+
+
+def bind_attend_kv(ops, layer):
+    """{case: what its calls need, or why the layer's formats are not covered in it}."""
+    if ops.attention_kernels == "torch":
+        return Declined(f"{flash.VARIABLE}=torch")
+    without = declined(ops, layer, "kv")
+    if without is not None:
+        return without
+    cases = {case: _attended_kv(ops, layer, case) for case in CASES}
+    reasons = {case: found.reason for case, found in cases.items() if isinstance(found, Declined)}
+    if len(reasons) == len(cases):
+        return Declined("; ".join(dict.fromkeys(reasons.values())))
+    return Ready(cases, ("kv",), (*(f"{case.words}: {reason}" for case, reason in reasons.items()), ALONE.reason))
+
+
+def _attended_kv(ops, layer, case):
+    parts, component = ops.records[layer, "kv"], ops.component(layer, "kv")
+    keys, values = (launch.BOUND[part.number].record for part in parts)
+    records = None
+    if case.own:
+        records = kv_cuts.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
+        if isinstance(records, Declined):
+            return records
+    native = is_native(ops.chip.capability) and not launch.INTERPRETED
+    sides = kv_cuts.multiplied(keys, values, records, bf16=case.bf16, native=native)
+    if isinstance(sides, Declined):
+        return sides
+    numbers = (-1, -1) if records is None else tuple(launch.bind(launch.Bound(one, 0, 0, 0)) for one in records)
+    heads, seen = (keys.heads, values.heads), (component.window or 0, component.chunk or 0)
+    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_cuts.cut_for(ops.chip, sides), ops.chip)
+
+
+def attend_kv_covers(bound, index, q, k=None, v=None, **_):
+    """The case of a call."""
+    if (k is None) != (v is None):
+        return ALONE
+    return bound[q.dtype == torch.bfloat16, k is not None]
+
+
+def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=None, sink=None, scale=None):
+    """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim].
+
+    Rows are read where they lie: ``columns`` only bounds how many keys a query sees.
+    """
+    if not len(index.slots) or not q.numel():  # there is nothing to launch
+        return TorchOps.attend_kv(ops, pools, layer, index, q, k, v, columns=columns, sink=sink, scale=scale)
+    own = None, None
+    if k is not None:
+        parts = zip(ops.plan.region(layer, "kv"), (k, v), strict=True)
+        own = [ops.encode_rows(region, rows).contiguous() for region, rows in parts]
+    keys, values = bound.parts
+    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+    seen = min(columns, bound.window or bound.chunk or columns)
+    tokens, heads, _ = q.shape
+    work = kv_cuts.work_for(tokens, len(index.slots), heads, *bound.heads)
+    splits = kv_cuts.splits_for(bound.chip, work.programs, seen + work.each - 1, bound.cut)
+    room = splits * tokens * heads * (bound.value_dim + 1) if splits > 1 else 1
+    out, lse = launch.calls().attend_kv_rows(
+        q.contiguous(),
+        None if sink is None else sink.contiguous(),
+        *own,
+        index.positions,
+        index.request_index,
+        index.slots,
+        index.starts,
+        index.block_table,
+        index.left_padding,
+        [pools[name] for name in keys.names],
+        [pools[name] for name in values.names],
+        ops.workspaces.take("attention", room),
+        [keys.number, values.number, *bound.own_numbers],
+        [bound.window, bound.chunk, splits],
+        _scale(q, scale),
+        q.dtype == torch.bfloat16,
+    )
+    return Attention(out, lse)
+
+
+class Scored(NamedTuple):
+    """Where a layer's index keys lie, tokens of each, and whether queries are rotated first."""
+
+    part: Part
+    ratio: int
+    rotated: bool
+
+
+def bind_scores(*but):
+    """A binding to a layer's index keys."""
+
+    def bind(ops, layer):
+        without = declined(ops, layer, "index_keys")
+        if without is not None:
+            return without
+        (part,) = ops.records[layer, "index_keys"]
+        record = launch.BOUND[part.number].record
+        found = scored(record)
+        if isinstance(found, Declined):
+            return found
+        given = Scored(part, ops.component(layer, "index_keys").ratio, record.hadamard)
+        return Ready(given, ("index_keys",), but)
+
+    return bind
+
+
+def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
+    """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
+    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
+    if not len(index.slots) or not q.numel() or not columns:  # there is nothing to launch
+        return TorchOps.index_scores(ops, pools, layer, index, q, weights, columns=columns)
+    number, names, _ = bound.part
+    return launch.calls().score_rows(
+        q.contiguous(),
+        weights.contiguous(),
+        index.positions,
+        index.request_index,
+        index.block_table,
+        [pools[name] for name in names],
+        ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
+        number,
+        bound.ratio,
+        columns,
+    )
+
+
+def bind_select(ops, layer):
+    """The same kernels for all layers."""
+    del layer
+    return Ready(None, decision=Decision(name_of_kernels(), f"kernels find the best k, else torch: {TOO_MANY.reason}"))
+
+
+def select_covers(bound, scores, k):
+    """All but long lists."""
+    return TOO_MANY if k > MOST_PICKS else bound
+
+
+def select(bound, ops, scores, k):
+    """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
+    del bound
+    if not k or not scores.numel():  # there is nothing to launch
+        return TorchOps.select(ops, scores, k)
+    room = select_workspace(len(scores), scores.shape[1], k)
+    return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *_pairs(ops, room), k)
+
+
+def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None, run=None):
+    """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
+
+    Args:
+        run: entries of a program, in one go whatever there are.
+    """
+    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
+    whole = run is None and len(q) * columns <= MOST_SCORES
+    if whole or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
+        return ops.select(index_scores(bound, ops, pools, layer, index, q, weights, columns=columns), k)
+    number, names, _ = bound.part
+    run = run or RUN
+    *room, held = best_workspace(runs_of(ops.chip, len(q), columns, run, k), k)
+    return launch.calls().score_select_rows(
+        q.contiguous(),
+        weights.contiguous(),
+        index.positions,
+        index.request_index,
+        index.block_table,
+        [pools[name] for name in names],
+        ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
+        *_pairs(ops, room),
+        ops.workspaces.take("scores", held),
+        number,
+        bound.ratio,
+        columns,
+        k,
+        run,
+    )
+
+
+def _pairs(ops, room):
+    pairs, counts = room
+    return ops.workspaces.take("pairs", pairs, torch.int64), ops.workspaces.take("counts", counts, torch.int32)
+
+
+KERNELS = {
+    "gather_window": Kernel(gather_window, Gathered.of("window")),
+    "gather_entries": Kernel(gather_entries, Gathered.of("entries")),
+    "gather_all_entries": Kernel(gather_all_entries, Gathered.of("entries")),
+    "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
+    "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers),
+    "attend": Kernel(attend, bind_attend),
+    "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers),
+    "index_scores": Kernel(index_scores, bind_scores()),
+    "select": Kernel(select, bind_select, select_covers),
+    "index_select": Kernel(index_select, bind_scores(TOO_MANY.reason)),
+}
+"""Verbs that read."""

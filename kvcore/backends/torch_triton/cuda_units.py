@@ -1,0 +1,327 @@
+"""Life cycle on CUDA: reset, poison, copies, digests, pages, rows that an abort puts back.
+
+Nothing asks the device for a value. Fields that lie side by side both in a unit and in the canonical row are one run of
+bytes, copied in the widest words that all its addresses are multiples of.
+"""
+
+from functools import cache, lru_cache
+from itertools import product
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from kvcore.backends.torch_triton.backend import TorchOps
+from kvcore.backends.torch_triton.cuda import Kernel, Ready, name_of_kernels
+from kvcore.backends.torch_triton.launch import calls
+from kvcore.digest import MASK, region_salt
+from kvcore.kernels.triton import checksum
+from kvcore.kernels.triton.strips import ENTRY
+from kvcore.ops.choices import Decision, Declined
+from kvcore.plan import Region
+from kvcore.pools import fresh_unit
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""What pages are copied in, by bytes."""
+
+MOST_POOLS = 3
+"""Pools of a region that a launch on ring rows takes."""
+
+SIZES = 9
+"""Leading integers of an entry that are bytes before they become words; of a pool's address only multiples matter."""
+
+
+def whole(growths=()):
+    """A binding of a verb on whole units to (region, buffer, name of the pool) of all pools of some growth."""
+
+    def bind(ops, layer):
+        del layer
+        given = tuple(
+            tuple(
+                (region, buffer, name)
+                for region in ops.plan.regions
+                if region.growth == growth
+                for buffer, (name, _) in region.buffers.items()
+            )
+            for growth in growths
+        )
+        return Ready(given, decision=Decision(name_of_kernels(), "whole units are bytes, whatever their format"))
+
+    return bind
+
+
+def reset_slots(bound, ops, pools, slots):
+    """Make slots [n] as if never used; -1 is ignored."""
+    (buffers,), slots = bound, _units(ops, slots)
+    for region, buffer, name in buffers:
+        calls().fill_units(pools[name], slots, _fresh_unit(ops, region, buffer, name), 0)
+    return pools
+
+
+def _fresh_unit(ops, region, buffer, name):
+    """What a unit holds before anything is written, on the device; None means zeros."""
+    if name not in ops.fresh:
+        fresh = fresh_unit(region, buffer)
+        with torch.inference_mode(False):
+            ops.fresh[name] = None if fresh is None else ops.bytes_of(fresh)
+    return ops.fresh[name]
+
+
+def poison(bound, ops, pools, slots, blocks):
+    """Fill freed slots [n] and blocks [m] with 0xFF, NaN in every float code, so that a stale read is seen."""
+    for buffers, units in zip(bound, (_units(ops, slots), _units(ops, blocks)), strict=True):
+        for _, _, name in buffers:
+            calls().fill_units(pools[name], units, None, 0xFF)
+    return pools
+
+
+def copy_units(bound, ops, pools, sources, targets):
+    """Copy whole slots, or blocks; all sources are read before any target is written; pairs with a -1 are ignored."""
+    sources, targets = _units(ops, sources), _units(ops, targets)
+    for _, _, name in bound[0]:
+        calls().copy_units(pools[name], sources, targets)
+    return pools
+
+
+def digest_rows(bound, ops, raw, salt):
+    """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] int64; see ``kvcore.digest``."""
+    del bound, ops
+    # A row's last word is filled up with zeros.
+    words = pad(raw.rows, (0, -raw.rows.shape[2] % 4)).contiguous().view(torch.int32)
+    return _unsigned(calls().digest_lanes(words, raw.positions.int().contiguous(), salt))
+
+
+def _units(ops, numbers):
+    return ops.asarray(numbers).int().contiguous()
+
+
+class Ring(NamedTuple):
+    """What a launch must know of a region whose units are rings.
+
+    Attributes:
+        names: of its pools.
+        row: heads, and bytes of a head's row.
+        fields: seven numbers a field, see ``ring_rows_kernel``.
+        rows: of a ring, which lies ``copies`` times in its unit.
+    """
+
+    names: list[str]
+    row: tuple[int, int]
+    fields: list[int]
+    rows: int
+    copies: int
+
+    @classmethod
+    def of(cls, region):
+        """A region's ring."""
+        pools, fields = list(region.buffers), []
+        for place in region.unit.places:
+            steps = (step * place.stride for step in region.steps)
+            first, _ = region.format.byte_range(place.field)
+            _, unit = region.buffers[place.buffer]
+            fields += pools.index(place.buffer), unit, place.base, *steps, place.nbytes, first
+        names = [name for name, _ in region.buffers.values()]
+        return cls(names, (region.heads, region.format.row), fields, region.rows, region.copies)
+
+    def move(self, pools, index, held, *, back):
+        """The rows that the step's tokens take -> ``held`` [tokens, heads, bytes], or ``back``."""
+        place = index.positions, index.request_index, index.slots
+        buffers = [pools[name] for name in self.names]
+        calls().move_ring_rows(buffers, held, *place, self.fields, self.rows, self.copies, back)
+
+
+def bind_rings(ops, layer):
+    """{role: its rings, one a part; None where rows lie in blocks, or are not the kernel's} of a layer's roles."""
+    rings, apart = {}, []
+    for role, regions in ops.plan.layers[layer].regions.items():
+        slots = all(region.growth == "slot" for region in regions)
+        few = all(len(region.buffers) <= MOST_POOLS for region in regions)
+        rings[role] = [Ring.of(region) for region in regions] if slots and few else None
+        apart += [role] if slots and not few else []
+    if apart:
+        reason = f"a row of {' and '.join(apart)} lies in more than {MOST_POOLS} arrays"
+        return Ready(rings, decision=Decision("torch", reason, slower=True))
+    return Ready(rings, decision=Decision(name_of_kernels(), "one launch moves a part's rows, bytes as they are"))
+
+
+def read_ring(bound, ops, pools, layer, role, index):
+    """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``: a launch a part."""
+    rings = bound[role]
+    if rings is None:
+        return TorchOps.read_ring(ops, pools, layer, role, index)
+    tokens, saved = len(index.positions), []
+    for ring in rings:
+        held = torch.empty((tokens, *ring.row), dtype=torch.uint8, device=ops.device)
+        ring.move(pools, index, held, back=False)
+        saved.append(held)
+    return saved
+
+
+def restore_ring(bound, ops, pools, layer, role, index, saved):
+    """Put back what ``read_ring`` saved."""
+    rings = bound[role]
+    if rings is None:
+        return TorchOps.restore_ring(ops, pools, layer, role, index, saved)
+    for ring, held in zip(rings, saved, strict=True):
+        ring.move(pools, index, held, back=True)
+    return pools
+
+
+class Run(NamedTuple):
+    """Neighbouring bytes of a row.
+
+    Attributes:
+        buffer: of the layout; "" for bytes that are not stored and read as zeros.
+        base: first byte in a unit.
+        stride: bytes from one format row of a unit to the next.
+        first: first byte in the canonical row.
+        nbytes: of the run.
+    """
+
+    buffer: str
+    base: int
+    stride: int
+    first: int
+    nbytes: int
+
+
+def runs(region: Region) -> tuple[Run, ...] | None:
+    """Runs of a region's rows, which together are the whole row; None where bytes of an element lie apart."""
+    return _runs(region.unit)
+
+
+@cache
+def _runs(unit):
+    found: list[Run] = []
+    end = 0
+    for place in sorted(unit.places, key=lambda place: unit.format.byte_range(place.field)):
+        first, last = unit.format.byte_range(place.field)
+        if place.split:
+            return None
+        if first > end:
+            found.append(Run("", 0, 0, end, first - end))
+        run = Run(place.buffer, place.base, place.stride, first, place.nbytes)
+        before = found[-1] if found else None
+        if before and (before.buffer, before.stride, before.base + before.nbytes) == (run.buffer, run.stride, run.base):
+            found[-1] = before._replace(nbytes=before.nbytes + run.nbytes)
+        else:
+            found.append(run)
+        end = last
+    if end < unit.format.row:
+        found.append(Run("", 0, 0, end, unit.format.row - end))
+    return tuple(found)
+
+
+def bind_move(ops, layer):
+    """Where no layout stores the bytes of an element apart: there rows are moved component by component."""
+    del layer
+    if any(runs(region) is None for region in ops.plan.regions):
+        return Declined(f"layout {ops.plan.layout} stores the bytes of an element apart")
+    return Ready(None, decision=Decision(name_of_kernels(), "one launch moves all rows of a request"))
+
+
+def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
+    """Copy a request's rows from the pools into pages, or with ``store`` back, in a launch for each width of words."""
+    del bound
+    if isinstance(pages, np.ndarray):  # of the host's memory, as pools under the interpreter are
+        return TorchOps.move_strips(ops, pools, pages, strips, units, store=store)
+    units = _units(ops, units)
+    for width, table in _of_move(ops.plan, pools, strips, _grain(pages), store=store):
+        calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
+    return True
+
+
+def bind_digest(ops, layer):
+    """Of pages of whole words."""
+    del ops, layer
+    why = "one launch digests pages of whole 4-byte words, else digest_rows role by role"
+    return Ready(None, decision=Decision(name_of_kernels(), why))
+
+
+def digest_strips(bound, ops, pages, strips, first_page):
+    """Two lanes for every page -> [pages, 2] int64, in one launch; None where rows are not whole words."""
+    del bound
+    if isinstance(pages, np.ndarray):
+        return TorchOps.digest_strips(ops, pages, strips, first_page)
+    table = _of_digest(tuple(strips), _grain(pages))
+    if table is None:
+        return None
+    return _unsigned(calls().digest_strips(_words(pages, torch.int32), ops.asarray(table), first_page))
+
+
+def _words(pages, dtype):
+    """Pages [n, bytes] as words."""
+    # Tensors without elements may have strides that ``view`` refuses.
+    return pages.view(dtype) if pages.numel() else pages.new_empty((len(pages), 0), dtype=dtype)
+
+
+def _unsigned(lanes):
+    return lanes.long() & MASK
+
+
+def _of_move(plan, pools, strips, grain, *, store):
+    """[(bytes of a word, [runs, ENTRY] int64)] of strips whose bytes lie together.
+
+    ``grain``: bytes that all pages begin at multiples of. With ``store`` every copy of a row is moved to.
+    """
+    entries = []
+    for strip in strips:
+        offset, numbers = strip.start, strip.numbers
+        for region in plan.region(strip.layer, strip.role):
+            row_step, head_step = region.steps
+            for run, copy in product(runs(region) or (), range(region.copies if store else 1)):
+                pool = pools[region.buffers[run.buffer][0]] if run.buffer else None
+                place = (0, 0) if pool is None else (pool.data_ptr(), pool.stride(0))
+                base = run.base + copy * region.rows * row_step * run.stride
+                inside = *place, base, row_step * run.stride, head_step * run.stride, run.nbytes
+                outside = offset + run.first, strip.row_bytes, region.format.row
+                entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
+            offset += region.heads * region.format.row
+    whole = np.array(entries, np.int64).reshape(-1, ENTRY)
+    if not len(whole):
+        return []
+    widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(grain, max(WORDS)))
+    found = []
+    for width in np.unique(widths).tolist():
+        table = whole[widths == width]
+        table[:, 1:SIZES] //= width
+        found.append((width, table))
+    return found
+
+
+@lru_cache(maxsize=16)  # the pages of one request come in several pieces
+def _of_digest(strips, grain):
+    """[strips, ENTRY] int32 of ``kernels.checksum``; None where rows are not whole words of the digest."""
+    sizes = [grain, *(size for strip in strips for size in (strip.start, strip.row_bytes))]
+    if any(size % checksum.WORD for size in sizes):
+        return None
+    entries = [
+        (
+            *(strip.start // checksum.WORD, strip.rows, strip.row_bytes // checksum.WORD),
+            *(strip.numbers.start * strip.tokens_per_row, strip.tokens_per_row, len(strip.numbers)),
+            region_salt(strip.layer, strip.role),
+        )
+        for strip in strips
+    ]
+    return np.array(entries, np.int64).reshape(-1, checksum.ENTRY).astype(np.uint32).view(np.int32)
+
+
+def _grain(pages):
+    """Bytes that the pages' beginnings are multiples of: a record may lie behind pages of fewer."""
+    return gcd(pages.shape[1], pages.storage_offset())
+
+
+KERNELS = {
+    "reset_slots": Kernel(reset_slots, whole(("slot",))),
+    "poison": Kernel(poison, whole(("slot", "block"))),
+    "copy_slots": Kernel(copy_units, whole(("slot",))),
+    "copy_blocks": Kernel(copy_units, whole(("block",))),
+    "digest_rows": Kernel(digest_rows, whole()),
+    "move_strips": Kernel(move_strips, bind_move),
+    "digest_strips": Kernel(digest_strips, bind_digest),
+    "read_ring": Kernel(read_ring, bind_rings),
+    "restore_ring": Kernel(restore_ring, bind_rings),
+}
+"""Verbs on whole units and raw rows."""
