@@ -29,6 +29,9 @@ MOST_SCORES = 1 << 26
 MOST_DECODED = 1 << 28
 """Bytes that decoded entries may take."""
 
+PLAIN: Any = TorchOps
+"""The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
+
 LEFT_PADDING = Declined("the step has left padding")
 TOO_MANY = Declined(f"k > {MOST_PICKS}")
 ALONE = Declined("k or v is given without the other")
@@ -219,7 +222,7 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
             launch.calls().turn_back_rows(found.out, index.positions, frequencies)
         return found
     if not len(index.slots) or not q.numel():  # there is nothing to launch
-        return TorchOps.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
+        return PLAIN.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
     window, entries, numbers, span, ratio, block_rows, parts, _ = bound
     tokens, heads, dim = q.shape
     bf16 = q.dtype == torch.bfloat16
@@ -389,7 +392,7 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     Rows are read where they lie: ``columns`` only bounds how many keys a query sees.
     """
     if not len(index.slots) or not q.numel():  # there is nothing to launch
-        return TorchOps.attend_kv(ops, pools, layer, index, q, k, v, columns=columns, sink=sink, scale=scale)
+        return PLAIN.attend_kv(ops, pools, layer, index, q, k, v, columns=columns, sink=sink, scale=scale)
     own = None, None
     if k is not None:
         parts = zip(ops.plan.region(layer, "kv"), (k, v), strict=True)
@@ -452,7 +455,7 @@ def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
     """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
     columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
     if not len(index.slots) or not q.numel() or not columns:  # there is nothing to launch
-        return TorchOps.index_scores(ops, pools, layer, index, q, weights, columns=columns)
+        return PLAIN.index_scores(ops, pools, layer, index, q, weights, columns=columns)
     number, names, _ = bound.part
     return launch.calls().score_rows(
         q.contiguous(),
@@ -483,7 +486,7 @@ def select(bound, ops, scores, k):
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
     del bound
     if not k or not scores.numel():  # there is nothing to launch
-        return TorchOps.select(ops, scores, k)
+        return PLAIN.select(ops, scores, k)
     room = select_workspace(len(scores), scores.shape[1], k)
     return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *_pairs(ops, room), k)
 

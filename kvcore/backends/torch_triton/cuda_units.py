@@ -7,7 +7,7 @@ bytes, copied in the widest words that all its addresses are multiples of.
 from functools import cache, lru_cache
 from itertools import product
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from kvcore.pools import fresh_unit
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """What pages are copied in, by bytes."""
+
+PLAIN: Any = TorchOps
+"""The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
 MOST_POOLS = 3
 """Pools of a region that a launch on ring rows takes."""
@@ -150,7 +153,7 @@ def read_ring(bound, ops, pools, layer, role, index):
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``: a launch a part."""
     rings = bound[role]
     if rings is None:
-        return TorchOps.read_ring(ops, pools, layer, role, index)
+        return PLAIN.read_ring(ops, pools, layer, role, index)
     tokens, saved = len(index.positions), []
     for ring in rings:
         held = torch.empty((tokens, *ring.row), dtype=torch.uint8, device=ops.device)
@@ -163,7 +166,7 @@ def restore_ring(bound, ops, pools, layer, role, index, saved):
     """Put back what ``read_ring`` saved."""
     rings = bound[role]
     if rings is None:
-        return TorchOps.restore_ring(ops, pools, layer, role, index, saved)
+        return PLAIN.restore_ring(ops, pools, layer, role, index, saved)
     for ring, held in zip(rings, saved, strict=True):
         ring.move(pools, index, held, back=True)
     return pools

@@ -137,7 +137,7 @@ class Flush(NamedTuple):
     spare: int
 
     @classmethod
-    def of(cls, ops, layer, mains):
+    def of(cls, ops, layer, mains) -> "Flush | Declined":
         """Of the streams of some roles, or why the kernels do not cover one of them."""
         roles = [each for main in mains for each in (main, TAIL_OF[main])]
         without = declined(ops, layer, *roles)
@@ -166,7 +166,7 @@ class Flushes(NamedTuple):
     both: Flush | Declined
 
 
-def bind_flush(ops, layer):
+def bind_flush(ops, layer) -> Ready | Declined:
     """A layer's flushes; of a layer with index keys kernels are said to run where they cover both streams."""
     alone = Flush.of(ops, layer, ("entries",))
     if any(ops.component(layer, role) is None for role in ("index_keys", "index_tail")):
@@ -174,7 +174,8 @@ def bind_flush(ops, layer):
         return alone if isinstance(alone, Declined) else Ready(Flushes(alone, found), ("entries", "tail"))
     both = Flush.of(ops, layer, ("entries", "index_keys"))
     if isinstance(alone, Declined):
-        return both  # which has the same reason, and more
+        # The reasons for both are the same, and more.
+        return both if isinstance(both, Declined) else alone
     if isinstance(both, Declined):
         said = Decision("torch", f"{both.reason}; without index_kv kernels run", slower=True)
         return Ready(Flushes(alone, both), decision=said)
@@ -249,7 +250,7 @@ def append_flush(
 
     ``newest`` tells whether the rings have spare rows for the step's own: each token's program then writes them.
     """
-    streams = kv, score, index_kv, index_score
+    streams: Any = kv, score, index_kv, index_score
     if not tails_apart(launch.TAILS[bound.records[1]].record, len(index.positions), len(index.slots), kv.itemsize):
         return flush(bound, ops, pools, layer, index, *streams, append=True, newest=newest, **options)
     flush(bound, ops, pools, layer, index, *streams, **options)

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash
+from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
-from kvcore.backends.torch_triton.launches import launch
-from kvcore.backends.torch_triton.launches.attention import chip_of
 from kvcore.kernels.triton.device import Chip
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
@@ -25,6 +23,7 @@ NO_KERNEL = Decision("torch", "this verb has no kernel")
 NO_VIEWS = Decision("none", "there are views on a CPU only")
 AS = {"append_kv_view": "append_kv"}
 OF_ROLE = {"entries": "", "index_keys": "(index_keys)"}
+RINGS = ("read_ring", "restore_ring")
 ATTENTION = ("attend", "attend_kv")
 
 
@@ -95,6 +94,9 @@ class TritonOps(TorchOps):
         self.decisions: dict[tuple[int | None, str], Decision] = {}
         for layer, verb in verbs_of(plan.spec, shared=True):
             self._bind(layer, verb)
+        for layer in range(len(self.layers)):  # asked of rows in blocks they answer, too
+            for verb in RINGS:
+                self._bind(layer, verb)
         self._bind(None, "select")
 
     def _bind(self, layer: int | None, verb: str) -> None:
@@ -108,7 +110,7 @@ class TritonOps(TorchOps):
     def chip(self) -> Chip:
         """The device, as kernels are cut for it."""
         if self._chip is None:
-            self._chip = chip_of(self._torch_device)
+            self._chip = launch.chip_of(self._torch_device)
         return self._chip
 
     @property
