@@ -229,7 +229,7 @@ def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
     """Copy a request's rows from the pools into pages, or with ``store`` back, in a launch for each width of words."""
     del bound
     if isinstance(pages, np.ndarray):  # of the host's memory, as pools under the interpreter are
-        return TorchOps.move_strips(ops, pools, pages, strips, units, store=store)
+        return PLAIN.move_strips(ops, pools, pages, strips, units, store=store)
     units = _units(ops, units)
     for width, table in _of_move(ops.plan, pools, strips, _grain(pages), store=store):
         calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
@@ -247,7 +247,7 @@ def digest_strips(bound, ops, pages, strips, first_page):
     """Two lanes for every page -> [pages, 2] int64, in one launch; None where rows are not whole words."""
     del bound
     if isinstance(pages, np.ndarray):
-        return TorchOps.digest_strips(ops, pages, strips, first_page)
+        return PLAIN.digest_strips(ops, pages, strips, first_page)
     table = _of_digest(tuple(strips), _grain(pages))
     if table is None:
         return None
