@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvcore.parity import environment
+from kvcore import environment
 from kvcore.requests.blocks import BlockAllocator
 
 BLOCKS = 16384

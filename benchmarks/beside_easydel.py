@@ -172,7 +172,7 @@ def main() -> None:
     if options.side:
         print(json.dumps({"kvcore": kvcore_side, "easydel": easydel_side}[options.side]()))
         return
-    from kvcore.parity import environment  # the peer's Python, which stopped above, need not have it
+    from kvcore import environment  # the peer's Python, which stopped above, need not have it
 
     sides = {"kvcore": run(sys.executable, "kvcore"), "easydel": run(options.peer, "easydel")}
     ours, theirs = sides["kvcore"]["us"], sides["easydel"]["us"]

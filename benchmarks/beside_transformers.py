@@ -23,8 +23,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig, QuantizedCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvcore import environment
 from kvcore.interop.transformers import KVCache
-from kvcore.parity import environment
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 64, 16
 WINDOWS = (1024, 4096)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import kvcore
-from kvcore.parity import environment
+from kvcore import environment
 from kvcore.spec import Rope, presets
 
 AT_ONCE = 1 << 14

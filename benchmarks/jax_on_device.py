@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcore import parity
+from kvcore import environment, parity
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
-from kvcore.parity import environment
 from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 import kvcore
+from kvcore import environment
 from kvcore.arrays import to_numpy
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.ops import RawRows
-from kvcore.parity import environment
 from kvcore.portable.record import RequestRecord
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
 

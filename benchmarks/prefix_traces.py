@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvcore
+from kvcore import environment
 from kvcore.cache.reuse import PrefixCache
-from kvcore.parity import environment
 from kvcore.plan import bytes_per_token, plan_cache, row_bytes
 from kvcore.portable.rows import HostRows, owned
 from kvcore.requests.manager import Manager, TakenOver

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcore import environment
 from kvcore.interop.transformers import KVCache
-from kvcore.parity import environment
 from kvcore.plan import bytes_per_token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -35,7 +35,7 @@ if __package__ in (None, ""):
 
 from benchmarks.two_gpus_decode import FORMS, Rank, capacity, compare_decode
 from benchmarks.two_gpus_move import move
-from kvcore.parity import environment
+from kvcore import environment
 
 PART_SECONDS = 100
 """A part that takes longer is ended; the first one of new processes includes their start."""

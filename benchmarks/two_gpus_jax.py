@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import two_gpus_kernels
+from kvcore import environment
 from kvcore.interop.jax.sharding import Sharded
 from kvcore.ops import StepIndex
-from kvcore.parity import environment
 from kvcore.spec import CacheSpec, Rope
 from kvcore.spec.presets import V4_FORMATS, v4_layer
 from kvcore.step import StepRequest, build_index

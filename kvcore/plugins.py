@@ -19,11 +19,12 @@ import pluggy
 
 from kvcore.errors import BackendError, SpecError
 from kvcore.isolation import Failed, isolated
-from kvcore.ops import Backend
 from kvcore.spec import FORMATS, LAYOUTS, ROLES, CacheSpec
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from kvcore.ops import Backend  # NumPy, which a list of backends does not need
 
 hookspec = pluggy.HookspecMarker("kvcore")
 hookimpl = pluggy.HookimplMarker("kvcore")
@@ -114,7 +115,7 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None
     install: str
     probe: Callable[[], str | None]
-    load: Callable[[], Backend]
+    load: "Callable[[], Backend]"
     known_gaps: tuple[KnownGap, ...] = ()
     forget: Callable[[], None] | None = None
 
@@ -208,7 +209,7 @@ class Registry:
             raise
         return records
 
-    def load(self, name: str, needs: Needs | None = None) -> Backend:
+    def load(self, name: str, needs: Needs | None = None) -> "Backend":
         """The backend of that name.
 
         Raises:
@@ -230,7 +231,7 @@ class Registry:
             raise BackendError(got=found, where=where, allowed=allowed, hint=self._others(name, needs))
         return found
 
-    def auto(self, device: str | None, needs: Needs | None = None) -> Backend:
+    def auto(self, device: str | None, needs: Needs | None = None) -> "Backend":
         """The backend of highest priority that runs here, on ``device`` if one is given, and has what is needed."""
         kind = None if device is None else device.split(":")[0]
         candidates = sorted(
@@ -267,7 +268,7 @@ def _provider(entry: "EntryPoint") -> str:
     return f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
 
 
-def _loaded(info: BackendInfo) -> Backend | str:
+def _loaded(info: BackendInfo) -> "Backend | str":
     """The backend, or why there is none."""
     objection = info.objection()
     if objection is not None:
@@ -319,7 +320,7 @@ def registry() -> Registry:
     return _registry[0]
 
 
-def choose_backend(name: str, device: str | None = None, needs: Needs | None = None) -> Backend:
+def choose_backend(name: str, device: str | None = None, needs: Needs | None = None) -> "Backend":
     """Argument, then ``use_backend``, then KVCORE_BACKEND, then the best that runs here and declares what is needed.
 
     Args:

@@ -22,7 +22,7 @@ HEAVY = (
 
 def loaded_by(statement):
     """Names of the modules that a statement adds in a fresh interpreter."""
-    code = f"import sys; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
+    code = f"import sys; before = set(sys.modules); {statement}\nprint(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -61,6 +61,15 @@ def test_the_reference_needs_no_framework():
     )
     assert "kvcore.backends.reference" in modules
     assert heavy_among(modules, ("torch", "triton", "jax", "jaxlib", "transformers", "rich")) == []
+
+
+def test_a_list_of_backends_needs_no_arrays():
+    modules = loaded_by(
+        "import contextlib, io; from kvcore.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()): main(['info'])\n"
+    )
+    assert "kvcore.backends.records" in modules
+    assert heavy_among(modules, set(HEAVY) - {"rich"}) == []
 
 
 def test_public_names_are_all_there():

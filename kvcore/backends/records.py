@@ -1,21 +1,23 @@
 """The records of the built-in backends. Nothing here imports a framework."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcore.ops import Backend
 from kvcore.plugins import CAPABILITIES, BackendInfo, hookimpl
+
+if TYPE_CHECKING:
+    from kvcore.ops import Backend
 
 EVERYTHING = CAPABILITIES
 
 
-def _load_reference() -> Backend:
+def _load_reference() -> "Backend":
     from kvcore.backends.reference import ReferenceBackend
 
     return ReferenceBackend()
 
 
-def _load_torch() -> Backend:
+def _load_torch() -> "Backend":
     from kvcore.backends.torch_triton import TorchBackend
 
     return TorchBackend()

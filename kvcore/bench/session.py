@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import triton
 
+from kvcore import environment
 from kvcore.bench.kv import kv_workloads
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating
-from kvcore.parity import environment
 
 GOAL_COPY_GB_S, GOAL_EMPTY_US = 4122.0, 0.87
 """Copy speed, and time of an empty kernel in a graph, of the GPU that the goals and the peers' times were taken on."""

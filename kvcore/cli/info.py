@@ -110,7 +110,7 @@ def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS, needs: "Needs
         timeout: seconds for each.
         needs: of a spec; a backend that does not declare them is not asked further.
     """
-    from kvcore.parity import environment
+    from kvcore import environment
 
     found: dict = {**environment.describe(), "executable": sys.executable}
     found["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     from kvcore import parity
     from kvcore.conformance.specs import NAME, conformance_spec
     from kvcore.conformance.suite import checks_of
-    from kvcore.parity.environment import command
+    from kvcore.environment import command
 
     spec = load_spec(options.spec, "--spec", **{NAME: conformance_spec()})
     backends = _backends(options.backend, options.device)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvcore import environment
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.outputs import Output
@@ -19,7 +20,6 @@ from kvcore.conformance.suite import Check, checks_of, computed_formats_of
 from kvcore.isolation import Failed, isolated
 from kvcore.ops import Backend, Ops, tolerances
 from kvcore.ops.fused import created
-from kvcore.parity import environment
 from kvcore.parity.quality import measure
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
 from kvcore.plan import CachePlan

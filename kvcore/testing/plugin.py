@@ -259,7 +259,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     import msgspec
 
-    from kvcore.parity import environment
+    from kvcore import environment
     from kvcore.parity.records import Record, write
     from kvcore.parity.run import blocked, report_of
 

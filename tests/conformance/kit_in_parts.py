@@ -24,10 +24,9 @@ from typing import Any
 
 import msgspec
 
-from kvcore import parity
+from kvcore import environment, parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import Check, checks_of
-from kvcore.parity import environment
 from kvcore.parity.records import Record
 from kvcore.parity.run import Subject, check_backends, report_of
 from kvcore.plugins import registry

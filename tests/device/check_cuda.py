@@ -16,7 +16,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 
-from kvcore.parity import environment
+from kvcore import environment
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from kvcore.step import StepRequest, build_index

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcore.parity import environment
+from kvcore import environment
 
 SUMMARIES = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}

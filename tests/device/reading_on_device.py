@@ -17,8 +17,8 @@ from multiprocessing import get_context
 
 import torch
 
+from kvcore import environment
 from kvcore.backends.torch_triton import flash
-from kvcore.parity import environment
 from tests.device import check_attention, check_classic, check_indexer
 from tests.device.check_attention import layer_of
 from tests.device.check_indexer import keys_layer

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgspec
 
-from kvcore import parity
+from kvcore import environment, parity
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import computed_formats_of
 from kvcore.ops import tolerances
-from kvcore.parity import environment
 from kvcore.parity.records import SCHEMA, Record, Report, Run, SpecRef, Status
 from tests.jax_pallas.tpu_cases import CHIPS, KERNELS, STEPS
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import cbor2
 
-from kvcore.parity import environment
+from kvcore import environment
 
 BLOCKS = 64
 MISTAKES = 200

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.parity import environment
+from kvcore import environment
 from kvcore.portable.disk import Disk, write_whole
 
 SEEDS_A_JOB = 1_000_000
