@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from kvcore.arrays import to_numpy
 from kvcore.cache import Cache, Step
 from kvcore.requests.manager import Request
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
@@ -80,7 +81,8 @@ def fill(step: Step, new: Sequence[Sequence[int]], *, reused: bool = False) -> N
             for array in arrays:
                 array.fill(7.0)
 
-    writers = [(key, row.start + k) for row, keys in zip(step._rows, new, strict=True) for k, key in enumerate(keys)]
+    told = [key for keys in new for key in keys]
+    writers = list(zip(told, to_numpy(step.positions)[: len(told)].tolist(), strict=True))
     for number, layer in enumerate(step.cache.spec.all_layers):
         handle = step.layer(number)
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.cache import Cache, LayerHandle, Step
-from kvcore.step import StepRequest
 from kvcore.testing.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Tenants:
         self.writers = after
 
     def _fill(self, step: Step, order: Sequence[str], after: Mapping[str, list[int]], pads: int) -> None:
-        places = [(after[name][p], p) for name, row in zip(order, step._rows, strict=True) for p in row_range(row)]
+        places = [(after[name][p], p) for name in order for p in range(len(self.writers[name]), len(after[name]))]
 
         def rows(stream: Stream, width: int) -> np.ndarray:
             found = names(NUMBER[stream], [w for w, _ in places], [p for _, p in places], width)
@@ -132,7 +131,7 @@ class Tenants:
         for layer, spec in enumerate(SPEC.layers):
             read = _read(step.layer(layer), latent=spec.kv is None)
             for number, name in enumerate(order):
-                length, start = len(writers[name]), step._rows[number].start
+                length, start = len(writers[name]), len(self.writers[name])
                 for (verb, role, part), (values, positions) in read.items():
                     if role == "window":
                         wanted = list(range(max(0, length - 5), length))
@@ -173,11 +172,6 @@ class Tenants:
             row, channel = wrong[0]
             found, mine = whose(SPEC, float(got[row, channel])), whose(SPEC, float(want[row, channel]))
             raise AssertionError(f"{where}, channel {channel}: {found} where {mine} belongs")
-
-
-def row_range(row: StepRequest) -> range:
-    """Positions of a request's new tokens."""
-    return range(row.start, row.start + row.new)
 
 
 def _read(handle: LayerHandle, *, latent: bool) -> dict[tuple[str, str, str], tuple[np.ndarray, np.ndarray]]:
