@@ -447,7 +447,9 @@ class StepState:
         layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
         used = self._layers
         touched = {"main": True} if self.pools_replaced else {}
-        for group, numbers in layers.items():
+        for group, every in layers.items():
+            # Layers that keep nothing get nothing.
+            numbers = [number for number in every if self.cache.spec.all_layers[number].roles]
             if any(number in used for number in numbers):
                 touched[group] = self.pools_replaced or all(
                     number in used and not used[number].missing() for number in numbers

@@ -46,9 +46,12 @@ class Fields:
             raise SpecError(got="nothing", where=self.path(name), allowed=f"an integer, {least} or more")
         return self._integer(name, value, least, "")
 
-    def layers(self) -> int:
-        """How many layers there are: a number from which that many are made, so no model's is beyond the limit."""
-        count = self.integer("num_hidden_layers")
+    def layers(self, listed: int | None = None) -> int:
+        """How many layers there are: a number from which that many are made, so no model's is beyond the limit.
+
+        ``listed``: how many something else lists, where the number itself may be left out.
+        """
+        count = self.integer("num_hidden_layers", listed)
         if count > MOST_LAYERS:
             self.fail("num_hidden_layers", f"1 to {MOST_LAYERS}")
         return count
@@ -110,9 +113,20 @@ class Fields:
                 continue
             config = self._config
             is_mapping = isinstance(config, Mapping)
-            value = (
-                cast("Mapping[str, Any]", config).get(known, _UNSAID) if is_mapping else getattr(config, known, _UNSAID)
-            )
+            try:
+                value = (
+                    cast("Mapping[str, Any]", config).get(known, _UNSAID)
+                    if is_mapping
+                    else getattr(config, known, _UNSAID)
+                )
+            except Exception as error:
+                # An attribute of outside code may raise anything; one that differs by layer does.
+                raise SpecError(
+                    got=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+                    where=f"{self.where}.{known}",
+                    allowed="a value that can be read",
+                    hint="Compose a CacheSpec if it differs from layer to layer.",
+                ) from error
             if value is not _UNSAID:
                 return value
         return _UNSAID

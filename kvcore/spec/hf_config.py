@@ -1,4 +1,4 @@
-"""Specs from ``transformers`` configurations: DeepSeek-V4, latent attention (V2, V3, V3.2) and classic decoders.
+"""Specs from ``transformers`` configurations: DeepSeek-V4, latent attention, recurrent layers and classic decoders.
 
 Only fields are read, so any object with the same attributes will do, or a ``config.json`` as a mapping, and
 ``transformers`` need not be installed. What such a file leaves unsaid is derived as its model type does
@@ -6,18 +6,33 @@ Only fields are read, so any object with the same attributes will do, or a ``con
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+
+import msgspec
 
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Entries, IndexKeys
 from kvcore.spec.config_fields import Fields
-from kvcore.spec.families import CHUNK, CHUNKED, FAMILIES, KINDS, SLIDING, WINDOW, WINDOWS, Family
+from kvcore.spec.families import CHUNK, CHUNKED, FAMILIES, FULL, KINDS, MISSING, SLIDING, WINDOW, WINDOWS, Family
 from kvcore.spec.formats import FORMATS
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, v4_layer
+from kvcore.spec.recurrent import Conv, State
+from kvcore.spec.recurrent_families import ATTENTION_OF, CONV, HYBRID, HYBRID_SLIDING, LINEAR, RECURRENT, kinds_of
 
-LATENT = {"deepseek_v2": False, "deepseek_v3": False, "deepseek_v32": True}
+LATENT = {
+    "axk1": False,
+    "axk2": True,
+    "deepseek_v2": False,
+    "deepseek_v3": False,
+    "deepseek_v32": True,
+    "glm4_moe_lite": False,
+    "glm_moe_dsa": True,
+    "minicpm3": False,
+    "sarvam_mla": False,
+    "youtu": False,
+}
 """Model types with latent attention (MLA), one row a token for all heads; True: with an indexer (DSA)."""
 
 V4_KINDS = {
@@ -36,8 +51,8 @@ def from_hf_config(
     Args:
         config: a ``transformers`` configuration, any object with the attributes of one, or a published ``config.json``
             as a mapping; of a multimodal model the text decoder counts.
-        formats: by role (``window``, ``entries``, ``index_keys``) or side (``key``, ``value``); what is left out gets
-            the engines' format where the dims fit it, else bf16.
+        formats: by role (``window``, ``entries``, ``index_keys``, ``state``, ``conv``) or side (``key``, ``value``);
+            what is left out gets the engines' format where the dims fit it, else bf16, and states fp32.
         block_tokens: of the spec; None takes 256, or the next multiple of every ratio.
 
     Raises:
@@ -62,10 +77,13 @@ def from_hf_config(
         return _latent(kind, fields, chosen, block_tokens)
     if isinstance(kind, str) and kind in FAMILIES:
         return _kv(kind, fields, chosen, block_tokens)
+    if isinstance(kind, str) and kind in RECURRENT:
+        return _recurrent(kind, fields, chosen, block_tokens)
+    known = isinstance(kind, str) and kind in MISSING
     raise SpecError(
-        got=kind,
+        got=f"{kind}, which needs {MISSING[kind]}" if known else kind,
         where=f"{fields.where}.model_type",
-        allowed=", ".join(["deepseek_v4", *LATENT, *FAMILIES]),
+        allowed=", ".join(["deepseek_v4", *LATENT, *FAMILIES, *RECURRENT]),
         hint="Compose a CacheSpec from LayerSpec and components for other models.",
     )
 
@@ -168,36 +186,103 @@ def _latent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: in
 
 
 def _kv(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+    """Keys and values of full, sliding or chunked attention."""
     _check_formats(formats, {"key": "", "value": ""})
     family = FAMILIES[kind]
-    fields = fields.renamed(family.names)
-    if fields.flag("use_bidirectional_attention", False):
-        fields.fail("use_bidirectional_attention", "false: tokens that see later ones leave nothing that can be cached")
-    heads = fields.integer("num_attention_heads", family.heads)
-    key_heads = fields.size("num_key_value_heads", family.key_heads) or heads
-    head_dim = fields.size("head_dim", family.head_dim) or _quotient(fields, heads)
-    key_format = formats.get("key", "bf16")
+    kept = _attention(kind, family, fields, formats)
+    kinds = _kinds(family, fields.renamed(family.names))
+    count = len(kinds)
+    if family.shared is not None:
+        # The last layers read the keys of earlier ones, and keep none.
+        count -= fields.integer(*family.shared, least=0)
+        if count < 1:
+            fields.fail(family.shared[0], f"fewer than {len(kinds)}, the layers")
+    layers = [kept(number, found) if number < count else LayerSpec() for number, found in enumerate(kinds)]
+    return CacheSpec(layers=tuple(layers), block_tokens=block_tokens or 256, name=kind)
 
-    def kv(*, window: int | None = None, chunk: int | None = None) -> LayerSpec:
+
+def _attention(
+    kind: str, family: Family, fields: Fields, formats: Mapping[str, str]
+) -> Callable[[int, str], LayerSpec]:
+    """(number, kind) of a layer -> its keys and values."""
+    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
+        fields.fail("use_bidirectional_attention", "false: tokens that see later ones leave nothing that can be cached")
+    named = fields.renamed(family.names)
+
+    def heads_of(number: int, found: str) -> tuple[int, int]:
+        """Key heads of a layer, and their width."""
+        layers = None if family.whole is None else fields.get("per_layer_config")
+        if isinstance(layers, Sequence):
+            # A configuration of transformers says it for every layer; a file, by names of their own.
+            own = Fields(layers[number], f"{fields.where}.per_layer_config[{number}]")
+            return own.integer("num_key_value_heads"), own.integer("head_dim")
+        heads = named.integer("num_attention_heads", family.heads)
+        key_heads = named.size("num_key_value_heads", family.key_heads) or heads
+        if family.whole is None or found != FULL:
+            return key_heads, named.size("head_dim", family.head_dim) or _quotient(named, heads)
+        names, wide = family.whole.names, None
+        if fields.flag("attention_k_eq_v", False):
+            wide = fields.size(names["num_key_value_heads"], None)
+        return wide or key_heads, fields.integer(names["head_dim"], family.whole.head_dim)
+
+    def kept(number: int, found: str) -> LayerSpec:
+        key_heads, head_dim = heads_of(number, found)
+        window = named.integer("sliding_window", WINDOWS.get(kind, WINDOW)) if found == SLIDING else None
+        chunk = named.integer("attention_chunk_size", CHUNK) if found == CHUNKED else None
         component = KV(
             key_heads=key_heads,
             key_dim=head_dim,
             storage="paged" if window is None and chunk is None else "ring",
             window=window,
             chunk=chunk,
-            key_format=key_format,
+            key_format=formats.get("key", "bf16"),
             value_format=formats.get("value"),
         )
         return LayerSpec(kv=component)
 
-    layers = [
-        kv(
-            window=fields.integer("sliding_window", WINDOWS.get(kind, WINDOW)) if kind_of_layer == SLIDING else None,
-            chunk=fields.integer("attention_chunk_size", CHUNK) if kind_of_layer == CHUNKED else None,
-        )
-        for kind_of_layer in _kinds(family, fields)
-    ]
-    return CacheSpec(layers=tuple(layers), block_tokens=block_tokens or 256, name=kind)
+    return kept
+
+
+def _recurrent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+    """Layers with states and short convolutions, beside others that attend, or in them."""
+    family = RECURRENT[kind]
+    attend = {"entries": "bf16"} if family.latent else {"key": "bf16", "value": ""} if family.attention else {}
+    _check_formats(formats, {**attend, "state": "fp32", "conv": "bf16"})
+    kinds = kinds_of(family, fields)
+    carried, kept = family.carried(fields), None
+    if family.latent:
+        kept = _latent_rows(fields, formats)
+    elif family.attention is not None:
+        kept = _attention(kind, family.attention, fields, formats)
+    conv = Conv(dim=carried.channels, width=carried.width, format=formats.get("conv", "bf16"))
+    state = None
+    if carried.state is not None:
+        heads, key_dim, value_dim = carried.state
+        state = State(heads=heads, key_dim=key_dim, value_dim=value_dim, format=formats.get("state", "fp32"))
+
+    def layer(number: int, found: str) -> LayerSpec:
+        attends = ATTENTION_OF.get(found)
+        if attends is not None and kept is None:
+            raise SpecError(got=found, where=fields.path(family.types), allowed="recurrent layers alone")
+        own = LayerSpec() if attends is None or kept is None else kept(number, attends)
+        if found in (LINEAR, HYBRID, HYBRID_SLIDING):
+            return msgspec.structs.replace(own, state=state, conv=conv)
+        return msgspec.structs.replace(own, conv=conv) if found == CONV else own
+
+    layers = tuple(layer(number, found) for number, found in enumerate(kinds))
+    return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=kind)
+
+
+def _latent_rows(fields: Fields, formats: Mapping[str, str]) -> Callable[[int, str], LayerSpec]:
+    """One latent row a token in every layer that attends."""
+    dim = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
+    layer = LayerSpec(entries=Entries(dim=dim, ratio=1, format=formats.get("entries", "bf16")))
+
+    def kept(number: int, kind: str) -> LayerSpec:
+        del number, kind
+        return layer
+
+    return kept
 
 
 def _kinds(family: Family, fields: Fields) -> list[str]:

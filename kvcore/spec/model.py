@@ -17,7 +17,7 @@ from kvcore.spec.recurrent import Conv, State
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """What one layer holds: at most one component for every role.
+    """What one layer holds: at most one component for every role; without any it is a layer that keeps nothing.
 
     A subclass with a further field, ``notes: Notes | None = None``, has a further role; see CONTRIBUTING.md.
     """
@@ -108,6 +108,12 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(got="no layers", where="layers", allowed="one layer or more")
         block_tokens = check_count(SpecError, "block_tokens", self.block_tokens, 1)
         msgspec.structs.force_setattr(self, "block_tokens", block_tokens)
+        if not any(layer.roles for layer in self.all_layers):
+            raise SpecError(
+                got="no components",
+                where="layers",
+                allowed="at least one of " + ", ".join(_kinds(type(self.all_layers[0]))),
+            )
         for number, layer in enumerate(self.all_layers):
             self._check_layer(number, layer)
 
@@ -142,8 +148,6 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         path = self.path(number)
         kinds = _kinds(type(layer))
         components = dict(layer.components())
-        if not components:
-            raise SpecError(got="no components", where=path, allowed="at least one of " + ", ".join(kinds))
         for role, component in components.items():
             # IndexKeys are Entries, but not in the place of entries: JSON could not tell them apart.
             if type(component) is not kinds[role]:

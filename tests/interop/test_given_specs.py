@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MistralConfig
 
 from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError
 from kvcore.interop.transformers import KVCache, cache_spec
@@ -12,16 +12,16 @@ from tests.support import tiny_models as models
 from tests.support.rows_by_hand import update
 
 
-def opt():
-    """A model type that ``from_hf_config`` does not know."""
-    config = OPTConfig(
+def falcon():
+    """A model type that ``from_hf_config`` refuses."""
+    config = FalconConfig(
         vocab_size=models.VOCABULARY,
         hidden_size=32,
-        ffn_dim=64,
+        ffn_hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=64,
-        word_embed_proj_dim=32,
+        multi_query=False,
     )
     return models.varied(AutoModelForCausalLM.from_config(config), torch.float32)
 
@@ -34,8 +34,8 @@ def of(count=3, **fields):
 @pytest.mark.parametrize("storage", ["slot", "paged"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_model_type_that_is_not_known_runs_on_a_spec(storage, static, backend):
-    model, ids = opt(), models.token_ids(2, 9)
-    with pytest.raises(SpecError, match=r"opt.*KVCache\(model, \.\.\., spec=") as caught:
+    model, ids = falcon(), models.token_ids(2, 9)
+    with pytest.raises(SpecError, match=r"falcon.*KVCache\(model, \.\.\., spec=") as caught:
         KVCache(model, batch=2, max_length=16)
     assert "llama" in caught.value.allowed
     spec = of(2, key_heads=4, storage=storage)

@@ -18,6 +18,15 @@ from tests.support.spec_documents import (
 )
 
 
+def test_a_layer_may_keep_nothing_but_not_all_of_them():
+    document = {"layers": [{"window": WINDOW}, {}], "block_tokens": 8}
+    assert construct(document) == read(document)
+    for document in ({"layers": [{}, {}]}, {"layers": [], "draft_layers": [{}]}):
+        for make in (construct, read):
+            with pytest.raises(SpecError, match="at least one of window"):
+                make(document)
+
+
 def test_a_layer_of_every_latent_role_is_accepted():
     assert construct(layers(CSA)) == read(layers(CSA))
 
@@ -25,7 +34,6 @@ def test_a_layer_of_every_latent_role_is_accepted():
 # What is wrong between components of one layer: the layer, and the path in the error.
 OTHER = {"window": WINDOW}
 LAYER_RULES = [
-    pytest.param({}, "layers[1]", "at least one of", id="no component at all"),
     pytest.param({**CSA, "tail": {**TAIL, "dim": 6}}, "layers[1].tail.dim", "that of entries", id="tail of other dim"),
     pytest.param(
         {**CSA, "tail": {**TAIL, "ratio": 8}}, "layers[1].tail.ratio", "that of entries", id="tail of other ratio"

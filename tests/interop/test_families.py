@@ -1,0 +1,202 @@
+"""Every causal model type of transformers: a spec of the layers that its own cache would have, or what is missing."""
+
+from typing import Any
+
+import pytest
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvcore.errors import SpecError
+from kvcore.spec import CacheSpec, LayerSpec, from_hf_config
+from kvcore.spec.families import FAMILIES, MISSING
+from kvcore.spec.hf_config import LATENT
+from kvcore.spec.recurrent_families import RECURRENT
+
+KNOWN = {*FAMILIES, *LATENT, *RECURRENT, *MISSING, "deepseek_v4"}
+SEEN = {
+    "full_attention": (True, False),
+    "sliding_attention": (True, False),
+    "chunked_attention": (True, False),
+    "indexed_attention": (True, False),
+    "heavily_compressed_attention": (True, False),
+    "compressed_sparse_attention": (True, False),
+    "linear_attention": (False, True),
+    "conv": (False, True),
+    "hybrid": (True, True),
+    "hybrid_sliding": (True, True),
+    "dummy": (False, False),
+}
+"""transformers' kind of a layer -> whether it attends, and whether it carries something on."""
+
+
+def shown(layer: LayerSpec) -> tuple[bool, bool]:
+    attends = layer.kv is not None or layer.entries is not None or layer.window is not None
+    return attends, layer.state is not None or layer.conv is not None
+
+
+def configuration(kind: str) -> Any:
+    try:
+        return CONFIG_MAPPING[kind]()
+    except Exception:  # noqa: BLE001 - a class that has no configuration by default
+        return None
+
+
+def spec_or_error(config: Any) -> CacheSpec | SpecError:
+    try:
+        return from_hf_config(config)
+    except SpecError as error:
+        return error
+
+
+@pytest.mark.parametrize("letter", sorted({kind[0] for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
+def test_a_spec_or_what_is_missing(letter: str) -> None:
+    """Never another error, and never layers or windows that the model does not have."""
+    for kind in sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind[0] == letter):
+        config = configuration(kind)
+        if config is None:
+            assert kind == "gemma4_assistant"
+            continue
+        text = config.get_text_config(decoder=True)
+        spec = spec_or_error(config)
+        if isinstance(spec, SpecError):
+            assert spec.where.startswith("config."), kind
+            assert text.model_type in KNOWN or spec.where != "config.model_type", kind
+            continue
+        kinds, options = get_layer_types_and_kwargs(text)
+        assert [shown(layer) for layer in spec.layers] == [SEEN[found] for found in kinds], kind
+        for layer, option in zip(spec.layers, options, strict=True):
+            if layer.kv is not None:
+                assert (layer.kv.window or layer.kv.chunk) == option.get("sliding_window"), kind
+
+
+def test_most_model_types_have_a_spec() -> None:
+    accepted = {*FAMILIES, *LATENT, *RECURRENT}
+    assert len(accepted & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)) > 110
+    assert not accepted & set(MISSING)
+
+
+QWEN = {"model_type": "qwen3_next", "num_hidden_layers": 8, "hidden_size": 2048}
+PUBLISHED = {
+    "qwen3_next": (QWEN, [(False, True)] * 3 + [(True, False)], 8),
+    "qwen3_next, another interval": (QWEN | {"full_attention_interval": 2}, [(False, True), (True, False)], 8),
+    "jamba": (
+        {"model_type": "jamba", "num_hidden_layers": 16, "hidden_size": 4096},
+        [(False, True)] * 4 + [(True, False)] + [(False, True)] * 3,
+        16,
+    ),
+    "bamba": (
+        {"model_type": "bamba", "num_hidden_layers": 4, "hidden_size": 4096, "attn_layer_indices": [1, 3]},
+        [(False, True), (True, False)],
+        4,
+    ),
+    "nemotron_h": (
+        {"model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M-*E"},
+        [(False, True), (False, False), (True, False), (False, False)],
+        4,
+    ),
+    "kimi_linear": (
+        {
+            "model_type": "kimi_linear",
+            "num_hidden_layers": 4,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "linear_attn_config": {
+                "full_attn_layers": [4],
+                "kda_layers": [1, 2, 3],
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        [(False, True)] * 3 + [(True, False)],
+        4,
+    ),
+    "lfm2": (
+        {"model_type": "lfm2", "num_hidden_layers": 4, "hidden_size": 2048, "full_attn_idxs": [2]},
+        [(False, True), (False, True), (True, False), (False, True)],
+        4,
+    ),
+    "granitemoehybrid": (
+        {
+            "model_type": "granitemoehybrid",
+            "num_hidden_layers": 2,
+            "hidden_size": 1536,
+            "mamba_n_heads": 48,
+            "layer_types": ["mamba", "attention"],
+        },
+        [(False, True), (True, False)],
+        2,
+    ),
+    "falcon_h1": (
+        {"model_type": "falcon_h1", "num_hidden_layers": 2, "hidden_size": 1024, "mamba_n_heads": 24},
+        [(True, True)],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files(name: str) -> None:
+    """What a file says in words of its own: patterns, lists and parts."""
+    config, period, layers = PUBLISHED[name]
+    spec = from_hf_config(config | {"num_attention_heads": 16, "num_key_value_heads": 2})
+    assert [shown(layer) for layer in spec.layers] == period * (layers // len(period))
+
+
+def test_sizes_of_published_models() -> None:
+    """Worked out from the released files by hand."""
+    qwen = from_hf_config(QWEN).layers
+    assert qwen[0].state is not None
+    assert qwen[0].conv is not None
+    assert qwen[0].state.shape == (32, 128, 128)
+    assert (qwen[0].conv.channels, qwen[0].conv.width) == (2 * 16 * 128 + 32 * 128, 4)
+    assert qwen[3].kv is not None
+    assert (qwen[3].kv.key_heads, qwen[3].kv.key_dim) == (2, 256)
+    kimi = from_hf_config(PUBLISHED["kimi_linear"][0]).layers
+    assert kimi[0].state is not None
+    assert kimi[0].state.shape == (32, 128, 128)
+    assert kimi[3].entries is not None
+    assert kimi[3].entries.dim == 576
+    mamba2 = from_hf_config({"model_type": "mamba2", "num_hidden_layers": 1}).layers[0]
+    assert mamba2.state is not None
+    assert mamba2.conv is not None
+    assert (mamba2.state.shape, mamba2.conv.channels) == ((128, 64, 128), 128 * 64 + 2 * 8 * 128)
+    jamba = from_hf_config({"model_type": "jamba", "num_hidden_layers": 1, "hidden_size": 4096}).layers[0]
+    assert jamba.state is not None
+    assert jamba.state.shape == (8192, 16)
+
+
+GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 12, "num_kv_shared_layers": 4, "attention_k_eq_v": True}
+
+
+def test_layers_of_other_heads_and_layers_that_keep_nothing() -> None:
+    """A file and transformers' configuration say the same."""
+    file = GEMMA4 | {"global_head_dim": 512, "num_global_key_value_heads": 2}
+    spec = from_hf_config(file)
+    assert [layer.kv and (layer.kv.key_heads, layer.kv.key_dim, layer.kv.window) for layer in spec.layers] == [
+        *[*[(4, 256, 512)] * 5, (2, 512, None)],
+        *[(4, 256, 512)] * 2,
+        *[None] * 4,
+    ]
+    config = CONFIG_MAPPING["gemma4_text"](**{name: value for name, value in file.items() if name != "model_type"})
+    assert from_hf_config(config) == spec
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"model_type": "nemotron_h", "num_hidden_layers": 4}, "config.hybrid_override_pattern"),
+        ({"model_type": "nemotron_h", "num_hidden_layers": 2, "hybrid_override_pattern": "MX"}, "config.hybrid_"),
+        ({"model_type": "lfm3", "num_hidden_layers": 2, "hidden_size": 64}, "config.layer_types"),
+        ({"model_type": "mamba2", "num_hidden_layers": 2, "num_heads": "8"}, "config.num_heads"),
+        (QWEN | {"layer_types": ["linear_attention"]}, "config.layer_types"),
+        (QWEN | {"layer_types": ["sparse"] * 8}, "config.layer_types[0]"),
+        (GEMMA4 | {"num_kv_shared_layers": 12}, "config.num_kv_shared_layers"),
+        ({"model_type": "zaya"}, "config.model_type"),
+    ],
+)
+def test_what_a_file_lacks(config: dict[str, Any], where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        from_hf_config(config)
+    assert caught.value.where.startswith(where)
