@@ -81,7 +81,7 @@ def typed(words: Sequence[str]) -> list[str]:
 
     The path may be a word or the value of an option: ``--out=PATH``.
     """
-    found = []
+    found: list[str] = []
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
         found.append(f"{option}{equals}{Path(value).name if value.startswith(os.sep) else value}")

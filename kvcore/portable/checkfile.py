@@ -65,6 +65,7 @@ def check(path: Path) -> dict[str, Any]:
     Raises:
         SnapshotError: header or root are not those of a snapshot. OSError: the file cannot be read.
     """
+    from kvcore.ops.fused import created
     from kvcore.plan import plan_cache
     from kvcore.plugins import choose_backend
     from kvcore.portable.snapshot import read
@@ -73,7 +74,7 @@ def check(path: Path) -> dict[str, Any]:
     try:
         # Digests need a backend's verbs, bound to any plan of the spec: nothing is allocated.
         plan = plan_cache(saved.spec, max_requests=1, max_tokens=_least(saved.spec))
-        ops = choose_backend("reference", None).create(plan)
+        ops = created(choose_backend("reference", None), plan)
     except KvcoreError as error:
         raise SnapshotError(got=str(error), where=f"snapshot {path}", allowed="a spec that can be planned") from error
     requests: list[dict[str, Any]] = []

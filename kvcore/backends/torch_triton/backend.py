@@ -206,9 +206,10 @@ class TorchOps(Decided, Ops):
         # Tensors of inference mode don't say whether they were written to.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             if self.device == "cpu":
-                return StepIndex(
-                    *[torch.from_numpy(flat[piece.start : piece.end].reshape(piece.shape)) for piece in pieces]
-                )
+                arrays: list[Any] = [
+                    torch.from_numpy(flat[piece.start : piece.end].reshape(piece.shape)) for piece in pieces
+                ]
+                return StepIndex(*arrays)
             # Memory that torch keeps for this: it is not used again before the copy was made.
             pinned = torch.empty(len(flat), dtype=torch.int32, pin_memory=True)
             pinned.numpy()[:] = flat

@@ -33,9 +33,8 @@ def laid_out(host: StepIndex) -> tuple[tuple[Piece, ...], np.ndarray]:
 
 def shape_of(host: StepIndex) -> IndexShape:
     """The shapes of an index."""
-    return IndexShape(
-        len(host.positions), *(int(size) for size in host.block_table.shape), host.left_padding is not None
-    )
+    requests, blocks = (int(size) for size in host.block_table.shape)
+    return IndexShape(len(host.positions), requests, blocks, host.left_padding is not None)
 
 
 def on_device(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> StepIndex:
