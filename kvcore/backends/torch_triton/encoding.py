@@ -236,9 +236,9 @@ def hadamard(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def plain_code(format: Format) -> str | None:
-    """The code of a format that is one floating-point number a channel and nothing else; None for any other."""
+    """The code of a format that is one number a channel, in a type that torch computes with; None for any other."""
     value, *others = format.fields
-    plain = not others and value.group is None and value.code in DTYPES and not format.hadamard
+    plain = not others and value.group is None and value.code in ("fp32", "bf16", "fp16") and not format.hadamard
     return value.code if plain else None
 
 
