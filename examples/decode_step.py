@@ -16,19 +16,16 @@ cache = kvcore.create_cache(spec, backend="torch_triton", max_requests=2, max_to
 
 def run_layer(layer, layer_spec, tokens: int) -> torch.Tensor:
     """One layer's attention over its cache: [tokens, 4, 512]."""
-    layer.append_window(torch.randn(tokens, layer_spec.window.dim, dtype=torch.bfloat16))
-    if layer_spec.tail:
-        width = layer_spec.tail.width
-        layer.append_tail(torch.randn(tokens, width), torch.randn(tokens, width))
-    if layer_spec.index_tail:
-        width = layer_spec.index_tail.width
-        layer.append_index_tail(torch.randn(tokens, width), torch.randn(tokens, width))
+    rows = {"window": torch.randn(tokens, layer_spec.window.dim, dtype=torch.bfloat16)}
+    for role in ("tail", "index_tail"):
+        if tail := getattr(layer_spec, role):
+            rows[role] = torch.randn(tokens, tail.width), torch.randn(tokens, tail.width)
+    layer.append(**rows)
     if layer_spec.tail:
         layer.flush(norm_weight=torch.ones(512), index_norm_weight=torch.ones(128), rope=rope)
     selected = None
     if keys := layer_spec.index_keys:
-        scores = layer.index_scores(torch.randn(tokens, keys.heads, keys.dim), torch.randn(tokens, keys.heads))
-        selected = layer.select(scores, keys.topk)
+        selected = layer.index_select(torch.randn(tokens, keys.heads, keys.dim), torch.randn(tokens, keys.heads))
     return layer.attend(torch.randn(tokens, 4, 512), selected, sink=torch.zeros(4)).out
 
 

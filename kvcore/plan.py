@@ -76,6 +76,7 @@ class LayerPlan:
     Attributes:
         number: of the layer.
         regions: role -> the regions of its parts, its own or those that it shares.
+        memo: what others worked out of the layer, once.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class LayerPlan:
     ) -> None:
         self.number = number
         self.regions = regions
+        self.memo: dict[Any, Any] = {}
         self._components = components
         # What has no global scale is not scaled.
         self._scales: dict[str, float] = {

@@ -54,6 +54,8 @@ EXTENSIONS = {
         "to_batch": "and back",
     },
     "LayerHandle": {
+        "append": "all rows of a layer's step, or none of them, in one call",
+        "index_select": "score and select without all scores in memory",
         "append_rows": "components that outside code defines have no verb of their own",
         "read_state": "recurrent layers go on from it",
         "write_state": "of a prompt they give the state after its last token",

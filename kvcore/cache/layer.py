@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
+from kvcore.cache.inputs import LayerInputs
 from kvcore.cache.ring_writes import AT_ONCE, WRITERS, RingWrites, StepWrites
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, StepError
@@ -35,7 +36,6 @@ from kvcore.ops import (
 from kvcore.ops.arguments import (
     FLOATS,
     check_array,
-    check_finite,
     check_float,
     check_indices,
     check_number,
@@ -68,7 +68,7 @@ class LayerHandle:
         >>> swa = presets.deepseek_v4_flash().layers[0]  # window alone
     """
 
-    __slots__ = ("_context", "_index", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
+    __slots__ = ("_context", "_index", "_inputs", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
 
     def __init__(self, layers: StepWrites, number: int) -> None:
         context = layers.context
@@ -78,6 +78,7 @@ class LayerHandle:
         self._layer = number
         self._spec = self._writes.spec
         self._plan = context.plan.layers[number]
+        self._inputs = LayerInputs(context, self._plan)
         self._ops = context.ops
         self._index = context.index
 
@@ -104,21 +105,46 @@ class LayerHandle:
             >>> window.values.shape[2], window.positions[0, :7].tolist()
             (512, [0, 1, 2, 3, 4, 5, -1])
         """
-        window = self._component("window", Window)
-        rows = check_float(self._ops, rows, "append_window: rows", (self._tokens, window.dim))
-        self._check(rows, "append_window: rows", window)
-        self._writes.append("window", (rows,))
+        self._append("window", rows)
+
+    def append(self, **rows: Given | tuple[Given, ...]) -> None:
+        """The ``append_`` verbs of the roles that are given, all of them or, if one is refused, none.
+
+        Args:
+            rows: by role, a tuple where the verb takes several: ``window=rows, tail=(kv, score),
+                index_tail=(kv, score)``; ``kv=(k, v)``; roles of outside code as ``append_rows`` takes them.
+
+        Raises:
+            StepError: the layer has no such role, it already got its rows, or they are not the step's to give.
+            ShapeError, NonFiniteError: as the verbs.
+
+        Example:
+            >>> cache, step = cache_of(csa)
+            >>> with step:
+            ...     tails = {role: (rows(6, getattr(csa, role).width),) * 2 for role in ("tail", "index_tail")}
+            ...     step.layer(0).append(window=rows(6, 512), **tails)
+            ...     step.layer(0).flush(rope=Rope(dim=64, theta=160000.0))
+        """
+        checked: dict[str, tuple[Array, ...]] = {}
+        for role, given in rows.items():
+            component = self._component(role)
+            if not component.written_by_step:
+                raise StepError(got=f"append({role}=...)", where=self._where, allowed="roles of a step's tokens")
+            self._writes.check_new(role)
+            checked[role] = self._inputs.rows(role, given if isinstance(given, tuple) else (given,))
+        for role, arrays in checked.items():
+            self._writes.append(role, arrays)
 
     def append_tail(self, kv: Given, score: Given) -> None:
         """Store the compressor's raw rows: kv and score [T, width] fp32, score with its positional bias.
 
         ``width`` is 2·dim with overlap (carry half first, then cur half), else dim.
         """
-        self._append_tail("tail", kv, score)
+        self._append("tail", kv, score)
 
     def append_index_tail(self, kv: Given, score: Given) -> None:
         """The same for the indexer's compressor."""
-        self._append_tail("index_tail", kv, score)
+        self._append("index_tail", kv, score)
 
     def flush(
         self,
@@ -188,11 +214,11 @@ class LayerHandle:
         self._context.check_outside("store_entries", (entries, index_keys))
         count = self._context.closed_count(spec.ratio)
         entries = check_float(self._ops, entries, "store_entries: entries", (count, spec.dim))
-        self._check(entries, "store_entries: entries", spec)
+        self._inputs.finite(entries, "store_entries: entries", spec)
         if index_keys is not None:
             keys = self._component("index_keys", IndexKeys)
             index_keys = check_float(self._ops, index_keys, "store_entries: index_keys", (count, keys.dim))
-            self._check(index_keys, "store_entries: index_keys", keys)
+            self._inputs.finite(index_keys, "store_entries: index_keys", keys)
         self._context.replace(
             self._ops.store_entries(self._context.pools, self._layer, self._index, entries, index_keys)
         )
@@ -252,12 +278,20 @@ class LayerHandle:
 
         ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate.
         """
-        keys = self._component("index_keys", IndexKeys)
-        self._require_entries("index_keys", "index_scores")
-        q = check_float(self._ops, q, "index_scores: q", (self._tokens, None, keys.dim))
-        weights = check_float(self._ops, weights, "index_scores: weights", (self._tokens, q.shape[1]))
-        columns = max((row.length // keys.ratio for row in self._context.rows), default=0)
+        _, q, weights, columns = self._indexed("index_scores", q, weights)
         return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
+
+    def index_select(self, q: Given, weights: Given, k: int | None = None) -> Array:
+        """``select(index_scores(q, weights), k)`` in one go, without all scores at once where the backend can: [T, k].
+
+        Args:
+            q: [T, H, d], as for ``index_scores``.
+            weights: [T, H].
+            k: entries for every token; as many as the spec says (``topk``) unless given.
+        """
+        keys, q, weights, columns = self._indexed("index_select", q, weights)
+        k = keys.topk if k is None else check_count(ShapeError, "index_select: k", k, 0)
+        return self._ops.index_select(self._context.pools, self._layer, self._index, q, weights, k, columns=columns)
 
     def select(self, scores: Given, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end.
@@ -343,8 +377,7 @@ class LayerHandle:
             >>> k.shape, positions.tolist()
             ((1, 6, 8, 128), [[0, 1, 2, 3, 4, 5]])
         """
-        kv = self._component("kv", KV)
-        self._writes.append("kv", self._checked_kv(kv, k, v))
+        self._append("kv", k, v)
 
     def gather_kv(self) -> tuple[Array, Array, Array]:
         """Rows that the step's queries may see, in position order: k, v [Q, n, heads, dim], positions [Q, n]."""
@@ -382,7 +415,7 @@ class LayerHandle:
         # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
         likes = like(k), like(v)
         if likes not in passed or context.check:
-            checked = self._checked_kv(kv, k, v)
+            checked = self._inputs.rows("kv", (k, v))
             if checked[0] is k and checked[1] is v and self._ops.in_place:
                 passed.append(likes)
             k, v = checked
@@ -441,7 +474,7 @@ class LayerHandle:
         """
         state = self._component("state", State)
         states = check_float(self._ops, states, "write_state: states", (self._index.slots.shape[0], *state.shape))
-        self._check(states, "write_state: states", state, rows=len(self._context.rows))
+        self._inputs.finite(states, "write_state: states", state, rows=len(self._context.rows))
         self._writes.append_last("state", states)
 
     def append_state(self, states: Given) -> None:
@@ -449,10 +482,7 @@ class LayerHandle:
 
         ``truncate`` then goes back to any of the last ``max_draft_tokens`` lengths. Raises as ``write_state``.
         """
-        state = self._component("state", State)
-        states = check_float(self._ops, states, "append_state: states", (self._tokens, *state.shape))
-        self._check(states, "append_state: states", state)
-        self._writes.append("state", (states,))
+        self._append("state", states)
 
     def append_conv(self, rows: Given) -> None:
         """Store the step's inputs of the short convolution: rows [T, channels], fp32 or bf16.
@@ -461,10 +491,7 @@ class LayerHandle:
             ShapeError: wrong shape, dtype or device. StepError: no convolution, or it already got its inputs.
             NonFiniteError: a value is NaN or infinite, under ``check=True``.
         """
-        conv = self._component("conv", Conv)
-        rows = check_float(self._ops, rows, "append_conv: rows", (self._tokens, conv.channels))
-        self._check(rows, "append_conv: rows", conv)
-        self._writes.append("conv", (rows,))
+        self._append("conv", rows)
 
     def gather_conv(self) -> Array:
         """The inputs right before the step's, oldest first: [Q, width - 1, channels]; zeros before the first token.
@@ -490,17 +517,7 @@ class LayerHandle:
         if role in WRITERS or not component.written_by_step:
             allowed = WRITERS[role] if role in self._spec.written else "a role whose rows are the step's tokens"
             raise StepError(got=f"append_rows({role!r})", where=self._where, allowed=allowed)
-        parts = component.parts
-        if len(values) != len(parts):
-            allowed = f"{len(parts)}, one for each part"
-            raise ShapeError(got=f"{len(values)} arrays", where=f"append_rows: {role}", allowed=allowed)
-        checked: list[Array] = []
-        for part, given in zip(parts, values, strict=True):
-            where = f"append_rows: {role}" + (f".{part.name}" if part.name else "")
-            heads = (part.heads,) if component.headed or part.heads > 1 else ()
-            checked.append(check_float(self._ops, given, where, (self._tokens, *heads, part.format.dim)))
-            self._check(checked[-1], where, component)
-        self._writes.append(role, tuple(checked))
+        self._append(role, *values)
 
     def gather_rows(self, role: str) -> RawRows:
         """A role's live rows in position order as canonical bytes: rows [Q, n, row_bytes] uint8, positions [Q, n].
@@ -591,14 +608,20 @@ class LayerHandle:
         """What the layer got that owns the pool a role reads."""
         return self._layers[self._context.plan.spec.owner(self._layer, role)]
 
-    def _append_tail(self, role: str, kv: Array, score: Array) -> None:
-        tail = self._component(role, Tail)
-        shape = (self._tokens, tail.width)
-        kv = check_float(self._ops, kv, f"append_{role}: kv", shape, only_fp32=True)
-        score = check_float(self._ops, score, f"append_{role}: score", shape, only_fp32=True)
-        self._check(kv, f"append_{role}: kv", tail)
-        self._check(score, f"append_{role}: score", tail, minus_infinity=True)
-        self._writes.append(role, (kv, score))
+    def _append(self, role: str, *values: Given) -> None:
+        self._component(role)
+        self._writes.append(role, self._inputs.rows(role, values))
+
+    def _indexed(self, verb: str, q: Given, weights: Given) -> tuple[IndexKeys, Array, Array, int]:
+        """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""
+        keys: IndexKeys = self._component("index_keys", IndexKeys)
+        self._require_entries("index_keys", verb)
+        q = check_float(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
+        weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
+        memo, key = self._context.memo, ("keys", keys.ratio)
+        if key not in memo:
+            memo[key] = max((row.length // keys.ratio for row in self._context.rows), default=0)
+        return keys, q, weights, memo[key]
 
     def _own_entries(self, verb: str) -> Entries:
         entries: Entries = self._component("entries", Entries)
@@ -623,15 +646,6 @@ class LayerHandle:
         index = self._paged_index(role)
         columns = max((length // component.ratio for length in self._lengths(index)), default=0)
         return self._ops.gather_all_entries(self._context.pools, self._layer, index, columns=columns, role=role)
-
-    def _checked_kv(self, kv: KV, k: Array, v: Array) -> tuple[Array, Array]:
-        tokens, (keys, values) = self._tokens, self._plan.regions["kv"]
-        k = check_float(self._ops, k, "append_kv: key", (tokens, keys.heads, keys.format.dim))
-        v = check_float(self._ops, v, "append_kv: value", (tokens, values.heads, values.format.dim))
-        if self._context.check:
-            self._check(k, "append_kv: key", kv)
-            self._check(v, "append_kv: value", kv)
-        return k, v
 
     def _kv_columns(self, kv: KV, *, ended: bool) -> int:
         memo, key = self._context.memo, ("columns", kv, ended)
@@ -689,13 +703,3 @@ class LayerHandle:
         """Host lengths that match an index from ``readable`` or ``_paged_index``."""
         ended = index.lengths is self._index.lengths
         return [row.length if ended else row.start for row in self._context.rows]
-
-    def _check(
-        self, array: Array, where: str, component: Component, *, minus_infinity: bool = False, rows: int | None = None
-    ) -> None:
-        """Under ``check=True``, refuse what is not finite in the first ``rows``, those of tokens unless given."""
-        if self._context.check:
-            self._context.check_outside(where, (array,))
-            # Padding comes last, and its rows are ignored.
-            given = to_numpy(array)[: sum(row.new for row in self._context.rows) if rows is None else rows]
-            check_finite(given, where, component, minus_infinity=minus_infinity)

@@ -177,10 +177,7 @@ class RingWrites:
         context.check_outside(f"append_{role}", arrays)
         if context.unflushed is not self:
             context.settle()
-        if role in self.own:
-            raise StepError(
-                got=f"a second append to {role}", where=f"step.layer({self.number})", allowed="one append a step"
-            )
+        self.check_new(role)
         if self.writing(role).waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self.waiting[role] = copy.deepcopy(arrays)
@@ -200,6 +197,13 @@ class RingWrites:
         if flushed:
             self.unflushed[role] = self.own[role]
             context.unflushed = self
+
+    def check_new(self, role: str) -> None:
+        """Refuse a second append."""
+        if role in self.own:
+            raise StepError(
+                got=f"a second append to {role}", where=f"step.layer({self.number})", allowed="one append a step"
+            )
 
     def settle(self) -> None:
         """Write the tails' rows that wait for a flush, for there may be none, or somebody looks at them before."""

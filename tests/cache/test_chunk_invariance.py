@@ -89,12 +89,11 @@ def _append(
             parts.append(CONTENT[which][number][argument][start : start + new])
         return np.concatenate(parts) + np.float32(noise)
 
-    if spec.window is not None:
-        layer.append_window(rows("window"))
-    for role, append in (("tail", layer.append_tail), ("index_tail", layer.append_index_tail)):
+    given: dict[str, Any] = {} if spec.window is None else {"window": rows("window")}
+    for role in ("tail", "index_tail"):
         if getattr(spec, role) is not None:
-            kv, score = np.split(rows(role), 2, axis=1)
-            append(np.ascontiguousarray(kv), np.ascontiguousarray(score))
+            given[role] = tuple(map(np.ascontiguousarray, np.split(rows(role), 2, axis=1)))
+    layer.append(**given)
     if spec.tail is not None:
         weights = {"norm_weight": np.linspace(0.5, 2, spec.entries.dim, dtype=np.float32)}
         if spec.index_keys is not None:
