@@ -16,6 +16,7 @@ from kvcore.cache.step import Step, StepState
 from kvcore.counts import as_count, check_count
 from kvcore.errors import RequestError, ShapeError, SnapshotError, SpecError
 from kvcore.ops import Backend, Ops
+from kvcore.ops.arguments import prepare
 from kvcore.ops.functional import FunctionalOps
 from kvcore.ops.fused import created
 from kvcore.plan import CachePlan, plan_cache
@@ -156,6 +157,7 @@ class Cache:
         door.expect(self._state.pools)
         self._paging = door.paging
         self.ops = cast("Ops", door)
+        prepare(plan)
         self.damaged: tuple[str, ...] = ()
 
     @property

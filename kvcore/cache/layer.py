@@ -9,13 +9,13 @@ recurrent layers (``read_state`` to ``gather_conv``); rows of any role (``append
 and digests (``window_view`` to ``digest``).
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
-from kvcore.cache.inputs import LayerInputs
 from kvcore.cache.ring_writes import AT_ONCE, WRITERS, RingWrites, StepWrites
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, StepError
@@ -36,11 +36,14 @@ from kvcore.ops import (
 from kvcore.ops.arguments import (
     FLOATS,
     check_array,
+    check_finite,
     check_float,
     check_indices,
     check_number,
     check_rope,
+    check_rows,
     check_weight,
+    inputs_of,
     like,
 )
 from kvcore.plan import Region
@@ -68,7 +71,7 @@ class LayerHandle:
         >>> swa = presets.deepseek_v4_flash().layers[0]  # window alone
     """
 
-    __slots__ = ("_context", "_index", "_inputs", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
+    __slots__ = ("_context", "_index", "_layer", "_layers", "_ops", "_plan", "_spec", "_writes")
 
     def __init__(self, layers: StepWrites, number: int) -> None:
         context = layers.context
@@ -78,7 +81,6 @@ class LayerHandle:
         self._layer = number
         self._spec = self._writes.spec
         self._plan = context.plan.layers[number]
-        self._inputs = LayerInputs(context, self._plan)
         self._ops = context.ops
         self._index = context.index
 
@@ -131,7 +133,7 @@ class LayerHandle:
             if not component.written_by_step:
                 raise StepError(got=f"append({role}=...)", where=self._where, allowed="roles of a step's tokens")
             self._writes.check_new(role)
-            checked[role] = self._inputs.rows(role, given if isinstance(given, tuple) else (given,))
+            checked[role] = self._rows(role, given if isinstance(given, tuple) else (given,))
         for role, arrays in checked.items():
             self._writes.append(role, arrays)
 
@@ -214,11 +216,11 @@ class LayerHandle:
         self._context.check_outside("store_entries", (entries, index_keys))
         count = self._context.closed_count(spec.ratio)
         entries = check_float(self._ops, entries, "store_entries: entries", (count, spec.dim))
-        self._inputs.finite(entries, "store_entries: entries", spec)
+        self._check(entries, "store_entries: entries", spec)
         if index_keys is not None:
             keys = self._component("index_keys", IndexKeys)
             index_keys = check_float(self._ops, index_keys, "store_entries: index_keys", (count, keys.dim))
-            self._inputs.finite(index_keys, "store_entries: index_keys", keys)
+            self._check(index_keys, "store_entries: index_keys", keys)
         self._context.replace(
             self._ops.store_entries(self._context.pools, self._layer, self._index, entries, index_keys)
         )
@@ -415,7 +417,7 @@ class LayerHandle:
         # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
         likes = like(k), like(v)
         if likes not in passed or context.check:
-            checked = self._inputs.rows("kv", (k, v))
+            checked = self._rows("kv", (k, v))
             if checked[0] is k and checked[1] is v and self._ops.in_place:
                 passed.append(likes)
             k, v = checked
@@ -474,7 +476,7 @@ class LayerHandle:
         """
         state = self._component("state", State)
         states = check_float(self._ops, states, "write_state: states", (self._index.slots.shape[0], *state.shape))
-        self._inputs.finite(states, "write_state: states", state, rows=len(self._context.rows))
+        self._check(states, "write_state: states", state, rows=len(self._context.rows))
         self._writes.append_last("state", states)
 
     def append_state(self, states: Given) -> None:
@@ -608,9 +610,18 @@ class LayerHandle:
         """What the layer got that owns the pool a role reads."""
         return self._layers[self._context.plan.spec.owner(self._layer, role)]
 
+    def _rows(self, role: str, values: Sequence[Given]) -> tuple[Array, ...]:
+        """The step's rows of a role that the layer has, checked."""
+        found = check_rows(self._ops, self._plan, role, values, self._tokens)
+        if self._context.check:
+            component = self._plan.component(role)
+            for given, array in zip(inputs_of(self._plan, role), found, strict=True):
+                self._check(array, given.where, component, minus_infinity=given.minus_infinity)
+        return found
+
     def _append(self, role: str, *values: Given) -> None:
         self._component(role)
-        self._writes.append(role, self._inputs.rows(role, values))
+        self._writes.append(role, self._rows(role, values))
 
     def _indexed(self, verb: str, q: Given, weights: Given) -> tuple[IndexKeys, Array, Array, int]:
         """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""
@@ -703,3 +714,13 @@ class LayerHandle:
         """Host lengths that match an index from ``readable`` or ``_paged_index``."""
         ended = index.lengths is self._index.lengths
         return [row.length if ended else row.start for row in self._context.rows]
+
+    def _check(
+        self, array: Array, where: str, component: Component, *, minus_infinity: bool = False, rows: int | None = None
+    ) -> None:
+        """Under ``check=True``, refuse what is not finite in the first ``rows``, those of tokens unless given."""
+        if self._context.check:
+            self._context.check_outside(where, (array,))
+            # Padding comes last, and its rows are ignored.
+            given = to_numpy(array)[: self._context.numbers.tokens if rows is None else rows]
+            check_finite(given, where, component, minus_infinity=minus_infinity)

@@ -1,9 +1,13 @@
-"""Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get."""
+"""Checks of array arguments at the door: shape, dtype, device, finiteness. The verbs behind it trust what they get.
+
+Which arrays a step gives a role of a layer is one table (``inputs_of``), for handles and for functional verbs.
+"""
 
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +15,8 @@ from kvcore.arrays import check_plain, is_a
 from kvcore.counts import as_integer
 from kvcore.errors import NonFiniteError, ShapeError
 from kvcore.ops import Ops
-from kvcore.spec import Rope
+from kvcore.plan import CachePlan, LayerPlan
+from kvcore.spec import ROLES, TAIL_OF, Rope
 from kvcore.spec.codes import CODES, RULES
 from kvcore.spec.components import Component
 
@@ -74,6 +79,73 @@ def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     if found is not array:  # a backend's own array passes through, unless something is recorded of it
         check_constant(array, where)
     return found
+
+
+class Input(NamedTuple):
+    """One array that a step gives a role.
+
+    Attributes:
+        name: of it, for errors.
+        where: it is, for errors of handles.
+        shape: of one token's.
+        exact: fp32 alone.
+        minus_infinity: may be -inf, which as a score means no weight.
+    """
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    exact: bool = False
+    minus_infinity: bool = False
+
+
+def inputs_of(layer: LayerPlan, role: str) -> tuple[Input, ...]:
+    """The arrays that a step gives a role of a layer, looked up once for a plan."""
+    key = "inputs", role
+    if key not in layer.memo:
+        layer.memo[key] = tuple(_inputs(layer.component(role), role))
+    return layer.memo[key]
+
+
+def prepare(plan: CachePlan) -> None:
+    """Look them up for every layer of a plan, so that no step has to."""
+    for number, layer in enumerate(plan.layers):
+        for role, component in plan.spec.all_layers[number].components():
+            if component.written_by_step:
+                inputs_of(layer, role)
+
+
+def _inputs(component: Any, role: str) -> Iterator[Input]:
+    if role in TAIL_OF.values():
+        for name in component.streams:
+            yield Input(name, f"append_{role}: {name}", (component.width,), exact=True, minus_infinity=name == "score")
+    elif role == "state":
+        yield Input("states", "append_state: states", component.shape)
+    else:
+        own = role in ROLES
+        for part in component.parts:
+            name, dim = part.name or "rows", part.format.dim or 0
+            where = f"append_{role}: {name}" if own else f"append_rows: {role}" + f".{part.name}" * bool(part.name)
+            apart = component.headed or (part.heads > 1 and not own)
+            yield Input(name, where, (part.heads, dim) if apart else (part.heads * dim,))
+
+
+def check_rows(ops: Ops, layer: LayerPlan, role: str, values: Sequence[Any], tokens: int) -> tuple[Array, ...]:
+    """The step's rows of a role, [tokens, ...] each, as the backend's arrays.
+
+    Raises:
+        ShapeError: wrong number of arrays, shape, dtype or device.
+    """
+    inputs = inputs_of(layer, role)
+    if len(values) != len(inputs):
+        where = inputs[0].where.partition(":")[0]
+        raise ShapeError(
+            got=f"{len(values)} arrays", where=f"{where}: {role}", allowed=f"{len(inputs)}, one for each part"
+        )
+    return tuple(
+        check_float(ops, value, given.where, (tokens, *given.shape), only_fp32=given.exact)
+        for given, value in zip(inputs, values, strict=True)
+    )
 
 
 def check_constant(array: Array, where: str) -> None:
