@@ -180,3 +180,36 @@ def example_backend(session: nox.Session) -> None:
         for command in commands[len(installs) :]:
             session.run(*command)
     shutil.copy(folder / "parity-mmap.json", "build")
+
+
+@nox.session(venv_backend="virtualenv")
+def wheel(session: nox.Session) -> None:
+    """The built wheel, alone in a fresh environment, as a user gets it; KVCORE_PYTHONS names further interpreters."""
+    session.install("build", "twine")
+    folder = Path(session.create_tmp()).absolute()
+    for path in folder.glob("kvcore-*"):
+        path.unlink()
+    session.run("python", "-m", "build", "--outdir", str(folder), ".", silent=True)
+    built = [str(path) for path in folder.iterdir() if path.suffix in (".whl", ".gz")]
+    session.run("twine", "check", "--strict", *built)
+    (found,) = (path for path in built if path.endswith(".whl"))
+    (folder / "ten_lines.py").write_text(Path("README.md").read_text().split("```python\n")[1].split("```")[0])
+    for python in ["python", *os.environ.get("KVCORE_PYTHONS", "").split()]:
+        fresh = folder / "fresh"
+        session.run(python, "-m", "venv", "--clear", str(fresh), external=True)
+        inside = str(fresh / "bin" / "python")
+        with session.chdir(folder):  # not the checkout, whose kvcore is another
+            session.run(inside, "-m", "pip", "install", "--quiet", f"{found}[conformance]", external=True)
+            session.run(inside, "-W", "error", "ten_lines.py", external=True)
+            session.run(inside, "-m", "kvcore", "info", external=True)
+            line = [
+                "-m",
+                "pytest",
+                "--pyargs",
+                "kvcore.conformance",
+                "-q",
+                "--kv-backend=reference",
+                "-k",
+                "int8_row and ragged",
+            ]
+            session.run(inside, *line, external=True)
