@@ -407,12 +407,13 @@ def _unit_rows(
 
 
 def _copies(component: Component, format: Format, rows: int, longest: int | None, layout: str) -> int:
-    """Twice what a CPU may lend: of a ring of two copies any ``rows`` neighbouring positions are one run of memory.
+    """Twice where a CPU may have views: of a ring of two copies any ``rows`` neighbouring positions are one run.
 
-    Rows that must be decoded are not lent, and a ring that no request can fill does not wrap.
+    Of rows that must be decoded there are none, and a ring that no request can fill does not wrap.
     """
     wraps = component.span is not None and (longest is None or rows < longest)
-    return 2 if layout == "by_head" and component.headed and format.is_plain and wraps else 1
+    viewed = layout == "by_head" and component.headed and block_layout(format, rows, layout).supports_views
+    return 2 if viewed and wraps else 1
 
 
 def _is_bounded(component: Component) -> bool:

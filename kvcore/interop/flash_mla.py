@@ -11,7 +11,7 @@ row, then all scales, 8 bytes a row. Only kernels that know the page may read th
 
 from typing import Any, NamedTuple
 
-from kvcore.backends.torch_triton.flash_pages import FORMAT, entry_indices, k_cache, window_indices
+from kvcore.backends.torch_triton.flash import FORMAT, entry_indices, k_cache, window_indices
 
 __all__ = ["FORMAT", "SparseDecode", "entry_indices", "k_cache", "sparse_decode", "window_indices"]
 

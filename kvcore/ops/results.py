@@ -53,6 +53,8 @@ class Paging:
 class StepIndex(NamedTuple):
     """Where one step's tokens lie: int32 arrays on the backend's device, a pytree, the same for every layer.
 
+    Its arrays are not written to; ``_replace`` makes another index. A backend may remember what an index says.
+
     Attributes:
         positions: [T] absolute position of each token, -1 for padding; tokens come request by request.
         request_index: [T] row of each token's request in the arrays below, -1 for padding.

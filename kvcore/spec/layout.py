@@ -53,6 +53,11 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     buffers: tuple[tuple[str, int], ...]
 
     @property
+    def supports_views(self) -> bool:
+        """True where rows can be read as they lie: they are plain numbers, and the bytes of a number are together."""
+        return self.format.is_plain and not any(place.split for place in self.places)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one block over all its buffers, padding included."""
         return sum(size for _, size in self.buffers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvcore
-from kvcore.backends.torch_triton import streamed
+from kvcore.backends.torch_triton import cpu_views
 from kvcore.errors import NonFiniteError, ShapeError, StepError
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from tests.support.backends_under_test import BACKENDS, poison
@@ -27,16 +27,16 @@ HEADS, KEY_HEADS, DIM = 6, 2, 64
 
 @pytest.fixture
 def pieces_of_four(monkeypatch):
-    """Pieces smaller than a block and a window; the list grows by one for every attention that was streamed."""
-    taken, attend = [], streamed.attend
+    """Pieces smaller than a block and a window; the list grows by one for every attention that was cpu_views."""
+    taken, attend = [], cpu_views.attend
 
     def counted(*arguments, **options):
         found = attend(*arguments, **options)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(streamed, "PIECE", 4)
-    monkeypatch.setattr(streamed, "attend", counted)
+    monkeypatch.setattr(cpu_views, "PIECE", 4)
+    monkeypatch.setattr(cpu_views, "attend", counted)
     return taken
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kvcore.backends.torch_triton import (
     attention,
+    cpu_views,
     encoding,
     entries,
     indexer,
@@ -18,14 +19,11 @@ from kvcore.backends.torch_triton import (
     lifecycle,
     recurrent,
     rows,
-    streamed,
     tail,
     window,
 )
 from kvcore.backends.torch_triton.device_index import DeviceIndex, laid_out, on_device
-from kvcore.backends.torch_triton.host import Memory
 from kvcore.backends.torch_triton.layer import Layer
-from kvcore.backends.torch_triton.spare import Spare
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import Ops, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, refused, strict
@@ -38,6 +36,10 @@ WITHOUT_KERNEL = (
     *("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
 )
 """Verbs that are torch operations on every device."""
+
+
+OF_VIEWS = ("append_kv", "gather_kv", "kv_view", "append_kv_view", "attend_kv")
+"""Verbs that read, on the CPU, rows where they lie if they can."""
 
 
 def recording_nothing(function: Any) -> Any:
@@ -79,9 +81,9 @@ class TorchOps(Decided, Ops):
         self.plan = plan
         self.layers = [Layer(plan, number, self) for number in range(len(plan.layers))]
         self.device = device
-        self.host = Memory().of
-        self.spare = Spare()
-        # Region (its address) -> ``plain.Kept``, its pool's rows as one array: every layer asks in every step.
+        self.host = cpu_views.Memory().of
+        self.spare = cpu_views.Spare()
+        # Region (its address) -> ``cpu_views.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
         self._torch_device = torch.device(device)
         self._index = DeviceIndex(device)
@@ -97,8 +99,8 @@ class TorchOps(Decided, Ops):
         """Torch operations; on a GPU that is because Triton is missing."""
         if self._torch_device.type == "cuda":
             return Decision("torch", "triton is not installed", slower=verb not in WITHOUT_KERNEL)
-        if verb == "attend_kv":
-            return streamed.decide(self, layer)
+        if verb in OF_VIEWS:
+            return cpu_views.decide(self, layer, verb)
         return Decision("torch", "on the CPU the verbs are torch operations")
 
     def check_if_strict(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from kvcore.backends.torch_triton import flash_pages
-from kvcore.errors import BackendError
+from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import Attention, PagedView, RingView
 
 VARIABLE = "KVCORE_ATTENTION"
 CHOICES = ("auto", "triton", "flash_mla", "torch")
+FORMAT = "v4_584"
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
@@ -73,9 +73,9 @@ def never(ops: Any, layer: int) -> str:
         return "FlashMLA needs a window"
     roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
     regions = [ops.plan.region(layer, role)[0] for role in roles]
-    if all((r.format.name, r.layout) == (flash_pages.FORMAT, "packed") for r in regions):
+    if all((r.format.name, r.layout) == (FORMAT, "packed") for r in regions):
         return ""
-    return f"FlashMLA reads packed {flash_pages.FORMAT} rows"
+    return f"FlashMLA reads packed {FORMAT} rows"
 
 
 def attend(
@@ -131,7 +131,7 @@ def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor
         buffers = {name: pools[name] for name, _ in region.buffers.values()}
         counts = index.lengths // ratio
         paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
-    caches = flash_pages.k_cache(ring), None if paged is None else flash_pages.k_cache(paged)
+    caches = k_cache(ring), None if paged is None else k_cache(paged)
     if hasattr(ops, "workspaces"):
         # One launch where torch would take a dozen.
         from kvcore.backends.torch_triton import launch
@@ -140,11 +140,11 @@ def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor
         sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, ALIGNED]
         found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, picks, sizes)
         return *found, *caches
-    window = aligned(flash_pages.window_indices(ring, positions, request, span))
+    window = aligned(window_indices(ring, positions, request, span))
     if paged is None or selected is None:
         return window, None, *caches
     seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
-    return window, aligned(flash_pages.entry_indices(paged, seen, positions, request)), *caches
+    return window, aligned(entry_indices(paged, seen, positions, request)), *caches
 
 
 @cache
@@ -158,3 +158,35 @@ def metadata(device: str, shapes: tuple[Any, ...]) -> Any:
 def aligned(indices: torch.Tensor) -> torch.Tensor:
     """Indices [T, n] with -1 appended up to a multiple of 64."""
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % ALIGNED), value=-1).contiguous()
+
+
+def k_cache(view: RingView | PagedView) -> Any:
+    """The pool as [pages, rows, 1, 584] uint8: the same memory, first stride the page's bytes."""
+    if view.format.name != FORMAT or view.layout.layout != "packed":
+        got = f"{view.format.name} in layout {view.layout.layout}"
+        raise ShapeError(got=got, where="flash_mla.k_cache", allowed=f"{FORMAT} in layout packed")
+    (pool,) = view.buffers.values()
+    rows, size = view.layout.rows, view.format.row
+    return pool.as_strided((pool.shape[0], rows, 1, size), (pool.stride(0), size, size, 1))
+
+
+def window_indices(view: RingView, positions: Any, request_index: Any, window: int) -> Any:
+    """[T, window] int32 ring rows of the last ``window`` positions up to each query, ascending, -1 beyond."""
+    known = request_index >= 0
+    slots = torch.where(known, view.slots[request_index.clamp(min=0).long()], -1)[:, None]
+    first = (positions + 1 - window).clamp(min=0)[:, None]
+    seen = first + torch.arange(window, dtype=positions.dtype, device=positions.device)
+    rows = slots * view.slot_rows + seen % view.slot_rows
+    return torch.where((seen <= positions[:, None]) & (slots >= 0), rows, -1).to(torch.int32)
+
+
+def entry_indices(view: PagedView, selected: Any, positions: Any, request_index: Any) -> Any:
+    """[T, k] int32 block rows of selected entries; -1 stays -1, and so does what lies beyond a request's entries."""
+    request = request_index.clamp(min=0).long()[:, None]
+    columns = view.block_table.shape[1]
+    column = (selected.clamp(min=0) // view.block_rows).clamp(max=columns - 1).long()
+    block = view.block_table[request, column]
+    known = (selected >= 0) & (selected < view.counts[request]) & (request_index >= 0)[:, None] & (block >= 0)
+    return torch.where(known & (positions >= 0)[:, None], block * view.block_rows + selected % view.block_rows, -1).to(
+        torch.int32
+    )

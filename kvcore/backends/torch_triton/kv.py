@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import torch
 
-from kvcore.backends.torch_triton import plain, streamed
+from kvcore.backends.torch_triton import cpu_views
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
@@ -15,14 +15,14 @@ from kvcore.pools import Pools
 
 def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: torch.Tensor) -> Pools:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
-    for region, values in plain.append(layer.ops, pools, layer.regions["kv"], index, (k, v)):
+    for region, values in cpu_views.append(layer.ops, pools, layer.regions["kv"], index, (k, v)):
         place.append(pools, region, index, place.encode_rows(region, values))
     return pools
 
 
 def kv_view(layer: Layer, pools: Pools, index: StepIndex, *, columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
-    return plain.borrow(layer.ops, pools, layer.regions["kv"], layer.component("kv"), index, columns)
+    return cpu_views.view(layer.ops, pools, layer.regions["kv"], layer.component("kv"), index, columns)
 
 
 def append_kv_view(
@@ -32,7 +32,7 @@ def append_kv_view(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return append_kv_view(layer, pools, index, k, v, columns=columns)
-    views = plain.append_and_borrow(layer.ops, pools, layer.number, index, k, v, columns)
+    views = cpu_views.append_and_view(layer.ops, pools, layer.number, index, k, v, columns)
     return (append_kv(layer, pools, index, k, v), None) if views is None else (pools, views)
 
 
@@ -48,7 +48,7 @@ def gather_kv(
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     component, regions = layer.component("kv"), layer.regions["kv"]
     if k is None and v is None and not index.slots.is_cuda:
-        found = plain.gather(layer.ops, pools, regions, component, index, columns)
+        found = cpu_views.gather(layer.ops, pools, regions, component, index, columns)
         if found is not None:
             return found
     positions = _positions_of(component, index, columns)
@@ -162,7 +162,7 @@ def attend_kv(
         return Attention(out, torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device))
     if k is None and not q.is_cuda:
         factor = dim**-0.5 if scale is None else scale
-        found = streamed.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
+        found = cpu_views.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
         if found is not None:
             return found
     keys, values, _ = layer.ops.gather_kv(pools, layer.number, index, k, v, columns=columns)

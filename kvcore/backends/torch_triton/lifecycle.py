@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcore import digest
-from kvcore.backends.torch_triton import plain
+from kvcore.backends.torch_triton import cpu_views
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.lanes import row_lanes
@@ -75,7 +75,7 @@ def read_ring(layer: Layer, pools: Pools, index: StepIndex, *, role: str) -> lis
     """Raw bytes of the ring rows that the step's tokens will overwrite, for ``restore_ring``."""
     saved = []
     for region in layer.regions[role]:
-        rows = plain.overwritten(layer.ops, pools, region, index)
+        rows = cpu_views.overwritten(layer.ops, pools, region, index)
         saved.append(place.load(pools, region, *_tokens(region, index)) if rows is None else rows)
     return saved
 

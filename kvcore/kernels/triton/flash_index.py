@@ -1,4 +1,4 @@
-"""FlashMLA's indices of a step's queries, window and entries in one launch; see ``flash_pages``."""
+"""FlashMLA's indices of a step's queries, window and entries in one launch; see ``flash``."""
 
 import triton
 import triton.language as tl
