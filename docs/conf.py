@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from draw_formats import draw_all
 from draw_way import draw
 
-from kvcore import parity
+from kvcore import parity, plugins
+from kvcore.ops import Backend
 from kvcore.parity.html import render
 
 project = "kvcore"
@@ -29,6 +30,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 doctest_global_setup = "import numpy as np, kvcore\nfrom kvcore.spec import *"
+vars(plugins)["Backend"] = Backend  # there for types alone: a list of backends loads no arrays
 napoleon_use_ivar = True  # attributes are described once, in the class docstring
 
 draw_all(Path(__file__).parent / "formats")

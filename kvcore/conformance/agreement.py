@@ -143,9 +143,9 @@ def _compare_selection(want: Output, got: Array) -> Agreement:
     return Agreement(mismatches=int(wrong.sum()), max_abs=max_abs, max_ulp=max_ulp, first_mismatch=first)
 
 
-def _repeated(picks: Array) -> Array:
+def _repeated(selected: Array) -> Array:
     """True where an entry was already picked for the same token."""
-    return np.array([[pick >= 0 and pick in row[:k] for k, pick in enumerate(row)] for row in picks.tolist()], bool)
+    return np.array([[pick >= 0 and pick in row[:k] for k, pick in enumerate(row)] for row in selected.tolist()], bool)
 
 
 def _outside(

@@ -34,8 +34,8 @@ class Exchange(Protocol):
         """
         ...
 
-    def top(self, scores: Array, picks: Array, entries: Array) -> Array:
-        """Merge every shard's best k: scores [T, n], picks [T, k] of their columns, and the canonical entries of those.
+    def top(self, scores: Array, selected: Array, entries: Array) -> Array:
+        """Merge every shard's best k: scores [T, n], selected [T, k] of their columns, and those in canonical numbers.
 
         -> [T, k] int32: highest first, ties to the lowest entry, -1 where there is none.
         """
@@ -48,7 +48,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def turn_back(self, out: Array, positions: Array, rope: Rope | Array) -> Array:
+    def inverse_rope(self, out: Array, positions: Array, rope: Rope | Array) -> Array:
         """Merged outputs [T, H, d] with their last channels turned back by positions [T], as ``Ops.attend`` does."""
         ...
 

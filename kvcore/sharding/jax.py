@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvcore.backends.jax_pallas.attention import turned_back
+from kvcore.backends.jax_pallas.attention import inverse_rope
 from kvcore.backends.jax_pallas.tail import frequencies_of
 from kvcore.cache import Cache
 from kvcore.errors import SpecError
@@ -64,17 +64,17 @@ class JaxExchange:
         local = jnp.minimum(pages.local(entry), scores.shape[1] - 1)
         return jnp.where(pages.owner(entry) == self.shard, scores[:, local], -jnp.inf)
 
-    def top(self, scores, picks, entries):
+    def top(self, scores, selected, entries):
         """Merge every shard's best k: highest first, ties to the lowest entry, -1 where there is none."""
-        if not picks.size or not scores.shape[1]:
+        if not selected.size or not scores.shape[1]:
             return entries
-        best = jnp.take_along_axis(scores.astype(jnp.float32), jnp.maximum(picks, 0), axis=1) + 0.0
-        best = jnp.where(picks >= 0, best, -jnp.inf)
+        best = jnp.take_along_axis(scores.astype(jnp.float32), jnp.maximum(selected, 0), axis=1) + 0.0
+        best = jnp.where(selected >= 0, best, -jnp.inf)
         best, entries = self._side_by_side(best), self._side_by_side(entries)
         order = jnp.argsort(jnp.where(entries >= 0, entries, jnp.iinfo(jnp.int32).max), axis=1, stable=True)
         best, entries = (jnp.take_along_axis(array, order, axis=1) for array in (best, entries))
         order = jnp.argsort(-best, axis=1, stable=True)
-        return jnp.take_along_axis(entries, order, axis=1)[:, : picks.shape[1]]
+        return jnp.take_along_axis(entries, order, axis=1)[:, : selected.shape[1]]
 
     def merge(self, parts, once, sink, like):
         """Attention over all shards' parts and what every shard holds, counted once; then the sink, once."""
@@ -89,9 +89,9 @@ class JaxExchange:
             out = out * share[..., None]
         return Attention(out.astype(like.dtype), lse)
 
-    def turn_back(self, out, positions, rope):
+    def inverse_rope(self, out, positions, rope):
         """Merged outputs [T, H, d] with their last channels turned back by positions [T]."""
-        return turned_back(out, positions, frequencies_of(rope))
+        return inverse_rope(out, positions, frequencies_of(rope))
 
     def widen(self, q):
         """The query in fp32."""

@@ -199,7 +199,9 @@ class ShardedOps:
         picks = None if selected is None else self._own(selected, self._pages_of(layer, "entries"))
         parts = self._pages.attend(pools, layer, self._to_read(index, layer, "entries"), wide, picks, scale=scale)
         found = self.exchange.merge(parts, once, sink, q)
-        return found if rope is None else found._replace(out=self.exchange.turn_back(found.out, index.positions, rope))
+        return (
+            found if rope is None else found._replace(out=self.exchange.inverse_rope(found.out, index.positions, rope))
+        )
 
     def gather_kv(
         self,

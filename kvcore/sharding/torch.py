@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvcore.backends.torch_triton.attention import turned_back
+from kvcore.backends.torch_triton.attention import inverse_rope
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.ops import Attention
 from kvcore.sharding.pages import Pages
@@ -58,18 +58,18 @@ class TorchExchange:
         wide[:, place[:kept]] = scores[:, :kept]
         return wide
 
-    def top(self, scores, picks, entries):
+    def top(self, scores, selected, entries):
         """Merge every shard's best k: highest first, ties to the lowest entry, -1 where there is none."""
-        if not picks.numel() or not scores.shape[1]:
+        if not selected.numel() or not scores.shape[1]:
             return entries
-        best = scores.float().gather(1, picks.clamp(min=0).long()) + 0.0
-        best = torch.where(picks >= 0, best, -torch.inf).view(torch.int32)
+        best = scores.float().gather(1, selected.clamp(min=0).long()) + 0.0
+        best = torch.where(selected >= 0, best, -torch.inf).view(torch.int32)
         # Integers in the order of the scores, above integers in the order of ties: one exchange, one sort.
         order = torch.where(best < 0, best ^ LARGEST, best)
         ties = torch.where(entries >= 0, LARGEST - entries, 0)
         both = self._stack(torch.stack((order, ties))).long()
         keys = (both[:, 0] << 32 | both[:, 1]).transpose(0, 1).flatten(1)
-        ties = keys.sort(dim=1, descending=True).values[:, : picks.shape[1]] & LARGEST
+        ties = keys.sort(dim=1, descending=True).values[:, : selected.shape[1]] & LARGEST
         return torch.where(ties > 0, LARGEST - ties, -1).int()
 
     def merge(self, parts, once, sink, like):
@@ -100,10 +100,10 @@ class TorchExchange:
             out = out * share[..., None]
         return Attention(out.to(like.dtype), lse)
 
-    def turn_back(self, out, positions, rope):
+    def inverse_rope(self, out, positions, rope):
         """Merged outputs [T, H, d] with their last channels turned back by positions [T]."""
         if not out.is_cuda:
-            return turned_back(out, positions, rope)
+            return inverse_rope(out, positions, rope)
         from kvcore.backends.torch_triton.launch import calls
 
         calls().turn_back_rows(out, positions, frequencies_of(rope, out.device))

@@ -27,7 +27,7 @@ BESIDE = {
         "rows": {"field", "split_bytes", "join_bytes", "of_request", "own_token", "numbers_from", "maximum", "blank"}
         | {"portions"},
         "tail": {"pool", "frequencies_of", "on_device"},
-        "attention": {"turned_back"},
+        "attention": {"inverse_rope"},
         # A CPU's pools are lent as they lie.
         "kv": {"kv_view", "append_kv_view"},
     },
@@ -40,7 +40,7 @@ BESIDE = {
         | {"of", "visible", "numbered", "requests_like"},
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},
-        "attention": {"turned_back", "read", "by_tokens", "no_keys", "finish"},
+        "attention": {"inverse_rope", "read", "by_tokens", "no_keys", "finish"},
         "kv": {"in_order", "seen_blocks"},
     },
 }

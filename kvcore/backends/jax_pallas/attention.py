@@ -51,7 +51,7 @@ def attend(
         return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale, rope))
 
     def finished(found):
-        return found if rope is None else found._replace(out=turned_back(found.out, index.positions, rope))
+        return found if rope is None else found._replace(out=inverse_rope(found.out, index.positions, rope))
 
     factor = jnp.float32(scale)
     if rows is None:
@@ -94,7 +94,7 @@ def attend(
     return finished(finish(state, sink, q.dtype))
 
 
-def turned_back(out, positions, rope):
+def inverse_rope(out, positions, rope):
     """Outputs [T, H, d] with their last channels turned by minus the tokens' positions [T], rounded like ``out``."""
     rows = out.astype(jnp.float32).reshape(-1, out.shape[2])
     # XLA may leave out a rounding that is undone at once.

@@ -39,10 +39,10 @@ def attend(
         keys, seen = place.blank(torch.cat(keys, dim=1), torch.cat(seen, dim=1)), torch.cat(seen, dim=1)
         found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, factor, seen[:, None])
         out[some] = found.to(q.dtype)
-    return Attention(out if rope is None else turned_back(out, index.positions, rope), lse)
+    return Attention(out if rope is None else inverse_rope(out, index.positions, rope), lse)
 
 
-def turned_back(out: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:
+def inverse_rope(out: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:
     """Outputs [T, H, d] with their last channels turned by minus the tokens' positions [T], rounded like ``out``."""
     rows = out.flatten(0, 1).to(torch.float32)
     return rotate(rows, -positions.repeat_interleave(out.shape[1]), rope).view_as(out).to(out.dtype)

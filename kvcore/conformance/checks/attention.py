@@ -40,7 +40,7 @@ def attend(role: str, *, back: bool = False) -> Callable[[Bench], list[Output]]:
         calls: dict[str, dict[str, Any]] = {"all": {}}
         if case.has("entries"):
             filled["end"] = ("entries",)
-            calls["picks, sink"] = {"selected": bench.put(_picks(bench)), **sink}
+            calls["picks, sink"] = {"selected": bench.put(_selected(bench)), **sink}
             calls["none"] = {"selected": bench.put(np.zeros((case.tokens, 0), np.int32))}
         else:
             calls["sink"] = sink
@@ -104,7 +104,7 @@ def _newest(bench: Bench) -> np.ndarray:
     return (np.cumsum(new) - 1)[new > 0]
 
 
-def _picks(bench: Bench) -> np.ndarray:
+def _selected(bench: Bench) -> np.ndarray:
     """[T, k] distinct entries of each token in any order, -1 and entries that it may not see among them."""
     case = bench.case
     rng = case.rng("picks")

@@ -23,7 +23,7 @@ def top_k(scores, k: int, *, interpret: Any):
     size = max(SMALLEST, 1 << max(columns - 1, 0).bit_length())
     scores = jnp.pad(scores.astype(jnp.float32), ((0, 0), (0, size - columns)), constant_values=-jnp.inf)
     picked = -(-min(k, size) // LANES)
-    picks = pl.pallas_call(
+    selected = pl.pallas_call(
         _sort,
         out_shape=jax.ShapeDtypeStruct((tokens, picked, LANES), jnp.int32),
         grid=(tokens,),
@@ -31,11 +31,11 @@ def top_k(scores, k: int, *, interpret: Any):
         out_specs=pl.BlockSpec((1, picked, LANES), lambda t: (t, 0, 0)),
         interpret=interpret,
     )(scores.reshape(tokens, size // LANES, LANES))
-    picks = picks.reshape(tokens, picked * LANES)[:, :k]
-    return jnp.pad(picks, ((0, 0), (0, k - picks.shape[1])), constant_values=-1)
+    selected = selected.reshape(tokens, picked * LANES)[:, :k]
+    return jnp.pad(selected, ((0, 0), (0, k - selected.shape[1])), constant_values=-1)
 
 
-def _sort(scores, picks):
+def _sort(scores, selected):
     score = scores[0]
     score = jnp.where(score != score, -jnp.inf, score)
     number = lax.broadcasted_iota(jnp.int32, score.shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, score.shape, 1)
@@ -53,8 +53,8 @@ def _sort(scores, picks):
             score, index = jnp.where(kept, score, other_score), jnp.where(kept, index, other_index)
             stride //= 2
         size *= 2
-    count = picks.shape[1]
-    picks[0] = jnp.where(score[:count] > -jnp.inf, index[:count], -1)
+    count = selected.shape[1]
+    selected[0] = jnp.where(score[:count] > -jnp.inf, index[:count], -1)
 
 
 def _partner(array, stride: int, second):
