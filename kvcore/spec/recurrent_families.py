@@ -91,12 +91,13 @@ def bailing_delta(fields: Fields) -> Carried:
 
 
 def mamba(
-    *, state: str = "state_size", width: str = "conv_kernel", expand: str = "expand"
+    *, state: str = "state_size", width: str = "conv_kernel", expand: str = "expand", inner: str = ""
 ) -> Callable[[Fields], Carried]:
-    """Mamba: every channel has a state of its own."""
+    """Mamba: every channel has a state of its own; ``inner``: the field that may say how many there are."""
 
     def carried(fields: Fields) -> Carried:
-        channels = fields.integer(expand, 2) * fields.integer("hidden_size")
+        channels = fields.size(inner, None) if inner else None
+        channels = channels or fields.integer(expand, 2) * fields.integer("hidden_size")
         return Carried((channels, fields.integer(state, 16), None), channels, fields.integer(width, 4))
 
     return carried
@@ -226,7 +227,7 @@ RECURRENT: dict[str, Recurrent] = {
         types="",
         attention=Family(schedule=full, heads=32, key_heads=8),
     ),
-    "falcon_mamba": Recurrent(schedule=every(LINEAR), carried=mamba(), types=""),
+    "falcon_mamba": Recurrent(schedule=every(LINEAR), carried=mamba(inner="intermediate_size"), types=""),
     "granitemoehybrid": Recurrent(
         schedule=every(LINEAR), carried=_BAMBA, attention=Family(schedule=full, heads=32, key_heads=None)
     ),
@@ -245,7 +246,7 @@ RECURRENT: dict[str, Recurrent] = {
     "lfm3": Recurrent(
         schedule=said, carried=short_conv(7), attention=Family(schedule=said, heads=16, key_heads=4, head_dim=128)
     ),
-    "mamba": Recurrent(schedule=every(LINEAR), carried=mamba(), types=""),
+    "mamba": Recurrent(schedule=every(LINEAR), carried=mamba(inner="intermediate_size"), types=""),
     "mamba2": Recurrent(
         schedule=every(LINEAR),
         carried=mamba2(

@@ -26,7 +26,7 @@ from kvcore.counts import as_integer
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
 from kvcore.interop.transformers import rows as wanted
 from kvcore.interop.transformers.kinds import layer_of
-from kvcore.interop.transformers.layers import Layer
+from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
 from kvcore.interop.transformers.static import CACHES, NUMBERS
@@ -41,7 +41,6 @@ class KVCache(Cache):
     ``copy.deepcopy`` makes an independent cache with the same rows, for several questions about one prompt.
 
     Attributes:
-        kv: the kvcore cache: its spec, plan, pools, digest, save and export.
         requests: one kvcore request for every row of the batch; empty before the first forward.
         rows: most rows of a batch.
         max_length: tokens that every row can hold; a forward that brings more is refused before it stores any.
@@ -49,7 +48,7 @@ class KVCache(Cache):
         layers: what the model calls, one for every layer of the spec.
     """
 
-    layers: list[Layer]
+    layers: list[Any]
 
     def __init__(
         self,
@@ -123,7 +122,8 @@ class KVCache(Cache):
     def _set_up(self, settings: Settings) -> None:
         """Allocate, empty."""
         self._settings = settings
-        self.kv = settings.new_cache()
+        self._awaited: list[Any] = []
+        self._kv = settings.new_cache()
         self.requests: list[Request] = []
         self.rows = settings.rows
         self.max_length = settings.max_length
@@ -141,12 +141,26 @@ class KVCache(Cache):
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
-        super().__init__(layers=[layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))])
+        self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
+        layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
+        super().__init__(layers=layers)
 
     @property
     def length(self) -> int:
         """Tokens of every row, those of a forward under way not counted."""
+        self._settle()
         return self.requests[0].length if self.requests else 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The same, whichever layer is asked, recurrent ones too."""
+        del layer_idx
+        return self.length
+
+    @property
+    def kv(self) -> kvcore.Cache:
+        """The kvcore cache: its spec, plan, pools, digest, save and export."""
+        self._settle()
+        return self._kv
 
     @property
     def nbytes(self) -> int:
@@ -174,27 +188,32 @@ class KVCache(Cache):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """For every layer copies of its keys and values, and its window, each None where there is none."""
-        for layer in self.layers:
-            keys, values = layer.stored() or (None, None)
-            yield keys, values, None if layer.window is None else torch.tensor(layer.window)
+        for number, layer in enumerate(self.layers):
+            keys, values = (layer.stored() if number in self._storing else None) or (None, None)
+            window = getattr(layer, "window", None)
+            yield keys, values, None if window is None else torch.tensor(window)
 
     @contextmanager
-    def forward(self, layer: int, states: torch.Tensor) -> Iterator[Any]:
+    def forward(self, layer: int, states: torch.Tensor, *, again: bool = False) -> Iterator[Any]:
         """The handle with which ``layer`` begins its part of a forward; an error in its body undoes the forward."""
-        handle = self.begin(layer, states)
+        handle = self.begin(layer, states, again=again)
         try:
             yield handle
         except BaseException:
             self.abort()
             raise
 
-    def begin(self, layer: int, states: torch.Tensor) -> Any:
-        """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
+    def begin(self, layer: int, states: torch.Tensor, *, again: bool = False) -> Any:
+        """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim].
+
+        ``again``: it may have begun already, as a layer of two halves has.
+        """
+        self._settle()
         batch, _, new, _ = states.shape
         shape = (batch, new)
         if self._step is None:
             self._step = self._open(*shape)
-        elif layer in self._begun:
+        elif layer in self._begun and not again:
             self._refuse(f"layer {layer} again")
         if shape != self._shape:
             wanted = list(self._shape)
@@ -223,7 +242,8 @@ class KVCache(Cache):
     def finish(self, layer: int) -> None:
         """Note that a layer has all it needs from this forward; the last one commits the step."""
         self._finished.add(layer)
-        if len(self._finished) == len(self.layers):
+        self._awaited = [awaited for awaited in self._awaited if awaited.number != layer]
+        if len(self._finished) == len(self._storing):
             step = self._forget_step()
             step.commit()
 
@@ -232,6 +252,7 @@ class KVCache(Cache):
 
         So it can be run again after an error in the model. ``reset`` undoes it as well.
         """
+        self._settle()
         if self._step is not None:
             self._forget_step().abort()
         if not self.length:
@@ -253,6 +274,7 @@ class KVCache(Cache):
         target = max(self.length + removed, 0)
         for request in self.requests if removed else ():
             self.kv.truncate(request, target)
+        self._forget_handed_out()
         if not target:
             self._release()
 
@@ -350,6 +372,9 @@ class KVCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied._set_up(self._settings)
         copied._take_in(self.kv, self.requests)
+        for layer, mine in zip(copied.layers, self.layers, strict=True):
+            if isinstance(layer, RecurrentLayer):
+                layer.state_dtype = mine.state_dtype
         return copied
 
     def __copy__(self) -> NoReturn:
@@ -426,9 +451,28 @@ class KVCache(Cache):
     def _forget_step(self) -> Any:
         step, self._step = self._step, None
         self._begun, self._finished = set(), set()
+        self._forget_handed_out()
         return step
 
+    def await_state(self, layer: Any) -> None:
+        """Ask ``layer`` later whether the model wrote into the state that it was handed: see ``RecurrentLayer``."""
+        self._awaited.append(layer)
+
+    def _settle(self) -> None:
+        """Store states that the model wrote into what it was handed; the last one of a forward ends it."""
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            self._awaited = [layer for layer in awaited if not layer.settle()] if self._step is not None else []
+
+    def _forget_handed_out(self) -> None:
+        """What recurrent layers handed out is not what they hold now."""
+        self._awaited = []
+        for layer in self.layers if hasattr(self, "layers") else ():
+            if isinstance(layer, RecurrentLayer):
+                layer.forget()
+
     def _release(self) -> None:
+        self._forget_handed_out()
         live = set(self.kv.requests)
         while self.requests:
             if self.requests[-1] in live:  # else an interrupted call has released it
@@ -437,11 +481,12 @@ class KVCache(Cache):
 
     def _check_closed(self, verb: str) -> None:
         """Refuse to change or copy rows that a forward may or may not have added to."""
+        self._settle()
         if self._step is not None:
             self._refuse(verb)
 
     def _refuse(self, what: str) -> NoReturn:
-        missing = sorted(set(range(len(self.layers))) - self._finished)
+        missing = sorted(self._storing - self._finished)
         raise StepError(
             got=f"{what} while a forward is open: layers {missing} have not stored its {self._shape[1]} tokens",
             where="KVCache",
@@ -486,3 +531,4 @@ class KVCache(Cache):
             self._release()
             raise
         self.requests = chosen
+        self._forget_handed_out()

@@ -14,6 +14,9 @@ WHOLE = frozenset({"full_attention", "indexed_attention"})
 SLIDING = frozenset({"sliding_attention", "chunked_attention"})
 """Those of layers that attend to a window; chunks of a padded row are shifted, so they need a window as well."""
 
+RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Those of layers that carry a state on, or a convolution's inputs, beside attention in hybrid ones."""
+
 COMPRESSED = frozenset({"heavily_compressed_attention", "compressed_sparse_attention"})
 
 
@@ -63,9 +66,14 @@ def _kept(layer: LayerSpec) -> int | None:
 
 
 def _check_layer(layer: LayerSpec, path: str, kind: str, window: int | None) -> None:
-    if kind not in WHOLE | SLIDING | COMPRESSED:
+    known = WHOLE | SLIDING | COMPRESSED | RECURRENT | {"dummy"}
+    if kind not in known:
+        raise SpecError(got=f"a layer of kind {kind}", where=path, allowed=", ".join(sorted(known)))
+    if (layer.conv is not None) != (kind in RECURRENT) or (not layer.roles) != (kind == "dummy"):
         raise SpecError(
-            got=f"a layer of kind {kind}", where=path, allowed=", ".join(sorted(WHOLE | SLIDING | COMPRESSED))
+            got=", ".join(layer.roles) or "nothing",
+            where=path,
+            allowed=f"what a layer of kind {kind} of the model keeps",
         )
     if layer.kv is not None and layer.kv.chunk is not None:
         raise SpecError(

@@ -3,11 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import DummyLayer
 
 from kvcore.errors import SpecError
 from kvcore.interop.transformers.latent import CompressedLayer, LatentLayer, MlaLayer, StaticMlaLayer
 from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
 from kvcore.interop.transformers.owner import Owner
+from kvcore.interop.transformers.recurrent import HybridLayer, RecurrentLayer
 from kvcore.interop.transformers.spec import decoder_of
 from kvcore.spec import CacheSpec, LayerSpec
 
@@ -18,6 +20,10 @@ SHAPES = {
     ("window",): "a window of latent rows",
     ("window", "tail", "entries"): "a window and compressed entries",
     ("window", "tail", "entries", "index_tail", "index_keys"): "a window, compressed entries and an indexer",
+    ("conv",): "a short convolution",
+    ("state", "conv"): "a recurrent state",
+    ("kv", "state", "conv"): "attention and a recurrent state",
+    ("kv", "conv"): "attention and a short convolution",
 }
 """The components that a model of transformers can fill -> what such a layer is called."""
 
@@ -62,16 +68,27 @@ def _biases(model: Any, layer: LayerSpec, number: int) -> dict[str, torch.Tensor
     return found
 
 
-def layer_of(owner: Owner, number: int, of: OfModel) -> Layer:
+def layer_of(owner: Owner, number: int, of: OfModel) -> Layer | RecurrentLayer | DummyLayer:
     """The layer of a cache as its model calls it.
 
     Raises:
         SpecError: models of transformers do not fill such a layer, or not with fixed shapes.
     """
     spec, path = owner.kv.spec.layers[number], owner.kv.spec.path(number)
+    if not spec.roles:
+        return DummyLayer()
     if spec.roles not in SHAPES:
         allowed = "; ".join(", ".join(roles) for roles in SHAPES)
         raise SpecError(got=", ".join(spec.roles), where=path, allowed=allowed)
+    if spec.conv is not None and owner.static:
+        raise SpecError(
+            got="static=True",
+            where=path,
+            allowed="layers that are not recurrent with it",
+            hint="A recurrent layer's state is handed out as a copy, which compiled code would keep.",
+        )
+    if spec.conv is not None:
+        return (RecurrentLayer if spec.kv is None else HybridLayer)(owner, number, spec)
     if spec.kv is not None:
         return (StaticLayer if owner.static else KVLayer)(owner, number, spec.kv)
     if spec.entries is not None and spec.entries.share is not None:

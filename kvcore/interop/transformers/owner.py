@@ -12,7 +12,6 @@ class Owner(Protocol):
     """One cache of a model: its rows, its settings, and the forward that is under way.
 
     Attributes:
-        kv: the cache that holds the rows.
         max_length: tokens that every row can hold.
         static: whether shapes stay the same over steps.
         zero_copy: whether layers may hand out the pools' own memory.
@@ -21,7 +20,6 @@ class Owner(Protocol):
         number: of the cache, among those of the process.
     """
 
-    kv: kvcore.Cache
     max_length: int
     static: bool
     zero_copy: bool
@@ -30,15 +28,24 @@ class Owner(Protocol):
     number: int
 
     @property
+    def kv(self) -> kvcore.Cache:
+        """The cache that holds the rows."""
+        ...
+
+    @property
     def length(self) -> int:
         """Tokens of every row, those of a forward under way not counted."""
+        ...
+
+    def await_state(self, layer: Any) -> None:
+        """Ask ``layer`` later whether the model wrote into the state that it was handed: see ``RecurrentLayer``."""
         ...
 
     def holds(self, layer: int) -> bool:
         """Whether a layer has rows, those of a forward under way counted."""
         ...
 
-    def forward(self, layer: int, states: torch.Tensor) -> AbstractContextManager[Any]:
+    def forward(self, layer: int, states: torch.Tensor, *, again: bool = False) -> AbstractContextManager[Any]:
         """The handle with which ``layer`` begins its part of a forward; an error in its body undoes the forward."""
         ...
 
@@ -50,8 +57,11 @@ class Owner(Protocol):
         """A handle to read a layer with: of the forward under way, else of a step without tokens."""
         ...
 
-    def begin(self, layer: int, states: torch.Tensor) -> Any:
-        """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim]."""
+    def begin(self, layer: int, states: torch.Tensor, *, again: bool = False) -> Any:
+        """The handle with which ``layer`` begins its part of a forward that brings states [B, heads, S, dim].
+
+        ``again``: it may have begun already.
+        """
         ...
 
     def finish(self, layer: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec, from_hf_config
 
-KEYS = {role: (role,) for role in ("window", "entries", "index_keys")} | {"kv": ("key", "value")}
+KEYS = {role: (role,) for role in ("window", "entries", "index_keys", "state", "conv")} | {"kv": ("key", "value")}
 """Role -> what ``formats`` may name in it. Tails are always fp32."""
 
 Formats = str | Mapping[str, str | Mapping[str, str]]
@@ -37,7 +37,8 @@ def cache_spec(
 
     Args:
         config: the model's configuration; a multimodal one's text decoder counts.
-        formats: one format for everything, or by role: ``window``, ``entries``, ``index_keys``, ``key``, ``value``; or
+        formats: one format for everything, or by role: ``window``, ``entries``, ``index_keys``, ``key``, ``value``,
+            ``state``, ``conv``; or
             by layer, which goes before roles: ``{"key": "int8_row", "layers[0]": "bf16"}``, or by both:
             ``{"layers[0]": {"value": "bf16"}}``.
         default: format of whatever ``formats`` leaves out.
@@ -58,7 +59,8 @@ def cache_spec(
 def _chosen(spec: CacheSpec, formats: Formats | None, default: str) -> list[dict[str, str]]:
     """The formats of every layer, by name."""
     named = [{key for role in layer.roles for key in KEYS.get(role, ())} for layer in spec.layers]
-    chosen = [dict.fromkeys(names, default) for names in named]
+    # States are as precise as a model computes them, whatever its weights are.
+    chosen = [dict.fromkeys(names, default) | dict.fromkeys(names & {"state"}, "fp32") for names in named]
     if formats is None:
         return chosen
     if not isinstance(formats, (str, Mapping)):
