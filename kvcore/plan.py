@@ -7,7 +7,7 @@ for every stream of rows that a layer owns; pools are allocated from the regions
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,6 +68,20 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Buffer of the layout -> (key in the pools, bytes of a unit)."""
         part = f"{self.part}_" if self.part else ""
         return {name: (f"{self.layer}.{self.role}.{part}{name}", size) for name, size in self.unit.buffers}
+
+
+class RingKind(NamedTuple):
+    """Rings of the same component and as many rows, which a step overwrites alike.
+
+    Attributes:
+        component: what they hold.
+        rows: of each.
+        rings: (layer, role) of all of them.
+    """
+
+    component: Component
+    rows: int
+    rings: tuple[tuple[int, str], ...]
 
 
 class LayerPlan:
@@ -207,6 +221,17 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
             for number, layer in enumerate(self.spec.all_layers)
         )
+
+    @cached_property
+    def rings(self) -> tuple[tuple[RingKind, ...], tuple[RingKind, ...]]:
+        """Of main layers and of draft layers, every kind of ring that they own."""
+        found: tuple[dict[tuple[Component, int], list[tuple[int, str]]], ...] = {}, {}
+        for layer, role, component in self.spec.components():
+            if component.shared_from is None and component.span is not None:
+                key = component, self.region(layer, role)[0].rows
+                found[layer >= len(self.spec.layers)].setdefault(key, []).append((layer, role))
+        main, draft = (tuple(RingKind(*key, rings=tuple(rings)) for key, rings in kinds.items()) for kinds in found)
+        return main, draft
 
     def __repr__(self) -> str:
         name, blocks = printable(self.spec.name) or "unnamed", f"{self.blocks} blocks × {self.block_tokens} tokens"

@@ -9,19 +9,20 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcore.cache.state import CacheState
+from kvcore.cache.undo import Undo
 from kvcore.errors import StepError
 from kvcore.ops import Array, Ops, RawRows, StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
 from kvcore.spec import ROLES, TAIL_OF, Component
-from kvcore.step import StepNumbers, StepRequest, at_start, build_index
+from kvcore.step import StepNumbers, StepRequest, at_start
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
@@ -51,6 +52,7 @@ class StepContext:
         index: the step's, on the device.
         numbers: the step as host integers.
         traced: see ``CacheState``.
+        undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
         unflushed: the layer whose tails' rows wait for its flush; one at a time.
@@ -67,6 +69,7 @@ class StepContext:
         self.unflushed: RingWrites | None = None
         self._cache = cache
         self._opening = opening
+        self.undo = Undo(cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places))
 
     def check_open(self) -> None:
         """Refuse to go on after commit or abort."""
@@ -115,28 +118,11 @@ class StepContext:
             if place.length and place.length not in place.states
         ]
 
-    @cached_property
-    def deepest(self) -> list[int]:
-        """For each request, the smallest length to which it could be truncated if the step ended without a trace."""
-        return self._cache.manager.deepest_truncations(self._opening.places)
-
     def closed_count(self, ratio: int) -> int:
         """Entries of ``ratio`` tokens that the step completes, over all requests."""
         key = "closed", ratio
         if key not in self.memo:
             self.memo[key] = self.numbers.closed_count(ratio)
-        return self.memo[key]
-
-    def ring_index(self, rows: int) -> StepIndex | None:
-        """The tokens whose rows take the place of others in rings of ``rows``; None where there is nothing to lose."""
-        key = "ring index", rows
-        if key not in self.memo:
-            starts = [max(row.start, row.length - rows) if row.start else row.length for row in self.rows]
-            last = [
-                row._replace(start=start, new=row.length - start) for row, start in zip(self.rows, starts, strict=True)
-            ]
-            host = build_index(last, max_blocks=self.index.block_table.shape[1])
-            self.memo[key] = self.ops.index(host) if any(row.new for row in last) else None
         return self.memo[key]
 
 
@@ -154,9 +140,7 @@ class RingWrites:
         stored: paged roles whose closing entries were stored in this step.
     """
 
-    __slots__ = (
-        *("_overwritten", "_regions", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
-    )
+    __slots__ = (*("_regions", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),)
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
@@ -168,8 +152,6 @@ class RingWrites:
         self.stored: set[str] = set()
         self.last: set[str] = set()
         self._regions = context.plan.layers[number].regions
-        # Role -> the index and bytes of the rows that this step's take the place of.
-        self._overwritten: dict[str, tuple[StepIndex, Array]] = {}
 
     def append(self, role: str, arrays: tuple[Array, ...]) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe; a tail's with the flush."""
@@ -255,14 +237,8 @@ class RingWrites:
 
     def _keep_overwritten(self, role: str) -> None:
         """Keep what the step's rows take the place of, if an abort must put it back."""
-        context = self.context
-        # What an append left that failed is not what was there before the step.
-        if self.writing(role).undone and role not in self._overwritten:
-            ring = self._regions[role][0].rows
-            # Of a prompt's states only the ring's last ones take a place.
-            index = context.ring_index(ring) if role in LAST_WRITERS else context.index
-            if index is not None:
-                self._overwritten[role] = index, context.ops.read_ring(context.pools, self.number, role, index)
+        if self.writing(role).undone:
+            self.context.undo.keep(self.context.pools, self.number, role)
 
     def writing(self, role: str) -> Writing:
         """When the step's rows of a role are written."""
@@ -285,13 +261,7 @@ class RingWrites:
         # States are read before they are written: none is needed after that.
         if (longest is None or rows < longest) and context.most_new > at_once and not component.recurrent:
             return Writing(waits=True, undone=False)
-        # Does it overwrite a row that is live at some length to which its requests can be truncated? The newest token
-        # takes the place of position length - 1 - rows; what is live begins no earlier at a greater length.
-        undone = any(
-            row.new and row.length - rows > component.live(deepest).start
-            for row, deepest in zip(context.rows, context.deepest, strict=True)
-        )
-        return Writing(waits=False, undone=undone)
+        return Writing(waits=False, undone=context.undo.overwrites(component, rows))
 
     def _write(self, role: str, arrays: tuple[Array, ...]) -> None:
         context = self.context
@@ -341,12 +311,11 @@ class RingWrites:
         return {role: self.parts(role) for role in self.waiting}
 
     def store_waiting(self) -> None:
-        """Write the ring rows that had to wait, with what they take the place of kept for ``put_back``."""
-        context = self.context
+        """Write the ring rows that had to wait, with what they take the place of kept for an abort."""
+        undo = self.context.undo
         for role in self.waiting:
-            index = context.ring_index(self._regions[role][0].rows)
-            if index is not None:
-                self._overwritten[role] = index, context.ops.read_ring(context.pools, self.number, role, index)
+            if undo.overwrites(getattr(self.spec, role), self._regions[role][0].rows):
+                undo.keep(self.context.pools, self.number, role)
             self._write(role, self.waiting[role])
 
     def fill_unwritten(self) -> None:
@@ -369,12 +338,6 @@ class RingWrites:
                 blank[role] = context.ops.asarray(np.full(shape, np.nan, np.float32))
             entries, keys = blank.get("entries"), blank.get("index_keys")
             context.replace(context.ops.store_entries(context.pools, self.number, context.index, entries, keys))
-
-    def put_back(self) -> None:
-        """Put back the ring rows that were overwritten; once more after it was interrupted."""
-        context = self.context
-        for role, (index, saved) in self._overwritten.items():
-            context.replace(context.ops.restore_ring(context.pools, self.number, role, index, saved))
 
 
 class StepWrites(dict[int, RingWrites]):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 from kvcore.cache.layer import LayerHandle
 from kvcore.cache.ring_writes import RingWrites, StepContext, StepWrites
 from kvcore.cache.state import CacheState
-from kvcore.cache.undo import Undo
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, StepIndex
@@ -281,7 +280,6 @@ class StepState:
         self._numbers = numbers
         self._layers = StepWrites(self.context)
         self._handles: dict[int, LayerHandle] = {}
-        self._undo: Undo | None = None
 
     @property
     def is_open(self) -> bool:
@@ -298,10 +296,11 @@ class StepState:
     def functional_index(self) -> StepIndex:
         """The index for functional verbs, with what they may overwrite noted."""
         self.context.settle()
+        undo = self.context.undo
         padded = len(self.context.index.positions) > self._numbers.tokens
-        if self.is_open and self._undo is None and not padded and self._numbers.tokens:
+        if self.is_open and not undo.whole and not padded and self._numbers.tokens:
             self.cache.check_outside("step.index")
-            self._undo = Undo(self.cache.ops, self.cache.pools, self.context.ring_index)
+            undo.keep_all(self.cache.pools)
         return self.context.index
 
     def layer(self, number: int) -> LayerHandle:
@@ -365,11 +364,8 @@ class StepState:
     def _put_back(self) -> None:
         """Restore what was overwritten; may be called again after it was interrupted."""
         # Functional verbs have written even if nobody assigned what they returned.
-        if self._undo is not None:
-            self.cache.pools = self._undo.apply(self.cache.pools)
-        for writes in self._layers.values():
-            writes.put_back()
-        if self.pools_replaced and self._undo is None:
+        self.cache.pools = self.context.undo.apply(self.cache.pools)
+        if self.pools_replaced and not self.context.undo.whole:
             rows = self._numbers.rows
             lengths = (row.length for row in rows)
             self.cache.manager.mark_written(dict(zip(self.requests, lengths, strict=True)))

@@ -1,37 +1,166 @@
-"""What functional verbs may overwrite in a step, and how it is put back if the step fails.
+"""What a step overwrites that an abort must bring back, and how it is put back if the step fails.
 
-Paged rows are only ever written beyond what can be read. Rings are different: a new row takes an old one's place. Their
-old rows are read before: a backend that works in place writes into the same memory, and one that returns new arrays
-gives the old ones away where they are donated.
+Paged rows are only ever written beyond what can be read. Rings are different: a new row takes an old one's place. Most
+steps take the place of rows that nobody needs at any length to which their requests can be truncated, and keep nothing.
+Others read the old rows before: a backend that works in place writes into the same memory, and one that returns new
+arrays gives the old ones away where they are donated. Where a backend can, all layers' rows are read at once.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import numpy as np
 
 from kvcore.ops import Ops, StepIndex
 from kvcore.pools import Pools
-from kvcore.portable.rows import owned
+from kvcore.spec import Component
+from kvcore.step import StepNumbers, build_index
+
+MOST_TOGETHER = 8
+"""New tokens of a request up to which the rows of all rings are read at once: a decode step's, drafts among them."""
+
+Ring = tuple[int, str]
+"""The number of a layer, and a role of it."""
+
+
+class OpsAtOnce(Protocol):
+    """Verbs of a backend that reads the rows of many rings in one go."""
+
+    def read_rings(self, pools: Pools, rings: tuple[Ring, ...], index: StepIndex) -> Any:
+        """What ``read_ring`` reads of each of the rings; None where it cannot be had in one go."""
+        ...
+
+    def restore_rings(self, pools: Pools, rings: tuple[Ring, ...], index: StepIndex, saved: Any) -> Pools:
+        """Put back what ``read_rings`` read."""
+        ...
 
 
 class Undo:
-    """The state of all rings before functional verbs touched them."""
+    """The ring rows that one step takes the place of, as far as somebody may need them.
 
-    def __init__(self, ops: Ops, pools: Pools, ring_index: Callable[[int], StepIndex | None]) -> None:
-        """``ring_index``: rows of a ring -> the tokens of the step whose rows take the place of others there."""
+    Args:
+        ops: the backend's verbs.
+        numbers: of the step.
+        index: the same on the device.
+        deepest: says for each request the smallest length to which it could be truncated if there were no such step.
+
+    Attributes:
+        whole: whether all that functional verbs may overwrite was kept.
+    """
+
+    def __init__(self, ops: Ops, numbers: StepNumbers, index: StepIndex, deepest: Callable[[], list[int]]) -> None:
+        self.whole = False
         self._ops = ops
+        self._at_once = cast("OpsAtOnce", ops) if hasattr(ops, "read_rings") else None
+        self._plan = ops.plan
+        self._numbers = numbers
+        self._index = index
+        self._ask_deepest = deepest
+        self._decided: dict[tuple[Component, int], bool] = {}
+        self._indices: dict[int, StepIndex | None] = {}
+        # Rings whose rows were read one by one, and what was read; those that were read at once, likewise.
+        self._alone: dict[Ring, tuple[StepIndex, Any]] = {}
+        self._together: list[tuple[tuple[Ring, ...], Any]] = []
+        self._kept: set[Ring] = set()
         # The arrays themselves: pools whose arrays were donated hold the new ones.
-        self._before = Pools(pools)
-        self._saved: dict[tuple[int, str], tuple[StepIndex, Any]] = {}
-        for layer, role, component in owned(ops.plan.spec):
-            index = None if component.span is None else ring_index(ops.plan.region(layer, role)[0].rows)
-            if index is not None:
-                self._saved[layer, role] = index, ops.read_ring(pools, layer, role, index)
+        self._before: Pools | None = None
+
+    def overwrites(self, component: Component, rows: int) -> bool:
+        """Whether the step's rows, in rings of ``rows``, take the place of some that an abort must leave there.
+
+        Those are the rows that are live at some length to which a request can be truncated.
+        """
+        key = component, rows
+        if key not in self._decided:
+            self._decided[key] = self._decide(component, rows)
+        return self._decided[key]
+
+    def _decide(self, component: Component, rows: int) -> bool:
+        span = component.span
+        if span is not None and self._numbers.most_new <= rows - span - self._depth:
+            return False
+        # The newest token takes the place of position length - 1 - rows; what is live begins no earlier at a greater
+        # length. A request without tokens has nothing to lose.
+        _, starts, lengths, _ = self._numbers.arrays
+        first, _ = component.live_bounds(self._deepest, np.maximum)
+        return bool(((lengths > starts) & (starts > 0) & (lengths - rows > first)).any())
+
+    @cached_property
+    def _deepest(self) -> np.ndarray[Any, Any]:
+        return np.array(self._ask_deepest(), np.int64)
+
+    @cached_property
+    def _depth(self) -> int:
+        """By how many tokens a request of the step could be truncated."""
+        starts: Any = self._numbers.arrays[1]
+        return int((starts - self._deepest).max(initial=0))
+
+    def keep(self, pools: Pools, layer: int, role: str) -> None:
+        """Keep what the step's rows of a ring take the place of, which is not kept yet."""
+        if (layer, role) not in self._kept:
+            self._read(pools, ((layer, role),), draft=layer >= len(self._plan.spec.layers))
+
+    def keep_all(self, pools: Pools) -> None:
+        """Keep all that functional verbs may overwrite; once is enough."""
+        if self.whole:
+            return
+        if not self._kept:
+            self._before = Pools(pools)
+        for draft in (False, True):
+            self._read(pools, self._needed(draft), draft=draft)
+        self.whole = True
+
+    def _needed(self, draft: bool) -> tuple[Ring, ...]:
+        """The rings of main or draft layers in which something is overwritten that must be kept."""
+        return tuple(
+            ring
+            for component, rows, rings in self._plan.rings[draft]
+            if self.overwrites(component, rows)
+            for ring in rings
+        )
+
+    def _read(self, pools: Pools, rings: tuple[Ring, ...], *, draft: bool) -> None:
+        """Read what the step takes the place of in some rings, or at once in all that a step of these layers takes."""
+        if self._at_once is not None and rings and self._numbers.most_new <= MOST_TOGETHER:
+            # Nothing that must be kept is written before it was.
+            lacking = tuple(ring for ring in dict.fromkeys((*rings, *self._needed(draft))) if ring not in self._kept)
+            saved = self._at_once.read_rings(pools, lacking, self._index)
+            if saved is not None:
+                self._together.append((lacking, saved))
+                self._kept.update(lacking)
+                return
+        for layer, role in rings:
+            if (layer, role) not in self._kept:
+                component = self._plan.layers[layer].component(role)
+                index = self._index_of(self._plan.region(layer, role)[0].rows, component)
+                if index is not None:
+                    self._alone[layer, role] = index, self._ops.read_ring(pools, layer, role, index)
+                self._kept.add((layer, role))
+
+    def _index_of(self, rows: int, component: Component) -> StepIndex | None:
+        """The tokens whose rows take the place of others in rings of ``rows``; None where there is nothing to lose."""
+        if self._numbers.most_new <= rows or component.span is None:
+            return self._index
+        if rows not in self._indices:
+            starts = [max(row.start, row.length - rows) if row.start else row.length for row in self._numbers.rows]
+            last = [
+                row._replace(start=start, new=row.length - start)
+                for row, start in zip(self._numbers.rows, starts, strict=True)
+            ]
+            host = build_index(last, max_blocks=self._index.block_table.shape[1])
+            self._indices[rows] = self._ops.index(host) if any(row.new for row in last) else None
+        return self._indices[rows]
 
     def apply(self, pools: Pools) -> Pools:
         """The pools with the rings as they were; may be called again after an interruption."""
-        if not self._ops.in_place and not any(_is_gone(array) for array in self._before.values()):
-            return self._before
-        for (layer, role), (index, saved) in self._saved.items():
+        before = self._before
+        if before is not None and not self._ops.in_place and not any(_is_gone(array) for array in before.values()):
+            return before
+        if self._at_once is not None:
+            for rings, saved in self._together:
+                pools = self._at_once.restore_rings(pools, rings, self._index, saved)
+        for (layer, role), (index, saved) in self._alone.items():
             pools = self._ops.restore_ring(pools, layer, role, index, saved)
         return pools
 

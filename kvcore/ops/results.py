@@ -33,7 +33,7 @@ class Paging:
         slots: of the plan.
         blocks: likewise.
         block_tokens: tokens of a block.
-        max_blocks: columns of every block table.
+        max_blocks: columns that a block table has at most.
     """
 
     slots: int
@@ -61,7 +61,8 @@ class StepIndex(NamedTuple):
         slots: [Q] slot of each request, -1 for padding.
         starts: [Q] length of each request before the step.
         lengths: [Q] length after it; a request's new tokens have positions starts .. lengths - 1.
-        block_table: [Q, max_blocks] block numbers in order of history, -1 beyond the request's blocks.
+        block_table: [Q, columns] block numbers in order of history, -1 beyond the request's blocks; as wide as the
+            step's longest request needs, rounded up to a few widths, and in padded steps as any request could need.
         stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
         left_padding: [Q] positions at the start of each request that are no tokens: no query of a classic layer sees
             them, and chunks are counted from the first token. None: there are none.

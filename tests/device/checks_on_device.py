@@ -10,7 +10,7 @@ from kvcore.plan import plan_cache
 from kvcore.portable.digests import LaneDigests
 from kvcore.portable.pages import page_layout
 from kvcore.sharding.torch import TorchExchange, merged
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window, address
 from kvcore.step import StepRequest, build_index
 from tests.device.check_cuda import CLASSIC, case_of, images_of
 from tests.device.strips_on_device import check_strips
@@ -162,12 +162,45 @@ def check_life(rng, device):
             getattr(here, verb)(theirs, *(np.array(some, np.int32) for some in numbers))
             getattr(there, verb)(ours, *(np.array(some, np.int32) for some in numbers))
             yield f"{verb} {layout}", differing(ours, theirs)
+    yield from check_rings(rng, device)
     for size in (7, 528, 584):
         raw = RawRows(rng.integers(0, 256, (3, 37, size), np.uint8), rng.integers(-1, 40, (3, 37)).astype(np.int32))
         for salt in (5, 0xF1234567):
             lanes = there.digest_rows(RawRows(*map(there.asarray, raw)), salt).cpu().numpy()
             wrong = int((lanes != here.digest_rows(raw, salt)).sum())
             yield f"digest of rows of {size} bytes", f"{wrong} lanes" if wrong else ""
+
+
+def check_rings(rng, device):
+    """The rows of all rings that a step takes, read and put back at once, against the reference's, ring by ring."""
+    tail = Tail(dim=12, ratio=4, overlap=True)
+    layers = [
+        LayerSpec(window=Window(dim=512, window=5, format="v4_584")),
+        LayerSpec(
+            tail=tail,
+            entries=Entries(dim=12, ratio=4, format="int8_row"),
+            window=Window(dim=12, window=3, format="bf16"),
+        ),
+        LayerSpec(kv=KV(key_heads=2, key_dim=24, value_dim=8, storage="ring", window=4, key_format="fp8_row")),
+    ]
+    rings = (0, "window"), (1, "window"), (1, "tail"), (2, "kv")
+    for layout in ("packed", "planar", "tpu_tile", "by_head"):
+        plan = plan_cache(CacheSpec(layers=layers, block_tokens=8), max_requests=4, max_tokens=64, layout=layout)
+        here, there = ReferenceOps(plan), TritonOps(plan, device)
+        fresh = here.allocate()
+        noise = [{name: rng.integers(0, 256, a.shape, np.uint8) for name, a in fresh.items()} for _ in range(2)]
+        before, after = [{name: torch.from_numpy(a).to(device) for name, a in some.items()} for some in noise]
+        rows = [StepRequest(slot, start, new, []) for slot, start, new in ((2, 9, 1), (0, 17, 8), (3, 4, 0), (1, 6, 3))]
+        index = there.index(build_index(rows, max_blocks=1, pad_tokens=14, pad_requests=5))
+        saved = there.read_rings(before, rings, index)
+        there.restore_rings(after, rings, index, saved)
+        for layer, role in rings:
+            ring = plan.region(layer, role)[0].rows
+            last = [row._replace(start=max(row.start, row.length - ring)) for row in rows]
+            last = [now._replace(new=row.length - now.start) for now, row in zip(last, rows, strict=True)]
+            some = here.index(build_index(last, max_blocks=1))
+            here.restore_ring(noise[1], layer, role, some, here.read_ring(noise[0], layer, role, some))
+        yield f"rings {layout}", differing(after, noise[1])
 
 
 def check_pages(rng, device):

@@ -1,6 +1,7 @@
 """One group of kernel checks under Triton's interpreter; run in a process of its own, see ``test_interpreter``."""
 
 import sys
+from itertools import product
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from tests.device import check_attention, check_classic, check_indexer
 from tests.device.check_cuda import reference_rows
 from tests.device.check_flush import flush_problems
 from tests.device.checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
+from tests.support import stories
 
 
 def formats(names):
@@ -106,6 +108,37 @@ def compiled():
     yield from check_compiled("cpu", backend="aot_eager")
 
 
+def aborted():
+    """Steps by handles and by functional verbs that are given up: every length that could be had can be had again."""
+    told = [*range(300, 323)], [*range(400, 414)]
+    for drafts, new, functional in product((0, 2), (1, 3), (False, True)):
+        cache = stories.create(stories.LATENT, "torch_triton", max_draft_tokens=drafts)
+        requests = [cache.admit() for _ in told]
+        stories.tell(cache, dict(zip(requests, told, strict=True)))
+        reads = []
+        read = cache._state.ops.read_rings
+        cache._state.ops.read_rings = lambda *given, read=read, reads=reads: reads.append(given[1]) or read(*given)
+        step = cache.step(dict.fromkeys(requests, new))
+        tokens = [7] * new * len(requests)
+        if functional:
+            dim = cache.spec.layers[0].window.dim
+            rows = cache.asarray(np.ones((len(tokens), dim), np.float32))
+            cache.pools = cache.ops.append_window(cache.pools, 0, step.index, rows)
+        else:
+            stories.feed(step, tokens)
+        step.abort()
+        least = [cache._state.least_length(request) for request in requests]
+        for request, length in zip(requests, least, strict=True):
+            cache.truncate(request, length)
+        found = [cache.digest([request]) for request in requests]
+        cut = [ids[:length] for ids, length in zip(told, least, strict=True)]
+        want = [stories.retell("torch_triton", stories.LATENT, ids) for ids in cut]
+        where = f"drafts {drafts}, new {new}, {'functional' if functional else 'handles'}"
+        # One launch for all layers; none where a handle's rows wait for the commit.
+        known = bool(reads) == (functional or new <= 1 + drafts) and len(reads) <= 2
+        yield where, "" if found == want and known else f"{least}, {len(reads)} reads"
+
+
 GROUPS = {
     "attention": lambda: check_attention.small("cpu"),
     "classic attention": lambda: check_classic.small("cpu"),
@@ -123,6 +156,7 @@ GROUPS = {
         "append_tail/tail.m4.overlap/tpu_tile/longer",
     ),
     "whole units": lambda: check_life(np.random.default_rng(4), "cpu"),
+    "aborted steps": aborted,
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
     "rows of rings in the kit": lambda: kit("restore_ring/*/ragged", "restore_ring/*/padded"),
     "strips in the kit": lambda: kit(

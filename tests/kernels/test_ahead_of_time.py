@@ -13,7 +13,7 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcore.kernels.triton import append, checksum, flush, gather, last_rows, shards, strips, tail, units  # noqa: E402
+from kvcore.kernels.triton import append, checksum, flush, gather, last_rows, rings, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import border_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
@@ -214,6 +214,9 @@ def test_kernels_on_whole_units_compile(element, arch, record):
         for words in (element, {"i32": "i64", "u8": "i16"}[element]):
             types = {"pages": words, "table": "i64"}
             check(record, f"{words}, {store}", strips.move_strips_kernel, arch, constants, types=types)
+            types, constants = {"held": words, "table": "i64"}, {"BACK": store, "ENTRY": rings.ENTRY, "BLOCK": 1024}
+            check(record, f"{words}, {store}", rings.move_rings_kernel, arch, constants, types=types)
+            constants = {"STORE": store, "ENTRY": strips.ENTRY, "BLOCK": strips.BLOCK}
     types = {"out": "bf16", "once": "bf16", **dict.fromkeys(("parts", "once_lse", "sink", "lse"), "fp32")}
     for once in (True, False):
         constants = {"SHARDS": 2, "ONCE": once, "SINK": once, "DIM": 512, "BLOCK": 512}

@@ -21,6 +21,7 @@ GROUPS = [
     "views",
     "rotated append",
     "whole units",
+    "aborted steps",
     "pages of exports",
     "strips in the kit",
     "merge of shards",

@@ -151,6 +151,7 @@ GIVEN = {
         "buffers": [Named(name, (9, 4096)) for name in ("one", "two", "three")], "rows": 8, "copies": 1, "back": True,
         "fields": [0, 9000, 0, 64, 512, 64, 0],
     },
+    "move_rings": {"held": Named("held", (T, 64)), "back": True},
     "move_strips": {"store": True},
     "digest_lanes": {"salt": 5},
     "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},

@@ -12,6 +12,7 @@ import torch
 
 from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
+from kvcore.backends.torch_triton.rings import Rings
 from kvcore.kernels.triton.device import Chip
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
@@ -88,6 +89,7 @@ class TritonOps(TorchOps):
         self.workspaces = cuda_read.Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
+        self._rings = Rings(plan, device)
         self._attention = flash.chosen(device, None if chip is None else chip.capability)
         self.records = cuda.records_of(self)
         self.ways: dict[str, dict[int | None, Any]] = {name: {} for name in KERNELS}
@@ -165,6 +167,17 @@ class TritonOps(TorchOps):
     digest_rows = of_none("digest_rows")
     move_strips = of_none("move_strips")
     digest_strips = of_none("digest_strips")
+
+    @recording_nothing
+    def read_rings(self, pools: Any, rings: Any, index: Any) -> Any:
+        """What ``read_ring`` reads of many rings (layer, role), in one launch; for ``restore_rings``."""
+        return self._rings.read(pools, rings, index)
+
+    @recording_nothing
+    def restore_rings(self, pools: Any, rings: Any, index: Any, saved: Any) -> Any:
+        """Put back what ``read_rings`` read."""
+        self._rings.restore(pools, rings, index, saved)
+        return pools
 
 
 PLAIN = {

@@ -198,14 +198,9 @@ TABLE = {
         ),
         ("        self.cache.manager.shrink(self.grants)\n", "", "blocks of a step that failed are lost"),
         (
-            "        for writes in self._layers.values():\n            writes.put_back()\n",
-            "",
+            "        self.cache.pools = self.context.undo.apply(self.cache.pools)\n",
+            "        pass\n",
             "ring rows are not put back",
-        ),
-        (
-            "            self.cache.pools = self._undo.apply(self.cache.pools)\n",
-            "            pass\n",
-            "functional verbs are not undone",
         ),
         (
             "            missing = writes.missing()\n",
@@ -225,19 +220,34 @@ TABLE = {
     ],
     "cache/undo.py": [
         (
-            "            index = None if component.span is None else ",
-            "            index = None if component.span is not None else ",
-            "paged rows are kept and rings are not",
-        ),
-        (
-            "            return self._before\n",
+            "            return before\n",
             "            return pools\n",
             "functional verbs of arrays are not undone",
         ),
         (
             "            pools = self._ops.restore_ring(pools, layer, role, index, saved)\n",
             "            pass\n",
-            "functional verbs in place are not undone",
+            "what was written in place is not undone",
+        ),
+        (
+            "starts = [max(row.start, row.length - rows) if row.start else row.length for row in self._numbers.rows]",
+            "starts = [row.length for row in self._numbers.rows]",
+            "what a commit overwrites is not kept for a failure in the commit itself",
+        ),
+        (
+            "        first, _ = component.live_bounds(self._deepest, np.maximum)\n",
+            "        first, _ = component.live_bounds(lengths, np.maximum)\n",
+            "rows that a rollback needs are not put back",
+        ),
+        (
+            "self._numbers.most_new <= rows - span - self._depth:",
+            "self._numbers.most_new <= rows - span:",
+            "spare rows are taken for free that a rollback needs",
+        ),
+        (
+            "        self.whole = True\n",
+            "        self.whole = False\n",
+            "after functional verbs that were undone rows count as written",
         ),
     ],
     "cache/layer.py": [
@@ -249,11 +259,6 @@ TABLE = {
     ],
     "cache/ring_writes.py": [
         (
-            "starts = [max(row.start, row.length - rows) if row.start else row.length for row in self.rows]",
-            "starts = [row.length for row in self.rows]",
-            "what a commit overwrites is not kept for a failure in the commit itself",
-        ),
-        (
             "            self.waiting[role] = copy.deepcopy(arrays)\n",
             "            self.waiting[role] = arrays\n",
             "the caller's buffer is read at commit",
@@ -264,12 +269,7 @@ TABLE = {
             "rows are overwritten that the step's own queries need",
         ),
         (
-            "            row.new and row.length - rows > component.live(deepest).start\n",
-            "            row.new and row.length - rows > component.live(row.length).start\n",
-            "rows that a rollback needs are not put back",
-        ),
-        (
-            "        if self.writing(role).undone and role not in self._overwritten:\n",
+            "        if self.writing(role).undone:\n",
             "        if False:\n",
             "nothing is kept for an abort",
         ),

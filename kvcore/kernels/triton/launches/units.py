@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from kvcore.kernels.triton import strips, units
+from kvcore.kernels.triton import rings, strips, units
 from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 
@@ -35,6 +35,12 @@ def _ring_rows(numbers: tuple[int, ...], rows: int, copies: int, size: int, back
 def _move(store: bool) -> Kernel:
     constants = {"STORE": store, "ENTRY": strips.ENTRY, "BLOCK": strips.BLOCK}
     return Kernel(strips.move_strips_kernel, constants, writes=() if store else ("pages",))
+
+
+@cache
+def _rings(back: bool) -> Kernel:
+    constants = {"BACK": back, "ENTRY": rings.ENTRY, "BLOCK": rings.BLOCK}
+    return Kernel(rings.move_rings_kernel, constants, writes=() if back else ("held",))
 
 
 @launch("pool")
@@ -83,6 +89,24 @@ def move_ring_rows(
         pools = (*buffers, *buffers[:1] * 2)[:3]
         kernel = _ring_rows(tuple(fields), rows, copies, size, back)
         to.run(kernel, (tokens * heads,), (*pools, held, positions, request_index, slots), (heads,))
+
+
+@launch("held")
+def move_rings(
+    to: Framework, held: Array, positions: Array, request_index: Array, slots: Array, lengths: Array, table: Array,
+    rows: Array, back: bool,
+) -> None:  # fmt: skip
+    """Copy the bytes of the rows that the step's tokens take in many rings to ``held`` [tokens, words], or back.
+
+    Args:
+        table: [runs, ENTRY] int64; the pools' addresses are in it.
+        rows: [runs] int32, of the ring of each run.
+    """
+    tokens, words = held.shape
+    runs = table.shape[0]
+    if tokens * words * runs:
+        arrays = held, positions, request_index, slots, lengths, table, rows
+        to.run(_rings(back), (tokens * runs,), arrays, (words, runs))
 
 
 @launch("pages")

@@ -1,0 +1,121 @@
+"""The rows of many rings that a step takes the place of, kept and put back in one launch; see ``cache.undo``."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcore.backends.torch_triton.cuda_units import WORDS
+from kvcore.backends.torch_triton.launch import calls
+from kvcore.kernels.triton.rings import ENTRY
+from kvcore.ops import StepIndex
+from kvcore.plan import CachePlan, Region
+from kvcore.pools import Pools
+
+
+class Tables(NamedTuple):
+    """What a launch must know of some rings of some pools.
+
+    Attributes:
+        addresses: of the pools.
+        width: bytes of a word.
+        line: words of a token.
+        read: (entries, rows of their rings) to read a row with.
+        back: the same to put it back, in every copy.
+    """
+
+    addresses: tuple[int, ...]
+    width: int
+    line: int
+    read: tuple[torch.Tensor, torch.Tensor]
+    back: tuple[torch.Tensor, torch.Tensor]
+
+
+class Rings:
+    """Rings of one plan on one device, several at a time."""
+
+    def __init__(self, plan: CachePlan, device: str) -> None:
+        self._plan = plan
+        self._device = device
+        self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
+        self._last: tuple[Any, Any, Any] = None, None, None
+
+    def read(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex) -> torch.Tensor:
+        """The bytes of the rows that the step's tokens take: a line for each token."""
+        tables = self._tables_of(pools, rings)
+        with torch.inference_mode(False):
+            held = torch.empty((len(index.positions), tables.line), dtype=WORDS[tables.width], device=self._device)
+        _move(held, index, tables.read, back=False)
+        return held
+
+    def restore(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex, held: torch.Tensor) -> None:
+        """Put them back."""
+        _move(held, index, self._tables_of(pools, rings).back, back=True)
+
+    def _tables_of(self, pools: Pools, rings: tuple[tuple[int, str], ...]) -> Tables:
+        last, of, found = self._last
+        if last is pools and of == rings:
+            return found
+        regions = [region for layer, role in rings for region in self._plan.region(layer, role)]
+        addresses = tuple(pools[name].data_ptr() for region in regions for name, _ in region.buffers.values())
+        found = self._tables.get(rings)
+        if found is None or found.addresses != addresses:
+            found = self._tables[rings] = self._new_tables(pools, regions, addresses)
+        self._last = pools, rings, found
+        return found
+
+    def _new_tables(self, pools: Pools, regions: Sequence[Region], addresses: tuple[int, ...]) -> Tables:
+        entries: list[tuple[int, ...]] = []
+        copies: list[tuple[int, int]] = []
+        line = 0
+        for region in regions:
+            row_step, head_step = region.steps
+            for buffer, base, stride, first, nbytes in runs_of(region):
+                pool = pools[region.buffers[buffer][0]]
+                inside = base, row_step * stride, head_step * stride, nbytes
+                outside = line + first, region.format.row, region.heads
+                entries.append((pool.data_ptr(), pool.stride(0), *inside, *outside))
+                copies.append((region.rows, region.copies))
+            line += region.heads * region.format.row
+        table = np.array(entries, np.int64)
+        # The sum of rows is made a multiple of the widest word.
+        line = -(-line // max(WORDS)) * max(WORDS)
+        width = int(np.gcd(np.gcd.reduce(table[:, : ENTRY - 1], axis=None), max(WORDS)))
+        table[:, 1 : ENTRY - 1] //= width
+        rows = np.array([rows for rows, _ in copies], np.int32)
+        again = [(n, copy) for n, (_, count) in enumerate(copies) for copy in range(count)]
+        back = table[[n for n, _ in again]]
+        back[:, 2] += [copy * int(rows[n]) * int(table[n, 3]) for n, copy in again]
+        return Tables(
+            addresses,
+            width,
+            line // width,
+            (self._put(table), self._put(rows)),
+            (self._put(back), self._put(rows[[n for n, _ in again]])),
+        )
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+@cache
+def runs_of(region: Region) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Runs of a row's neighbouring bytes: (buffer, first byte in a unit, from row to row, first in the row, bytes)."""
+    found: list[tuple[str, int, int, int, int]] = []
+    for place in sorted(region.unit.places, key=lambda place: (place.buffer, place.base)):
+        first, _ = region.format.byte_range(place.field)
+        if found:
+            buffer, base, stride, start, nbytes = found[-1]
+            beside = (buffer, base + nbytes, stride, start + nbytes)
+            if beside == (place.buffer, place.base, place.stride, first):
+                found[-1] = buffer, base, stride, start, nbytes + place.nbytes
+                continue
+        found.append((place.buffer, place.base, place.stride, first, place.nbytes))
+    return tuple(found)
+
+
+def _move(held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool) -> None:
+    calls().move_rings(held, index.positions, index.request_index, index.slots, index.lengths, *table, back)
