@@ -30,6 +30,7 @@ _HOMES = {
     "LayerSpec": "kvcore.spec",
     "Periodic": "kvcore.requests.prefix",
     "Request": "kvcore.requests.manager",
+    "adopt": "kvcore.adoption",
     "create_cache": "kvcore.cache",
     "hookimpl": "kvcore.plugins",
     "load": "kvcore.cache.loading",
@@ -58,6 +59,7 @@ __all__ = [
     "StepError",
     "TransferError",
     "__version__",
+    "adopt",
     "create_cache",
     "errors",
     "hookimpl",
@@ -71,6 +73,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kvcore import errors, plan, plugins, spec
+    from kvcore.adoption import adopt
     from kvcore.arrays import to_numpy
     from kvcore.cache import Cache, create_cache
     from kvcore.cache.loading import load

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvcore
@@ -36,8 +37,16 @@ ERRORS = {
     "ShapeError", "SnapshotError", "SpecError", "StepError", "TransferError",
 }  # fmt: skip
 
+ADOPTED = {
+    "compare": "holds rows against what the owner reads: a wrong layout of the right shape shows in nothing else",
+    "descriptor": "says to others where the rows lie",
+    "give": "the owner allots blocks as a request grows",
+}
+"""What a cache over somebody else's memory has beside those of a cache, and why."""
+
 # Names beyond the design -> why a user needs them.
 EXTENSIONS = {
+    "kvcore": {"adopt": "an engine's memory, where it lies, with the verbs of a cache"},
     "Cache": {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
         "fits": "a scheduler asks before it admits",
@@ -91,6 +100,12 @@ def test_a_cache_and_its_requests(cache):
     assert shown(kvcore.Cache) <= shown(cache)
 
 
+def test_an_adopted_cache_has_three_names_more():
+    spec = presets.classic(layers=1, key_heads=1, key_dim=4, block_tokens=4, key_format="fp32")
+    adopted = kvcore.adopt(spec, [np.zeros((3, 2, 4, 1, 4), np.float32)])
+    assert shown(adopted) == CACHE | set(EXTENSIONS["Cache"]) | set(ADOPTED)
+
+
 def test_a_step_and_its_handles(cache):
     with cache.step({}) as step:
         assert shown(step) == STEP | set(EXTENSIONS["Step"])
@@ -120,13 +135,13 @@ def test_the_page_of_the_api_has_every_class_with_what_it_inherits():
 
 
 def test_extensions_are_told_apart_from_the_design_and_have_a_reason():
-    for fixed, extensions in zip((CACHE, STEP, HANDLE, REQUEST), EXTENSIONS.values(), strict=True):
+    for fixed, extensions in zip((MODULE, CACHE, STEP, HANDLE, REQUEST), EXTENSIONS.values(), strict=True):
         assert not fixed & set(extensions)
         assert all(extensions.values())
 
 
 def test_the_module_has_the_fixed_names_and_every_error():
-    assert set(kvcore.__all__) == MODULE | ERRORS
+    assert set(kvcore.__all__) == MODULE | ERRORS | set(EXTENSIONS["kvcore"])
     assert set(dir(kvcore)) == set(kvcore.__all__)
     for name in ERRORS:
         assert getattr(kvcore, name) is getattr(kvcore.errors, name)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kvcore.arrays import host_view
 from kvcore.digest import MASK, region_salt
@@ -130,7 +131,7 @@ def _pieces(
         start = offset + row * strip.row_bytes + line.first
         steps = pages.strides[0], strip.row_bytes, size
         shape = number, rows, 1 if whole else region.heads
-        return np.ndarray(shape, _bytes(nbytes), pages, first * pages.strides[0] + start, steps)
+        return _items(pages, first * pages.strides[0] + start, shape, steps, nbytes)
 
     if region.growth == "block":
         full, rest = divmod(count, strip.rows)
@@ -152,9 +153,12 @@ def _pieces(
             yield outside(0, 1, first, end - first), at[:1], numbers[first] % region.rows
 
 
-def _bytes(count: int) -> Any:
-    """So many bytes, that are copied together."""
-    return np.dtype((np.void, count))
+def _items(array: Array, first: int, shape: tuple[int, ...], steps: tuple[int, ...], nbytes: int) -> Array:
+    """Items of so many bytes, which are copied together; ``array`` [n, bytes] may have gaps between its rows."""
+    kind = np.dtype((np.void, nbytes))
+    if array.flags.c_contiguous:
+        return np.ndarray(shape, kind, array, first, steps)
+    return as_strided(array[0, first : first + nbytes].view(kind), shape, steps, writeable=array.flags.writeable)
 
 
 def _rows(pool: Array, region: Region, line: Lines, place: int, rows: int) -> Array:
@@ -163,7 +167,7 @@ def _rows(pool: Array, region: Region, line: Lines, place: int, rows: int) -> Ar
     nbytes, whole = _together(region, line)
     steps = pool.strides[0], row_step * line.stride, head_step * line.stride
     first = line.base + place * row_step * line.stride
-    return np.ndarray((len(pool), rows, 1 if whole else region.heads), _bytes(nbytes), pool, first, steps)
+    return _items(pool, first, (len(pool), rows, 1 if whole else region.heads), steps, nbytes)
 
 
 def _together(region: Region, line: Lines) -> tuple[int, bool]:

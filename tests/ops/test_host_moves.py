@@ -9,8 +9,9 @@ import kvcore
 from kvcore.arrays import host_view
 from kvcore.ops import Strip, host
 from kvcore.portable.manifest import stage_one_by_one
-from kvcore.portable.pages import page_layout
+from kvcore.portable.pages import content_of, page_layout
 from kvcore.portable.record import RequestRecord
+from kvcore.portable.rows import write_rows
 from kvcore.spec import presets
 from kvcore.spec.layout import LAYOUTS
 from kvcore.testing.feeding import life_spec, stored_spec
@@ -69,6 +70,13 @@ def test_rows_are_those_that_are_gathered(backend, layout, spec, order):
     for part, strips, units in parts(places, wanted, there):
         assert other.ops.move_strips(other.pools, part, strips, units, store=True)
     assert (pages_of(other, there)[1] == wanted).all()
+    # As rows are stored one by one, copies of rings too.
+    third, _ = scene(SPECS[spec], backend, layout)
+    for pool in third.pools.values():
+        host_view(pool).view(np.uint8)[:] = 0xA5
+    write_rows(third._state.ops, third._state.pools, there, content_of(places, wanted))
+    for name, pool in other.pools.items():
+        assert (host_view(pool).view(np.uint8) == host_view(third.pools[name]).view(np.uint8)).all()
     # Nobody else's units were touched.
     for region in other.plan.regions:
         mine = {2} if region.growth == "slot" else set(row.blocks)

@@ -344,6 +344,24 @@ TABLE = {
         ("        check_spec(spec, blob.described.spec)\n", "", "a request of another spec is taken"),
         ("    if end != len(rest):\n", "    if False:\n", "bytes after the last request are taken"),
     ],
+    "adoption/descriptor.py": [
+        ("        if not used <= step <= LARGEST:\n", "        if step < 0:\n", "rows may lie on one another"),
+        ("lines.offset + used > sizes[lines.tensor]", "False", "rows may lie beyond the tensor"),
+        ("    apart = other.lines.block == step\n", "    return\n", "two fields may have the same bytes"),
+        ("    if len(told) != len(found):\n", "    if False:\n", "places of what is not there are taken"),
+        ("        if key in told:\n", "        if False:\n", "the second place of a field is taken"),
+    ],
+    "adoption/tables.py": [
+        ("        if axis in counts and counts[axis] != count:\n", "        if False:\n", "any shape is taken"),
+        ("in found.values()}) > 1:", "in found.values()}) > 9:", "the first of several layouts is taken"),
+        ("if steps[axes[-1]] != element:", "if False:", "channels may have gaps"),
+        ('if "NL" in steps else 0', "if False else 0", "all layers lie in the first one's place"),
+    ],
+    "adoption/given.py": [
+        ("self.blocks.holders(place.blocks[column]) > 1", "False", "a block of two is written"),
+        ("        if len(taken) < count:\n", "        if False:\n", "nobody says that blocks are missing"),
+        ("        self.given.pop(request, None)\n", "", "what was given is kept"),
+    ],
     "ops/host.py": [
         ("        offset = strip.start\n", "        offset = 0\n", "strips of pages lie on one another"),
         ("            offset += region.heads * region.format.row\n", "", "values lie where keys do"),

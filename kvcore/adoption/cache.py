@@ -1,0 +1,224 @@
+"""``adopt``: a cache whose pools are somebody else's tensors, and whose requests are given their blocks."""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from kvcore.adoption.descriptor import Descriptor, check, region_plan
+from kvcore.adoption.given import GivenManager
+from kvcore.adoption.memory import device_of, framework, is_near, tensors_of
+from kvcore.adoption.regions import foreign_plan, foreign_pools
+from kvcore.adoption.tables import describe as described
+from kvcore.arrays import to_numpy
+from kvcore.cache.cache import Cache
+from kvcore.cache.reuse import PrefixCache
+from kvcore.counts import as_count, check_count
+from kvcore.errors import BackendError, ShapeError
+from kvcore.ops import Backend, Ops
+from kvcore.ops.fused import created
+from kvcore.plan import CachePlan
+from kvcore.plugins import Needs, choose_backend
+from kvcore.portable.record import RequestRecord
+from kvcore.requests.manager import Request
+from kvcore.requests.tokens import check_salt
+from kvcore.spec import CacheSpec
+from kvcore.step import build_index
+
+BACKENDS = {"numpy": "reference", "torch": "torch_triton"}
+
+
+def describe(spec: CacheSpec, tensors: Any, layout: str | Mapping[str, str] | None = None) -> Descriptor:
+    """Where the rows of a spec lie in somebody's tensors.
+
+    Args:
+        spec: whose components all lie in blocks.
+        tensors: as the layout's name says: one for every component in order of layers (a sequence, or a mapping in that
+            order), pairs of them where keys and values are apart, two lists, or one tensor for all layers.
+        layout: a name of ``LAYOUTS``, or one for each role; None: the only one that has such shapes.
+
+    Raises:
+        SpecError: several layouts have such shapes, or none. ShapeError: the tensors are not of the layout.
+    """
+    region_plan(spec, 1, 1)
+    return described(spec, tensors_of(tensors), layout)
+
+
+def adopt(
+    spec: CacheSpec,
+    tensors: Any,
+    *,
+    layout: str | Mapping[str, str] | Descriptor | None = None,
+    backend: str = "auto",
+    max_requests: int = 256,
+    check_rows: bool = False,
+) -> "AdoptedCache":
+    """A cache over paged tensors of somebody else's, which are not copied.
+
+    What the tensors hold is read as it lies, and what steps, imports and rollbacks write is written there. Blocks are
+    the owner's: requests are admitted with theirs (``admit(blocks=..., length=...)``); none is taken or freed.
+
+    Args:
+        spec: what a layer holds; its ``block_tokens`` are the owner's, and all its components lie in blocks.
+        tensors: as for ``describe``; NumPy arrays, or torch tensors on the CPU.
+        layout: a name of ``LAYOUTS``, one for each role, or a ``Descriptor``; None: the only one of such shapes.
+        backend: the reference for NumPy's, torch_triton for torch's.
+        max_requests: requests that can be live at once.
+        check_rows: refuse non-finite input and unfinished steps, as ``check`` of ``create_cache``.
+
+    Raises:
+        SpecError: a layout that several readings have; places that overlap, or lie beyond the tensors; a component in
+            slots. ShapeError: tensors of other shapes or dtypes. BackendError: arrays of JAX, tensors on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> import kvcore
+        >>> spec = kvcore.spec.presets.classic(layers=2, key_heads=2, key_dim=8, block_tokens=16, key_format="fp32")
+        >>> engine = [np.zeros((2, 10, 16, 2, 8), np.float32) for _ in spec.layers]
+        >>> cache = kvcore.adopt(spec, engine, layout="NL_X_TWO_NB_BS_NH_HS")
+        >>> request = cache.admit(blocks=[7, 3], length=20)
+        >>> request.length, request.blocks
+        (20, (7, 3))
+    """
+    named = tensors_of(tensors)
+    kind = framework(next(iter(named.values())).array)
+    wanted = BACKENDS.get(kind, "reference")
+    if backend not in ("auto", wanted):
+        raise BackendError(got=backend, where="adopt: backend", allowed=f"{wanted}, for tensors of {kind}")
+    device = device_of(named)
+    if not is_near(named):
+        raise BackendError(
+            got=f"tensors on {device}",
+            where="adopt: tensors",
+            allowed="tensors on the CPU",
+            hint="Kernels take pages as kvcore lays them out; copy rows with export_request and import_request.",
+        )
+    region_plan(spec, 1, 1)
+    descriptor = layout if isinstance(layout, Descriptor) else described(spec, named, layout)
+    blocks = check_count(ShapeError, "descriptor: blocks", descriptor.blocks, 1)
+    plan = region_plan(spec, blocks, check_count(ShapeError, "adopt: max_requests", max_requests, 1))
+    stretches = check(plan, descriptor, {name: tensor.nbytes for name, tensor in named.items()})
+    plan = foreign_plan(plan, stretches)
+    pools = foreign_pools(plan, descriptor, stretches, named)
+    chosen = choose_backend(wanted, "cpu", Needs.of(spec))
+    ops: Any = created(chosen, plan, device="cpu")
+    # The owner allocated them.
+    ops.allocate = lambda: pools
+    return AdoptedCache(plan, chosen, cast("Ops", ops), descriptor, check=check_rows)
+
+
+def _leave(slots: list[int], blocks: list[int]) -> None:
+    """Poison nothing."""
+    del slots, blocks
+
+
+class AdoptedCache(Cache):
+    """A cache over somebody else's blocks; see ``adopt``.
+
+    Attributes:
+        descriptor: where the rows lie.
+    """
+
+    def __init__(
+        self, plan: CachePlan, backend: Backend, ops: Ops, descriptor: Descriptor, *, check: bool = False
+    ) -> None:
+        super().__init__(plan, backend, ops, check=check)
+        self.descriptor = descriptor
+        state = self._state
+        state.manager = self._manager = GivenManager(plan)
+        state.prefix = PrefixCache(plan.spec, "off", state.manager)
+        # Bytes of blocks that nobody writes here are the owner's.
+        state.poison = _leave
+
+    def admit(
+        self,
+        tokens: Any = None,
+        *,
+        salt: str | None = None,
+        blocks: Sequence[int] = (),
+        slot: int | None = None,
+        length: int = 0,
+    ) -> Request:
+        """A request in blocks of the owner's.
+
+        Args:
+            tokens: not taken: nothing is shared by prefixes here.
+            salt: as for ``Cache.admit``.
+            blocks: all that it may use, in order of history.
+            slot: a number of its own among live requests; None: any.
+            length: tokens whose rows lie in the blocks already.
+
+        Raises:
+            ShapeError: blocks that are none, or fewer than ``length`` needs. OutOfSlots: no slot, or not that one.
+        """
+        if tokens is not None:
+            raise ShapeError(
+                got="tokens", where="admit", allowed="blocks and a length: the owner's prefixes are its own"
+            )
+        given = self._blocks(blocks)
+        count = as_count(length)
+        if count is None or self.plan.blocks_for(count) > len(given):
+            allowed = f"0 to {len(given) * self.plan.block_tokens}, what {len(given)} blocks hold"
+            raise ShapeError(got=length, where="admit: length", allowed=allowed)
+        wanted = None if slot is None else check_count(ShapeError, "admit: slot", slot, 0)
+        salt = check_salt(salt, "admit: salt")
+        record = RequestRecord(length=count, floor=0, tokens=None, salt=None, checkpoints=[])
+
+        def take(state: Any) -> Request:
+            manager = self._manager
+            manager.coming, manager.wanted = given, wanted
+            try:
+                request: Request = state.restore(record, lambda _ops, pools, _row: pools, salt=salt, shares=False)
+            finally:
+                manager.coming, manager.wanted = (), None
+            manager.given[request] = given
+            return request
+
+        return self.exclusive("admit", take, in_step=True)
+
+    def give(self, request: Request, blocks: Sequence[int]) -> None:
+        """More blocks for a request, behind those that it has."""
+        more = self._blocks(blocks)
+        self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more))
+
+    def compare(self, request: Request, read: Callable[[int, str, int, int], Any]) -> None:
+        """Hold what is read here against what the owner reads: a wrong layout of the right shape shows in nothing else.
+
+        Args:
+            request: with rows that differ from each other.
+            read: (layer, part, block, row of the block) -> the bytes of all heads of that row, an array of any dtype,
+                as the owner's own code finds them; ``part`` is ``key``, ``value``, or empty.
+
+        Raises:
+            ShapeError: naming the first row that differs.
+        """
+        state = self._state
+        row = self.exclusive("compare", lambda held: held.row(request))
+        for region in self.plan.regions:
+            index = state.ops.index(build_index([row], max_blocks=self.plan.max_blocks))
+            raw = state.ops.gather_rows(state.pools, region.layer, region.role, index)
+            rows, positions = to_numpy(raw.rows)[0], to_numpy(raw.positions)[0]
+            parts = self.plan.region(region.layer, region.role)
+            first = sum(part.heads * part.format.row for part in parts[: parts.index(region)])
+            size = region.heads * region.format.row
+            for number in range(int((positions >= 0).sum())):
+                block, place = row.blocks[number // region.rows], number % region.rows
+                theirs = np.ascontiguousarray(to_numpy(read(region.layer, region.part, block, place)))
+                ours = rows[number, first : first + size].tobytes()
+                if theirs.tobytes() != ours:
+                    raise ShapeError(
+                        got=f"other bytes of row {number}, block {block}",
+                        where=f"layers[{region.layer}].{region.role} {region.part}".rstrip(),
+                        allowed="what the owner reads there",
+                        hint="The layout is another one of the same shape.",
+                    )
+
+    def _blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        found = tuple(-1 if (count := as_count(block)) is None else count for block in blocks)
+        wrong = [block for block, count in zip(blocks, found, strict=True) if not 0 <= count < self.plan.blocks]
+        if wrong or len(set(found)) < len(found):
+            got = f"blocks {list(blocks)!r}"
+            raise ShapeError(got=got, where="blocks", allowed=f"numbers below {self.plan.blocks}, each once")
+        return found

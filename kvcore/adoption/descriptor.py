@@ -1,0 +1,249 @@
+"""Where every field of every row lies in memory that belongs to someone else, as a value that can be sent and kept.
+
+Nothing in it is worked out from shapes: a row's field is at ``offset + b · block + r · token + h · head`` of a tensor's
+bytes, for block b, row r in the block and head h. ``check`` refuses what cannot be right: rows that lie on one another
+or beyond the tensor, two components in one place, a component that is missing.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvcore.errors import SpecError
+from kvcore.foreign import UNREADABLE
+from kvcore.plan import CachePlan, Region, plan_cache
+from kvcore.printable import shortened
+from kvcore.spec import CacheSpec
+
+FORM, VERSION = "kvcore.descriptor", 1
+
+LARGEST = 1 << 62
+
+
+class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one field of one part of a component's rows lies. All numbers are bytes.
+
+    Attributes:
+        layer, role: the component.
+        part: ``key``, ``value``, or empty where there is one.
+        field: of the part's format.
+        tensor: name of the tensor.
+        offset: of block 0, row 0, head 0.
+        block: from a block to the next.
+        token: from a row to the next one of its block.
+        head: from a head to the next.
+    """
+
+    layer: int
+    role: str
+    part: str
+    field: str
+    tensor: str
+    offset: int
+    block: int
+    token: int
+    head: int
+
+
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the rows of a spec lie in somebody's tensors.
+
+    Attributes:
+        form, version: of this.
+        block_tokens: tokens of a block, the spec's.
+        blocks: how many there are.
+        lines: one for every field of every part of every component that is not shared.
+    """
+
+    form: Literal["kvcore.descriptor"] = FORM
+    version: Literal[1] = VERSION
+    block_tokens: int
+    blocks: int
+    lines: list[Lines]
+
+
+def to_json(descriptor: Descriptor) -> str:
+    """As JSON."""
+    return msgspec.json.encode(descriptor).decode()
+
+
+def from_json(text: str | bytes) -> Descriptor:
+    """The inverse.
+
+    Raises:
+        SpecError: not a descriptor.
+    """
+    try:
+        return msgspec.json.decode(text, type=Descriptor)
+    except UNREADABLE as error:
+        raise SpecError(
+            got=shortened(str(error)), where="descriptor", allowed=f"{FORM} of version {VERSION}"
+        ) from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of descriptors."""
+    return msgspec.json.schema(Descriptor)
+
+
+class Stretch(NamedTuple):
+    """A field's place, and how much of it there is.
+
+    Attributes:
+        lines: the place.
+        region: whose field it is.
+        nbytes: of the field of one row.
+        rows: of a block.
+    """
+
+    lines: Lines
+    region: Region
+    nbytes: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        lines = self.lines
+        return f"layers[{lines.layer}].{lines.role} {lines.part} {lines.field}".replace("  ", " ")
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to behind the last of a block."""
+        return (self.rows - 1) * self.lines.token + (self.region.heads - 1) * self.lines.head + self.nbytes
+
+    def end(self, blocks: int) -> int:
+        """Behind the last byte."""
+        return self.lines.offset + (blocks - 1) * self.lines.block + self.span
+
+
+def fields_of(plan: CachePlan) -> Iterator[tuple[Region, str, int]]:
+    """(region, field, bytes of it in a row) of everything that a descriptor says a place of."""
+    for region in plan.regions:
+        for field in region.format.fields:
+            if field.name != "pad":
+                yield region, field.name, field.nbytes
+
+
+def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> dict[tuple[Any, ...], Stretch]:
+    """The stretches of a descriptor by (layer, role, part, field), if they can be right.
+
+    Args:
+        plan: one of the spec, with the descriptor's number of blocks.
+        descriptor: what somebody says.
+        sizes: bytes of every tensor.
+
+    Raises:
+        SpecError: naming what cannot be.
+    """
+    if descriptor.block_tokens != plan.spec.block_tokens:
+        raise SpecError(
+            got=f"blocks of {descriptor.block_tokens} tokens",
+            where="descriptor",
+            allowed=f"{plan.spec.block_tokens}, the spec's block_tokens",
+            hint="Give the spec the engine's: msgspec.structs.replace(spec, block_tokens=...).",
+        )
+    told: dict[tuple[Any, ...], Lines] = {}
+    for lines in descriptor.lines:
+        key = lines.layer, lines.role, lines.part, lines.field
+        if key in told:
+            raise SpecError(got=f"{key} twice", where="descriptor", allowed="each field once")
+        told[key] = lines
+    found: dict[tuple[Any, ...], Stretch] = {}
+    for region, field, nbytes in fields_of(plan):
+        key = region.layer, region.role, region.part, field
+        if key not in told:
+            raise SpecError(
+                got=f"no place of {key}", where="descriptor", allowed="a place for every field of every row"
+            )
+        found[key] = Stretch(told[key], region, nbytes, region.rows)
+    if len(told) != len(found):
+        odd = next(key for key in told if key not in found)
+        raise SpecError(got=f"a place of {odd}", where="descriptor", allowed="fields of the spec's rows")
+    for stretch in found.values():
+        _check_alone(stretch, descriptor.blocks, sizes)
+    by_tensor: dict[str, list[Stretch]] = {}
+    for stretch in found.values():
+        by_tensor.setdefault(stretch.lines.tensor, []).append(stretch)
+    for stretches in by_tensor.values():
+        for one, other in combinations(stretches, 2):
+            _check_apart(one, other, descriptor.blocks)
+    return found
+
+
+def _check_alone(stretch: Stretch, blocks: int, sizes: Mapping[str, int]) -> None:
+    """Refuse rows beyond the tensor, and rows that lie on one another."""
+    lines = stretch.lines
+    if lines.tensor not in sizes:
+        raise SpecError(got=f"tensor {lines.tensor!r}", where=stretch.name, allowed=f"one of {sorted(sizes)}")
+    steps = sorted(
+        (step, count, name)
+        for step, count, name in (
+            (lines.block, blocks, "block"),
+            (lines.token, stretch.rows, "token"),
+            (lines.head, stretch.region.heads, "head"),
+        )
+        if count > 1
+    )
+    used = stretch.nbytes
+    for step, count, name in steps:
+        if not used <= step <= LARGEST:
+            raise SpecError(
+                got=f"{step} bytes from a {name} to the next",
+                where=stretch.name,
+                allowed=f"{used} or more: less lies on what is between them",
+            )
+        used += (count - 1) * step
+    if lines.offset < 0 or lines.offset + used > sizes[lines.tensor]:
+        raise SpecError(
+            got=f"bytes {lines.offset} to {lines.offset + used} of tensor {lines.tensor!r}",
+            where=stretch.name,
+            allowed=f"0 to {sizes[lines.tensor]}",
+        )
+
+
+def _check_apart(one: Stretch, other: Stretch, blocks: int) -> None:
+    """Refuse two fields of which a byte may be the same."""
+    if one.end(blocks) <= other.lines.offset or other.end(blocks) <= one.lines.offset:
+        return
+    step = one.lines.block
+    apart = other.lines.block == step
+    if apart:
+        # Both go on from block to block alike: they meet if they do on a circle of that many bytes.
+        starts = np.concatenate([_starts(stretch) % step for stretch in (one, other)])
+        sizes = np.repeat([one.nbytes, other.nbytes], [one.rows * one.region.heads, other.rows * other.region.heads])
+        order = np.argsort(starts, kind="stable")
+        starts, sizes = starts[order], sizes[order]
+        apart = bool((np.diff(np.append(starts, starts[0] + step)) >= sizes).all())
+    if not apart:
+        raise SpecError(
+            got=f"{one.name} and {other.name} in the same bytes of tensor {one.lines.tensor!r}",
+            where="descriptor",
+            allowed="a place of its own for every field",
+        )
+
+
+def _starts(stretch: Stretch) -> np.ndarray[Any, Any]:
+    """First bytes of all rows of block 0."""
+    rows = np.arange(stretch.rows, dtype=np.int64)[:, None] * stretch.lines.token
+    heads = np.arange(stretch.region.heads, dtype=np.int64) * stretch.lines.head
+    return (stretch.lines.offset + rows + heads).reshape(-1)
+
+
+def region_plan(spec: CacheSpec, blocks: int, requests: int) -> CachePlan:
+    """A plan of that many blocks, before anybody says where they lie.
+
+    Raises:
+        SpecError: a component that does not lie in blocks.
+    """
+    for layer, role, component in spec.components():
+        if component.growth != "block":
+            raise SpecError(
+                got=f"layers[{layer}].{role}, which lies in slots",
+                where="adopt",
+                allowed="components in blocks: keys and values with storage='paged', entries, index keys",
+            )
+    return plan_cache(spec, max_requests=requests, max_tokens=blocks * spec.block_tokens)

@@ -1,0 +1,124 @@
+"""Requests whose blocks somebody else gives out and takes back: nothing is free here, and nothing becomes free."""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Iterable, Sequence
+
+from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError
+from kvcore.plan import CachePlan
+from kvcore.requests.blocks import BlockAllocator
+from kvcore.requests.grants import BlockGrant, Opening
+from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
+
+
+class GivenBlocks(BlockAllocator):
+    """Blocks of an engine.
+
+    Attributes:
+        coming: those that ``take`` hands on, in order: the engine's, for the requests of a step.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._free = []
+        self.coming: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        """The next of those that were given."""
+        taken, self.coming = self.coming[:count], self.coming[count:]
+        if len(taken) < count:
+            raise OutOfBlocks(
+                got=f"{len(taken)} blocks that were given and not used yet",
+                where="step, import_request",
+                allowed=f"{count}, what the tokens need",
+                hint="The engine allots blocks: give the request more of them, cache.give(request, blocks).",
+            )
+        for block in taken:
+            self.hold(block)
+        return taken
+
+    def hold(self, block: int) -> None:
+        """One more request that was given it."""
+        self._holders[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> list[int]:
+        """One less; none becomes free, since none is ours."""
+        for block in blocks:
+            self._holders[block] -= 1
+        return []
+
+    def mend(self, held: Iterable[int]) -> None:
+        """Count anew."""
+        self._holders = [0] * self.count
+        for block in held:
+            self._holders[block] += 1
+
+
+class GivenManager(Manager):
+    """Requests of an adopted cache; see ``Manager``."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        super().__init__(plan)
+        self.given: dict[Request, tuple[int, ...]] = {}
+        self.coming: tuple[int, ...] = ()
+        self.wanted: int | None = None
+        blocks = GivenBlocks(plan.blocks)
+        self.blocks = blocks
+        self._given_blocks = blocks
+
+    def reserve(self, salt: str | None = None) -> tuple[Request, RequestState]:
+        """In the slot that is wanted, if one is."""
+        if self.wanted is not None:
+            held = {place.slot for place in self._places.values()}
+            if self.wanted in held or not 0 <= self.wanted < self.plan.slots:
+                raise OutOfSlots(
+                    got=f"slot {self.wanted}",
+                    where="admit: slot",
+                    allowed=f"one of {self.plan.slots} that no live request has",
+                )
+            # All slots up to the wanted one become known ones, and it is the next.
+            self._free_slots += range(self._unused_slot, self.wanted + 1)
+            self._unused_slot = max(self._unused_slot, self.wanted + 1)
+            self._free_slots.remove(self.wanted)
+            self._free_slots.append(self.wanted)
+        return super().reserve(salt)
+
+    def blocks_given(self, request: Request) -> tuple[int, ...]:
+        """All that a request may use, in order of history."""
+        return self.given.get(request) or self._places[request].blocks
+
+    def give(self, request: Request, blocks: Sequence[int]) -> None:
+        """More of them."""
+        self.given[request] = (*self.blocks_given(request), *blocks)
+
+    def grow(self, opening: Opening) -> dict[Request, BlockGrant]:
+        """In the blocks that the requests were given.
+
+        Raises:
+            RequestError: a step would write into a block that another request has too.
+            OutOfBlocks: a request needs more than it was given.
+        """
+        coming: list[int] = []
+        for number, (request, place) in enumerate(zip(opening.requests, opening.places, strict=True)):
+            column, held = place.length // self.plan.block_tokens, len(place.blocks)
+            if opening.counts[number] and column < held and self.blocks.holders(place.blocks[column]) > 1:
+                raise RequestError(
+                    got=f"tokens of request {request.id} in block {place.blocks[column]}, which others have too",
+                    where="step",
+                    allowed="blocks of its own for what is written",
+                    hint="Let the engine copy the block and admit the request with the copy.",
+                )
+            coming += self.blocks_given(request)[held : held + opening.more.get(number, 0)]
+        self._given_blocks.coming = coming
+        return super().grow(opening)
+
+    def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
+        """In the blocks that it was given."""
+        given = self.given.get(request, self.coming)
+        self._given_blocks.coming = list(given[len(taken.blocks) :])
+        super().take_over(request, place, taken)
+
+    def release(self, request: Request) -> list[int]:
+        """Forget it; its blocks stay the engine's."""
+        self.given.pop(request, None)
+        return super().release(request)

@@ -1,0 +1,208 @@
+"""The layouts in which engines keep paged rows, as one table: how tensors are given, and their axes, outermost first.
+
+Names are those that LMCache gives vLLM's and SGLang's: ``NL`` layers, ``TWO`` keys and values, ``NB`` blocks, ``BS``
+rows of a block, ``NBBS`` both in one, ``NH`` heads, ``HS`` channels of a head, ``CS`` those of keys and then of values,
+``ONE`` an axis of one; ``X`` stands between what is a list and what is an axis. Strides are always the tensor's own, so
+that a permuted view (HND memory behind an NHD shape) is what it is.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvcore.adoption.descriptor import Descriptor, Lines
+from kvcore.adoption.memory import Tensor, takes
+from kvcore.errors import ShapeError, SpecError
+from kvcore.plan import Region, plan_cache
+from kvcore.spec import CacheSpec
+from kvcore.spec.layout import block_layout
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "NL_X_TWO_NB_BS_NH_HS": ("TWO", "NB", "BS", "NH", "HS"),
+    "NL_X_TWO_NB_NH_BS_HS": ("TWO", "NB", "NH", "BS", "HS"),
+    "NL_X_NB_TWO_BS_NH_HS": ("NB", "TWO", "BS", "NH", "HS"),
+    "NL_X_NB_TWO_NH_BS_HS": ("NB", "TWO", "NH", "BS", "HS"),
+    "NL_X_NB_BS_NH_CS": ("NB", "BS", "NH", "CS"),
+    "NL_X_NB_NH_BS_CS": ("NB", "NH", "BS", "CS"),
+    "NB_NL_TWO_BS_NH_HS": ("NB", "NL", "TWO", "BS", "NH", "HS"),
+    "NB_NL_TWO_NH_BS_HS": ("NB", "NL", "TWO", "NH", "BS", "HS"),
+    "NL_X_TWO_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),
+    "TWO_X_NL_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),
+    "TWO_X_NL_X_NBBS_NH_HS": ("NBBS", "NH", "HS"),
+    "NL_X_TWO_NB_NH_ONE_BS_HS": ("TWO", "NB", "NH", "ONE", "BS", "HS"),
+    "NL_X_NB_BS_HS": ("NB", "BS", "HS"),
+    "NL_X_NBBS_ONE_HS": ("NBBS", "ONE", "HS"),
+    "NL_X_NB_BSV_BSS": ("NB", "BS", "HS"),
+}
+"""Name -> axes of a tensor. The last three are latent rows; ``BSV_BSS`` has the shape of ``NB_BS_HS``, and in a block
+the planes of a format one after the other: all rows' values, then all rows' scales."""
+
+PLANES = "NL_X_NB_BSV_BSS"
+
+Lists = Mapping[str, Tensor]
+"""Tensors by name: ``N``, ``N.0`` and ``N.1`` of pairs."""
+
+
+class Fit(NamedTuple):
+    """A tensor as a layout reads it: what its axes count and step."""
+
+    counts: dict[str, int]
+    steps: dict[str, int]
+
+
+def describe(spec: CacheSpec, tensors: Lists, layout: str | Mapping[str, str] | None) -> Descriptor:
+    """The descriptor of tensors in layouts of the table; without one, in the only layout that they can have.
+
+    Args:
+        layout: a name for all roles, or one for each role.
+
+    Raises:
+        SpecError: no layout of that name; tensors that no layout fits, or several do.
+        ShapeError: tensors of other shapes or dtypes than the layout has.
+    """
+    # Regions of one block: what a row is does not depend on how many there are.
+    regions = plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens).regions
+    blocks: set[int] = set()
+    lines: dict[str, list[Lines]] = {}
+    for role in dict.fromkeys(region.role for region in regions):
+        name = layout if layout is None or isinstance(layout, str) else layout.get(role, "")
+        if name is not None and name not in LAYOUTS:
+            got = f"layout {name!r} of {role}"
+            raise SpecError(got=got, where="adopt: layout", allowed=f"a Descriptor, or one of {', '.join(LAYOUTS)}")
+        counts, lines[role] = (
+            _only(spec, regions, role, tensors) if name is None else _read(regions, role, tensors, name)
+        )
+        blocks |= counts
+    if len(blocks) > 1:
+        raise ShapeError(got=f"{sorted(blocks)} blocks", where="adopt: tensors", allowed="as many in all tensors")
+    return Descriptor(
+        block_tokens=spec.block_tokens, blocks=blocks.pop(), lines=[one for some in lines.values() for one in some]
+    )
+
+
+def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: Lists) -> tuple[set[int], list[Lines]]:
+    """What the only layout of such shapes says."""
+    found: dict[str, tuple[set[int], list[Lines]]] = {}
+    for name in LAYOUTS:
+        try:
+            found[name] = _read(regions, role, tensors, name)
+        except ShapeError:
+            continue
+    shapes = sorted({tensor.shape for tensor in tensors.values()})
+    got = f"tensors of shapes {shapes} for {role}, {spec.block_tokens} tokens a block"
+    if not found:
+        raise SpecError(got=got, where="adopt: layout", allowed=f"shapes of {', '.join(LAYOUTS)}")
+    # Two names for the same places are one layout.
+    if len({tuple(lines) for _, lines in found.values()}) > 1:
+        raise SpecError(
+            got=f"{got}, which may be {' or '.join(found)}",
+            where="adopt: layout",
+            allowed="a layout that is said",
+            hint="Say which: the same bytes are other rows in each.",
+        )
+    return next(iter(found.values()))
+
+
+def _read(regions: tuple[Region, ...], role: str, tensors: Lists, layout: str) -> tuple[set[int], list[Lines]]:
+    """(numbers of blocks, places) of a role's rows."""
+    counts: set[int] = set()
+    lines: list[Lines] = []
+    for region in regions:
+        if region.role == role:
+            name = _tensor_of(regions, region, tensors, layout)
+            fit = _fit(regions, region, tensors[name], layout, f"adopt: tensor {name!r} as {layout}")
+            counts.add(fit.counts["NB"])
+            lines += _lines(regions, region, name, fit, layout)
+    return counts, lines
+
+
+def _tensor_of(regions: tuple[Region, ...], region: Region, tensors: Lists, layout: str) -> str:
+    """The name of the tensor that a region's rows lie in."""
+    owners = list(dict.fromkeys((one.layer, one.role) for one in regions))
+    place, part = owners.index((region.layer, region.role)), int(region.part == "value")
+    outer = list(dict.fromkeys(name.partition(".")[0] for name in tensors))
+    if layout.startswith("TWO_X_NL_X"):
+        wanted, there = f"{part}.{place}", len(outer) == 2 and len(tensors) == 2 * len(owners)
+    elif layout.startswith("NL_X_TWO_X"):
+        wanted, there = f"{place}.{part}", len(outer) == len(owners) and len(tensors) == 2 * len(owners)
+    elif layout.startswith("NL_X"):
+        wanted, there = outer[place] if place < len(outer) else "", len(tensors) == len(outer) == len(owners)
+    else:
+        wanted, there = outer[0], len(tensors) == 1
+    if not there or wanted not in tensors:
+        raise ShapeError(
+            got=f"{len(tensors)} tensors, {', '.join(list(tensors)[:4])} …",
+            where=f"adopt: tensors as {layout}",
+            allowed=f"those of {len(owners)} components",
+        )
+    return wanted
+
+
+def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: str, where: str) -> Fit:
+    """A region's tensor as a layout reads it.
+
+    Raises:
+        ShapeError: it has another shape, or elements that the region's format has not.
+    """
+    axes = LAYOUTS[layout]
+    if len(tensor.shape) != len(axes):
+        raise ShapeError(got=f"shape {tensor.shape}", where=where, allowed=f"{len(axes)} axes: {', '.join(axes)}")
+    if ("NH" in axes) != bool(region.part):
+        raise ShapeError(got=f"rows of {region.role}", where=where, allowed="keys and values, or latent rows")
+    counts, steps = dict(zip(axes, tensor.shape, strict=True)), dict(zip(axes, tensor.strides, strict=True))
+    element = tensor.array.itemsize
+    fields = region.format.fields
+    if tensor.dtype != "uint8" and not (len(fields) == 1 and takes(fields[0].code, tensor.dtype)):
+        allowed = f"elements of {region.format.name}, or uint8"
+        raise ShapeError(got=f"dtype {tensor.dtype}", where=where, allowed=allowed)
+    if "NBBS" in axes:
+        blocks, rest = divmod(counts["NBBS"], region.rows)
+        if rest:
+            raise ShapeError(got=counts["NBBS"], where=where, allowed=f"a multiple of {region.rows} rows")
+        counts |= {"NB": blocks, "BS": region.rows}
+        steps |= {"NB": region.rows * steps["NBBS"], "BS": steps["NBBS"]}
+    size = region.format.row // element
+    both = [one.format.row // element for one in regions if (one.layer, one.role) == (region.layer, region.role)]
+    layers = len({one.layer for one in regions})
+    wanted = {"TWO": 2, "ONE": 1, "NL": layers, "BS": region.rows, "NH": region.heads, "HS": size, "CS": sum(both)}
+    for axis, count in wanted.items():
+        if axis in counts and counts[axis] != count:
+            got = f"shape {tensor.shape}: {counts[axis]} along {axis}"
+            raise ShapeError(got=got, where=where, allowed=f"{count} along {axis}")
+    if steps[axes[-1]] != element:
+        raise ShapeError(got=f"{steps[axes[-1]]} bytes between channels", where=where, allowed=f"{element}: no gaps")
+    if layout == PLANES and steps["BS"] != region.format.row:
+        raise ShapeError(got=f"{steps['BS']} bytes between rows", where=where, allowed="blocks without gaps")
+    return Fit(counts, steps)
+
+
+def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, layout: str) -> list[Lines]:
+    """Where the fields of a region lie in a tensor that fits."""
+    steps = fit.steps
+    layers = list(dict.fromkeys(one.layer for one in regions))
+    offset = steps["NL"] * layers.index(region.layer) if "NL" in steps else 0
+    if region.part == "value":
+        keys = next(one for one in regions if (one.layer, one.role) == (region.layer, region.role))
+        offset += keys.format.row if "CS" in steps else steps.get("TWO", 0)
+    planes = {place.field: place for place in block_layout(region.format, region.rows, "packed").places}
+    found: list[Lines] = []
+    for field in region.format.fields:
+        if field.name == "pad":
+            continue
+        first, token = region.format.byte_range(field.name)[0], steps["BS"]
+        if layout == PLANES:
+            first, token = planes[field.name].base, planes[field.name].stride
+        found.append(
+            Lines(
+                layer=region.layer,
+                role=region.role,
+                part=region.part,
+                field=field.name,
+                tensor=name,
+                offset=offset + first,
+                block=steps["NB"],
+                token=token,
+                # What is never stepped over makes no difference between two layouts.
+                head=steps["NH"] if region.heads > 1 else 0,
+            )
+        )
+    return found
