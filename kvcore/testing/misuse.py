@@ -17,7 +17,7 @@ from kvcore.errors import (
     SnapshotError,
     StepError,
 )
-from kvcore.testing.feeding import feed, life_spec
+from kvcore.testing.tagged_rows import feed, life_spec
 
 INDEXED, PLAIN, STORED, PAGED, RING = range(5)
 """Layers of ``life_spec``: with an indexer, without, with entries from the caller, classic paged, classic ring."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KIT_NAME, TESTS = "kvcore.conformance", "kvcore.testing.kit"
 """What the command line calls the kit, and the package that has its tests."""
 
-pytest.register_assert_rewrite(TESTS, "kvcore.testing.tenants")
+pytest.register_assert_rewrite(TESTS, "kvcore.testing.isolated")
 
 ALL = "all"
 RECORD = "kvcore.record"

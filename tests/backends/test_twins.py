@@ -28,6 +28,7 @@ BESIDE = {
         | {"portions"},
         "tail": {"pool", "frequencies_of", "on_device"},
         "attention": {"inverse_rope"},
+        "lifecycle": {"mix"},
         # A CPU's pools are lent as they lie.
         "kv": {"kv_view", "append_kv_view"},
     },
@@ -42,6 +43,7 @@ BESIDE = {
         "entries": {"untaken"},
         "attention": {"inverse_rope", "read", "by_tokens", "no_keys", "finish"},
         "kv": {"in_order", "seen_blocks"},
+        "lifecycle": {"mix"},
     },
 }
 MORE = {

@@ -14,7 +14,7 @@ from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import write_rows
 from kvcore.spec import presets
 from kvcore.spec.layout import LAYOUTS
-from kvcore.testing.feeding import life_spec, stored_spec
+from kvcore.testing.tagged_rows import life_spec, stored_spec
 
 SPECS = {"life": life_spec(), "stored": stored_spec(), "v4": presets.deepseek_v4_flash_tiny(draft=False)}
 

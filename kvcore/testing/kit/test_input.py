@@ -6,7 +6,7 @@ import pytest
 
 import kvcore
 from kvcore.errors import BackendError, OutOfSlots
-from kvcore.testing.feeding import life_spec
+from kvcore.testing.tagged_rows import life_spec
 from kvcore.testing.misuse import BETWEEN_STEPS, IN_A_STEP, Misuse, Scene
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvcore
-from kvcore.testing.tenants import SPEC, Tenants
+from kvcore.testing.isolated import SPEC, Tenants
 
 # After these, rings have wrapped and no request has the slot or the blocks that its name suggests.
 CROWDED: tuple[tuple[str, Any], ...] = (

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 import kvcore
-from kvcore.testing.feeding import LIMIT, feed, fill, life_spec, stored_spec, written
+from kvcore.testing.tagged_rows import LIMIT, feed, fill, life_spec, stored_spec, written
 from kvcore.testing.lives import RandomLife
 
 SLOTS = 3
