@@ -16,7 +16,7 @@ SPEC = named_spec()
 NUMBER = {stream: number for number, stream in enumerate(streams(SPEC))}
 
 
-class Tenants:
+class IsolatedRequests:
     """A cache, its live requests by name, and for each of them who wrote each of its tokens.
 
     The verbs are what a scenario is made of; after each of them every row that can be read is looked at.

@@ -27,7 +27,7 @@ TOKENS = 4
 """Rows of the step in which verbs are misused: three of ``a``, which overwrite what counts, and one of ``b``."""
 
 
-class Scene:
+class Fixture:
     """A cache in use: ``a`` with 11 tokens, ``b`` with 3, one request that was released, one of another cache."""
 
     def __init__(self, backend: str, device: str | None, *, check: bool = False) -> None:
@@ -70,7 +70,7 @@ class Misuse(NamedTuple):
 
     Attributes:
         error: what it must raise.
-        call: takes the scene, or the scene and its open step.
+        call: takes the fixture, or the fixture and its open step.
         check: on a cache with ``check=True``.
     """
 
@@ -86,10 +86,10 @@ def array(*shape: int, dtype: Any = np.float32, last: float = 1.0) -> np.ndarray
     return found
 
 
-def fill_first(scene: Scene) -> None:
+def fill_first(fixture: Fixture) -> None:
     """No slot is left."""
-    scene.cache.admit()
-    scene.cache.admit()
+    fixture.cache.admit()
+    fixture.cache.admit()
 
 
 def damaged(blob: bytes) -> bytes:

@@ -22,7 +22,7 @@ def require(condition: bool, what: str) -> None:
 
 
 @dataclass
-class Told:
+class KnownRequest:
     """What one request was told: its tokens, its slot, and blocks as the cache named them."""
 
     slot: int
@@ -54,7 +54,7 @@ class Model:
         self.window = max(component.span or 0 for _, _, component in plan.spec.components())
         self.drafts, self.limit = plan.rollback_tokens, plan.longest
         self.publishes = publishes
-        self.live: dict[int, Told] = {}
+        self.live: dict[int, KnownRequest] = {}
         self.sealed: dict[int, tuple[int, ...]] = {}
         self.holders: Counter[int] = Counter()
 
@@ -67,25 +67,25 @@ class Model:
         """Everything that nobody holds can be had: free or cached."""
         return self.blocks - len(self.holders)
 
-    def holds(self, told: Told, blocks: list[int]) -> None:
+    def holds(self, known: KnownRequest, blocks: list[int]) -> None:
         """From now on the request holds these blocks."""
         self.holders.update(blocks)
-        for block in told.blocks:
+        for block in known.blocks:
             self.holders[block] -= 1
             if not self.holders[block]:
                 del self.holders[block]
                 if list(self.sealed.values()).count(self.sealed.get(block, ())) > 1:
                     del self.sealed[block]
-        told.blocks = list(blocks)
+        known.blocks = list(blocks)
 
     def admitted(self, id: int, slot: int) -> None:
         require(self.free_slots > 0, "admitted without a free slot")
-        require(slot not in {told.slot for told in self.live.values()}, f"slot {slot} given out twice")
-        self.live[id] = Told(slot)
+        require(slot not in {known.slot for known in self.live.values()}, f"slot {slot} given out twice")
+        self.live[id] = KnownRequest(slot)
 
     def took_over(self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int]) -> None:
         """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed."""
-        told = self.live[id]
+        known = self.live[id]
         size = self.block_tokens
         require(length < len(prompt), "no token left to compute")
         require(length <= stored <= len(prompt), "more is stored than the prompt has")
@@ -97,22 +97,22 @@ class Model:
         require(not any(block in self.holders for block in own), "a partial block that somebody holds")
         require(len(own) == (1 if full * size < length else 0), "blocks do not cover the hit")
         self.took(own)
-        self.holds(told, blocks)
-        told.tokens, told.highest = prompt[:length], length
-        told.stored = stored
+        self.holds(known, blocks)
+        known.tokens, known.highest = prompt[:length], length
+        known.stored = stored
         # Nothing had left the window yet: then any shorter request can be had.
-        told.floor = 0 if told.stored <= self.window else told.stored
-        self._publish(told)
+        known.floor = 0 if known.stored <= self.window else known.stored
+        self._publish(known)
 
     def needs(self, new: dict[int, int]) -> tuple[int, bool]:
         """(blocks that a step must take, whether a request outgrows the limit)."""
         count, leaving, over = 0, {}, False
         for id, tokens in new.items():
-            told = self.live[id]
-            length = len(told.tokens)
+            known = self.live[id]
+            length = len(known.tokens)
             over |= self.limit is not None and length + tokens > self.limit
-            count += max(0, -(-(length + tokens) // self.block_tokens) - len(told.blocks))
-            count += self._copies(told, tokens, leaving)
+            count += max(0, -(-(length + tokens) // self.block_tokens) - len(known.blocks))
+            count += self._copies(known, tokens, leaving)
         return count, over
 
     def stepped(self, new: dict[int, list[int]], blocks: dict[int, list[int]]) -> None:
@@ -121,58 +121,58 @@ class Model:
         leaving: dict[int, list[int]] = {}
         fresh: list[int] = []
         for id, tokens in new.items():
-            told = self.live[id]
-            column = max(told.stored, len(told.tokens)) // self.block_tokens
-            copied = self._copies(told, len(tokens), leaving)
+            known = self.live[id]
+            column = max(known.stored, len(known.tokens)) // self.block_tokens
+            copied = self._copies(known, len(tokens), leaving)
             for place, block in enumerate(blocks[id]):
                 kept = place < len(before[id]) and not (copied and place == column)
                 if kept:
                     require(block == before[id][place], "a block changed that nobody else wrote")
                 else:
                     fresh.append(block)
-            wanted = max(told.stored, len(told.tokens) + len(tokens))
+            wanted = max(known.stored, len(known.tokens) + len(tokens))
             require(len(blocks[id]) == -(-wanted // self.block_tokens), "wrong block count")
         require(len(set(fresh)) == len(fresh), "a block given out twice in one step")
         require(not any(block in self.holders for block in fresh), "a held block given out")
         self.took(fresh)
         for id, tokens in new.items():
-            told = self.live[id]
-            told.tokens += tokens
-            self.holds(told, blocks[id])
-            told.highest = max(told.highest, len(told.tokens))
+            known = self.live[id]
+            known.tokens += tokens
+            self.holds(known, blocks[id])
+            known.highest = max(known.highest, len(known.tokens))
         for id in new:
             self._publish(self.live[id])
 
     def deepest(self, id: int) -> int:
         """Smallest length that a truncation may go to."""
-        told = self.live[id]
-        deepest = told.floor
-        if told.highest > self.ring:
-            deepest = max(deepest, told.highest - self.drafts)
-        return min(deepest, len(told.tokens))
+        known = self.live[id]
+        deepest = known.floor
+        if known.highest > self.ring:
+            deepest = max(deepest, known.highest - self.drafts)
+        return min(deepest, len(known.tokens))
 
     def truncated(self, id: int, length: int) -> None:
-        told = self.live[id]
-        require(self.deepest(id) <= length <= len(told.tokens), "truncated beyond the bound")
-        if length == len(told.tokens):
+        known = self.live[id]
+        require(self.deepest(id) <= length <= len(known.tokens), "truncated beyond the bound")
+        if length == len(known.tokens):
             return
-        del told.tokens[length:]
-        told.stored = min(told.stored, length)
-        self.holds(told, told.blocks[: -(-length // self.block_tokens)])
-        told.published = min(told.published, length // self.block_tokens)
+        del known.tokens[length:]
+        known.stored = min(known.stored, length)
+        self.holds(known, known.blocks[: -(-length // self.block_tokens)])
+        known.published = min(known.published, length // self.block_tokens)
 
     def forked(self, source: int, id: int, slot: int) -> None:
         self.admitted(id, slot)
-        told, fork = self.live[source], self.live[id]
-        self.holds(fork, told.blocks)
-        fork.tokens = list(told.tokens)
-        fork.highest, fork.floor = told.highest, told.floor
-        fork.published, fork.stored, fork.shares = told.published, told.stored, told.shares
+        known, fork = self.live[source], self.live[id]
+        self.holds(fork, known.blocks)
+        fork.tokens = list(known.tokens)
+        fork.highest, fork.floor = known.highest, known.floor
+        fork.published, fork.stored, fork.shares = known.published, known.stored, known.shares
 
     def replays(self, id: int) -> bool:
         """Whether the request is still running through tokens whose blocks it took over."""
-        told = self.live[id]
-        return len(told.tokens) < told.stored
+        known = self.live[id]
+        return len(known.tokens) < known.stored
 
     def left(self, id: int) -> Left:
         """What an export or a snapshot of the request holds."""
@@ -180,17 +180,17 @@ class Model:
 
     def imported(self, id: int, left: Left, blocks: list[int], *, shares: bool) -> None:
         """An empty request got what left another one; ``shares``: others may find it."""
-        told = self.live[id]
-        require(not told.tokens, "imported over tokens")
+        known = self.live[id]
+        require(not known.tokens, "imported over tokens")
         require(len(blocks) == -(-len(left.tokens) // self.block_tokens), "wrong block count after an import")
         require(len(set(blocks)) == len(blocks), "a block given out twice in one import")
         require(not any(block in self.holders for block in blocks), "a held block given to an import")
         self.took(blocks)
-        self.holds(told, blocks)
-        told.tokens, told.floor, told.highest = list(left.tokens), left.floor, len(left.tokens)
-        told.stored = told.published = 0
-        told.shares = shares
-        self._publish(told)
+        self.holds(known, blocks)
+        known.tokens, known.floor, known.highest = list(left.tokens), left.floor, len(left.tokens)
+        known.stored = known.published = 0
+        known.shares = shares
+        self._publish(known)
 
     def released(self, id: int) -> None:
         require(id in self.live, "released twice")
@@ -201,25 +201,25 @@ class Model:
         for block in blocks:
             self.sealed.pop(block, None)
 
-    def _publish(self, told: Told) -> None:
+    def _publish(self, known: KnownRequest) -> None:
         """Seal the blocks that became full."""
         size = self.block_tokens
-        full = len(told.tokens) // size if self.publishes and told.shares else 0
-        for column in range(told.published, full):
-            history = tuple(told.tokens[: (column + 1) * size])
-            self.sealed.setdefault(told.blocks[column], history)
-        told.published = max(told.published, full)
+        full = len(known.tokens) // size if self.publishes and known.shares else 0
+        for column in range(known.published, full):
+            history = tuple(known.tokens[: (column + 1) * size])
+            self.sealed.setdefault(known.blocks[column], history)
+        known.published = max(known.published, full)
 
-    def _copies(self, told: Told, new: int, leaving: dict[int, list[int]]) -> int:
+    def _copies(self, known: KnownRequest, new: int, leaving: dict[int, list[int]]) -> int:
         """1 if writing needs a copy: others hold the block, or it is published; the last holder may keep it."""
-        first = max(told.stored, len(told.tokens))
+        first = max(known.stored, len(known.tokens))
         column = first // self.block_tokens
-        if len(told.tokens) + new <= first or column >= len(told.blocks):
+        if len(known.tokens) + new <= first or column >= len(known.blocks):
             return 0
-        block = told.blocks[column]
+        block = known.blocks[column]
         gone = leaving.setdefault(block, [])
-        left = self.holders[block] - (len(gone) if max(gone, default=0) <= len(told.tokens) else 0)
+        left = self.holders[block] - (len(gone) if max(gone, default=0) <= len(known.tokens) else 0)
         if left > 1 or block in self.sealed:
-            gone.append(len(told.tokens))
+            gone.append(len(known.tokens))
             return 1
         return 0

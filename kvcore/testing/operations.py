@@ -93,7 +93,9 @@ def failure(seed: int, world: Callable[[], World], operations: Sequence[Any], ki
     return {"seed": seed, "error": error, "trace": [str(each) for each in short]}
 
 
-def told(seed: int, world: Callable[[], World], operations: Sequence[Any]) -> tuple[World | None, list[dict[str, Any]]]:
+def run_all(
+    seed: int, world: Callable[[], World], operations: Sequence[Any]
+) -> tuple[World | None, list[dict[str, Any]]]:
     """(the world after all operations, no failures), or (None, the failure with its shrunk trace)."""
     made: list[World] = []
 

@@ -13,7 +13,7 @@ from kvcore.errors import RequestError, SnapshotError
 from kvcore.portable import snapshot
 from kvcore.testing.lives import NEW, RandomLife
 from kvcore.testing.model import Divergence, Left, Model, require
-from kvcore.testing.operations import Operation, operations_of, told
+from kvcore.testing.operations import Operation, operations_of, run_all
 from tests.reliability import command
 from tests.reliability.bare import BareCache, plan_of
 
@@ -192,7 +192,7 @@ class World(RandomLife):
 def tell(seed: int, options: dict[str, str]) -> command.Told:
     """One life of a cache."""
     operations = operations_of(seed, int(options["operations"]), KINDS)
-    world, failures = told(seed, lambda: World(seed), operations)
+    world, failures = run_all(seed, lambda: World(seed), operations)
     happened = dict(world.happened) if isinstance(world, World) else {}
     return command.Told({"operations": len(operations), "happened": happened}, failures)
 

@@ -17,7 +17,7 @@ import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.portable.rows import owned
 from kvcore.spec import CacheSpec
-from kvcore.testing.operations import Operation, operations_of, told
+from kvcore.testing.operations import Operation, operations_of, run_all
 from tests.reliability import command
 from tests.support import scene
 
@@ -340,7 +340,7 @@ def gathered(handle: Any, role: str) -> list[np.ndarray]:
 def tell(seed: int, options: dict[str, str]) -> command.Told:
     """One story."""
     operations = operations_of(seed, int(options["operations"]), KINDS)
-    story, failures = told(seed, lambda: Story(seed, options["backend"], options["device"] or None), operations)
+    story, failures = run_all(seed, lambda: Story(seed, options["backend"], options["device"] or None), operations)
     counts: dict[str, Any] = {"stories": 1, "gathers": 0}
     if isinstance(story, Story):
         counts |= {"gathers": story.gathers, "rows": story.rows, "requests": story.cache._state.manager._next_id}

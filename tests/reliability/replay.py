@@ -14,7 +14,7 @@ from typing import Any
 import kvcore
 from kvcore.errors import KvcoreError
 from kvcore.spec import CacheSpec
-from kvcore.testing.operations import Operation, operations_of, told
+from kvcore.testing.operations import Operation, operations_of, run_all
 from tests.reliability import command
 from tests.support import scene, stories
 
@@ -185,7 +185,7 @@ def tell(seed: int, options: dict[str, str]) -> command.Told:
     operations = operations_of(seed, int(options["operations"]), KINDS)
     backends = options["backends"].split(",")
     with tempfile.TemporaryDirectory() as folder:
-        twins, failures = told(seed, lambda: Twins(seed, Path(folder), backends), operations)
+        twins, failures = run_all(seed, lambda: Twins(seed, Path(folder), backends), operations)
     happened = dict(twins.happened) if isinstance(twins, Twins) else {}
     return command.Told({"operations": len(operations), "logs": 1, "happened": happened}, failures)
 

@@ -6,8 +6,8 @@ import pytest
 
 import kvcore
 from kvcore.errors import BackendError, OutOfSlots
+from kvcore.testing.misuse import BETWEEN_STEPS, IN_A_STEP, Fixture, Misuse
 from kvcore.testing.tagged_rows import life_spec
-from kvcore.testing.misuse import BETWEEN_STEPS, IN_A_STEP, Misuse, Scene
 
 
 def table(cases: Mapping[str, Misuse]) -> pytest.MarkDecorator:
@@ -17,34 +17,34 @@ def table(cases: Mapping[str, Misuse]) -> pytest.MarkDecorator:
 
 def undisturbed(backend: str, device: str | None, misuse: Misuse) -> int:
     """What the same cache holds where nobody did anything wrong."""
-    return Scene(backend, device, check=misuse.check).proceed()
+    return Fixture(backend, device, check=misuse.check).proceed()
 
 
 @table(BETWEEN_STEPS)
 def test_bad_input(kv_backend: str, kv_device: str | None, misuse: Misuse) -> None:
     """A wrong call between steps."""
-    scene = Scene(kv_backend, kv_device, check=misuse.check)
-    before = scene.state()
+    fixture = Fixture(kv_backend, kv_device, check=misuse.check)
+    before = fixture.state()
     with pytest.raises(misuse.error) as caught:
-        misuse.call(scene)
+        misuse.call(fixture)
     assert type(caught.value) is misuse.error
     if misuse.error is OutOfSlots:
         # Getting there took a slot.
-        scene.cache.release(scene.cache.requests[-1])
-    assert scene.state() == before
-    assert scene.proceed() == undisturbed(kv_backend, kv_device, misuse)
+        fixture.cache.release(fixture.cache.requests[-1])
+    assert fixture.state() == before
+    assert fixture.proceed() == undisturbed(kv_backend, kv_device, misuse)
 
 
 @table(IN_A_STEP)
 def test_bad_input_in_a_step(kv_backend: str, kv_device: str | None, misuse: Misuse) -> None:
     """A wrong call inside a step: the error ends the step, which is undone."""
-    scene = Scene(kv_backend, kv_device, check=misuse.check)
-    before = scene.state()
-    with pytest.raises(misuse.error) as caught, scene.open() as step:
-        misuse.call(scene, step)
+    fixture = Fixture(kv_backend, kv_device, check=misuse.check)
+    before = fixture.state()
+    with pytest.raises(misuse.error) as caught, fixture.open() as step:
+        misuse.call(fixture, step)
     assert type(caught.value) is misuse.error
-    assert scene.state() == before
-    assert scene.proceed() == undisturbed(kv_backend, kv_device, misuse)
+    assert fixture.state() == before
+    assert fixture.proceed() == undisturbed(kv_backend, kv_device, misuse)
 
 
 def test_bad_input_device(kv_backend: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvcore
-from kvcore.testing.isolated import SPEC, Tenants
+from kvcore.testing.isolated import SPEC, IsolatedRequests
 
 # After these, rings have wrapped and no request has the slot or the blocks that its name suggests.
 CROWDED: tuple[tuple[str, Any], ...] = (
@@ -78,11 +78,11 @@ def test_isolation(kv_backend: str, kv_device: str | None, scenario: Sequence[tu
         max_tokens=104,
         max_draft_tokens=2,
     )
-    tenants = Tenants(cache)
+    requests = IsolatedRequests(cache)
     for verb, given in scenario:
-        call = getattr(tenants, verb)
+        call = getattr(requests, verb)
         if isinstance(given, dict):
             call(**given)
         else:
             call(*((given,) if isinstance(given, str) else given))
-        tenants.look()
+        requests.look()

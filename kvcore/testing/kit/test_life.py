@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 import kvcore
-from kvcore.testing.tagged_rows import LIMIT, feed, fill, life_spec, stored_spec, written
 from kvcore.testing.lives import RandomLife
+from kvcore.testing.tagged_rows import LIMIT, feed, fill, life_spec, stored_spec, written
 
 SLOTS = 3
 DRAFTS = 2
