@@ -32,7 +32,10 @@ NOT_PLANTED = {
     "store_entries": "its step stores what others compressed, like the steps that flush",
     "join": "the two arrays of a tail side by side, on the way to verbs that are planted",
     "asarray": "an array that is handed over, before every verb that is planted",
-    "index_select": "what index_scores and select are together",
+    **dict.fromkeys(
+        ("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
+        "of recurrent layers, whose rings a step writes like windows, which are planted",
+    ),
     "move_strips": "pages of a hand-off: a file of its own is about peers that fail",
     "digest_strips": "pages of a hand-off, likewise",
 }
@@ -104,6 +107,7 @@ def read_all(cache: kvcore.Cache, request: kvcore.Request) -> None:
         latent.gather_all_entries()
         latent.gather_all_index_keys()
         picks = latent.select(latent.index_scores(queries, cache.asarray(np.ones((len(NEW), 2), np.float32))), 2)
+        latent.index_select(queries, cache.asarray(np.ones((len(NEW), 2), np.float32)))
         latent.gather_entries(picks)
         latent.attend(queries, picks)
         classic.gather_kv()
