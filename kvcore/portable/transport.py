@@ -116,7 +116,7 @@ def publish(exporter: Exporter, handle: Handle, folder: str | PathLike[str], *, 
     )
     pages = staged.pages if isinstance(staged.pages, np.ndarray) else staged.pages.cpu().numpy()
     path = _path(Path(folder), handle)
-    write_whole(Disk(), path, [_encode(head), staged.manifest, np.ascontiguousarray(pages).data.cast("B")])
+    write_whole(Disk(), path, [_encode(head), staged.manifest, np.ascontiguousarray(pages).reshape(-1).data])
     return path
 
 

@@ -49,6 +49,12 @@ class NoBytes:
     def digest_rows(self, raw, salt):
         return np.zeros((len(raw.rows), 2), np.int64)
 
+    def move_strips(self, pools, pages, strips, units, *, store=False):
+        return False
+
+    def digest_strips(self, pages, strips, first_page):
+        return None
+
     def _same(self, pools, *rest):
         return pools
 
