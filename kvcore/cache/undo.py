@@ -8,6 +8,7 @@ arrays gives the old ones away where they are donated. Where a backend can, all 
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -58,6 +59,7 @@ class Undo:
         self._index = index
         self._ask_deepest = deepest
         self._decided: dict[tuple[Component, int], bool] = {}
+        self._rings: dict[bool, tuple[Ring, ...]] = {}
         self._indices: dict[int, StepIndex | None] = {}
         # Rings whose rows were read one by one, and what was read; those that were read at once, likewise.
         self._alone: dict[Ring, tuple[StepIndex, Any]] = {}
@@ -105,7 +107,7 @@ class Undo:
         """Keep all that functional verbs may overwrite; once is enough."""
         if self.whole:
             return
-        if not self._kept:
+        if not self._kept and not self._ops.in_place:
             self._before = Pools(pools)
         for draft in (False, True):
             self._read(pools, self._needed(draft), draft=draft)
@@ -113,18 +115,19 @@ class Undo:
 
     def _needed(self, draft: bool) -> tuple[Ring, ...]:
         """The rings of main or draft layers in which something is overwritten that must be kept."""
-        return tuple(
-            ring
-            for component, rows, rings in self._plan.rings[draft]
-            if self.overwrites(component, rows)
-            for ring in rings
-        )
+        found = self._rings.get(draft)
+        if found is None:
+            kinds = [rings for component, rows, rings in self._plan.rings[draft] if self.overwrites(component, rows)]
+            found = self._rings[draft] = kinds[0] if len(kinds) == 1 else tuple(chain.from_iterable(kinds))
+        return found
 
     def _read(self, pools: Pools, rings: tuple[Ring, ...], *, draft: bool) -> None:
         """Read what the step takes the place of in some rings, or at once in all that a step of these layers takes."""
         if self._at_once is not None and rings and self._numbers.most_new <= MOST_TOGETHER:
             # Nothing that must be kept is written before it was.
-            lacking = tuple(ring for ring in dict.fromkeys((*rings, *self._needed(draft))) if ring not in self._kept)
+            lacking = self._needed(draft)
+            if self._kept or (rings is not lacking and not set(rings) <= set(lacking)):
+                lacking = tuple(ring for ring in dict.fromkeys((*rings, *lacking)) if ring not in self._kept)
             saved = self._at_once.read_rings(pools, lacking, self._index)
             if saved is not None:
                 self._together.append((lacking, saved))
@@ -155,7 +158,7 @@ class Undo:
     def apply(self, pools: Pools) -> Pools:
         """The pools with the rings as they were; may be called again after an interruption."""
         before = self._before
-        if before is not None and not self._ops.in_place and not any(_is_gone(array) for array in before.values()):
+        if before is not None and not any(_is_gone(array) for array in before.values()):
             return before
         if self._at_once is not None:
             for rings, saved in self._together:

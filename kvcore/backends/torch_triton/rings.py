@@ -1,6 +1,7 @@
 """The rows of many rings that a step takes the place of, kept and put back in one launch; see ``cache.undo``."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,12 +41,15 @@ class Rings:
         self._plan = plan
         self._device = device
         self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
+        self._in_slots: dict[tuple[tuple[int, str], ...], bool] = {}
         self._last: tuple[Any, Any, Any] = None, None, None
 
-    def read(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex) -> torch.Tensor:
-        """The bytes of the rows that the step's tokens take: a line for each token."""
+    def read(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex) -> torch.Tensor | None:
+        """The bytes of the rows that the step's tokens take: a line for each token. None where rows lie in blocks."""
+        if rings is not self._last[1] and not self._all_in_slots(rings):
+            return None
         tables = self._tables_of(pools, rings)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             held = torch.empty((len(index.positions), tables.line), dtype=WORDS[tables.width], device=self._device)
         _move(held, index, tables.read, back=False)
         return held
@@ -54,9 +58,16 @@ class Rings:
         """Put them back."""
         _move(held, index, self._tables_of(pools, rings).back, back=True)
 
+    def _all_in_slots(self, rings: tuple[tuple[int, str], ...]) -> bool:
+        found = self._in_slots.get(rings)
+        if found is None:
+            regions = (region for layer, role in rings for region in self._plan.region(layer, role))
+            found = self._in_slots[rings] = all(region.growth == "slot" for region in regions)
+        return found
+
     def _tables_of(self, pools: Pools, rings: tuple[tuple[int, str], ...]) -> Tables:
         last, of, found = self._last
-        if last is pools and of == rings:
+        if last is pools and (of is rings or of == rings):
             return found
         regions = [region for layer, role in rings for region in self._plan.region(layer, role)]
         addresses = tuple(pools[name].data_ptr() for region in regions for name, _ in region.buffers.values())
