@@ -2,23 +2,29 @@
 
 43 layers, one new token a request; nothing waits for the device, so what is timed is Python, checks and launches. Three
 ways to run a step: through a layer's handle, through the functional verbs, and as a captured graph (with a spare row of
-padding, and with a batch that is exactly full). ``launches`` times single verbs in a loop, without a step around them.
+padding, and with a batch that is exactly full). ``a step alone`` opens and commits one without rows, ``launches`` times
+single verbs in a loop, without a step around them.
 
-    python benchmarks/host.py --requests 1,8,64,256 --history 4096 --out host.json
+    python benchmarks/host.py --scenes 1x4096,8x4096,64x4096,256x4096,8x4096@64 --out host.json --picture host.svg
 
-With ``--device cpu`` it runs a tiny model, to see that it runs.
+A scene is requests x tokens of history, and with @ how many times the blocks that it needs its pool has. With
+``--device cpu`` it runs a tiny model, to see that it runs; ``--classic`` times decode steps of a classic model of 16
+layers on the CPU, through handles under torch and as one jitted function under JAX, where that is installed.
 """
 
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import kvcore
@@ -56,7 +62,7 @@ class Clock:
 class Scene:
     """A cache with a history, and what a model's projections would give for one token of every request."""
 
-    def __init__(self, device: str, requests: int, history: int) -> None:
+    def __init__(self, device: str, requests: int, history: int, pool: int = 1) -> None:
         tiny = device == "cpu"
         make = presets.deepseek_v4_flash_tiny if tiny else presets.deepseek_v4_flash
         self.device, self.requests = device, requests
@@ -66,7 +72,8 @@ class Scene:
             backend="torch_triton",
             device=device,
             max_requests=requests,
-            max_tokens=requests * (history + 512),
+            max_tokens=requests * (history + 512) * pool,
+            max_request_tokens=history + 512,
         )
         self.held = [self.cache.admit() for _ in range(requests)]
         for request in self.held:
@@ -268,19 +275,116 @@ def launches(scene: Scene, repeats: int) -> dict[str, Any]:
     return found
 
 
+def alone(scene: Scene, steps: int) -> dict[str, Any]:
+    """Steps without rows: opened and committed."""
+
+    def run(clock: Clock) -> None:
+        step = scene.step(clock)
+        scene.cache.pools = scene.cache.pools
+        clock("commit", step.commit)
+
+    return timed(scene, run, 5 * steps)
+
+
+LAYERS, KEY_HEADS, HEAD_DIM = 16, 2, 32
+"""Of the classic model: small, so that what is timed is not arithmetic."""
+
+
+def classic(backend: str, requests: int, history: int, steps: int) -> dict[str, Any]:
+    """Decode steps of a classic model on the CPU: medians of opening, all layers' verbs, and commit."""
+    spec = presets.classic(layers=LAYERS, key_heads=KEY_HEADS, key_dim=HEAD_DIM, block_tokens=16)
+    tokens = requests * (history + 64)
+    cache = kvcore.create_cache(spec, backend=backend, device="cpu", max_requests=requests, max_tokens=tokens)
+    held = [cache.admit() for _ in range(requests)]
+    with cache.step(dict.fromkeys(held, history)):
+        cache.pools = cache.pools
+    row = cache.asarray(np.ones((requests, KEY_HEADS, HEAD_DIM), np.float32))
+    run = jitted(cache) if backend == "jax_pallas" else by_append
+    clock = Clock()
+    for number in range(3 + steps):
+        if number == 3:
+            clock = Clock()
+        step = clock("cache.step", cache.step, dict.fromkeys(held, 1))
+        clock("append_kv of all layers", run, cache, step, row)
+        clock("commit", step.commit)
+    return {"verbs": clock.report(steps)}
+
+
+def by_append(cache: Any, step: Any, row: Any) -> None:
+    """Through handles."""
+    for number in range(len(cache.spec.layers)):
+        step.layer(number).append_kv(row, row)
+
+
+def jitted(cache: Any) -> Any:
+    """All layers in one compiled function, whose dispatch is timed: nothing waits for it."""
+    import jax  # a torch-only machine times torch alone
+
+    def layers(pools: Any, index: Any, row: Any) -> Any:
+        for number in range(len(cache.spec.layers)):
+            pools = cache.ops.append_kv(pools, number, index, row, row)
+        return pools
+
+    compiled = jax.jit(layers, donate_argnums=0)
+
+    def run(cache: Any, step: Any, row: Any) -> None:
+        cache.pools = compiled(cache.pools, step.index, row)
+
+    return run
+
+
+SHADES = "#4878a8", "#a8b8c8", "#c87848", "#78a848", "#a84878", "#887848"
+
+
+def as_svg(report: dict[str, Any]) -> str:
+    """Bars of host time a step, one for every way and scene, on a logarithmic scale."""
+    rows = [row for row in report["rows"] if "host_us" in row]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    left, width, line, top = 330, 900, 16, 50
+    height = top + line * len(rows) + 30
+    most = math.log10(max(row["host_us"] for row in rows) / 10)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<text x="8" y="18" font-size="14">Host time of a decode step, {report["environment"]["device"]}</text>',
+        '<text x="8" y="36">requests x history @ pool, way, microseconds (logarithmic)</text>',
+    ]
+    for number, row in enumerate(rows):
+        y, long = top + number * line, max(1.0, math.log10(max(row["host_us"], 10) / 10) / most * (width - left - 90))
+        label = f"{row['requests']} x {row['history']:,} @ {row.get('pool', 1)}, {row['way']}"
+        shade = SHADES[ways.index(row["way"]) % len(SHADES)]
+        parts.append(f'<text x="{left - 8}" y="{y + 11}" text-anchor="end">{label}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{line - 4}" fill="{shade}"/>')
+        parts.append(f'<text x="{left + long + 6:.1f}" y="{y + 11}">{row["host_us"]:,}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def scenes_of(text: str) -> list[tuple[int, int, int]]:
+    """``8x4096@64`` and so on: (requests, tokens of history, pools)."""
+    found = []
+    for each in text.split(","):
+        sizes, _, pool = each.partition("@")
+        requests, history = map(int, sizes.split("x"))
+        found.append((requests, history, int(pool or 1)))
+    return found
+
+
 def main() -> None:
     """Measure, print as JSON by line, and write all of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--requests", default="1,8,64,256")
-    parser.add_argument("--history", type=int, default=4096)
+    parser.add_argument("--scenes", default="1x4096,8x4096,64x4096,256x4096")
+    parser.add_argument("--ways", default="", help="only these, separated by semicolons")
+    parser.add_argument("--classic", action="store_true", help="classic models on the CPU, and nothing else")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=90, help="begin nothing new after so long")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     torch.set_grad_enabled(False)  # as models run
     ways = {
+        "a step alone": lambda scene: alone(scene, given.steps),
         "launches": lambda scene: launches(scene, 100 if given.device != "cpu" else 5),
         "handles": lambda scene: handles(scene, given.steps),
         "verbs": lambda scene: verbs(scene, given.steps),
@@ -291,17 +395,28 @@ def main() -> None:
         "environment": environment.of_script("" if given.device == "cpu" else torch.cuda.get_device_name()),
         "rows": [],
     }
-    for requests in map(int, given.requests.split(",")):
+
+    def note(row: dict[str, Any]) -> None:
+        report["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        if given.picture and not given.classic:
+            given.picture.write_text(as_svg(report), encoding="utf-8")
+
+    wanted = [name for name in given.ways.split(";") if name] or [*ways]
+    for requests, history, pool in scenes_of(given.scenes):
         if time.monotonic() > end:
             break
-        scene = Scene(given.device, requests, given.history)
-        for name, measure in ways.items():
+        about = {"requests": requests, "history": history, "pool": pool}
+        if given.classic:
+            for backend in ("torch_triton", *(["jax_pallas"] if find_spec("jax") else [])):
+                note({"way": f"classic, {backend}", **about, **classic(backend, requests, history, 5 * given.steps)})
+            continue
+        scene = Scene(given.device, requests, history, pool)
+        for name in wanted:
             if time.monotonic() < end:
-                row = {"way": name, "requests": requests, "history": given.history, **measure(scene)}
-                report["rows"].append(row)
-                print(json.dumps(row), flush=True)
-                if given.out:
-                    given.out.write_text(json.dumps(report, indent=1) + "\n")
+                note({"way": name, **about, **ways[name](scene)})
         del scene
         gc.collect()
         if given.device != "cpu":
