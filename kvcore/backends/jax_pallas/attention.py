@@ -6,7 +6,8 @@ from jax import Array, lax
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
-from kvcore.backends.jax_pallas.choice import verbs
+from kvcore.backends.jax_pallas.calls import TILED
+from kvcore.backends.jax_pallas.choice import fall_back, verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.layer import Layer
@@ -49,6 +50,11 @@ def attend(
     if launches and triton.attends(layer, index, q):
         own = None if rows is None or window is None else place.encode_rows(layer.regions["window"][0], rows)[:, 0]
         return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale, rope))
+
+    if triton and not launches:
+        fall_back(pools.kernels, "attend", "scale is an array, or rows are others than the step's")
+    if pools.kernels in TILED and rows is not None:
+        fall_back(pools.kernels, "attend", "rows of the step are given")
 
     def finished(found):
         return found if rope is None else found._replace(out=inverse_rope(found.out, index.positions, rope))

@@ -8,14 +8,20 @@ import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from kvcore.errors import BackendError
+from kvcore.ops.choices import refused, strict
+
+if TYPE_CHECKING:
+    from kvcore.plan import CachePlan
 
 VARIABLE = "KVCORE_JAX_KERNELS"
 CHOICES = ("auto", "triton", "portable")
+INTERPRETED = "cpu:interpret"
+"""The device that runs the TPU's kernels in an interpreter, slowly, and looks for their faults."""
 NEEDED = ("jax_triton", "triton")
 
 
@@ -30,15 +36,55 @@ def chosen(device: str) -> str:
         raise BackendError(got=wanted, where=VARIABLE, allowed=", ".join(CHOICES))
     if device != "cuda":
         return "portable"
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if wanted == "triton" and missing:
+    absent = missing()
+    if wanted == "triton" and absent:
         raise BackendError(
             got=wanted,
             where=VARIABLE,
-            allowed=f"auto or portable: {', '.join(missing)} is not installed",
+            allowed=f"auto or portable: {', '.join(absent)} is not installed",
             hint='pip install "kvcore[jax-triton]"',
         )
-    return "portable" if missing or wanted == "portable" else "triton"
+    return "portable" if absent or wanted == "portable" else "triton"
+
+
+def kernels_of(plan: "CachePlan", device: str) -> str:
+    """Pallas where it runs and rows are whole tiles, Triton on CUDA where it is installed, else jax.numpy."""
+    if plan.layout != "tpu_tile":
+        return chosen(device)
+    return {"tpu": "tpu", INTERPRETED: "interpret"}.get(device, "portable")
+
+
+def word(device: Any) -> str:
+    """JAX's platform in kvcore's words."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def why_portable(layout: str, device: str) -> str:
+    """Why no kernels run on a device, in kvcore's words, where none do."""
+    if device == "tpu":
+        return f"Pallas kernels read layout tpu_tile, this is {layout}"
+    if device != "cuda":
+        return "there are no kernels for a CPU"
+    if layout == "tpu_tile":
+        return "layout tpu_tile is for a TPU"
+    if os.environ.get(VARIABLE) == "portable":
+        return f"{VARIABLE}=portable"
+    return f"{' and '.join(missing()) or 'a module'} is not installed"
+
+
+def missing() -> list[str]:
+    """Modules that Triton kernels need and that are not installed."""
+    return [name for name in NEEDED if find_spec(name) is None]
+
+
+def fall_back(kernels: str, verb: str, reason: str) -> None:
+    """Called in a trace whose arguments make it leave out a kernel that other arguments run.
+
+    Raises:
+        BackendError: KVCORE_STRICT=1.
+    """
+    if kernels != "portable" and strict():
+        raise refused(verb, None, "jax.numpy", reason)
 
 
 def verbs(kernels: str) -> Any:

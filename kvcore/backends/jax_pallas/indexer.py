@@ -6,7 +6,7 @@ from jax import Array, lax
 from kvcore.backends.jax_pallas import entries, fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens
-from kvcore.backends.jax_pallas.choice import verbs
+from kvcore.backends.jax_pallas.choice import fall_back, verbs
 from kvcore.backends.jax_pallas.encoding import hadamard
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
@@ -46,6 +46,8 @@ def select(scores: Array, k: int, kernels: str = "portable") -> Array:
     if fused.selects(kernels, scores, k):
         return fused.select(kernels, scores, k)
     columns = scores.shape[1]
+    if scores.size and k:
+        fall_back(kernels, "select", f"k = {k} of {columns} scores")
     # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     scores = jnp.where(scores == 0, 0, scores)

@@ -6,7 +6,8 @@ from jax import Array
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
-from kvcore.backends.jax_pallas.choice import verbs
+from kvcore.backends.jax_pallas.calls import TILED
+from kvcore.backends.jax_pallas.choice import fall_back, verbs
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.ops import Attention, StepIndex, VisibleRows
@@ -32,6 +33,8 @@ def gather_kv(
     padded = layer.component("kv").span is not None and index.left_padding is not None
     if triton and not padded and all(map(triton.covers, layer.regions["kv"])):
         return triton.gather_kv(pools, layer.regions["kv"], index, (k, v), layer.component("kv"), columns)
+    if triton and padded:
+        fall_back(pools.kernels, "gather_kv", "the step has left padding")
     positions = place.numbered(place.visible(layer.component("kv"), index), columns)
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
@@ -102,6 +105,8 @@ def attend_kv(
             given = blocks, first, last, q.astype(jnp.float32) * factor
             out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
             return Attention(out.astype(q.dtype), lse)
+    elif pools.kernels in TILED and k is not None:
+        fall_back(pools.kernels, "attend_kv", "k and v are given")
     keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
     seen = mask(layer, index, columns=columns)
     value_dim = values.shape[3]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
-from kvcore.backends.jax_pallas.choice import verbs
+from kvcore.backends.jax_pallas.choice import fall_back, verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
@@ -53,6 +53,8 @@ def gather_window(layer: Layer, pools: Held, index: StepIndex, rows: Array | Non
     triton = verbs(pools.kernels)
     if triton and triton.covers(region):
         return WindowRows(*triton.gather_window(pools, region, index, layer.component("window").window, rows))
+    if rows is not None:
+        fall_back(pools.kernels, "gather_window", "rows of the step are given")
     own = None if rows is None else place.encode_rows(region, rows)
     live = layer.component("window").live_bounds(index.lengths, jnp.maximum)
     positions = place.numbered(live, region.rows)

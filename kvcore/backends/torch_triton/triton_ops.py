@@ -12,6 +12,7 @@ import torch
 
 from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
+from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.rings import Rings
 from kvcore.kernels.triton.device import Chip
 from kvcore.ops import Ops, facade
@@ -139,6 +140,13 @@ class TritonOps(TorchOps):
     def how(self) -> str:
         """The GPU; or that kernels are interpreted, which is never taken for hardware."""
         return f"{self.device}, Triton interpreter" if launch.INTERPRETED else super().how
+
+    def index(self, host: Any) -> Any:
+        """As of ``TorchOps``; under the interpreter, to which an address is a name, in one storage."""
+        if self.device != "cpu":
+            return super().index(host)
+        pieces, flat = laid_out(host)
+        return on_device(torch.from_numpy(flat), pieces)
 
     append_window = of_layer("append_window")
     append_rotated_window = of_layer("append_rotated_window")
