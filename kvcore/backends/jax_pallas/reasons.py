@@ -1,6 +1,6 @@
 """Which code runs a verb of a layer under JAX, and why: read off the predicates that the verbs ask while traced."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas.calls import TILED
@@ -15,8 +15,6 @@ from kvcore.spec.layout import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvcore.backends.jax_pallas.backend import JaxOps
 
 PLAIN = "jax.numpy"
 BOTH = "pallas and jax.numpy"
@@ -43,8 +41,8 @@ ON_TPU = (*ROLES, *ALSO, "attend_kv")
 """Verbs that have kernels."""
 
 
-def decide(ops: "JaxOps", number: int | None, verb: str) -> Decision:
-    """What runs a verb, and why."""
+def decide(ops: Any, number: int | None, verb: str) -> Decision:
+    """What runs a verb of ``JaxOps``, and why."""
     if verb in ("kv_view", "append_kv_view"):
         return NO_VIEWS if verb == "kv_view" else decide(ops, number, "append_kv")
     if number is None:
