@@ -364,6 +364,18 @@ def bytes_per_token(spec: CacheSpec) -> Fraction:
     return slope
 
 
+def point_bytes(spec: CacheSpec) -> int:
+    """Bytes of one checkpoint of a long request, on the host: what prefix reuse keeps wherever a prompt may begin.
+
+    Rings and states are as large as they get. Rows of a block that is not full come on top, up to a block's.
+    """
+    total = 0
+    for _, _, component in spec.components():
+        if component.shared_from is None and component.in_checkpoint and component.span is not None:
+            total += component.span * row_bytes(component)
+    return total
+
+
 def row_bytes(component: Component) -> int:
     """Bytes of one row over all parts and heads, pads of the format included."""
     return sum(part.heads * part.format.row for part in component.parts)

@@ -134,8 +134,20 @@ def _capacity(plan: dict) -> Iterator[str]:
     else:
         budget, left = show_bytes(plan["budget_bytes"]), f"{plan['unused_bytes']:,} B"
         yield f"bytes to tokens: {budget} hold {tokens}, taking {total}; {left} are left"
+    if plan["point_bytes"]:
+        yield _points(plan)
     if plan["tokens_per_further_gib"]:
         yield f"each further GiB holds {plan['tokens_per_further_gib']:,} tokens"
+
+
+def _points(plan: dict) -> str:
+    """What it costs to let prompts begin elsewhere than at nothing."""
+    point = plan["point_bytes"]
+    line = f"a checkpoint for prefix reuse: {point:,} B on the host"
+    if not plan["blocks"]:
+        return line
+    each = show_bytes(-(-point * 1000 // plan["block_tokens"]))
+    return f"{line}; one at every block, as prefix='full' keeps them, takes {each} for 1,000 tokens"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvcore.plan import CachePlan, Region, bytes_per_token, logical_bytes
+from kvcore.plan import CachePlan, Region, bytes_per_token, logical_bytes, point_bytes
 
 if TYPE_CHECKING:
     from kvcore.spec import Component, LayerSpec
@@ -34,6 +34,7 @@ def describe(plan: CachePlan, *, budget: int | None = None) -> dict:
         "budget_bytes": budget,
         "unused_bytes": None if budget is None else budget - plan.nbytes,
         "bytes_per_token": {"logical": _number(logical), "padded": _number(padded)},
+        "point_bytes": point_bytes(spec),
         "tokens_per_further_gib": int(GIB / padded) if padded else None,
         "logical_bytes": logical_bytes(spec, plan.longest or tokens or 0),
         "pools": _pools(plan),

@@ -487,3 +487,42 @@ class Raises(ReferenceOps):
     def append_window(self, pools, layer, index, rows):
         del pools, layer, index, rows
         raise ValueError("no kernel for this shape\nand a long log")
+
+
+class StateOneTokenOld(ReferenceOps):
+    """A step goes on from the state before the last token's."""
+
+    def read_state(self, pools, layer, index):
+        return super().read_state(pools, layer, index._replace(starts=np.maximum(index.starts - 1, 0)))
+
+
+class StateOfAnother(ReferenceOps):
+    """Each request goes on from its neighbour's state."""
+
+    def read_state(self, pools, layer, index):
+        return super().read_state(pools, layer, index._replace(slots=np.roll(index.slots, 1)))
+
+
+class StatesInBetweenKept(ReferenceOps):
+    """Lengths for which a step wrote no state show an older one's."""
+
+    def write_state(self, pools, layer, index, states, *, newest=None):
+        del newest
+        starts = np.maximum(index.starts, index.lengths - 1)
+        return super().write_state(pools, layer, index._replace(starts=starts), states)
+
+
+class StateOfTheFirstToken(ReferenceOps):
+    """Of drafts that are given state by state, the first one's is stored for all."""
+
+    def append_state(self, pools, layer, index, states):
+        first = index.lengths - index.starts
+        first = np.cumsum(first) - first
+        return super().append_state(pools, layer, index, states[first[index.request_index]])
+
+
+class InputsOneTokenOld(ReferenceOps):
+    """A convolution is given the inputs that end one token too early."""
+
+    def gather_conv(self, pools, layer, index):
+        return super().gather_conv(pools, layer, index._replace(starts=np.maximum(index.starts - 1, 0)))

@@ -4,7 +4,7 @@ import pytest
 
 from kvcore import parity
 from kvcore.conformance.specs import conformance_spec
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import KV, CacheSpec, Conv, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from tests.conformance import broken
 
 SPEC = CacheSpec(
@@ -22,6 +22,7 @@ SPEC = CacheSpec(
             entries=Entries(dim=64, ratio=4, format="fp32"),
         ),
         LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format="int8_row", value_format="nf4_b64")),
+        LayerSpec(state=State(heads=2, key_dim=4, value_dim=3), conv=Conv(dim=6, width=4)),
     ),
     block_tokens=12,
 )
@@ -114,6 +115,11 @@ MISTAKES = [
     ("DigestOfOneLane", "digest_rows/v4_584/any/ragged", "lanes", "lane 1", ""),
     ("MovesNothing", "move_strips/v4_584+tail*/packed/ragged", "history of request 0 in pages", "page 0, byte 0", ""),
     ("DeclinesTooLate", "move_strips/bf16+tail*/packed/longer", "history of request 0 in pages", "page 0, byte 0", ""),
+    ("StateOneTokenOld", "read_state/state.fp32.matrix/packed/ragged", "states before the step", "request", "NaN"),
+    ("StateOfAnother", "read_state/state.fp32.matrix/packed/ragged", "states before the step", "request", ""),
+    ("StatesInBetweenKept", "write_state/state.fp32.matrix/packed/ragged", "1.state", "unit", "not written"),
+    ("StateOfTheFirstToken", "append_state/state.fp32.matrix/packed/ragged", "1.state", "unit", ""),
+    ("InputsOneTokenOld", "gather_conv/conv.bf16.w4/packed/ragged", "inputs before the step", "request", ""),
     (
         "PagesCountedFromZero",
         "digest_strips/int8_row*/any/longer",

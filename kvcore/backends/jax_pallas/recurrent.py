@@ -24,7 +24,7 @@ def write_state(layer: Layer, pools: Held, index: StepIndex, states: Array, *, n
     rows = place.encode_rows(region, states)[:, None]
     none = place.encode_rows(region, jnp.full_like(states[:1], jnp.nan))[:, None]
     rows = jnp.concatenate([rows, *[jnp.broadcast_to(none, rows.shape)] * (columns - 1)], axis=1)
-    positions = index.lengths[:, None] - 1 - jnp.arange(columns, dtype=jnp.int32)
+    positions = index.lengths[:, None] - 1 - jnp.arange(columns, dtype=jnp.int32)[None]
     positions = jnp.where(positions >= index.starts[:, None], positions, -1)
     return place.store(pools, region, *place.locate(region, index, place.requests_like(positions), positions), rows)
 
@@ -51,7 +51,7 @@ def gather_conv(layer: Layer, pools: Held, index: StepIndex) -> Array:
 
 def _before(pools, region, index, count):
     """Values [Q, count, heads, dim] of the last positions before the step; zeros for those below 0."""
-    positions = index.starts[:, None] - count + jnp.arange(count, dtype=jnp.int32)
+    positions = index.starts[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
     positions = jnp.where(positions >= 0, positions, -1)
     unit, row = place.locate(region, index, place.requests_like(positions), positions)
     values = place.decode_rows(region, place.load(pools, region, unit, row))

@@ -235,6 +235,12 @@ VERBS: tuple[Verb, ...] = (
         for verb, layouts in ((strips.move_strips, True), (strips.digest_strips, False))
         for role in _WHOLE
     ),
+    # So are layers without any of those, by what they carry on.
+    *(
+        Verb(verb.__name__, verb, "storage", role, ROLES, (role,), ROLES, lacks=lacks, shapes=("padded",))
+        for verb in (life.allocate, life.reset_slots, life.poison, life.copy_slots, strips.move_strips)
+        for role, lacks in (("state", _WHOLE), ("conv", (*_WHOLE, "state")))
+    ),
     *(_role("index", life.index, role, layouts=False) for role in ("window", "kv")),
     *(_role("padded_index", life.padded_index, role, layouts=False, shapes=("padded",)) for role in ("window", "kv")),
     *(
