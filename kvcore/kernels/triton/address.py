@@ -21,15 +21,9 @@ def locate(request, number, slots_ptr, table_ptr, table_columns, R: tl.constexpr
 
 @triton.jit
 def closing(
-    first,
-    starts_ptr,
-    lengths_ptr,
-    requests,
-    ROWS: tl.constexpr,
-    RATIO: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    SPREAD: tl.constexpr,
-):
+    first, starts_ptr, lengths_ptr, requests, ROWS: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD:
+    tl.constexpr,
+):  # fmt: skip
     """(request [ROWS], entry [ROWS]) of the step's closing entries from number ``first`` on, request by request.
 
     -1 beyond the last. What closes is counted, REQUESTS requests at a time. Unless entries are SPREAD, one or so a

@@ -11,21 +11,9 @@ from kvcore.kernels.triton.rows import channels, store_codes, store_plain, store
 
 @triton.jit(do_not_specialize=["count", "table_columns"])
 def append_kernel(
-    values_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    positions_ptr,
-    request_ptr,
-    slots_ptr,
-    bound_ptr,
-    table_ptr,
-    count,
-    table_columns,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, bound_ptr, table_ptr, count,
+    table_columns, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Store values [count, dim] (tokens × heads) of the step's tokens.
 
     ``bound_ptr`` holds a number a request: in a ring the lengths, since only the last positions are written; in blocks
@@ -57,26 +45,10 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["count", "table_columns", "eps"])
 def append_rotated_kernel(
-    values_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    positions_ptr,
-    request_ptr,
-    slots_ptr,
-    bound_ptr,
-    table_ptr,
-    norm_ptr,
-    frequencies_ptr,
-    count,
-    table_columns,
-    eps,
-    NORM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, bound_ptr, table_ptr, norm_ptr,
+    frequencies_ptr, count, table_columns, eps, NORM: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, ROWS:
+    tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """``append_kernel`` for latents that are still to be normed (NORM) and rotated at their positions."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
@@ -124,24 +96,10 @@ def append_rotated_kernel(
 
 @triton.jit(do_not_specialize=["count", "table_columns", "requests"])
 def store_entries_kernel(
-    values_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    starts_ptr,
-    lengths_ptr,
-    stored_ptr,
-    table_ptr,
-    count,
-    requests,
-    table_columns,
-    R: tl.constexpr,
-    RATIO: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    SPREAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    values_ptr, codes_ptr, scales_ptr, plain_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, count, requests,
+    table_columns, R: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD: tl.constexpr, ROWS:
+    tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Store values [count, dim] as the entries that the step completes, request by request."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count

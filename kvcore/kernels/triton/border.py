@@ -26,21 +26,9 @@ def tokens_before(request, starts_ptr, lengths_ptr):
 
 @triton.jit
 def border(
-    request,
-    part,
-    rows,
-    step,
-    ending,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    APPEND: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS:
+    tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """What joins a request's step to what came before, for one part of the channels.
 
     Close the windows that need old rows of the ring; then, with APPEND, let the step's last rows overwrite them. No
@@ -57,24 +45,9 @@ def border(
     position = start // T.ratio * T.ratio + T.ratio - 1
     while (position < length) & (position + 1 - window < start):
         close_window(
-            first + position - start,
-            position,
-            request,
-            part,
-            rows,
-            step,
-            ending,
-            T,
-            R,
-            NORM,
-            PAIRS,
-            ROWS,
-            CHUNK,
-            PARTS,
-            False,
-            False,
-            NATIVE,
-        )
+            first + position - start, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK,
+            PARTS, False, False, NATIVE,
+        )  # fmt: skip
         position += T.ratio
     if APPEND:
         tl.debug_barrier()
@@ -96,16 +69,8 @@ def border(
 
 @triton.jit
 def append_part(
-    token,
-    position,
-    request,
-    part,
-    rows,
-    slots_ptr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    token, position, request, part, rows, slots_ptr, T: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Store one part of a token's raw row. The host made sure that no window of the step needs the row it replaces."""
     kv_ptr, score_ptr, tail = rows
     kv_tail, score_tail = tail

@@ -13,16 +13,8 @@ ROWS, WORDS = 16, 128
 
 @triton.jit(do_not_specialize=["columns", "words", "salt", "chunks"])
 def digest_kernel(
-    lanes_ptr,
-    rows_ptr,
-    positions_ptr,
-    columns,
-    words,
-    salt,
-    chunks,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+    lanes_ptr, rows_ptr, positions_ptr, columns, words, salt, chunks, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """Add the mixed words of rows [requests, columns, words] to two 32-bit lanes a request; see ``kvcore.digest``."""
     request = tl.program_id(0) // chunks
     column = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)

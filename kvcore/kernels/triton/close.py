@@ -16,24 +16,10 @@ from kvcore.kernels.triton.rows import store_rows
 
 @triton.jit
 def close_window(
-    token,
-    position,
-    request,
-    part,
-    rows,
-    step,
-    ending,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    PREFILL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    token, position, request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS:
+    tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PREFILL: tl.constexpr, WHOLE:
+    tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry.
 
     With PREFILL most windows are the step's own; with WHOLE those that are not are left to the border's programs.
@@ -95,50 +81,16 @@ def close_window(
         wanted = position + 1 - window >= start
     if wanted:
         finish_window(
-            x,
-            channel,
-            weight,
-            cos,
-            sin,
-            eps,
-            unit,
-            row,
-            valid,
-            codes_ptr,
-            scales_ptr,
-            plain_ptr,
-            scratch,
-            arrivals_ptr + number,
-            R,
-            NORM,
-            PAIRS,
-            PARTS,
-            NATIVE,
-        )
+            x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch, arrivals_ptr
+            + number, R, NORM, PAIRS, PARTS, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit
 def finish_window(
-    x,
-    channel,
-    weight,
-    cos,
-    sin,
-    eps,
-    unit,
-    row,
-    valid,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    scratch,
-    arrivals,
-    R: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch, arrivals, R:
+    tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Norm, rotate, encode and store an entry from its pooled channels; with PARTS the last part does it for all."""
     size: tl.constexpr = R.tiles * R.width
     if PARTS > 1:

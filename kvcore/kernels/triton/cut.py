@@ -167,16 +167,9 @@ def cut_for(chip: Chip, tokens: int, heads: int, keys: int, full: bool, whole: b
 
 
 def attend_cut(
-    chip: Chip,
-    tokens: int,
-    heads: int,
-    keys: int,
-    parts: Parts,
-    window: RowRecord | None,
-    entries: RowRecord | None,
-    *,
-    picked: bool,
-) -> Cut:
+    chip: Chip, tokens: int, heads: int, keys: int, parts: Parts, window: RowRecord | None, entries: RowRecord | None,
+    *, picked: bool,
+) -> Cut:  # fmt: skip
     """The cut of a call whose entries are ``picked``, or all that is visible."""
     whole = takes_whole(window, entries, parts)
     cut = cut_for(chip, tokens, heads, keys, parts.full, whole)

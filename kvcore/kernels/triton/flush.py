@@ -17,23 +17,10 @@ NEVER: tl.constexpr = tl.constexpr(2147483647)
 
 @triton.jit
 def stream(
-    tokens,
-    step,
-    rows,
-    ending,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BORDER: tl.constexpr,
-    BORDER_CHUNK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    APPEND: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    tokens, step, rows, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS:
+    tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr, TOKENS:
+    tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """One program of one stream: a request's border, where there are BORDER programs to it, or some tokens' windows.
 
     ``tokens`` are pointers of their positions and requests, and the numbers of both; the rest is ``close_window``'s.
@@ -43,21 +30,9 @@ def stream(
     program = tl.program_id(0)
     if WHOLE and program < requests * BORDER:
         border(
-            program // BORDER,
-            program % BORDER,
-            rows,
-            step,
-            ending,
-            T,
-            R,
-            NORM,
-            PAIRS,
-            ROWS,
-            BORDER_CHUNK,
-            BORDER,
-            APPEND,
-            NATIVE,
-        )
+            program // BORDER, program % BORDER, rows, step, ending, T, R, NORM, PAIRS, ROWS, BORDER_CHUNK, BORDER,
+            APPEND, NATIVE,
+        )  # fmt: skip
     else:
         program -= requests * BORDER
         part = program % PARTS
@@ -69,24 +44,9 @@ def stream(
                 append_part(first, position, request, part, rows, step[0], T, R, PARTS)
             if (position >= 0) & (request >= 0) & ((position + 1) % T.ratio == 0):
                 close_window(
-                    first,
-                    position,
-                    request,
-                    part,
-                    rows,
-                    step,
-                    ending,
-                    T,
-                    R,
-                    NORM,
-                    PAIRS,
-                    ROWS,
-                    CHUNK,
-                    PARTS,
-                    WHOLE,
-                    WHOLE,
-                    NATIVE,
-                )
+                    first, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, WHOLE,
+                    WHOLE, NATIVE,
+                )  # fmt: skip
         else:
             token = first + tl.arange(0, TOKENS)
             positions = tl.load(positions_ptr + token, mask=token < count, other=-1)
@@ -96,81 +56,23 @@ def stream(
                 position = tl.load(positions_ptr + current)
                 request = tl.load(request_ptr + current)
                 close_window(
-                    current,
-                    position,
-                    request,
-                    part,
-                    rows,
-                    step,
-                    ending,
-                    T,
-                    R,
-                    NORM,
-                    PAIRS,
-                    ROWS,
-                    CHUNK,
-                    PARTS,
-                    True,
-                    WHOLE,
-                    NATIVE,
-                )
+                    current, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, True,
+                    WHOLE, NATIVE,
+                )  # fmt: skip
                 current = tl.min(tl.where(closes & (token > current), token, NEVER), axis=0)
 
 
 @triton.jit(do_not_specialize=["count", "table_columns", "requests", "programs", "eps"])
 def flush_kernel(
-    kv_ptr,
-    score_ptr,
-    kv_tail_ptr,
-    score_tail_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    norm_ptr,
-    index_kv_ptr,
-    index_score_ptr,
-    index_kv_tail_ptr,
-    index_score_tail_ptr,
-    index_codes_ptr,
-    index_scales_ptr,
-    index_plain_ptr,
-    index_norm_ptr,
-    frequencies_ptr,
-    positions_ptr,
-    request_ptr,
-    slots_ptr,
-    starts_ptr,
-    lengths_ptr,
-    stored_ptr,
-    table_ptr,
-    scratch_ptr,
-    arrivals_ptr,
-    count,
-    requests,
-    table_columns,
-    programs,
-    eps,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BORDER: tl.constexpr,
-    BORDER_CHUNK: tl.constexpr,
-    IT: tl.constexpr,
-    IR: tl.constexpr,
-    INDEX_NORM: tl.constexpr,
-    INDEX_ROWS: tl.constexpr,
-    INDEX_CHUNK: tl.constexpr,
-    INDEX_BORDER: tl.constexpr,
-    INDEX_BORDER_CHUNK: tl.constexpr,
-    INDEX: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    APPEND: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, codes_ptr, scales_ptr, plain_ptr, norm_ptr, index_kv_ptr,
+    index_score_ptr, index_kv_tail_ptr, index_score_tail_ptr, index_codes_ptr, index_scales_ptr, index_plain_ptr,
+    index_norm_ptr, frequencies_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, lengths_ptr, stored_ptr,
+    table_ptr, scratch_ptr, arrivals_ptr, count, requests, table_columns, programs, eps, T: tl.constexpr, R:
+    tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER:
+    tl.constexpr, BORDER_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROWS:
+    tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BORDER: tl.constexpr, INDEX_BORDER_CHUNK: tl.constexpr, INDEX:
+    tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
     tokens = positions_ptr, request_ptr, count, requests
     step = slots_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, table_columns
@@ -208,20 +110,7 @@ def flush_kernel(
             )
     else:
         stream(
-            tokens,
-            step,
-            (kv_ptr, score_ptr, tail_pointers(kv_tail_ptr, score_tail_ptr, T)),
-            (codes_ptr, scales_ptr, plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr),
-            T,
-            R,
-            NORM,
-            PAIRS,
-            ROWS,
-            CHUNK,
-            PARTS,
-            BORDER,
-            BORDER_CHUNK,
-            TOKENS,
-            APPEND,
-            NATIVE,
-        )
+            tokens, step, (kv_ptr, score_ptr, tail_pointers(kv_tail_ptr, score_tail_ptr, T)), (codes_ptr, scales_ptr,
+            plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr), T, R, NORM, PAIRS, ROWS, CHUNK,
+            PARTS, BORDER, BORDER_CHUNK, TOKENS, APPEND, NATIVE,
+        )  # fmt: skip

@@ -10,19 +10,9 @@ from kvcore.kernels.triton.rows import as_stored, channels, load_rows, store_den
 
 @triton.jit(do_not_specialize=["count"])
 def gather_window_kernel(
-    out_ptr,
-    positions_out_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    slots_ptr,
-    lengths_ptr,
-    count,
-    WINDOW: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    out_ptr, positions_out_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, lengths_ptr, count, WINDOW: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """The last min(length, WINDOW) positions of each request, ascending: out [requests, R.rows, dim], count rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
@@ -39,23 +29,9 @@ def gather_window_kernel(
 
 @triton.jit(do_not_specialize=["count", "picks", "table_columns"])
 def gather_entries_kernel(
-    out_ptr,
-    valid_out_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    indices_ptr,
-    request_ptr,
-    lengths_ptr,
-    table_ptr,
-    count,
-    picks,
-    table_columns,
-    RATIO: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    out_ptr, valid_out_ptr, codes_ptr, scales_ptr, plain_ptr, indices_ptr, request_ptr, lengths_ptr, table_ptr, count,
+    picks, table_columns, RATIO: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Entries by logical index: indices [tokens, picks] -> out [tokens, picks, dim] and valid bytes; count rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
@@ -72,22 +48,9 @@ def gather_entries_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_all_kernel(
-    out_ptr,
-    counts_out_ptr,
-    positions_out_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    lengths_ptr,
-    table_ptr,
-    count,
-    columns,
-    table_columns,
-    RATIO: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    out_ptr, counts_out_ptr, positions_out_ptr, codes_ptr, scales_ptr, plain_ptr, lengths_ptr, table_ptr, count,
+    columns, table_columns, RATIO: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Every entry of every request: out [requests, columns, dim], counts [requests], positions [requests, columns]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
@@ -118,25 +81,10 @@ def first_seen(start, length, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: t
 
 @triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_kv_kernel(
-    out_ptr,
-    positions_out_ptr,
-    codes_ptr,
-    scales_ptr,
-    plain_ptr,
-    slots_ptr,
-    starts_ptr,
-    lengths_ptr,
-    table_ptr,
-    count,
-    columns,
-    table_columns,
-    RING: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    out_ptr, positions_out_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, count,
+    columns, table_columns, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROWS:
+    tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Positions that a query of the step may see: out [requests, columns, heads, dim], positions [requests, columns].
 
     Every position below the length, with RING from ``first_seen`` on. WINDOW and CHUNK are 0 where they don't apply.
@@ -159,22 +107,9 @@ def gather_kv_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def own_rows_kernel(
-    out_ptr,
-    values_ptr,
-    positions_ptr,
-    request_ptr,
-    starts_ptr,
-    lengths_ptr,
-    count,
-    columns,
-    LAST: tl.constexpr,
-    RING: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    out_ptr, values_ptr, positions_ptr, request_ptr, starts_ptr, lengths_ptr, count, columns, LAST: tl.constexpr, RING:
+    tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Put the step's own rows, values [tokens, heads, dim], where a gather would put them once they were stored.
 
     LAST: the gather starts at what the step's last query sees, not its first.

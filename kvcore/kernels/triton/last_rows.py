@@ -13,17 +13,9 @@ ROWS = 2
 
 @triton.jit
 def append_last_kernel(
-    kv_ptr,
-    score_ptr,
-    kv_tail_ptr,
-    score_tail_ptr,
-    slots_ptr,
-    starts_ptr,
-    lengths_ptr,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, slots_ptr, starts_ptr, lengths_ptr, T: tl.constexpr, ROWS:
+    tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store the last rows of kv and score [tokens, width] of every request, as many as its ring has."""
     programs: tl.constexpr = (T.rows + ROWS - 1) // ROWS
     request = tl.program_id(0) // programs

@@ -126,20 +126,9 @@ def settle(largest, total, pooled, NATIVE: tl.constexpr):
 
 @triton.jit
 def pool(
-    kv_ptr,
-    score_ptr,
-    tail,
-    token,
-    position,
-    start,
-    slot,
-    channel,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    kv_ptr, score_ptr, tail, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr, CHUNK:
+    tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
 
     Rows are taken CHUNK at a time, the next asked for before the last are used. Every cell of a chunk keeps a sum of

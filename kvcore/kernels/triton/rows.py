@@ -22,7 +22,7 @@ from kvcore.kernels.triton.codes import (
     nf4_code,
     nf4_value,
     round_bf16,
-)
+)  # fmt: skip
 
 
 @triton.jit

@@ -116,16 +116,9 @@ class FlushCut(NamedTuple):
 
 
 def flush_cut(
-    streams: Sequence[Stream],
-    count: int,
-    requests: int,
-    given_bytes: int,
-    *,
-    append: bool,
-    beside: bool,
-    pairs: int,
+    streams: Sequence[Stream], count: int, requests: int, given_bytes: int, *, append: bool, beside: bool, pairs: int,
     native: bool,
-) -> FlushCut:
+) -> FlushCut:  # fmt: skip
     """How a flush of one or two streams of ``count`` tokens of ``requests`` requests is launched.
 
     Args:
@@ -163,9 +156,6 @@ def flush_cut(
         "NATIVE": native,
     }
     return FlushCut(
-        (chunks * shape.parts + requests * border, len(streams)),
-        shape.warps,
-        chunks + requests * index_border,
-        count // first.tail.ratio + requests + 1,
-        constants,
-    )
+        (chunks * shape.parts + requests * border, len(streams)), shape.warps, chunks + requests * index_border, count
+        // first.tail.ratio + requests + 1, constants,
+    )  # fmt: skip

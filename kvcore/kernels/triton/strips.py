@@ -18,15 +18,8 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["page_words", "entries"])
 def move_strips_kernel(
-    pages_ptr,
-    units_ptr,
-    table_ptr,
-    page_words,
-    entries,
-    STORE: tl.constexpr,
-    ENTRY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    pages_ptr, units_ptr, table_ptr, page_words, entries, STORE: tl.constexpr, ENTRY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy one run of one page's strip out of its unit, or with STORE into it; a unit of -1 is zeros, or left alone."""
     # Runs of a page follow each other, so that rows that they share sectors of meet in the cache.
     page = tl.program_id(0) // entries
