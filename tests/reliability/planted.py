@@ -161,16 +161,14 @@ TRITON_CHECKS = {
     "address": sampled("append_window or store_entries or gather_all or append_kv"),
     "append": sampled("append_window or append_rotated or append_kv or store_entries", shapes=WRITTEN),
     "tail": sampled("append_tail or append_index_tail or flush", "(packed or planar or tpu_tile)"),
-    "pool": sampled("flush or compress"),
-    "close": sampled("flush", shapes=WRITTEN),
+    "flush": sampled("flush or compress", shapes=WRITTEN),
     "latent": sampled("flush or append_rotated"),
     "rows": sampled("append_window or append_kv or gather_kv or gather_window or store_entries or gather_all"),
     "codes": sampled("append_window or append_kv or store_entries"),
     "gather": sampled("gather"),
     "topk": sampled("select"),
     "scores": sampled("index_scores or index_select"),
-    "attend": sampled("attend and not attend_kv"),
-    "merge": sampled("attend"),
+    "attend": sampled("attend"),
     "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }
 EVERY_LAYOUT = sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged")

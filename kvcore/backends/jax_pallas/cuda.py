@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from kvcore.backends.jax_pallas import run_triton
 from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.backends.jax_pallas.run_triton import call
-from kvcore.kernels.triton.cut import own_record, parts_of
+from kvcore.kernels.triton.attend import parts_of
 from kvcore.kernels.triton.launches.attention import cut_of
 from kvcore.kernels.triton.launches.launching import BOUND, Bound, BoundTail, bind, bind_tail
-from kvcore.kernels.triton.lists import MOST_PICKS, rows_at_once, tile_for
-from kvcore.kernels.triton.record import ceil_div, row_record
-from kvcore.kernels.triton.score_cut import score_parts
+from kvcore.kernels.triton.record import ceil_div, own_record, row_record
+from kvcore.kernels.triton.scores import score_parts
 from kvcore.kernels.triton.tail import tail_record
+from kvcore.kernels.triton.topk import MOST_PICKS, rows_at_once, tile_for
 from kvcore.plan import Region
 
 ROLES = ("window", "entries")

@@ -12,14 +12,14 @@ from kvcore.backends.torch_triton import flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.cuda import Kernel, Part, Ready, declined, name_of_kernels, why
 from kvcore.backends.torch_triton.tail import frequencies_of
-from kvcore.kernels.triton import kv_cuts
-from kvcore.kernels.triton.cut import attended, own_record, plain_record, takes_whole
+from kvcore.kernels.triton import attend_kv as kv_kernel
+from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
 from kvcore.kernels.triton.launches.attention import cut_of
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
-from kvcore.kernels.triton.lists import MOST_PICKS, select_workspace
-from kvcore.kernels.triton.record import power_of_two
-from kvcore.kernels.triton.score_cut import scored
+from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
+from kvcore.kernels.triton.scores import scored
+from kvcore.kernels.triton.topk import MOST_PICKS, select_workspace
 from kvcore.ops import AllEntries, Attention, SelectedEntries, WindowRows, bounds
 from kvcore.ops.choices import Decision, Declined
 
@@ -367,16 +367,16 @@ def _attended_kv(ops, layer, case):
     keys, values = (launch.BOUND[part.number].record for part in parts)
     records = None
     if case.own:
-        records = kv_cuts.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
+        records = kv_kernel.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
         if isinstance(records, Declined):
             return records
     native = is_native(ops.chip.capability) and not launch.INTERPRETED
-    sides = kv_cuts.multiplied(keys, values, records, bf16=case.bf16, native=native)
+    sides = kv_kernel.multiplied(keys, values, records, bf16=case.bf16, native=native)
     if isinstance(sides, Declined):
         return sides
     numbers = (-1, -1) if records is None else tuple(launch.bind(launch.Bound(one, 0, 0, 0)) for one in records)
     heads, seen = (keys.heads, values.heads), (component.window or 0, component.chunk or 0)
-    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_cuts.cut_for(ops.chip, sides), ops.chip)
+    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_kernel.cut_for(ops.chip, sides), ops.chip)
 
 
 def attend_kv_covers(bound, index, q, k=None, v=None, **_):
@@ -401,8 +401,8 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
     seen = min(columns, bound.window or bound.chunk or columns)
     tokens, heads, _ = q.shape
-    work = kv_cuts.work_for(tokens, len(index.slots), heads, *bound.heads)
-    splits = kv_cuts.splits_for(bound.chip, work.programs, seen + work.each - 1, bound.cut)
+    work = kv_kernel.work_for(tokens, len(index.slots), heads, *bound.heads)
+    splits = kv_kernel.splits_for(bound.chip, work.programs, seen + work.each - 1, bound.cut)
     room = splits * tokens * heads * (bound.value_dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),

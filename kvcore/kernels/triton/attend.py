@@ -1,10 +1,21 @@
 """Attention from encoded rows: one program takes some heads of one query over some of its keys.
 
 A tile of keys is decoded once, in the products' precision, and used for both products. Rows are taken in chunks of
-channels, each of which lies in one field, so that registers hold few decoded numbers at a time and no field is loaded
-where the other lies. Exponentials are to the base 2.
+channels, each of which lies in one field (``chunks``), so that registers hold few decoded numbers at a time and no
+field is loaded where the other lies. Exponentials are to the base 2.
 Queries without a key and tiles without one are safe: weights are then zeros, never quotients of zeros.
+
+Map:
+    ``Parts`` .. ``merge_constants``: how a call is cut into programs, by the records of its rows and the chip.
+    ``turn_back``, ``turn_back_kernel``: RoPE by minus the query's position, on outputs that were written and rounded
+        before. Rows are read again by the program that wrote them, a few kilobytes of its own cache. Rounded numbers
+        are what DeepSeek-V4's published inference code rotates, and the sums in registers can be given up first.
+    ``decode_panel`` .. ``attend_kernel``: keys, places, the running softmax.
+    ``merge_kernel``: parts over different keys put together, each weighted by its share of the sum of exponentials.
 """
+
+from functools import cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,7 +27,228 @@ from kvcore.kernels.triton.chunks import (
     side_by_side,
 )
 from kvcore.kernels.triton.codes import round_bf16
-from kvcore.kernels.triton.turn import turn_back
+from kvcore.kernels.triton.device import INTERPRETED, LARGE, Chip
+from kvcore.kernels.triton.latent import rotate, turns
+from kvcore.kernels.triton.record import PLACES, RowRecord, ceil_div, power_of_two
+from kvcore.ops.choices import Declined
+
+LOG2_E = 1.4426950408889634
+MOST_SPLITS = 64
+
+
+class Parts(NamedTuple):
+    """How a row of keys is cut for the products.
+
+    Attributes:
+        dim: channels of a row.
+        chunk: channels taken at a time, a power of two; ``chunks`` of them make a row.
+        panels: chunks that are multiplied at a time, powers of two.
+        full: keys, queries and weights are fp32 and products IEEE; else they are bf16 and sums fp32.
+        narrow: keys and queries are bf16 numbers, whatever they are held in, and weights are rounded to bf16.
+        apart: a row's only scale is not part of the keys.
+    """
+
+    dim: int
+    chunk: int
+    chunks: int
+    panels: tuple[int, ...]
+    full: bool
+    narrow: bool
+    apart: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Rows decoded to bf16 could be taken whole: they are of a power of two of channels."""
+        return self.narrow and self.panels == (self.chunks,) and self.dim == self.chunk * self.chunks
+
+
+class Cut(NamedTuple):
+    """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FULL = Cut(heads=16, keys=16, warps=4, stages=1)
+TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 3), 100: Cut(64, 64, 8, 3)}
+"""By compute capability: the newest that is not above the device's."""
+WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
+"""The same where rows are taken whole."""
+FEW = Cut(heads=32, keys=32, warps=4, stages=3)
+"""For so little work that every program has a multiprocessor of its own."""
+SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
+"""For GPUs whose blocks have less than LARGE bytes of shared memory."""
+
+
+@cache
+def parts_of(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool) -> Parts | None:
+    """How keys of both kinds are cut, for queries in bf16 or not; None where ``attended`` declines."""
+    found = attended(window, entries, bf16=bf16)
+    return None if isinstance(found, Declined) else found
+
+
+@cache
+def attended(window: RowRecord | None, entries: RowRecord | None, *, bf16: bool) -> Parts | Declined:
+    """How keys of both kinds are cut, for queries in bf16 or not, or why the kernel does not cover them."""
+    records = [record for record in (window, entries) if record is not None]
+    dim = records[0].dim
+    chunk = min(64, power_of_two(dim))
+    if chunk < 16:
+        return Declined(f"attention needs rows of more than 8 channels, these have {dim}")
+    for record in records:
+        if not _whole(record, chunk):
+            return Declined(f"a chunk of {chunk} channels would lie in two fields, or in parts of two groups")
+        if record.hadamard or record.global_scale != 1.0 or record.heads != 1:
+            return Declined("attention covers rows of one head that are neither rotated nor under a global scale")
+    narrow = bf16 and all(record.exact for record in records)
+    if narrow and not any(record.quant for record in records) and dim == power_of_two(dim):
+        # Rows that are as the products take them go there whole, not through registers.
+        chunk = dim
+    # The interpreter has no products of bf16 numbers: there they are fp32 numbers with the same values.
+    chunks = ceil_div(dim, chunk)
+    # fp32 products keep their operands in registers, where a whole row does not fit.
+    wide = tuple(1 << bit for bit in reversed(range(chunks.bit_length())) if chunks >> bit & 1)
+    panels = wide if narrow else (1,) * chunks
+    return Parts(dim, chunk, chunks, panels, INTERPRETED or not narrow, narrow)
+
+
+@cache
+def parts_of_each(window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool):
+    """How keys of each kind are cut: alike, but where most are taken whole; absent ones as all."""
+    every = parts_of(window, entries, bf16=bf16)
+    if every is None or not takes_whole(window, entries, every):
+        return every, every, every
+    whole = (record is not None and not record.quant for record in (window, entries, own))
+    alone = every._replace(chunk=every.dim, chunks=1, panels=(1,))
+    return tuple(alone if one else every for one in whole)
+
+
+def _whole(record: RowRecord, chunk: int) -> bool:
+    """A chunk must not lie in two fields, nor in parts of two groups."""
+    return record.quant % chunk == 0 and (record.width % chunk == 0 or chunk % record.width == 0)
+
+
+@cache
+def alike(window: RowRecord, entries: RowRecord) -> bool:
+    """Rows of both decode alike: they differ in where they lie alone."""
+    elsewhere = {"rows": 0, "paged": False, **dict.fromkeys(PLACES, 0)}
+    one, other = (record._replace(**elsewhere) for record in (window, entries))
+    # Packing in words depends on where rows lie.
+    return one == other and all(getattr(window, place) % 4 == getattr(entries, place) % 4 == 0 for place in PLACES[:6])
+
+
+def takes_whole(window: RowRecord | None, entries: RowRecord | None, parts: Parts) -> bool:
+    """Most keys are taken whole: entries, or rows of a window without."""
+    some = entries or window
+    return parts.whole and some is not None and not some.quant
+
+
+def cut_for(chip: Chip, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> Cut:
+    """The cut for queries of ``heads`` heads and at most ``keys`` keys.
+
+    Args:
+        whole: entries, or else rows of the window, are taken whole.
+    """
+    if full:
+        cut = FULL
+    elif tokens * ceil_div(heads, FEW.heads) * ceil_div(keys, FEW.keys) <= chip.multiprocessors:
+        cut = FEW
+    elif chip.shared < LARGE:
+        cut = SMALL
+    else:
+        cut = (WHOLE if whole else TENSOR)[max([80, *(known for known in TENSOR if known <= chip.capability)])]
+    return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
+
+
+def attend_cut(
+    chip: Chip, tokens: int, heads: int, keys: int, parts: Parts, window: RowRecord | None, entries: RowRecord | None,
+    *, picked: bool,
+) -> Cut:  # fmt: skip
+    """The cut of a call whose entries are ``picked``, or all that is visible."""
+    whole = takes_whole(window, entries, parts)
+    cut = cut_for(chip, tokens, heads, keys, parts.full, whole)
+    if not picked and not whole:
+        # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages.
+        cut = cut._replace(stages=min(cut.stages, 2))
+    return cut
+
+
+def splits_for(chip: Chip, tokens: int, heads: int, keys: int, cut: Cut) -> int:
+    """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
+    programs = max(1, tokens * ceil_div(heads, cut.heads))
+    return max(1, min(chip.multiprocessors // programs, ceil_div(keys, cut.keys), MOST_SPLITS))
+
+
+def attend_constants(
+    cut: Cut, window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool
+) -> dict[str, Any]:
+    """``constexpr`` arguments of the attention kernel that follow from its cut and its records."""
+    some = window or entries
+    parts, entry_parts, own_parts = parts_of_each(window, entries, own, bf16=bf16)
+    return {
+        "W": window or some,
+        "E": entries or some,
+        "CHUNK": own or some,
+        "S": parts,
+        "ENTRY_S": entry_parts,
+        "CHUNK_S": own_parts,
+        "OWN": own is not None,
+        "HEADS": cut.heads,
+        "KEYS": cut.keys,
+        "ALIKE": window is not None and entries is not None and alike(window, entries),
+        "STAGES": cut.stages,
+        "SPREAD": max(1, 32 * cut.warps // cut.keys),
+    }
+
+
+def merge_constants(dim: int, splits: int) -> dict[str, Any]:
+    """``constexpr`` arguments of the kernel that puts ``splits`` parts of a query together."""
+    return {
+        "DIM": dim,
+        "WIDTH": power_of_two(dim),
+        "PARTS": min(8, power_of_two(splits)),
+        "SPLITS": power_of_two(splits),
+    }
+
+
+TURN_HEADS = 16
+"""Heads of a program of ``turn_back_kernel``."""
+
+
+@triton.constexpr_function
+def channels_of(pairs):
+    """Channels of a tile that holds ``pairs`` pairs, 1 or more: a power of two."""
+    return 2 << (pairs - 1).bit_length()
+
+
+@triton.jit
+def turn_back(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+    """Rotate the last PAIRS pairs of rows of DIM channels at pointers ``at`` [n] by minus ``position``, in place."""
+    size: tl.constexpr = channels_of(PAIRS)
+    channel = tl.arange(0, size)[None, :]
+    here = inside[:, None] & (channel < 2 * PAIRS)
+    row = at[:, None] + (DIM - 2 * PAIRS) + channel
+    x = tl.load(row, mask=here, other=0.0).to(tl.float32)
+    cos, sin = turns(tl.zeros([1], tl.int32) + position, frequencies_ptr, size, 2 * PAIRS, PAIRS)
+    x = rotate(x, cos, -sin, 2 * PAIRS, PAIRS)
+    if at.dtype.element_ty == tl.bfloat16 and not NATIVE:
+        x = round_bf16(x, NATIVE)
+    tl.store(row, x.to(at.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def turn_back_kernel(
+    out_ptr, positions_ptr, frequencies_ptr, heads,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Out [tokens, heads, DIM], HEADS heads of one token."""
+    blocks = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    at = out_ptr + (token * heads + head) * DIM
+    turn_back(at, head < heads, tl.load(positions_ptr + token), frequencies_ptr, DIM, PAIRS, NATIVE)
 
 
 @triton.jit
@@ -78,17 +310,19 @@ def absorb(q, k, valid, scale, largest, total, out, S: tl.constexpr, NATIVE: tl.
 
 @triton.jit
 def place_of(
-    tile, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-    table_columns, W: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FRESH: tl.constexpr,
-    KIND: tl.constexpr, SPREAD: tl.constexpr,
+    tile, windows, query, picked, W: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+    FRESH: tl.constexpr, KIND: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Places [KEYS] of a tile's keys as int64, unit above row; -1 where there is no key.
 
     The window's tiles come first, ``windows`` of them, then the entries'. KIND: "window" or "entries" where all tiles
     are of that kind, else "both". FRESH 1: of the window, the step's own rows; -1: only older ones, from the ring; 0:
     all, from the ring. Every place is found SPREAD times, by as many threads, and then handed around: else the compiler
-    would look it up anew for every layout that it is used in.
+    would look it up anew for every layout that it is used in. ``query`` and ``picked`` are as
+    in ``attend_kernel``.
     """
+    token, request, position, count, start, slot, visible = query
+    picks, selected_ptr, table_ptr, table_columns = picked
     n = tl.arange(0, KEYS)[:, None] + tl.zeros([1, SPREAD], tl.int32)
     if KIND != "entries":
         number = position + 1 - count + tile * KEYS + n
@@ -138,11 +372,10 @@ def member(record, field, what):
 
 
 @triton.jit
-def pointers_of(
-    tile, windows, place, codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr,
-    W: tl.constexpr, E: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+def pointers_of(tile, windows, place, pools, entry_pools, W: tl.constexpr, E: tl.constexpr, KIND: tl.constexpr):
     """Pointers to codes, scales and plain channels of the keys at ``place``."""
+    codes_ptr, scales_ptr, plain_ptr = pools
+    entry_codes_ptr, entry_scales_ptr, entry_plain_ptr = entry_pools
     place = tl.maximum(place, 0)
     unit, row = place >> 32, place & 0x7FFFFFFF
     if KIND == "both":
@@ -157,32 +390,22 @@ def pointers_of(
 
 @triton.jit
 def attend_tiles(
-    first, last, windows, q, scale, largest, total, out,
-    token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr, table_columns,
-    codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr,
+    first, last, windows, q, scale, largest, total, out, query, picked, pools, entry_pools,
     W: tl.constexpr, E: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FRESH: tl.constexpr,
     KIND: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take tiles first .. last - 1 into the running softmax; with more than one stage, rows are loaded ahead."""
     ahead: tl.constexpr = ALL and STAGES == 2 and W.quant > 0
     if ahead:
-        place = place_of(
-            first, windows, token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-            table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
-        )  # fmt: skip
+        place = place_of(first, windows, query, picked, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
     for tile in tl.range(first, last, num_stages=STAGES):
         # The next tile's places are found while this one's keys are multiplied; with picks they would not be in time.
-        following = place_of(
-            tile + (1 if ahead else 0), windows, token, request, position, count, start, slot, visible, picks,
-            selected_ptr, table_ptr, table_columns, W, E, KEYS, ALL, FRESH, KIND, SPREAD,
-        )  # fmt: skip
+        ahead_by: tl.constexpr = 1 if ahead else 0
+        following = place_of(tile + ahead_by, windows, query, picked, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
         if not ahead:
             place = following
         valid = place >= 0
-        at = pointers_of(
-            tile, windows, place, codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr,
-            entry_plain_ptr, W, E, KIND,
-        )  # fmt: skip
+        at = pointers_of(tile, windows, place, pools, entry_pools, W, E, KIND)
         raw, scales = load_row(at, valid, W, S)
         k = decode_row(raw, scales, valid, W, S, NATIVE)
         largest, total, out = absorb(q, k, valid, scale, largest, total, out, S, NATIVE)
@@ -269,38 +492,35 @@ def attend_kernel(
         out = out + (tl.zeros([HEADS, S.panels[p] * S.chunk], tl.float32),)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    picked = picks, selected_ptr, table_ptr, table_columns
+    pools, own_pools = (codes_ptr, scales_ptr, plain_ptr), (own_ptr, own_ptr, own_ptr)
+    entry_pools = entry_codes_ptr, entry_scales_ptr, entry_plain_ptr
     if OWN:
         start = tl.load(starts_ptr + request)
         largest, total, out = attend_tiles(
             first, tl.minimum(last, windows), windows, q, scale, largest, total, out,
-            token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr, table_columns,
-            own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, own_ptr, CHUNK, CHUNK, CHUNK_S, KEYS, ALL, 1, "window", STAGES,
-            SPREAD, NATIVE,
+            (token, request, position, count, start, slot, visible), picked, own_pools, own_pools,
+            CHUNK, CHUNK, CHUNK_S, KEYS, ALL, 1, "window", STAGES, SPREAD, NATIVE,
         )  # fmt: skip
         # The ring has nothing to add where the whole window is the step's own.
         first = tl.where(position + 1 - count < start, first, tl.maximum(first, windows))
     fresh: tl.constexpr = -1 if OWN else 0
+    query = token, request, position, count, start, slot, visible
     if WINDOW and RATIO and ALIKE:
         largest, total, out = attend_tiles(
-            first, last, windows, q, scale, largest, total, out,
-            token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr, table_columns,
-            codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr,
+            first, last, windows, q, scale, largest, total, out, query, picked, pools, entry_pools,
             W, E, S, KEYS, ALL, fresh, "both", STAGES, SPREAD, NATIVE,
         )  # fmt: skip
     else:
         if WINDOW:
             largest, total, out = attend_tiles(
-                first, tl.minimum(last, windows), windows, q, scale, largest, total, out,
-                token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-                table_columns, codes_ptr, scales_ptr, plain_ptr, codes_ptr, scales_ptr, plain_ptr,
+                first, tl.minimum(last, windows), windows, q, scale, largest, total, out, query, picked, pools, pools,
                 W, W, S, KEYS, ALL, fresh, "window", STAGES, SPREAD, NATIVE,
             )  # fmt: skip
         if RATIO:
             largest, total, out = attend_tiles(
-                tl.maximum(first, windows), last, windows, q, scale, largest, total, out,
-                token, request, position, count, start, slot, visible, picks, selected_ptr, table_ptr,
-                table_columns, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr, entry_codes_ptr, entry_scales_ptr,
-                entry_plain_ptr, E, E, ENTRY_S, KEYS, ALL, 0, "entries", STAGES, SPREAD, NATIVE,
+                tl.maximum(first, windows), last, windows, q, scale, largest, total, out, query, picked, entry_pools,
+                entry_pools, E, E, ENTRY_S, KEYS, ALL, 0, "entries", STAGES, SPREAD, NATIVE,
             )  # fmt: skip
 
     some = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -327,3 +547,46 @@ def beside_sink(sink_ptr, head, inside, lse):
     sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp2(sink * 1.4426950408889634 - lse))
     return tl.where(lse == float("-inf"), 0.0, share)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, positions_ptr, frequencies_ptr, heads, splits,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, SINK: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Parts [tokens, splits, heads, DIM] and base-2 sums [tokens, splits, heads] -> one query's out and lse of a head.
+
+    The sink counts once, here, and PAIRS of the last channels are turned back. Parts are taken PARTS at a time in a
+    fixed order; those without a key are not read.
+    """
+    token, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    every = tl.arange(0, SPLITS)
+    sums = tl.load(partial_lse_ptr + (token * splits + every) * heads + head, mask=every < splits, other=float("-inf"))
+    largest = tl.max(sums, axis=0)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(sums - finite), axis=0)
+    channel = tl.arange(0, WIDTH)
+    out = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        line = (token * splits + part) * heads + head
+        some = tl.load(partial_lse_ptr + line, mask=part < splits, other=float("-inf"))
+        weight = tl.exp2(some - finite)
+        read = (some != float("-inf"))[:, None] & (channel < DIM)[None, :]
+        x = tl.load(partial_ptr + line[:, None] * DIM + channel[None, :], mask=read, other=0.0)
+        out += tl.sum(x * weight[:, None], axis=0)
+    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
+    out = out / tl.where(total == 0.0, 1.0, total)
+    if SINK:
+        out *= beside_sink(sink_ptr, head, True, lse)
+    if out_ptr.dtype.element_ty == tl.bfloat16 and not NATIVE:
+        out = round_bf16(out, NATIVE)
+    line = token * heads + head
+    tl.store(lse_ptr + line, lse * 0.6931471805599453)
+    tl.store(out_ptr + line * DIM + channel, out.to(out_ptr.dtype.element_ty), mask=channel < DIM)
+    if PAIRS:
+        tl.debug_barrier()
+        at = out_ptr + line * DIM + tl.zeros([1], tl.int32)
+        position = tl.load(positions_ptr + token)
+        turn_back(at, tl.full([1], True, tl.int1), position, frequencies_ptr, DIM, PAIRS, NATIVE)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcore.ops.choices import Declined
 from kvcore.plan import Region
-from kvcore.spec import Field
+from kvcore.spec import Field, Format
 from kvcore.spec.codes import CODES, RULES, unknown
 from kvcore.spec.layout import Place
 
@@ -85,6 +85,10 @@ class RowRecord(NamedTuple):
     plain_unit: int
     plain_base: int
     plain_stride: int
+
+
+PLACES = tuple(f"{field}_{what}" for field in ("codes", "scales", "plain") for what in ("unit", "base", "stride"))
+"""What tells where a row lies."""
 
 
 class RegionBuffers(NamedTuple):
@@ -173,6 +177,31 @@ def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Regi
         for name in (quant.name if quant else "", "scales", plain[0].name if plain else "")
     ]
     return record, RegionBuffers(*names)
+
+
+def plain_record(record: RowRecord) -> RowRecord:
+    """The record of the same rows decoded to bf16, one unit behind the other."""
+    row = 2 * record.dim
+    return record._replace(
+        quant=0, width=power_of_two(record.dim), tiles=1, code="", rule="", scale="", groups=0, pad=0, inverse=1.0,
+        largest=0.0, code_words=False, scale_words=False, plain="bf16", apart=False, **dict.fromkeys(PLACES, 0),
+    )._replace(plain_unit=record.rows * row, plain_stride=row)  # fmt: skip
+
+
+def own_record(record: RowRecord, format: Format) -> RowRecord:
+    """The record of canonical rows [rows, row_bytes] of the same format, row r of the only block."""
+
+    def base(*names: str) -> int:
+        return next((format.byte_range(f.name)[0] for f in format.fields if f.name in names), 0)
+
+    values = [field.name for field in format.fields if field.is_value]
+    row = format.row
+    return record._replace(
+        rows=1 << 30, paged=True,
+        codes_unit=0, codes_base=base(values[0]), codes_stride=row,
+        scales_unit=0, scales_base=base("scales"), scales_stride=row,
+        plain_unit=0, plain_base=base(values[-1]), plain_stride=row,
+    )  # fmt: skip
 
 
 def ceil_div(value: int, by: int) -> int:

@@ -71,7 +71,7 @@ TRITON = {
             "a tail keeps the payload of a NaN",
         ),
     ],
-    "pool.py": [
+    "flush.py": [
         (
             "    return r // T.ratio * T.dim if T.overlap else tl.zeros_like(r)\n",
             "    return (1 - r // T.ratio) * T.dim if T.overlap else tl.zeros_like(r)\n",
@@ -92,8 +92,6 @@ TRITON = {
             "    total = total + weight\n",
             "earlier rows are weighted by an old maximum",
         ),
-    ],
-    "close.py": [
         (
             "turns(entry * T.ratio, frequencies_ptr, size, R.dim, PAIRS)\n        score = widened(score)",
             "turns(entry, frequencies_ptr, size, R.dim, PAIRS)\n        score = widened(score)",
@@ -239,16 +237,14 @@ TRITON = {
             "    total = total + tl.sum(weight, axis=1)\n",
             "earlier keys are weighted by an old maximum",
         ),
-    ],
-    "merge.py": [
         (
             "        out *= beside_sink(sink_ptr, head, True, lse)\n",
             "        out *= 1.0\n",
             "the sink is ignored where keys are split",
         ),
         (
-            "    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))\n",
-            "    lse = tl.log2(tl.where(total == 0.0, 1.0, total))\n",
+            "    lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))\n    out = out",
+            "    lse = tl.log2(tl.where(total == 0.0, 1.0, total))\n    out = out",
             "lse of split keys lacks the maximum",
         ),
     ],

@@ -3,8 +3,8 @@
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from kvcore.kernels.triton import attend, merge, turn
-from kvcore.kernels.triton.cut import (
+from kvcore.kernels.triton import attend
+from kvcore.kernels.triton.attend import (
     LOG2_E,
     Cut,
     attend_constants,
@@ -54,13 +54,13 @@ def _attend(
 def merged(dim: int, splits: int, sink: bool, pairs: int, native: bool) -> Kernel:
     """The kernel that puts ``splits`` parts of rows of ``dim`` channels together."""
     constants = {**merge_constants(dim, splits), "SINK": sink, "PAIRS": pairs, "NATIVE": native}
-    return Kernel(merge.merge_kernel, constants, writes=("out", "lse"), fused=True)
+    return Kernel(attend.merge_kernel, constants, writes=("out", "lse"), fused=True)
 
 
 @cache
 def _turn_back(dim: int, pairs: int, native: bool) -> Kernel:
-    constants = {"DIM": dim, "PAIRS": pairs, "HEADS": turn.HEADS, "NATIVE": native}
-    return Kernel(turn.turn_back_kernel, constants, writes=("out",), fused=True)
+    constants = {"DIM": dim, "PAIRS": pairs, "HEADS": attend.TURN_HEADS, "NATIVE": native}
+    return Kernel(attend.turn_back_kernel, constants, writes=("out",), fused=True)
 
 
 def _attend_out(to: Framework, q: Array) -> tuple[Array, Array]:
@@ -127,4 +127,4 @@ def turn_back_rows(to: Framework, out: Array, positions: Array, frequencies: Arr
     tokens, heads, dim = out.shape
     if tokens * heads * dim and frequencies.shape[0]:
         kernel = _turn_back(dim, frequencies.shape[0], to.native(out))
-        to.run(kernel, (tokens * ceil_div(heads, turn.HEADS),), (out, positions, frequencies), (heads,))
+        to.run(kernel, (tokens * ceil_div(heads, attend.TURN_HEADS),), (out, positions, frequencies), (heads,))

@@ -7,10 +7,10 @@ from kvcore.kernels.triton import scores
 from kvcore.kernels.triton.device import INTERPRETED, Chip
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.launches.topk import Lists, rank_lists
-from kvcore.kernels.triton.lists import workspace
 from kvcore.kernels.triton.record import ceil_div, power_of_two
-from kvcore.kernels.triton.score_cut import ScoreCut, score_cut, score_tiles
+from kvcore.kernels.triton.scores import ScoreCut, score_cut, score_tiles
 from kvcore.kernels.triton.shape import tile
+from kvcore.kernels.triton.topk import workspace
 
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""

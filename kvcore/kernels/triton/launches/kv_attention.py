@@ -4,9 +4,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from kvcore.kernels.triton import attend_kv
-from kvcore.kernels.triton.cut import LOG2_E
+from kvcore.kernels.triton.attend import LOG2_E
+from kvcore.kernels.triton.attend_kv import Work, cut_for, sides_of, span_of, whole_tiles, work_for
 from kvcore.kernels.triton.device import Chip
-from kvcore.kernels.triton.kv_cuts import Work, cut_for, sides_of, span_of, whole_tiles, work_for
 from kvcore.kernels.triton.launches.attention import merged
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
-from kvcore.kernels.triton.lists import (
+from kvcore.kernels.triton.record import ceil_div
+from kvcore.kernels.triton.topk import (
     OTHERS,
     RANKED,
     Tile,
@@ -17,7 +18,6 @@ from kvcore.kernels.triton.lists import (
     shares_for,
     tile_for,
 )
-from kvcore.kernels.triton.record import ceil_div
 
 
 class Lists(NamedTuple):

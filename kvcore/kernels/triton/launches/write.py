@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from kvcore.kernels.triton import append, last_rows, tail
+from kvcore.kernels.triton import append, flush, tail
 from kvcore.kernels.triton.launches.launching import BOUND, POOLS, TAILS, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.shape import tile
@@ -36,11 +36,11 @@ def _append_tail(record: int, rows: int, columns: int) -> Kernel:
 @cache
 def _append_last(record: int) -> tuple[Kernel, int]:
     """The kernel, and its programs of a request."""
-    bound, rows = TAILS[record].record, last_rows.ROWS
+    bound, rows = TAILS[record].record, flush.LAST_ROWS
     columns = power_of_two(bound.width)
     constants = {"T": bound, "ROWS": rows, "COLUMNS": columns}
     warps = max(1, min(8, rows * columns // 256))
-    kernel = Kernel(last_rows.append_last_kernel, constants, warps, writes=("kv_tail", "score_tail"))
+    kernel = Kernel(flush.append_last_kernel, constants, warps, writes=("kv_tail", "score_tail"))
     return kernel, ceil_div(bound.rows, rows)
 
 
