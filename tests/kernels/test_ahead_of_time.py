@@ -1,29 +1,23 @@
-"""Every kernel, format and layout compiled for GPUs that are not there: nothing fails, and nothing spills more than
-``records/compile_triton.json`` says. After a change that is meant to:
+"""Every kernel that writes, gathers or moves bytes, in every format and layout, compiled for GPUs that are not there:
+nothing fails, and nothing spills more than ``records/compile_triton.json`` says. After a change that is meant to:
 
-    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels/test_ahead_of_time.py
+    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels -k ahead_of_time
 """
-
-import json
-import os
-from pathlib import Path
 
 import pytest
 
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcore.kernels.triton import append, checksum, flush, gather, last_rows, rings, shards, strips, tail, units  # noqa: E402
+from kvcore.kernels.triton import append, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import border_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402
-from tests.support.ahead_of_time import compiled, resources  # noqa: E402
+from tests.support.ahead_of_time import ARCHITECTURES, check  # noqa: E402
 
-ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
-RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
 FLUSHES = [
     pytest.param(count, requests, arch, id=f"{count} {gpu}")
     for gpu, arch in ARCHITECTURES.items()
@@ -31,10 +25,6 @@ FLUSHES = [
     # Two shapes of a flush are enough for GPUs that it was not tuned on.
     if gpu == "H100" or count in (64, 8192)
 ]
-OTHER_COMPILER = 64
-"""Bytes of spills more than recorded that another Triton than the record's may come to: a few words cost nothing."""
-UNRECORDED = 128
-"""Bytes of spills of a case that the record lacks."""
 
 
 def regions(name, layout):
@@ -53,34 +43,6 @@ def regions(name, layout):
             0
         ]
     return found
-
-
-@pytest.fixture(scope="module")
-def record():
-    """Triton's version, what is recorded by (kernel, GPU, case), and what was found, which is written if asked for."""
-    known = json.loads(RECORD.read_text())
-    found = []
-    yield known["triton"], {(row["kernel"], row["arch"], row["case"]): row for row in known["rows"]}, found
-    path = os.environ.get("KVCORE_COMPILE_RECORD")
-    if path:
-        lines = ",\n".join(json.dumps(row) for row in sorted(found, key=lambda row: tuple(map(str, row.values()))))
-        head = f'"kind": "compiled ahead of time", "triton": "{triton.__version__}"'
-        Path(path).write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
-
-
-def check(record, case, kernel, arch, constants, **options):
-    version, known, rows = record
-    found = resources(compiled(kernel, arch, constants, **options))
-    name = kernel.fn.__name__
-    rows.append({"kernel": name, "arch": f"sm_{arch}", "case": case, **found._asdict()})
-    assert found.shared_bytes <= 48 * 1024, f"{name}: {found}"
-    if os.environ.get("KVCORE_COMPILE_RECORD"):
-        return
-    recorded = known.get((name, f"sm_{arch}", case))
-    allowed = UNRECORDED
-    if recorded:
-        allowed = recorded["spilled_bytes"] + (version != triton.__version__) * OTHER_COMPILER
-    assert found.spilled_bytes <= allowed, f"{name} for sm_{arch}, {case!r} spills more than {allowed} bytes: {found}"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +144,7 @@ def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entrie
     if count == 64:
         constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}
         check(record, case, tail.append_tail_kernel, arch, constants, given=given)
-        check(record, case, last_rows.append_last_kernel, arch, {**constants, "ROWS": last_rows.ROWS}, given=given)
+        check(record, case, flush.append_last_kernel, arch, {**constants, "ROWS": flush.LAST_ROWS}, given=given)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -3,16 +3,10 @@
 Every array that a launch is given knows its name, so that a kernel which is given another's in its place is seen.
 """
 
-import importlib
-import pkgutil
-
 import pytest
 
 pytest.importorskip("triton")
 
-from triton.runtime.jit import JITFunction
-
-import kvcore.kernels.triton
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.device import Chip
 from kvcore.kernels.triton.launches import LAUNCHES
@@ -21,6 +15,7 @@ from kvcore.kernels.triton.record import row_record
 from kvcore.kernels.triton.tail import tail_record
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from tests.support.ahead_of_time import kernels
 
 T, Q, COLUMNS, HEADS, DIM, K = 300, 3, 7, 64, 512, 8
 """Tokens, requests, columns of the block table, heads, channels, picks."""
@@ -241,18 +236,6 @@ def test_what_is_absent_has_a_stand_in(name):
     for kernel, _, given in recorded(name, **absent):
         assert [*given] == [*kernel.names]
         assert all(isinstance(value, Named) == key.endswith("_ptr") for key, value in given.items())
-
-
-def kernels():
-    """Every kernel of the package, by its name."""
-    package = kvcore.kernels.triton
-    modules = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-    return {
-        name: value
-        for module in map(importlib.import_module, modules)
-        for name, value in vars(module).items()
-        if isinstance(value, JITFunction) and name.endswith("_kernel")
-    }
 
 
 def test_every_kernel_is_launched():

@@ -6,7 +6,7 @@ triton = pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 from kvcore.errors import BackendError  # noqa: E402
-from kvcore.kernels.triton import append, attend, cut, gather  # noqa: E402
+from kvcore.kernels.triton import append, attend, gather  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, CacheSpec, Field, Format, LayerSpec, Window  # noqa: E402
@@ -87,7 +87,7 @@ def test_kernels_do_not_compile_for_what_they_do_not_know(kernel, odd):
 def test_attention_does_not_compile_for_what_it_does_not_know(odd):
     name, changes = ODD[odd]
     record = record_of(name, **changes)
-    parts = cut.parts_of(record, None, bf16=True)
+    parts = attend.parts_of(record, None, bf16=True)
     constants = {
         "W": record, "E": record, "CHUNK": record, "S": parts, "ENTRY_S": parts, "CHUNK_S": parts,
         "WINDOW": 4, "RATIO": 4, "ALL": False, "SINK": True, "OWN": False, "SPLIT": True, "HEADS": 16, "KEYS": 16,

@@ -1,27 +1,25 @@
-"""The kernels that read, compiled for GPUs that are not there: they fit into registers and shared memory."""
+"""The kernels that read, compiled for GPUs that are not there: they fit into registers and shared memory.
+
+What they take is in the record of ``test_ahead_of_time``.
+"""
+
+import inspect
 
 import pytest
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.kernels.triton import attend, attend_kv, flash_index, kv_cuts, merge, scores, topk, turn
-from kvcore.kernels.triton.cut import (
-    FEW,
-    FULL,
-    TENSOR,
-    WHOLE,
-    alike,
-    parts_of_each,
-    plain_record,
-)
+from kvcore.kernels.triton import attend, attend_kv, flash_index, scores, topk
+from kvcore.kernels.triton.attend import FEW, FULL, TENSOR, WHOLE, alike, parts_of_each
 from kvcore.kernels.triton.launches.indexer import ROUND
-from kvcore.kernels.triton.lists import room_for, tile_for
-from kvcore.kernels.triton.record import power_of_two, row_record
-from kvcore.kernels.triton.score_cut import CUTS, nibbles, score_parts
+from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
+from kvcore.kernels.triton.scores import CUTS, nibbles, score_parts
+from kvcore.kernels.triton.shape import tile
+from kvcore.kernels.triton.topk import room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from tests.support.ahead_of_time import compiled, resources
+from tests.support.ahead_of_time import ARCHITECTURES, check, kernels
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -30,7 +28,7 @@ SPILLS = 2560
 """Bytes of spills in attention: addresses that wait while sums of 512 channels fill the registers."""
 
 
-MERGE = {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "NATIVE": True}
+MERGE = {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True}
 
 CLASSIC_SPILLS = 512
 """Of classic attention: a single warp holds a whole program of four-bit codes."""
@@ -82,13 +80,13 @@ def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **opt
         ),
     ],
 )
-def test_attention_compiles(name, arch, options):
+def test_attention_compiles(name, arch, options, record, request):
     constants, warps = attention_constants(name, arch, **options)
     bf16 = options.get("bf16", True)
     given = "bf16" if bf16 else "fp32"
-    found = resources(compiled(attend.attend_kernel, arch, constants, given=given, exact=bf16, warps=warps))
+    options = {"given": given, "exact": bf16, "warps": warps, "shared": SHARED[arch] * 1024}
+    found = check(record, case_of(request), attend.attend_kernel, arch, constants, **options)
     assert found.spilled_bytes <= SPILLS, found
-    assert found.shared_bytes <= SHARED[arch] * 1024, found
 
 
 def classic_constants(
@@ -97,13 +95,13 @@ def classic_constants(
     kv = KV(key_heads=heads, key_dim=dims[0], value_dim=dims[1], key_format=keys, value_format=values)
     spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
     k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
-    sides = kv_cuts.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
-    cut = kv_cuts.cut_of(arch, sides)
-    span, some = kv_cuts.span_of(each), power_of_two(group)
+    sides = attend_kv.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
+    cut = attend_kv.cut_of(arch, sides)
+    span, some = attend_kv.span_of(each), power_of_two(group)
     constants = {
         "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False, "LEFT": False,
         "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
-        "KEYS": cut.keys, "WHOLE": kv_cuts.whole_tiles(k, cut), "STAGES": cut.stages,
+        "KEYS": cut.keys, "WHOLE": attend_kv.whole_tiles(k, cut), "STAGES": cut.stages,
         "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
     return constants, cut
@@ -127,10 +125,11 @@ def classic_constants(
         pytest.param("bf16", "bf16", 90, {"dims": (192, 128), "group": 1}, id="dims 192 and 128, H100"),
     ],
 )
-def test_classic_attention_compiles(keys, values, arch, options):
+def test_classic_attention_compiles(keys, values, arch, options, record, request):
     constants, cut = classic_constants(keys, values, arch, **options)
     given = "bf16" if options.get("bf16", True) else "fp32"
-    found = resources(compiled(attend_kv.attend_kv_kernel, arch, constants, given=given, exact=True, warps=cut.warps))
+    more = {"given": given, "exact": True, "warps": cut.warps, "shared": SHARED[arch] * 1024}
+    found = check(record, case_of(request), attend_kv.attend_kv_kernel, arch, constants, **more)
     assert found.spilled_bytes <= CLASSIC_SPILLS, found
     # As many programs of plain decode fit as the work is shared out for; wider ones may be fewer.
     resident = 1 if options else cut.resident
@@ -141,7 +140,7 @@ def test_classic_attention_compiles(keys, values, arch, options):
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize("name", ["index_fp8_132", "index_fp4_68_h", "index_nvfp4"])
 @pytest.mark.parametrize("given", ["bf16", "fp32"])
-def test_scores_compile(given, name, arch):
+def test_scores_compile(given, name, arch, record):
     keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
     packed = nibbles(keys) and arch >= 89
     cut = CUTS[packed]
@@ -151,39 +150,62 @@ def test_scores_compile(given, name, arch):
     }  # fmt: skip
     alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
     for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
-        found = resources(compiled(kernel, arch, {**constants, **more}, given=given, exact=False, warps=cut.warps))
+        options = {"given": given, "exact": False, "warps": cut.warps, "shared": SHARED[arch] * 1024 // 2}
+        found = check(record, f"{name}, {given}", kernel, arch, {**constants, **more}, **options)
         assert found.spilled_bytes <= 64, found
-        assert found.shared_bytes <= SHARED[arch] * 1024 // 2, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize("slots", [1024, 16384])
 @pytest.mark.parametrize("lists", [False, True], ids=["of scores", "of lists"])
-def test_best_compiles(lists, slots, arch):
+def test_best_compiles(lists, slots, arch, record):
     tile = tile_for(512, slots)
     constants = {
         "PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room_for(512), "LIST": 512 * lists,
     }  # fmt: skip
     types = {"given": "i64" if lists else "fp32"}
-    found = resources(compiled(topk.best_kernel, arch, constants, warps=tile.warps, types=types))
+    case = f"{slots} of {'lists' if lists else 'scores'}"
+    options = {"warps": tile.warps, "types": types, "shared": SHARED[arch] * 1024}
+    found = check(record, case, topk.best_kernel, arch, constants, **options)
     # Pointers of a whole tile of lists' pairs, when 32 warps leave 64 registers to a thread.
     assert found.spilled_bytes <= 512, found
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 @pytest.mark.parametrize(
-    ("kernel", "constants", "warps"),
+    ("kernel", "constants"),
     [
-        (topk.rank_kernel, {"BLOCK": 64, "OTHERS": 64}, 4),
+        (topk.rank_kernel, {"BLOCK": 64, "OTHERS": 64}),
         (
             flash_index.flash_index_kernel,
             {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "WIDTH": 128, "BLOCK": 512},
-            4,
         ),
-        *((merge.merge_kernel, {**MERGE, "PAIRS": pairs}, 4) for pairs in (0, 32)),
-        (turn.turn_back_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": turn.HEADS, "NATIVE": True}, 4),
+        *((attend.merge_kernel, {**MERGE, "PAIRS": pairs}) for pairs in (0, 32)),
+        (attend.turn_back_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS}),
     ],
     ids=["rank", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
 )
-def test_small_kernels_compile(kernel, constants, warps):
-    found = resources(compiled(kernel, 90, constants, warps=warps))
+def test_small_kernels_compile(kernel, constants, arch, record, request):
+    if "NATIVE" in inspect.signature(kernel.fn).parameters:
+        constants = {**constants, "NATIVE": arch >= 89}
+    found = check(record, case_of(request), kernel, arch, constants)
     assert found.spilled_bytes == 0, found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("name", ["index_fp4_68_h", "index_nvfp4_h"])
+def test_rotation_of_queries_compiles(name, arch, record):
+    keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
+    rows, warps = tile(keys, 4096)
+    constants = {"R": keys, "ROWS": rows, "NATIVE": arch >= 89}
+    check(record, name, scores.rotate_kernel, arch, constants, warps=warps)
+
+
+def case_of(request):
+    """A case by the name that its test goes by."""
+    return request.node.callspec.id
+
+
+def test_every_kernel_is_recorded_for_every_gpu(record):
+    recorded = {(kernel, arch) for kernel, arch, _ in record.known}
+    assert recorded == {(name, f"sm_{arch}") for name in kernels() for arch in ARCHITECTURES.values()}

@@ -1,6 +1,9 @@
 """Compile a kernel for a GPU that is not there, and read what the assembler says about it."""
 
+import importlib
 import inspect
+import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -12,6 +15,18 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import kvcore.kernels.triton
+
+ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
+RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
+WRITES = "KVCORE_COMPILE_RECORD"
+"""Variable that names the file to write a record to."""
+OTHER_COMPILER = 64
+"""Bytes of spills more than recorded that another Triton than the record's may come to: a few words cost nothing."""
+UNRECORDED = 128
+"""Bytes of spills of a case that the record lacks."""
 
 BYTES = {
     "codes", "scales", "plain", "index_codes", "index_scales", "index_plain", "source", "target", "fresh",
@@ -63,6 +78,42 @@ def compiled(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+class Record(NamedTuple):
+    """Triton's version, what is recorded by (kernel, GPU, case), and what was found, which is written if asked for."""
+
+    triton: str
+    known: Mapping[tuple[str, str, str], Mapping[str, Any]]
+    found: list[dict[str, Any]]
+
+
+def check(
+    record: Record, case: str, kernel: Any, arch: int, constants: dict[str, Any], *, shared: int = 48 * 1024, **options
+) -> "Resources":
+    """What a kernel takes, which is noted: no more shared memory than ``shared`` bytes, no more spills than before."""
+    found = resources(compiled(kernel, arch, constants, **options))
+    name = kernel.fn.__name__
+    record.found.append({"kernel": name, "arch": f"sm_{arch}", "case": case, **found._asdict()})
+    assert found.shared_bytes <= shared, f"{name}: {found}"
+    if not os.environ.get(WRITES):
+        recorded, allowed = record.known.get((name, f"sm_{arch}", case)), UNRECORDED
+        if recorded:
+            allowed = recorded["spilled_bytes"] + (record.triton != triton.__version__) * OTHER_COMPILER
+        assert found.spilled_bytes <= allowed, f"{name} for sm_{arch}, {case!r} spills more than {allowed}: {found}"
+    return found
+
+
+def kernels() -> dict[str, Any]:
+    """Every kernel of the package, by its name."""
+    package = kvcore.kernels.triton
+    modules = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    return {
+        name: value
+        for module in map(importlib.import_module, modules)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
 
 
 def resources(binary: Any) -> Resources:
