@@ -21,8 +21,8 @@ def locate(request, number, slots_ptr, table_ptr, table_columns, R: tl.constexpr
 
 @triton.jit
 def closing(
-    first, starts_ptr, lengths_ptr, requests, ROWS: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD:
-    tl.constexpr,
+    first, starts_ptr, lengths_ptr, requests, ROWS: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """(request [ROWS], entry [ROWS]) of the step's closing entries from number ``first`` on, request by request.
 

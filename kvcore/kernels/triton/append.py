@@ -46,8 +46,8 @@ def append_kernel(
 @triton.jit(do_not_specialize=["count", "table_columns", "eps"])
 def append_rotated_kernel(
     values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, bound_ptr, table_ptr, norm_ptr,
-    frequencies_ptr, count, table_columns, eps, NORM: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, ROWS:
-    tl.constexpr, NATIVE: tl.constexpr,
+    frequencies_ptr, count, table_columns, eps, NORM: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """``append_kernel`` for latents that are still to be normed (NORM) and rotated at their positions."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -97,8 +97,8 @@ def append_rotated_kernel(
 @triton.jit(do_not_specialize=["count", "table_columns", "requests"])
 def store_entries_kernel(
     values_ptr, codes_ptr, scales_ptr, plain_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, count, requests,
-    table_columns, R: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD: tl.constexpr, ROWS:
-    tl.constexpr, NATIVE: tl.constexpr,
+    table_columns, R: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD: tl.constexpr,
+    ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Store values [count, dim] as the entries that the step completes, request by request."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

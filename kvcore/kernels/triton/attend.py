@@ -188,29 +188,18 @@ def attend_constants(
     some = window or entries
     parts, entry_parts, own_parts = parts_of_each(window, entries, own, bf16=bf16)
     return {
-        "W": window or some,
-        "E": entries or some,
-        "CHUNK": own or some,
-        "S": parts,
-        "ENTRY_S": entry_parts,
-        "CHUNK_S": own_parts,
-        "OWN": own is not None,
-        "HEADS": cut.heads,
-        "KEYS": cut.keys,
-        "ALIKE": window is not None and entries is not None and alike(window, entries),
-        "STAGES": cut.stages,
+        "W": window or some, "E": entries or some, "CHUNK": own or some, "S": parts, "ENTRY_S": entry_parts,
+        "CHUNK_S": own_parts, "OWN": own is not None, "HEADS": cut.heads, "KEYS": cut.keys,
+        "ALIKE": window is not None and entries is not None and alike(window, entries), "STAGES": cut.stages,
         "SPREAD": max(1, 32 * cut.warps // cut.keys),
-    }
+    }  # fmt: skip
 
 
 def merge_constants(dim: int, splits: int) -> dict[str, Any]:
     """``constexpr`` arguments of the kernel that puts ``splits`` parts of a query together."""
     return {
-        "DIM": dim,
-        "WIDTH": power_of_two(dim),
-        "PARTS": min(8, power_of_two(splits)),
-        "SPLITS": power_of_two(splits),
-    }
+        "DIM": dim, "WIDTH": power_of_two(dim), "PARTS": min(8, power_of_two(splits)), "SPLITS": power_of_two(splits),
+    }  # fmt: skip
 
 
 TURN_HEADS = 16

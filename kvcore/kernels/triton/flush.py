@@ -148,8 +148,8 @@ def settle(largest, total, pooled, NATIVE: tl.constexpr):
 
 @triton.jit
 def pool(
-    kv_ptr, score_ptr, tail, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr, CHUNK:
-    tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
+    kv_ptr, score_ptr, tail, token, position, start, slot, channel, T: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Softmax-weighted sum over the window that ends at ``position``, for channels [c] -> [c] fp32.
 
@@ -177,9 +177,9 @@ def pool(
 
 @triton.jit
 def close_window(
-    token, position, request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS:
-    tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PREFILL: tl.constexpr, WHOLE:
-    tl.constexpr, NATIVE: tl.constexpr,
+    token, position, request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PREFILL: tl.constexpr,
+    WHOLE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One part of one entry: pool its channels; the last part to arrive finishes and stores the entry.
 
@@ -242,15 +242,15 @@ def close_window(
         wanted = position + 1 - window >= start
     if wanted:
         finish_window(
-            x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch, arrivals_ptr
-            + number, R, NORM, PAIRS, PARTS, NATIVE,
+            x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch,
+            arrivals_ptr + number, R, NORM, PAIRS, PARTS, NATIVE,
         )  # fmt: skip
 
 
 @triton.jit
 def finish_window(
-    x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch, arrivals, R:
-    tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+    x, channel, weight, cos, sin, eps, unit, row, valid, codes_ptr, scales_ptr, plain_ptr, scratch, arrivals,
+    R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate, encode and store an entry from its pooled channels; with PARTS the last part does it for all."""
     size: tl.constexpr = R.tiles * R.width
@@ -284,8 +284,8 @@ def tokens_before(request, starts_ptr, lengths_ptr):
 
 @triton.jit
 def border(
-    request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS:
-    tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """What joins a request's step to what came before, for one part of the channels.
 
@@ -351,8 +351,8 @@ LAST_ROWS = 2
 
 @triton.jit
 def append_last_kernel(
-    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, slots_ptr, starts_ptr, lengths_ptr, T: tl.constexpr, ROWS:
-    tl.constexpr, COLUMNS: tl.constexpr,
+    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, slots_ptr, starts_ptr, lengths_ptr, T: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the last rows of kv and score [tokens, width] of every request, as many as its ring has."""
     programs: tl.constexpr = (T.rows + ROWS - 1) // ROWS
@@ -378,9 +378,9 @@ NEVER: tl.constexpr = tl.constexpr(2147483647)
 
 @triton.jit
 def stream(
-    tokens, step, rows, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr, ROWS:
-    tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr, TOKENS:
-    tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    tokens, step, rows, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program of one stream: a request's border, where there are BORDER programs to it, or some tokens' windows.
 
@@ -428,11 +428,11 @@ def flush_kernel(
     kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, codes_ptr, scales_ptr, plain_ptr, norm_ptr, index_kv_ptr,
     index_score_ptr, index_kv_tail_ptr, index_score_tail_ptr, index_codes_ptr, index_scales_ptr, index_plain_ptr,
     index_norm_ptr, frequencies_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, lengths_ptr, stored_ptr,
-    table_ptr, scratch_ptr, arrivals_ptr, count, requests, table_columns, programs, eps, T: tl.constexpr, R:
-    tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER:
-    tl.constexpr, BORDER_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr, INDEX_ROWS:
-    tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BORDER: tl.constexpr, INDEX_BORDER_CHUNK: tl.constexpr, INDEX:
-    tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    table_ptr, scratch_ptr, arrivals_ptr, count, requests, table_columns, programs, eps, T: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr,
+    INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BORDER: tl.constexpr, INDEX_BORDER_CHUNK: tl.constexpr,
+    INDEX: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
     tokens = positions_ptr, request_ptr, count, requests

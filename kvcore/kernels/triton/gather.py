@@ -82,8 +82,8 @@ def first_seen(start, length, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: t
 @triton.jit(do_not_specialize=["count", "columns", "table_columns"])
 def gather_kv_kernel(
     out_ptr, positions_out_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, count,
-    columns, table_columns, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROWS:
-    tl.constexpr, NATIVE: tl.constexpr,
+    columns, table_columns, RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Positions that a query of the step may see: out [requests, columns, heads, dim], positions [requests, columns].
 
@@ -107,8 +107,9 @@ def gather_kv_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns"])
 def own_rows_kernel(
-    out_ptr, values_ptr, positions_ptr, request_ptr, starts_ptr, lengths_ptr, count, columns, LAST: tl.constexpr, RING:
-    tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    out_ptr, values_ptr, positions_ptr, request_ptr, starts_ptr, lengths_ptr, count, columns, LAST: tl.constexpr,
+    RING: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Put the step's own rows, values [tokens, heads, dim], where a gather would put them once they were stored.
 

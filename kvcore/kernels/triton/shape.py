@@ -134,28 +134,14 @@ def flush_cut(
     border, index_border = (shape.border, 1) if bordered else (0, 0)
     size, index_size = (stream.record.tiles * stream.record.width for stream in (first, second))
     constants = {
-        "T": first.tail,
-        "R": first.record,
-        "NORM": first.normed,
-        "ROWS": window_rows(first.tail),
-        "CHUNK": shape.chunk,
-        "PARTS": shape.parts,
-        "BORDER": border,
-        "BORDER_CHUNK": border_chunk(first.tail, size, shape.border),
-        "IT": second.tail,
-        "IR": second.record,
-        "INDEX_NORM": second.normed,
-        "INDEX_ROWS": window_rows(second.tail),
-        "INDEX_CHUNK": min(window_rows(second.tail), max(1, 4096 // index_size)),
-        "INDEX_BORDER": index_border,
-        "INDEX_BORDER_CHUNK": border_chunk(second.tail, index_size, 1),
-        "INDEX": len(streams) > 1,
-        "PAIRS": pairs,
-        "TOKENS": shape.tokens,
-        "APPEND": append,
-        "NATIVE": native,
-    }
+        "T": first.tail, "R": first.record, "NORM": first.normed, "ROWS": window_rows(first.tail), "CHUNK": shape.chunk,
+        "PARTS": shape.parts, "BORDER": border, "BORDER_CHUNK": border_chunk(first.tail, size, shape.border),
+        "IT": second.tail, "IR": second.record, "INDEX_NORM": second.normed, "INDEX_ROWS": window_rows(second.tail),
+        "INDEX_CHUNK": min(window_rows(second.tail), max(1, 4096 // index_size)), "INDEX_BORDER": index_border,
+        "INDEX_BORDER_CHUNK": border_chunk(second.tail, index_size, 1), "INDEX": len(streams) > 1, "PAIRS": pairs,
+        "TOKENS": shape.tokens, "APPEND": append, "NATIVE": native,
+    }  # fmt: skip
     return FlushCut(
-        (chunks * shape.parts + requests * border, len(streams)), shape.warps, chunks + requests * index_border, count
-        // first.tail.ratio + requests + 1, constants,
+        (chunks * shape.parts + requests * border, len(streams)), shape.warps, chunks + requests * index_border,
+        count // first.tail.ratio + requests + 1, constants,
     )  # fmt: skip

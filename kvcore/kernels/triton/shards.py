@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def shards_kernel(
-    out_ptr, lse_ptr, parts_ptr, once_ptr, once_lse_ptr, sink_ptr, rows, heads, SHARDS: tl.constexpr, ONCE:
-    tl.constexpr, SINK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, lse_ptr, parts_ptr, once_ptr, once_lse_ptr, sink_ptr, rows, heads, SHARDS: tl.constexpr,
+    ONCE: tl.constexpr, SINK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one query: parts [shards, rows, DIM + 1] fp32, the log-sum last; what every shard has counts once."""
     row = tl.program_id(0).to(tl.int64)

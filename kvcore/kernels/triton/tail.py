@@ -68,8 +68,8 @@ def tail_recorded(region: Region, component: Tail) -> tuple[TailRecord, TailBuff
         return Declined(f"kv and score lie differently in layout {region.layout}, or off fp32 alignment")
     record = TailRecord(
         width=component.width, dim=component.dim, ratio=component.ratio, rows=region.rows, overlap=component.overlap,
-        slot=sizes[kv.buffer] // 4, row=kv.stride // 4, kv=kv.base // 4, score=score.base // 4, apart=kv.buffer !=
-        score.buffer,
+        slot=sizes[kv.buffer] // 4, row=kv.stride // 4, kv=kv.base // 4, score=score.base // 4,
+        apart=kv.buffer != score.buffer,
     )  # fmt: skip
     return record, TailBuffers(*(region.buffers[place.buffer][0] for place in (kv, score)))
 
@@ -96,8 +96,8 @@ def save_rows(x, column, mask, slot, position, tail_ptr, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def append_tail_kernel(
-    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, positions_ptr, request_ptr, slots_ptr, lengths_ptr, count, T:
-    tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    kv_ptr, score_ptr, kv_tail_ptr, score_tail_ptr, positions_ptr, request_ptr, slots_ptr, lengths_ptr, count,
+    T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store kv and score [count, width] of the step's tokens; only each ring's last positions are written."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

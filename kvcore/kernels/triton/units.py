@@ -39,8 +39,9 @@ def take_units_kernel(pool_ptr, units_ptr, others_ptr, held_ptr, size, chunks, B
 
 @triton.jit(do_not_specialize=["heads"])
 def ring_rows_kernel(
-    one_ptr, two_ptr, three_ptr, held_ptr, positions_ptr, request_ptr, slots_ptr, heads, FIELDS: tl.constexpr, COUNT:
-    tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+    one_ptr, two_ptr, three_ptr, held_ptr, positions_ptr, request_ptr, slots_ptr, heads, FIELDS: tl.constexpr,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy the bytes of ring rows that the step's tokens take to ``held`` [tokens, heads, SIZE], or with BACK to them.
 

@@ -59,16 +59,10 @@ def flush_rows(
     index_bound, it = (BOUND[records[2]], TAILS[records[3]]) if len(records) > 2 else (bound, t)
     kv, score = to.aligned(kv), to.aligned(score)
     cut, kernel = _flush(
-        tuple(records),
-        (norm_weight is not None, index_norm_weight is not None),
-        count,
-        requests,
-        4 if kv.dtype == to.float32 else 2,
-        append,
-        beside,
-        0 if frequencies is None else frequencies.shape[0],
+        tuple(records), (norm_weight is not None, index_norm_weight is not None), count, requests,
+        4 if kv.dtype == to.float32 else 2, append, beside, 0 if frequencies is None else frequencies.shape[0],
         to.native(kv),
-    )
+    )  # fmt: skip
     scratch = to.part(scratch, 0, (cut.windows * power_of_two(bound.record.dim),), to.float32)
     # Without index keys the kernel is given the entries twice, and reads them once.
     to.run(
