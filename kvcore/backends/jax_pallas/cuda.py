@@ -5,7 +5,7 @@ they are donated. What the kernels don't cover (a layout that splits bytes, a th
 jax.numpy. Launches are those that the torch backend runs.
 """
 
-from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -14,10 +14,9 @@ from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.backends.jax_pallas.run_triton import call
 from kvcore.kernels.triton.attend import parts_of
 from kvcore.kernels.triton.launches.attention import cut_of
-from kvcore.kernels.triton.launches.launching import BOUND, Bound, BoundTail, bind, bind_tail
-from kvcore.kernels.triton.record import ceil_div, own_record, row_record
+from kvcore.kernels.triton.launches.launching import BOUND, Bound, Part, bind, bind_ring, bind_rows
+from kvcore.kernels.triton.record import RowRecord, ceil_div, own_record
 from kvcore.kernels.triton.scores import score_parts
-from kvcore.kernels.triton.tail import tail_record
 from kvcore.kernels.triton.topk import MOST_PICKS, rows_at_once, tile_for
 from kvcore.plan import Region
 
@@ -26,31 +25,26 @@ ROLES = ("window", "entries")
 
 def covers(region: Region) -> bool:
     """True where rows of a region are encoded and decoded by the kernels."""
-    return row_record(region) is not None
+    return isinstance(bind_rows(region), Part)
 
 
 def keeps_tail(layer, role: str) -> bool:
     """True where a tail's rows are stored and pooled by the kernels."""
-    return tail_record(layer.regions[role][0], layer.component(role)) is not None
+    return isinstance(_tail(layer, role), Part)
 
 
-@cache
-def _bound(region: Region, global_scale: float = 1.0) -> tuple[int, list[str]]:
-    """The number of the record of a region that is covered, and its pools' names."""
-    found = row_record(region, float(global_scale))
-    assert found is not None, "see covers"
-    record, buffers = found
-    names = sorted(set(buffers))
-    return bind(Bound(record, *map(names.index, buffers))), names
+def _tail(layer, role: str) -> Any:
+    return bind_ring(layer.regions[role][0], layer.component(role))
 
 
-def _tail(layer, role: str) -> tuple[int, list[str]]:
-    """The number of the record of a tail that is kept, and its pools' names."""
-    found = tail_record(layer.regions[role][0], layer.component(role))
-    assert found is not None, "see keeps_tail"
-    record, buffers = found
-    names = sorted(set(buffers))
-    return bind_tail(BoundTail(record, *map(names.index, buffers))), names
+def _record(region: Region, global_scale: float = 1.0) -> RowRecord:
+    """The record of a region that is covered."""
+    return BOUND[_bound(region, global_scale)[0]].record
+
+
+def _bound(region: Region, global_scale: float = 1.0) -> Any:
+    """(number of its record, names of its pools, paged or not) of a region that is covered."""
+    return bind_rows(region, float(global_scale))
 
 
 def _floats(values):
@@ -73,15 +67,15 @@ def _write(launch, pools, names, before, *after):
 
 def append(pools, region: Region, index, values, global_scale=1.0):
     """Pools with values [T, dim] or [T, heads, dim] of the step's tokens encoded and stored at their positions."""
-    number, names = _bound(region, global_scale)
-    stored = index.stored if BOUND[number].record.paged else index.lengths
+    number, names, paged = _bound(region, global_scale)
+    stored = index.stored if paged else index.lengths
     given = _floats(values), index.positions, index.request_index, index.slots, stored, index.block_table
     return _write("append_rows", pools, names, given, number)
 
 
 def append_rotated(pools, region: Region, index, values, frequencies, norm_weight, eps):
     """``append`` of one head with a norm, if it has a weight, and a rotation in front."""
-    number, names = _bound(region)
+    number, names, _ = _bound(region)
     place = index.positions, index.request_index, index.slots, index.lengths, index.block_table
     given = _floats(values), *place, norm_weight, frequencies
     return _write("append_rotated_rows", pools, names, given, number, float(eps))
@@ -89,14 +83,14 @@ def append_rotated(pools, region: Region, index, values, frequencies, norm_weigh
 
 def store_entries(pools, region: Region, index, values, ratio, global_scale=1.0):
     """Pools with values [closed, dim] encoded and stored as the entries that the step completes."""
-    number, names = _bound(region, global_scale)
+    number, names, _ = _bound(region, global_scale)
     given = _floats(values), index.starts, index.lengths, index.stored, index.block_table
     return _write("store_rows", pools, names, given, number, ratio)
 
 
 def append_tail(layer, pools, index, kv, score, *, role):
     """Pools with raw compressor rows kv and score [T, width] stored at slot·R + p mod R."""
-    number, names = _tail(layer, role)
+    number, names, _ = _tail(layer, role)
     given = _floats(kv), _floats(score), index.positions, index.request_index, index.slots, index.lengths
     return _write("append_tail_rows", pools, names, given, number)
 
@@ -120,7 +114,8 @@ def flush(layer, pools, index, streams, rope, *, eps, append, newest):
         kv, score = (array.astype(jnp.float32 if wide else jnp.bfloat16) for array in (kv, score))
         tail = layer.tail_of(role)
         (region,), (ring,) = layer.regions[role], layer.regions[tail]
-        (number, names), (tail_number, tail_names) = _bound(region, layer.global_scale(role)), _tail(layer, tail)
+        number, names, _ = _bound(region, layer.global_scale(role))
+        tail_number, tail_names, _ = _tail(layer, tail)
         given += kv, score, [pools[name] for name in tail_names], [pools[name] for name in names], weight
         named |= {f"{mark}buffers": names, f"{mark}tail_buffers": tail_names}
         numbers += number, tail_number
@@ -141,7 +136,7 @@ def attends(layer, index, q) -> bool:
     regions = [layer.regions[role][0] for role in ROLES if role in layer.regions]
     if not q.size or not len(index.slots) or not all(map(covers, regions)):
         return False
-    records = (BOUND[_bound(layer.regions[role][0])[0]].record if role in layer.regions else None for role in ROLES)
+    records = (_record(layer.regions[role][0]) if role in layer.regions else None for role in ROLES)
     return parts_of(*records, bf16=q.dtype == jnp.bfloat16) is not None
 
 
@@ -158,8 +153,8 @@ def attend(layer, pools, index, q, selected, own, sink, scale, rope):
     bf16 = q.dtype == jnp.bfloat16
     window, entries = (layer.component(role) for role in ROLES)
     selected = None if selected is None or entries is None else selected.astype(jnp.int32)
-    found = [_bound(layer.regions[role][0]) if role in layer.regions else (-1, []) for role in ROLES]
-    numbers, own_number = [number for number, _ in found], -1
+    found = [_bound(layer.regions[role][0]) if role in layer.regions else (-1, [], False) for role in ROLES]
+    numbers, own_number = [number for number, _, _ in found], -1
     if own is not None:
         record = own_record(BOUND[numbers[0]].record, layer.regions["window"][0].format)
         own_number = bind(Bound(record, 0, 0, 0))
@@ -173,7 +168,7 @@ def attend(layer, pools, index, q, selected, own, sink, scale, rope):
     share = cut_of(run_triton.chip(q), *numbers, bf16, *q.shape[:2], span + most, selected is not None)
     (out, lse), _ = call(
         "attend_rows", q, selected, sink, own, index.positions, index.request_index, index.slots, index.starts,
-        index.block_table, *([pools[name] for name in names] for _, names in found), rope, None,
+        index.block_table, *([pools[name] for name in names] for _, names, _ in found), rope, None,
         [*numbers, own_number], [span, ratio, share.splits, span + most], scale, bf16,
     )  # fmt: skip
     return out.astype(given.dtype), lse
@@ -184,7 +179,7 @@ def gather_window(pools, region: Region, index, window, own=None):
 
     ``own`` rows [T, dim] of the step are put in as they would read once they are stored.
     """
-    number, names = _bound(region)
+    number, names, _ = _bound(region)
     given = index.slots, index.lengths, [pools[name] for name in names], number, window
     (values, positions), _ = call("gather_window_rows", *given)
     values = _put_own(values, own, index, number, True, True, window, 0)
@@ -193,7 +188,7 @@ def gather_window(pools, region: Region, index, window, own=None):
 
 def gather_entries(pools, region: Region, index, indices, ratio, global_scale=1.0):
     """Entries by index [T, k]: values [T, k, dim], and whether each exists."""
-    number, names = _bound(region, global_scale)
+    number, names, _ = _bound(region, global_scale)
     place = index.request_index, index.lengths, index.block_table, [pools[name] for name in names]
     (values, valid), _ = call("gather_picked_rows", indices.astype(jnp.int32), *place, number, ratio)
     return _typed(region, values), valid != 0
@@ -201,7 +196,7 @@ def gather_entries(pools, region: Region, index, indices, ratio, global_scale=1.
 
 def gather_all(pools, region: Region, index, ratio, columns, global_scale=1.0):
     """Every entry of every request: values [Q, columns, dim], counts [Q], positions [Q, columns]."""
-    number, names = _bound(region, global_scale)
+    number, names, _ = _bound(region, global_scale)
     place = index.lengths, index.block_table, [pools[name] for name in names]
     (values, *others), _ = call("gather_all_rows", *place, number, ratio, columns)
     return _typed(region, values), *others
@@ -215,7 +210,7 @@ def gather_kv(pools, regions, index, own, component, columns):
     seen = component.span is not None, component.window or 0, component.chunk or 0
     place, gathered, positions = (index.slots, index.starts, index.lengths, index.block_table), [], None
     for region, given in zip(regions, own, strict=True):
-        number, names = _bound(region)
+        number, names, _ = _bound(region)
         buffers = [pools[name] for name in names]
         (values, positions), _ = call("gather_kv_rows", *place, buffers, number, columns, *seen)
         gathered.append(_typed(region, _put_own(values, given, index, number, False, *seen)))
@@ -237,13 +232,13 @@ def _typed(region, values):
 
 def scores(region: Region, index, q, global_scale=1.0) -> bool:
     """True where the kernels cover keys and queries q [T, H, d]."""
-    known = covers(region) and score_parts(BOUND[_bound(region, global_scale)[0]].record) is not None
+    known = covers(region) and score_parts(_record(region, global_scale)) is not None
     return known and q.size > 0 and len(index.slots) > 0
 
 
 def index_scores(pools, region: Region, index, q, weights, ratio, columns, global_scale=1.0):
     """Scores [T, columns] fp32, -inf for keys that the token does not see."""
-    number, names = _bound(region, global_scale)
+    number, names, _ = _bound(region, global_scale)
     place = index.positions, index.request_index, index.block_table, [pools[name] for name in names]
     return call("score_rows", _floats(q), _floats(weights), *place, None, number, ratio, columns)[0]
 

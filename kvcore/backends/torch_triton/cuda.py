@@ -10,24 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.backends.torch_triton import launch
-from kvcore.kernels.triton.record import recorded
-from kvcore.kernels.triton.tail import tail_recorded
+from kvcore.kernels.triton.launches.launching import Part, bind_ring, bind_rows
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
-
-
-class Part(NamedTuple):
-    """One part of a role (keys and values are two) as launches know it.
-
-    Attributes:
-        number: of its record.
-        names: of its buffers in the pools, in the order that launches take them.
-        paged: its rows lie in blocks, else in slots.
-    """
-
-    number: int
-    names: list[str]
-    paged: bool
 
 
 class Ready(NamedTuple):
@@ -137,7 +122,10 @@ def records_of(ops: Any) -> Mapping[tuple[int, str], tuple[Part, ...] | Declined
     for layer, role, component in ops.plan.spec.components():
         parts: list[Part] = []
         for region in ops.plan.region(layer, role):
-            one = _tail(region, component) if role in TAIL_OF.values() else _rows(region, ops.global_scale(layer, role))
+            if role in TAIL_OF.values():
+                one = bind_ring(region, component)
+            else:
+                one = bind_rows(region, float(ops.global_scale(layer, role)))
             if isinstance(one, Declined):
                 found[layer, role] = one
                 break
@@ -145,25 +133,6 @@ def records_of(ops: Any) -> Mapping[tuple[int, str], tuple[Part, ...] | Declined
         else:
             found[layer, role] = tuple(parts)
     return found
-
-
-def _rows(region: Any, global_scale: float) -> Part | Declined:
-    known = recorded(region, float(global_scale))
-    if isinstance(known, Declined):
-        return known
-    record, buffers = known
-    names = sorted(set(buffers))
-    number = launch.bind(launch.Bound(record, *(names.index(name) for name in buffers)))
-    return Part(number, names, record.paged)
-
-
-def _tail(region: Any, component: Any) -> Part | Declined:
-    known = tail_recorded(region, component)
-    if isinstance(known, Declined):
-        return known
-    record, buffers = known
-    names = sorted(set(buffers))
-    return Part(launch.bind_tail(launch.BoundTail(record, *(names.index(name) for name in buffers))), names, False)
 
 
 def declined(ops: Any, layer: int, *roles: str) -> Declined | None:

@@ -10,13 +10,14 @@ import torch
 
 from kvcore.backends.torch_triton import flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.cuda import Kernel, Part, Ready, declined, name_of_kernels, why
+from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, name_of_kernels, why
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
 from kvcore.kernels.triton.launches.attention import cut_of
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
 from kvcore.kernels.triton.scores import scored
 from kvcore.kernels.triton.topk import MOST_PICKS, select_workspace

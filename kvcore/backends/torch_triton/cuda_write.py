@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.backends.torch_triton import launch
-from kvcore.backends.torch_triton.cuda import Kernel, Part, Ready, declined, of_role
+from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, of_role
 from kvcore.backends.torch_triton.tail import frequencies_of
+from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import power_of_two
 from kvcore.kernels.triton.shape import tails_apart
 from kvcore.ops.choices import Decision, Declined

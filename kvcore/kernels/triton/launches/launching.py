@@ -9,13 +9,17 @@ Records go into lists and travel as their place in them, since a custom operator
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import triton.language as tl
 
 from kvcore.kernels.triton.device import Chip
-from kvcore.kernels.triton.record import RowRecord
-from kvcore.kernels.triton.tail import TailRecord
+from kvcore.kernels.triton.record import RowRecord, recorded
+from kvcore.kernels.triton.tail import TailRecord, tail_recorded
+from kvcore.ops.choices import Declined
+from kvcore.plan import Region
+from kvcore.spec import Tail
 
 
 class Array(Protocol):
@@ -24,12 +28,10 @@ class Array(Protocol):
     @property
     def shape(self) -> Any:
         """Its lengths."""
-        ...
 
     @property
     def dtype(self) -> Any:
         """The framework's."""
-        ...
 
 
 class Framework(Protocol):
@@ -48,47 +50,36 @@ class Framework(Protocol):
 
     def native(self, array: Array) -> bool:
         """True where the array's device rounds to fp8 and bf16 itself; see ``device.native``."""
-        ...
 
     def chip(self, array: Array) -> Chip:
         """The array's device, as launches are cut for it."""
-        ...
 
     def empty(self, shape: Sequence[int], dtype: Any, like: Array) -> Array:
         """An array that a kernel fills, on the device of another."""
-        ...
 
     def empty_like(self, array: Array) -> Array:
         """An array that a kernel fills, like another."""
-        ...
 
     def filled(self, shape: Sequence[int], value: int, dtype: Any, like: Array) -> Array:
         """An array of one value."""
-        ...
 
     def part(self, room: Array, first: int, shape: Sequence[int], dtype: Any) -> Array:
         """Where an array of that shape begins in ``room``, at ``first`` of its first axis."""
-        ...
 
     def view(self, array: Array, dtype: Any) -> Array:
         """The same bytes as elements of another dtype."""
-        ...
 
     def words(self, pool: Array) -> Array:
         """Bytes [units, bytes] as int32 where units begin on multiples of 4 bytes, else as they are."""
-        ...
 
     def dense(self, array: Array) -> Array:
         """The array without gaps."""
-        ...
 
     def aligned(self, array: Array) -> Array:
         """The array without gaps, from a 16-byte boundary on, as wide loads need it."""
-        ...
 
     def run(self, kernel: "Kernel", grid: tuple[int, ...], arrays: Sequence[Array], numbers: Sequence[Any]) -> None:
         """Launch ``grid`` programs on arrays and numbers, in the order of the kernel's parameters."""
-        ...
 
 
 class Kernel:
@@ -241,3 +232,38 @@ def bind_tail(bound: BoundTail) -> int:
 def bound_record(number: int) -> RowRecord | None:
     """The record of a number; None of -1."""
     return BOUND[number].record if number >= 0 else None
+
+
+class Part(NamedTuple):
+    """One part of a role (keys and values are two) as launches know it.
+
+    Attributes:
+        number: of its record.
+        names: of its buffers in the pools, in the order that launches take them.
+        paged: its rows lie in blocks, else in slots.
+    """
+
+    number: int
+    names: list[str]
+    paged: bool
+
+
+@cache
+def bind_rows(region: Region, global_scale: float = 1.0) -> Part | Declined:
+    """What launches know of a region's rows, or why the kernels do not cover its format or layout."""
+    known = recorded(region, float(global_scale))
+    if isinstance(known, Declined):
+        return known
+    record, buffers = known
+    names = sorted(set(buffers))
+    return Part(bind(Bound(record, *map(names.index, buffers))), names, record.paged)
+
+
+def bind_ring(region: Region, component: Tail) -> Part | Declined:
+    """The same of the raw rows of a tail."""
+    known = tail_recorded(region, component)
+    if isinstance(known, Declined):
+        return known
+    record, buffers = known
+    names = sorted(set(buffers))
+    return Part(bind_tail(BoundTail(record, *map(names.index, buffers))), names, False)
