@@ -7,7 +7,6 @@ from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.pallas import attend_kv as classic
 from kvcore.backends.jax_pallas.pallas.top_k import LARGEST
-from kvcore.kernels.triton.lists import MOST_PICKS
 from kvcore.kernels.triton.record import recorded
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
@@ -62,6 +61,8 @@ def _triton(layer: Layer, verb: str) -> Decision:
         return NO_KERNEL
     but: tuple[str, ...] = ()
     if verb in ("select", "index_select"):
+        from kvcore.kernels.triton.topk import MOST_PICKS
+
         but = (f"k > {MOST_PICKS}",)
     elif verb == "gather_kv" and layer.component("kv").span is not None:
         but = ("the step has left padding",)
@@ -104,8 +105,8 @@ def _unlaunched(layer: Layer, verb: str, roles: tuple[str, ...]) -> str:
     """Why covered rows are not attended to, or scored; "" where they are."""
     if verb not in ("attend", "index_scores", "index_select"):
         return ""
-    from kvcore.kernels.triton.cut import attended
-    from kvcore.kernels.triton.score_cut import scored
+    from kvcore.kernels.triton.attend import attended
+    from kvcore.kernels.triton.scores import scored
 
     records = {role: recorded(layer.regions[role][0], float(layer.global_scale(role))) for role in roles}
     known = {role: found[0] for role, found in records.items() if not isinstance(found, Declined)}
