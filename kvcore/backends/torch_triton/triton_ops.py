@@ -60,9 +60,13 @@ def of_none(name: str) -> Any:
     """The same of a verb of no layer."""
 
     def run(self: Any, *given: Any, **options: Any) -> Any:
-        return self.ways[name][None](self, *given, **options)
+        way = self.ways[name][None]
+        if not torch.is_grad_enabled():
+            return way(self, *given, **options)
+        with torch.no_grad():
+            return way(self, *given, **options)
 
-    return facade.as_verb(recording_nothing(run), KERNELS[name].run, name)
+    return facade.as_verb(run, KERNELS[name].run, name)
 
 
 class TritonOps(TorchOps):
