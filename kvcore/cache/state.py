@@ -339,13 +339,17 @@ class CacheState:
     def index_of(self, numbers: StepNumbers, pad_tokens: int | None, pad_requests: int | None) -> StepIndex:
         """The index of a step, with a block table of few widths: what its longest request needs, or any could have.
 
+        What is compiled for a shape is compiled once: steps that are padded, or that JAX traces, have one width.
+
         Raises:
             ShapeError: the padding is smaller than the step.
         """
         padded, most, tables = pad_tokens is not None or pad_requests is not None, self.plan.max_blocks, self.tables
         if most:
             tables.update(numbers.slots, numbers.blocks)
-        columns = most if padded or not most else min(most, columns_for(max(map(len, numbers.blocks), default=0)))
+        columns = most
+        if most and not padded and self.ops.in_place:
+            columns = min(most, columns_for(max(map(len, numbers.blocks), default=0)))
         shape = numbers.shape(columns, pad_tokens, pad_requests)
         if not padded:
             return self.ops.index(kept_index(numbers, shape, tables))

@@ -62,7 +62,7 @@ class StepIndex(NamedTuple):
         starts: [Q] length of each request before the step.
         lengths: [Q] length after it; a request's new tokens have positions starts .. lengths - 1.
         block_table: [Q, columns] block numbers in order of history, -1 beyond the request's blocks; as wide as the
-            step's longest request needs, rounded up to a few widths, and in padded steps as any request could need.
+            step's longest request needs, rounded up to a few widths; in padded steps, and under JAX, as any could need.
         stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
         left_padding: [Q] positions at the start of each request that are no tokens: no query of a classic layer sees
             them, and chunks are counted from the first token. None: there are none.

@@ -24,6 +24,7 @@ class NoBytes:
     """Verbs that accept everything and store nothing."""
 
     device = "none"
+    in_place = True
     how = "no bytes"
 
     def __init__(self, plan: CachePlan) -> None:
