@@ -92,8 +92,22 @@ class LayerHandle:
             allowed=f"{self._where}, the same one each time",
         )
 
-    def append_window(self, rows: Given) -> None:
+    def append_window(
+        self,
+        rows: Given,
+        *,
+        rope: Rope | Given | None = None,
+        norm_weight: Given | None = None,
+        eps: float = 1e-6,
+    ) -> None:
         """Encode and store the window rows of the step's tokens: rows [T, d], fp32 or bf16.
+
+        Args:
+            rows: as they are to be stored; or before their norm and rotation, if ``rope`` is given, which are then
+                done on the way: on a GPU in one launch, with bf16 rounding as in ``flush``.
+            rope: rotation of the last channels at every token's position: a Rope, or fp32 inverse frequencies.
+            norm_weight: [d] weight of an RMS norm before the rotation; None for no norm.
+            eps: of the norm.
 
         Raises:
             ShapeError: wrong shape, dtype or device. StepError: the layer has no window, or already got its rows.
@@ -107,7 +121,18 @@ class LayerHandle:
             >>> window.values.shape[2], window.positions[0, :7].tolist()
             (512, [0, 1, 2, 3, 4, 5, -1])
         """
-        self._append("window", rows)
+        if rope is None:
+            if norm_weight is not None:
+                raise ShapeError(got="a norm without a rotation", where="append_window: norm_weight", allowed="rope")
+            self._append("window", rows)
+            return
+        dim = self._component("window", Window).dim
+        self._context.check_outside("append_window", (rope, norm_weight))
+        rotation = {"rope": check_rope(self._ops, rope, "append_window: rope", dim)}
+        if norm_weight is not None:
+            rotation["norm_weight"] = check_weight(self._ops, norm_weight, "append_window: norm_weight", dim)
+            rotation["eps"] = check_number(eps, "append_window: eps")
+        self._writes.append("window", self._rows("window", (rows,)), **rotation)
 
     def append(self, **rows: Given | tuple[Given, ...]) -> None:
         """The ``append_`` verbs of the roles that are given, all of them or, if one is refused, none.

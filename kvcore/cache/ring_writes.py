@@ -140,7 +140,9 @@ class RingWrites:
         stored: paged roles whose closing entries were stored in this step.
     """
 
-    __slots__ = (*("_regions", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),)
+    __slots__ = (
+        *("_regions", "_rotation", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
+    )
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
@@ -149,21 +151,29 @@ class RingWrites:
         self.own: dict[str, tuple[Array, ...]] = {}
         self.waiting: dict[str, tuple[Array, ...]] = {}
         self.unflushed: dict[str, tuple[Array, ...]] = {}
+        # How the window's rows are rotated on their way, if they are.
+        self._rotation: dict[str, Any] = {}
         self.stored: set[str] = set()
         self.last: set[str] = set()
         self._regions = context.plan.layers[number].regions
 
-    def append(self, role: str, arrays: tuple[Array, ...]) -> None:
+    def append(self, role: str, arrays: tuple[Array, ...], **rotation: Any) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe; a tail's with the flush."""
         context = self.context
         context.check_outside(f"append_{role}", arrays)
         if context.unflushed is not self:
             context.settle()
         self.check_new(role)
+        if role == "window":
+            self._rotation = rotation
         if self.writing(role).waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self.waiting[role] = copy.deepcopy(arrays)
             self.own[role] = self.waiting[role]
+            if rotation:
+                # The step's own queries read them rotated; they are stored as in a step whose rows do not wait.
+                (rows,) = self.waiting[role]
+                self.own[role] = (context.ops.rotated_rows(self.number, context.index, rows, **rotation),)
             return
         entries = ENTRIES_OF.get(role)
         flushed = entries is not None and getattr(self.spec, entries) is not None
@@ -265,6 +275,10 @@ class RingWrites:
 
     def _write(self, role: str, arrays: tuple[Array, ...]) -> None:
         context = self.context
+        if role == "window" and self._rotation:
+            (rows,), rotated = arrays, context.ops.append_rotated_window
+            context.replace(rotated(context.pools, self.number, context.index, rows, **self._rotation))
+            return
         if role in WRITERS:
             append = getattr(context.ops, WRITERS[role])
             context.replace(append(context.pools, self.number, context.index, *arrays))

@@ -372,7 +372,7 @@ def _as_it_is(call: Call, value: Any) -> Any:
 
 LATENT = ("window", "entries")
 LAYERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("append_window", "append_rotated_window", "gather_window"), ("window",)),
+    **dict.fromkeys(("append_window", "rotated_rows", "append_rotated_window", "gather_window"), ("window",)),
     **dict.fromkeys(("append_tail", "flush", "append_flush"), ("tail",)),
     **dict.fromkeys(("compress", "store_entries", "gather_all_entries"), ("entries", "index_keys")),
     **dict.fromkeys(("index_scores", "index_select"), ("index_keys",)),
@@ -428,6 +428,7 @@ UNLIKE: dict[str, dict[str, Check]] = {
     "pack_page": {"rows": _canonical},
     "unpack_page": {"rows": _page_rows},
     "join": dict.fromkeys(("kv", "score"), _floats(None, None)),
+    "rotated_rows": {"norm_weight": _weight("window")},
     "append_rotated_window": {"norm_weight": _weight("window")},
     "append_index_tail": {"kv": _rows("index_tail", 0), "score": _rows("index_tail", 1)},
     "compress": {

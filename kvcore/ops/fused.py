@@ -61,6 +61,32 @@ class Ops(RequiredOps, Protocol):
         """
         return self.index(host)
 
+    def rotated_rows(
+        self,
+        layer: int,
+        index: StepIndex,
+        rows: Float[Array, "tokens dim"],
+        *,
+        rope: Rope | Float[Array, " pairs"],
+        norm_weight: Float[Array, " dim"] | None = None,
+        eps: float = 1e-6,
+    ) -> Float[Array, "tokens dim"]:
+        """Window rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then.
+
+        Rounded to bf16 after the norm and after the rotation, as ``flush`` does; not at all where rows are fp32. The
+        default computes in NumPy. Rows of padding may be anything.
+        """
+        exact = self.plan.region(layer, "window")[0].format.is_fp32
+        positions = to_numpy(index.positions)
+        # Padding may hold anything, and NumPy warns of NaN.
+        values = np.where(positions[:, None] < 0, np.float32(0), to_numpy(rows).astype(np.float32))
+        if norm_weight is not None:
+            mean = np.mean(values * values, axis=-1, keepdims=True, dtype=np.float32)
+            values = values * (1 / np.sqrt(mean + np.float32(eps))) * to_numpy(norm_weight).astype(np.float32)
+            values = values if exact else values.astype(bfloat16).astype(np.float32)
+        values = _turned(values, positions, rope)
+        return self.asarray(values if exact else values.astype(bfloat16))
+
     def append_rotated_window(
         self,
         pools: Pools,
@@ -72,21 +98,9 @@ class Ops(RequiredOps, Protocol):
         norm_weight: Float[Array, " dim"] | None = None,
         eps: float = 1e-6,
     ) -> Pools:
-        """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
-
-        Rounded to bf16 after the norm and after the rotation, as ``flush`` does; not at all where rows are fp32. The
-        default computes in NumPy.
-        """
-        exact = self.plan.region(layer, "window")[0].format.is_fp32
-        positions = to_numpy(index.positions)
-        # Padding may hold anything, and NumPy warns of NaN.
-        values = np.where(positions[:, None] < 0, np.float32(0), to_numpy(rows).astype(np.float32))
-        if norm_weight is not None:
-            mean = np.mean(values * values, axis=-1, keepdims=True, dtype=np.float32)
-            values = values * (1 / np.sqrt(mean + np.float32(eps))) * to_numpy(norm_weight).astype(np.float32)
-            values = values if exact else values.astype(bfloat16).astype(np.float32)
-        values = _turned(values, positions, rope)
-        return self.append_window(pools, layer, index, self.asarray(values if exact else values.astype(bfloat16)))
+        """Append the ``rotated_rows`` of rows [T, d] to the window."""
+        rows = self.rotated_rows(layer, index, rows, rope=rope, norm_weight=norm_weight, eps=eps)
+        return self.append_window(pools, layer, index, rows)
 
     def append_flush(
         self,

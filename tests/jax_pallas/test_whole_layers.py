@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cache import test_rotated_windows as windows
 from tests.cache import test_unflushed_tails as tails
 from tests.cache import test_whole_layers as layers
 
@@ -28,3 +29,8 @@ def test_all_roles_at_once_are_the_verbs_one_by_one():
 
 def test_score_and_select_in_one_go():
     layers.test_score_and_select_in_one_go(BACKEND, 3)
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (17, 1)])
+def test_rotating_on_the_way_is_rotating_before(splits):
+    windows.test_rotating_on_the_way_is_rotating_before(BACKEND, splits, "normed")

@@ -9,7 +9,7 @@ import pytest
 import kvcore
 from kvcore.errors import RequestError
 from kvcore.ops.fused import FUSED, REQUIRED
-from kvcore.spec import CacheSpec
+from kvcore.spec import CacheSpec, Rope
 from tests.support import scene, stories, version_1
 from tests.support.scene import numbered
 
@@ -20,7 +20,6 @@ NOT_PLANTED = {
             "decode",
             "pack_page",
             "unpack_page",
-            "append_rotated_window",
             "from_batch",
             "to_batch",
             "attend_kv",
@@ -29,6 +28,7 @@ NOT_PLANTED = {
     ),
     **dict.fromkeys(("how", "explain"), "says what there is, and is given no pools"),
     "allocate": "before there is a cache",
+    "rotated_rows": "given no pools, on the way to verbs that are planted",
     "store_entries": "its step stores what others compressed, like the steps that flush",
     "join": "the two arrays of a tail side by side, on the way to verbs that are planted",
     "asarray": "an array that is handed over, before every verb that is planted",
@@ -121,7 +121,8 @@ def append_and_read(cache: kvcore.Cache, request: kvcore.Request) -> None:
     """A padded step: latents before they are flushed, and keys that are lent as they are appended."""
     with cache.step({request: [200]}, pad_tokens=2, pad_requests=2) as step:
         rows = {width: cache.asarray(np.ones((2, width), np.float32)) for width in (8, 16)}
-        for layer in (0, 1, 2):
+        step.layer(0).append_window(rows[8], rope=Rope(dim=4, theta=1e4))
+        for layer in (1, 2):
             step.layer(layer).append_window(rows[8])
         latent = step.layer(2)
         latent.append_tail(rows[16], rows[16])

@@ -57,6 +57,7 @@ def calls(ops: Any, tokens: int, heads: int = 2, k: int = 2, put: Callable[[Any]
     own = {"k": given(t, 2, 16), "v": given(t, 2, 16)}
     found: Calls = {
         "append_window": lambda p, i: ops.append_window(p, 0, i, given(t, 16)),
+        "rotated_rows": lambda p, i: ops.rotated_rows(0, i, given(t, 16), rope=ROPE, norm_weight=given(16)),
         "append_rotated_window": lambda p, i: ops.append_rotated_window(
             p, 0, i, given(t, 16), rope=ROPE, norm_weight=given(16)
         ),

@@ -166,6 +166,7 @@ class JaxOps(Decided, Ops):
     read_ring = reader(lifecycle.read_ring)
     restore_ring = writer(lifecycle.restore_ring)
 
+    rotated_rows = verbs.rotated_rows
     select = verbs.select
     store_entries = verbs.store_entries
     flush = facade.of_streams(verbs.flush)

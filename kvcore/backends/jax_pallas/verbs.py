@@ -6,7 +6,7 @@ import jax
 from jax import Array
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, choice, kv, programs, tail
+from kvcore.backends.jax_pallas import attention, choice, kv, programs, tail, window
 from kvcore.backends.jax_pallas import entries as entry
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.ops import Ops, RawRows, StepIndex, bounds, facade
@@ -108,6 +108,21 @@ def _cut(found: Any, size: facade.Size, count: int | None) -> Any:
     if size.name == "columns":
         return jax.tree.map(lambda array: array[:, :count] if array.ndim > 1 else array, found)
     return jax.tree.map(lambda array: array[:count], found)
+
+
+def rotated_rows(
+    self: Any,
+    layer: int,
+    index: StepIndex,
+    rows: Array,
+    *,
+    rope: Rope | Array,
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+) -> Array:
+    """Window rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then."""
+    options = {"rope": tail.frequencies_of(rope), "norm_weight": norm_weight, "eps": float(eps)}
+    return window.rotated_rows(self.layers[layer], index, rows, **options)
 
 
 def select(self: Any, scores: Array, k: int) -> Array:

@@ -21,6 +21,28 @@ def append_window(layer: Layer, pools: Held, index: StepIndex, rows: Array) -> H
     return place.append_values(pools, region, index, rows)
 
 
+def rotated_rows(
+    layer: Layer,
+    index: StepIndex,
+    rows: Array,
+    *,
+    rope: Array,
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+) -> Array:
+    """Rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then.
+
+    ``rope`` is the fp32 inverse frequencies.
+    """
+    (region,) = layer.regions["window"]
+    rows = rows.astype(jnp.float32)
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps)
+        rows = rows if region.format.is_fp32 else to_bf16(rows)
+    rows = rotate(rows, index.positions, rope)
+    return rows if region.format.is_fp32 else to_bf16(rows)
+
+
 def append_rotated_window(
     layer: Layer,
     pools: Held,
@@ -31,20 +53,13 @@ def append_rotated_window(
     norm_weight: Array | None = None,
     eps: float = 1e-6,
 ) -> Held:
-    """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``.
-
-    ``rope`` is the fp32 inverse frequencies.
-    """
+    """Append the rotated rows of rows [T, d] to the window; ``rope`` is the fp32 inverse frequencies."""
     (region,) = layer.regions["window"]
     triton = verbs(pools.kernels)
     if triton and triton.covers(region):
         return triton.append_rotated(pools, region, index, rows, rope, norm_weight, eps)
-    rows = rows.astype(jnp.float32)
-    if norm_weight is not None:
-        rows = rms_norm(rows, norm_weight, eps)
-        rows = rows if region.format.is_fp32 else to_bf16(rows)
-    rows = rotate(rows, index.positions, rope)
-    return append_window(layer, pools, index, rows if region.format.is_fp32 else to_bf16(rows))
+    rows = rotated_rows(layer, index, rows, rope=rope, norm_weight=norm_weight, eps=eps)
+    return append_window(layer, pools, index, rows)
 
 
 def gather_window(layer: Layer, pools: Held, index: StepIndex, rows: Array | None = None) -> WindowRows:

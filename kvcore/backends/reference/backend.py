@@ -44,6 +44,7 @@ class ReferenceOps(Decided, Ops):
     unpack_page = verb(encoding.unpack_page)
     join = verb(tail.join)
     append_window = verb(window.append_window)
+    rotated_rows = verb(window.rotated_rows)
     append_rotated_window = verb(window.append_rotated_window)
     append_tail = verb(tail.append_tail, role="tail")
     append_index_tail = verb(tail.append_tail, "append_index_tail", role="index_tail")

@@ -123,6 +123,7 @@ class TorchOps(Decided, Ops):
     unpack_page = codec(encoding.unpack_page)
     join = verb(tail.join)
     append_window = verb(window.append_window)
+    rotated_rows = verb(window.rotated_rows)
     append_rotated_window = verb(window.append_rotated_window)
     append_tail = verb(tail.append_tail, role="tail")
     append_index_tail = verb(tail.append_tail, "append_index_tail", role="index_tail")

@@ -17,6 +17,25 @@ def append_window(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tens
     return place.append(pools, region, index, place.encode_rows(region, rows))
 
 
+def rotated_rows(
+    layer: Layer,
+    index: StepIndex,
+    rows: torch.Tensor,
+    *,
+    rope: Rope | torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then."""
+    (region,) = layer.regions["window"]
+    rows = rows.to(torch.float32)
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps)
+        rows = rows if region.format.is_fp32 else to_bf16(rows)
+    rows = rotate(rows, index.positions, rope)
+    return rows if region.format.is_fp32 else to_bf16(rows)
+
+
 def append_rotated_window(
     layer: Layer,
     pools: Pools,
@@ -27,14 +46,9 @@ def append_rotated_window(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> Pools:
-    """Norm (if a weight is given) and rotate rows [T, d] at their positions, then ``append_window``."""
-    (region,) = layer.regions["window"]
-    rows = rows.to(torch.float32)
-    if norm_weight is not None:
-        rows = rms_norm(rows, norm_weight, eps)
-        rows = rows if region.format.is_fp32 else to_bf16(rows)
-    rows = rotate(rows, index.positions, rope)
-    return append_window(layer, pools, index, rows if region.format.is_fp32 else to_bf16(rows))
+    """Append the rotated rows of rows [T, d] to the window."""
+    rows = rotated_rows(layer, index, rows, rope=rope, norm_weight=norm_weight, eps=eps)
+    return append_window(layer, pools, index, rows)
 
 
 def gather_window(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tensor | None = None) -> WindowRows:

@@ -49,6 +49,7 @@ VERBS: tuple[Verb, ...] = (
         roles=("window",),
         needs=("window",),
         writes=True,
+        also=("rotated_rows",),
     ),
     _edges("append_window", rings.append_edges, "window"),
     _role("gather_window", rings.gather_window, "window"),

@@ -75,16 +75,18 @@ def append_rotated_window(bench: Bench) -> list[Output]:
     rows = case.token_floats("rows", dim)
     weight = 1 + case.floats("weight", dim, dtype=FP32) / 4
     rope = Rope(dim=rotated(dim), theta=THETA)
-    return [
-        output._replace(name=f"{output.name}{how}")
-        for how, norm in ((", normed", {"norm_weight": bench.put(weight), "eps": EPS}), ("", {}))
-        for output in bench.stored(
-            bench.ops.append_rotated_window(
-                bench.pools(), bench.layer, bench.index, bench.put(rows), rope=rope, **norm
-            ),
-            computed={"window": "rope"},
-        )
-    ]
+    precision = "fp32" if case.component("window").parts[0].format.is_fp32 else "bf16"
+    found: list[Output] = []
+    for how, norm in ((", normed", {"norm_weight": bench.put(weight), "eps": EPS}), ("", {})):
+        at = bench.layer, bench.index, bench.put(rows)
+        stored = bench.ops.append_rotated_window(bench.pools(), *at, rope=rope, **norm)
+        found += [
+            output._replace(name=f"{output.name}{how}") for output in bench.stored(stored, computed={"window": "rope"})
+        ]
+        # Rows of padding may be anything.
+        turned = to_numpy(bench.ops.rotated_rows(*at, rope=rope, **norm))[case.index.positions >= 0]
+        found.append(close(f"rotated{how}", turned.astype(np.float32), "rope", "token", "channel", precision=precision))
+    return found
 
 
 def _flushed(bench: Bench, dtype: np.dtype) -> tuple[Any, ...]:
