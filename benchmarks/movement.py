@@ -5,6 +5,8 @@ keys of 43 layers). ``digest`` is ``Cache.digest``; ``lanes`` the backend's dige
 them what the same bytes cost a copy, and the hashes of libraries. Every move is checked: the digest of what arrived is
 that of what left.
 
+Seconds are those of the process, so that others on the machine count for little; the caches that they share still do.
+
     OMP_NUM_THREADS=1 python benchmarks/movement.py --out records/movement_cpu.json
 """
 
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="2,048 are 64 MiB of keys and values")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scenes", default=",".join(SCENES))
+    parser.add_argument("--before", type=Path, help="a record of an older commit, to be kept beside this one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"memory": {"": memory(args.repeats)}}
@@ -142,6 +145,8 @@ def main() -> None:
                 print(f"{backend:14} {scene:18} {name:20} {seconds * 1e3:10.1f} ms {rate:10.0f} MB/s")
     if args.out:
         record = {"environment": environment.describe(), "tokens": args.tokens, "measured": found}
+        if args.before:
+            record["before"] = json.loads(args.before.read_text())
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

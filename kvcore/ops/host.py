@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvcore.arrays import host_view
 from kvcore.digest import MASK, region_salt
-from kvcore.lanes import row_lanes
+from kvcore.lanes import WORD, row_lanes
 from kvcore.ops.results import Strip
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
@@ -213,6 +213,29 @@ def _turned(outside: Array, inside: Array, half: int, *, store: bool) -> None:
 def _as_bytes(array: Array, nbytes: int) -> Array:
     """Items of ``nbytes`` as one axis of bytes more."""
     return array.view(np.dtype((np.uint8, (nbytes,))))
+
+
+def rows_in_place(plan: CachePlan, pools: Pools, layer: int, role: str) -> list[tuple[Array, int]] | None:
+    """A component's rows as they lie in the pools, [units, rows, bytes] and first byte of the canonical row, by part.
+
+    None where canonical rows must be put together: out of several fields, of heads that lie apart, or with gaps.
+    """
+    found: list[tuple[Array, int]] = []
+    first = 0
+    for region in plan.region(layer, role):
+        size = region.heads * region.format.row
+        (name, _), *others = region.buffers.values()
+        line, *more = lines_of(region)
+        view = host_view(pools[name])
+        side_by_side = _together(region, line) == (size, True) and region.steps[0] * line.stride == size
+        if others or more or view is None or not side_by_side or size % WORD or plan.context > 1:
+            return None
+        view = view.reshape(len(view), -1).view(np.uint8)
+        if view.shape[1] != region.rows * size or not view.flags.c_contiguous:
+            return None
+        found.append((view.reshape(len(view), region.rows, size), first))
+        first += size
+    return found
 
 
 def digest(pages: Any, strips: Sequence[Strip], first_page: int) -> Array | None:

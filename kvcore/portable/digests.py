@@ -7,16 +7,17 @@ still on the way: what stays on a device is exported with those.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import xxhash
 
 from kvcore.arrays import to_numpy
-from kvcore.digest import MASK, region_salt
-from kvcore.lanes import row_lanes
+from kvcore.digest import MASK, WORD_FACTOR, region_salt
+from kvcore.lanes import WORD, row_lanes
 from kvcore.ops import Ops, Strip
+from kvcore.ops.host import rows_in_place
 from kvcore.plan import row_bytes
 from kvcore.pools import Pools
 from kvcore.portable.pages import HISTORY, Array, PageLayout, at_once, positions_of, rows_of
@@ -160,6 +161,11 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
         rows = ops.plan.region(layer, role)[0].rows if paged else 1
         step = max(1, AT_ONCE // (rows * width)) * rows
         units = row.blocks if paged else (row.slot,)
+        runs = _runs(row.blocks[: -(-len(live) // rows)]) if paged and not live.start else []
+        near = rows_in_place(ops.plan, pools, layer, role) if len(runs) * LEAST <= len(live) * width else None
+        if runs and near is not None:
+            found.append(_in_place(near, runs, len(live), region_salt(layer, role), component.tokens_per_row))
+            continue
         lanes, needed = np.zeros(2, np.int64), min(step, -(-len(live) // rows) * rows) * width
         room = kept if needed <= len(kept) else np.empty(needed, np.uint8)
         for first in range(0, len(live), step):
@@ -174,3 +180,37 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
             lanes += row_lanes(held, positions_of(strip)[None], region_salt(layer, role))[0]
         found.append((int(lanes[0]) & MASK, int(lanes[1]) & MASK))
     return found
+
+
+LEAST = 1 << 16
+"""Bytes of rows that are worth a call of their own; fewer that are neighbours go through one place."""
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first column, columns, first block) of blocks that are neighbours."""
+    found: list[tuple[int, int, int]] = []
+    for column, block in enumerate(blocks):
+        if found and block == found[-1][2] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + 1, block - found[-1][1])
+        else:
+            found.append((column, 1, block))
+    return found
+
+
+def _in_place(
+    parts: Sequence[tuple[np.ndarray[Any, Any], int]],
+    runs: list[tuple[int, int, int]],
+    count: int,
+    salt: int,
+    tokens_per_row: int,
+) -> tuple[int, int]:
+    """The lanes of rows that lie in the pools as canonical rows do, run by run of neighbouring blocks."""
+    lanes, size = np.zeros(2, np.int64), parts[0][0].shape[1]
+    for column, columns, block in runs:
+        numbers = np.arange(column * size, min((column + columns) * size, count))[None]
+        positions = cast("np.ndarray[Any, Any]", numbers * tokens_per_row)
+        for view, offset in parts:
+            held = view[block : block + columns].reshape(1, -1, view.shape[2])[:, : positions.shape[1]]
+            # The salt and a word's place in the row are parts of one sum.
+            lanes += row_lanes(held, positions, salt + offset // WORD * WORD_FACTOR)[0]
+    return int(lanes[0]) & MASK, int(lanes[1]) & MASK

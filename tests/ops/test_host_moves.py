@@ -8,6 +8,7 @@ import pytest
 import kvcore
 from kvcore.arrays import host_view
 from kvcore.ops import Strip, host
+from kvcore.portable import digests
 from kvcore.portable.manifest import stage_one_by_one
 from kvcore.portable.pages import content_of, page_layout
 from kvcore.portable.record import RequestRecord
@@ -107,6 +108,25 @@ def test_a_cache_has_the_digest_that_gathered_rows_have(backend, layout, monkeyp
     assert cache.digest(requests) == at_once
     monkeypatch.setattr(host, "move", lambda *_, **__: False)
     assert cache.digest(requests) == at_once
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", ["neighbours", "pieces", "backwards"])
+def test_rows_are_digested_where_they_lie_or_where_they_are_put(backend, layout, order, monkeypatch):
+    spec = presets.classic(layers=2, key_heads=2, key_dim=8, block_tokens=8, key_format="fp16", value_format="fp32")
+    cache, row = scene(spec, backend, layout, tokens=61, drafts=0)
+    blocks = {
+        "neighbours": row.blocks,
+        "pieces": (*row.blocks[3:], *row.blocks[:3]),
+        "backwards": row.blocks[::-1],
+    }[order]
+    row = row._replace(blocks=tuple(blocks))
+    ops, pools = cache._state.ops, cache._state.pools
+    monkeypatch.setattr(digests, "LEAST", 0)
+    in_place = digests.request_lanes(ops, pools, row)
+    monkeypatch.setattr(digests, "LEAST", 1 << 30)
+    assert digests.request_lanes(ops, pools, row) == in_place
+    assert (host.rows_in_place(cache.plan, pools, 0, "kv") is not None) == (layout in ("packed", "planar"))
 
 
 def test_units_that_are_not_there_read_as_zeros_and_take_nothing(backend):
