@@ -207,8 +207,8 @@ def _in_place(
     """The lanes of rows that lie in the pools as canonical rows do, run by run of neighbouring blocks."""
     lanes, size = np.zeros(2, np.int64), parts[0][0].shape[1]
     for column, columns, block in runs:
-        numbers = np.arange(column * size, min((column + columns) * size, count))[None]
-        positions = cast("np.ndarray[Any, Any]", numbers * tokens_per_row)
+        end = min((column + columns) * size, count)
+        positions = cast("np.ndarray[Any, Any]", np.arange(column * size, end)[None] * tokens_per_row)
         for view, offset in parts:
             held = view[block : block + columns].reshape(1, -1, view.shape[2])[:, : positions.shape[1]]
             # The salt and a word's place in the row are parts of one sum.
