@@ -43,6 +43,20 @@ def test_a_state_is_of_one_length(backend):
         cache.truncate(request, 4)
 
 
+def test_states_beyond_a_rollback_are_forgotten():
+    """Lengths that another text has had since then have no state again."""
+    cache = recurrent.create("reference", max_draft_tokens=4)
+    request, tokens = cache.admit(), [5, 6, 7, 8, 9]
+    recurrent.advance(cache, {request: ([], tokens)})
+    recurrent.advance(cache, {request: (tokens, [1, 2, 3])})
+    cache.truncate(request, 5)
+    recurrent.advance(cache, {request: (tokens, [4, 3, 2, 1])})
+    with pytest.raises(RollbackError, match="5, 9: lengths whose recurrent state is kept"):
+        cache.truncate(request, 8)
+    cache.truncate(request, 5)
+    recurrent.advance(cache, {request: (tokens, [1])})
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_without_a_state_do_not_leave_with_a_request(backend):
     cache = recurrent.create(backend)

@@ -2,6 +2,16 @@
 
 TABLE = {
     "requests/manager.py": [
+        (
+            "                first = max(start, end - self.states) if every else end - 1\n",
+            "                first = max(start, end - self.states)\n",
+            "a recurrent state counts as kept for every length of a prompt",
+        ),
+        (
+            "        place.states = tuple(kept for kept in place.states if kept <= length)\n",
+            "",
+            "recurrent states beyond a rollback count as kept",
+        ),
         ("        self._free_slots.append(place.slot)\n", "", "a released slot is lost"),
         ("generation + 1, id + 1\n", "generation, id + 1\n", "a slot's generation stays"),
         (
@@ -93,6 +103,11 @@ TABLE = {
     ],
     "requests/prefix.py": [
         (
+            "        if any(component.recurrent for _, component in layer.components()):\n            return None\n",
+            "",
+            "a recurrent state is replayed from its last token",
+        ),
+        (
             "cbor([salt] if salt else None)\n",
             "cbor(None)\n",
             "salts do not separate prefixes",
@@ -182,6 +197,11 @@ TABLE = {
     ],
     "cache/step.py": [
         (
+            "        return not states or at == length or (self._every and at > length - states)\n",
+            "        return True\n",
+            "a checkpoint is kept of a length that has no recurrent state",
+        ),
+        (
             "            for writes in self._layers.values():\n                writes.store_waiting()\n        except",
             "            pass\n        except",
             "rows that waited are never stored",
@@ -258,6 +278,11 @@ TABLE = {
         ),
     ],
     "cache/ring_writes.py": [
+        (
+            "        self._keep_overwritten(role)\n        write = getattr",
+            "        write = getattr",
+            "a recurrent state that a step overwrites is not kept for an abort",
+        ),
         (
             "            self.waiting[role] = copy.deepcopy(arrays)\n",
             "            self.waiting[role] = arrays\n",
