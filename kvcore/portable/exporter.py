@@ -19,6 +19,7 @@ from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.ops.arguments import check_seconds
 from kvcore.portable.caches import CacheInTurn, SharedCache
+from kvcore.portable.digests import DEFAULT, HASHES
 from kvcore.portable.manifest import ROOT_BYTES, Staged, root_of, stage
 from kvcore.portable.pages import Array
 from kvcore.printable import shortened
@@ -86,12 +87,25 @@ class _ExportSlot:
 
 
 class Exporter:
-    """Exports of one cache. Safe to use from several threads."""
+    """Exports of one cache. Safe to use from several threads.
+
+    ``digest`` is what pages on the host are verified by: ``xxh3_128`` finds damage at the speed of memory, ``sha256``
+    is for pages that come by a way that is not trusted, to whoever has the handle from a trusted one.
+    """
 
     def __init__(
-        self, cache: SharedCache, *, places: int = 64, on_device: bool = False, clock: Callable[[], float] = time.time
+        self,
+        cache: SharedCache,
+        *,
+        places: int = 64,
+        on_device: bool = False,
+        digest: str = DEFAULT,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         places = check_count(SpecError, "places", places, 1)
+        if digest not in HASHES:
+            raise SpecError(got=digest, where="Exporter: digest", allowed=" or ".join(HASHES))
+        self._digest = digest
         self.name = uuid.uuid4().hex
         self._cache = cache
         self._places = [_ExportSlot() for _ in range(places)]
@@ -135,6 +149,7 @@ class Exporter:
             export=(self.name, number, generation),
             checkpoints=checkpoints,
             on_device=self._on_device,
+            digest=self._digest,
         )
         self._places[number] = _ExportSlot(generation, staged, now + lease_seconds, readers)
         return self._handle(number)

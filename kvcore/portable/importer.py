@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from kvcore.ops.arguments import check_number
 from kvcore.portable import version1
 from kvcore.portable.blob import take_in
 from kvcore.portable.caches import SharedCache
-from kvcore.portable.digests import digests_of
+from kvcore.portable.digests import SIZES, digests_of
 from kvcore.portable.exporter import Handle
 from kvcore.portable.manifest import Described, damaged, empty_pages, layout_of, root_of
 from kvcore.portable.manifest import parse as parse_manifest
@@ -48,6 +49,7 @@ def pull(
     chunk_pages: int = 1024,
     on_device: bool = False,
     salt: str | None = None,
+    digests: Sequence[str] = tuple(SIZES),
 ) -> Request:
     """Make a request of an export; generation goes on where it was.
 
@@ -67,6 +69,7 @@ def pull(
         on_device: receive into the device memory of a torch cache.
         salt: as for ``Cache.admit``: prefixes of the request, and of what follows it, may be found by requests of this
             salt. None: they are not published.
+        digests: what pages may be verified by: ``("sha256",)`` where their way is not trusted and the handle's is.
 
     Raises:
         TransferError: ``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired``: the exporter refused;
@@ -84,6 +87,7 @@ def pull(
         chunk_pages=chunk_pages,
         on_device=on_device,
         checkpoints=salt is not None,
+        digests=digests,
     )
     request = commit(cache, received, salt)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
@@ -101,6 +105,7 @@ def receive(
     chunk_pages: int = 1024,
     on_device: bool = False,
     checkpoints: bool = False,
+    digests: Sequence[str] = tuple(SIZES),
 ) -> Received:
     """Fetch an export and verify every page of it; arguments and errors as for ``pull``.
 
@@ -109,6 +114,8 @@ def receive(
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
     described = parse(transport.manifest(handle, timeout=_left(end)), handle.root)
+    if described.digest not in digests:
+        raise refuse(got=f"pages verified by {described.digest}", where="pull", allowed=" or ".join(digests))
     check_spec(cache.spec, described.spec)
     check_length(cache.plan, described.record.length, "pull")
     _check_rollback(cache, described)
@@ -122,17 +129,17 @@ def receive(
     rest = layout.record.first + layout.record.pages
     skipped = whole.pages - layout.pages
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull")
-    digests, here = digests_of(described.digest, cache.ops, layout), 0
+    verifying, here = digests_of(described.digest, cache.ops, layout), 0
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
         coming = pages[first : min(first + chunk_pages, rest if first < rest else layout.pages)]
         there = first if first < rest else first + skipped
         wait = begin(transport, handle, there, coming, timeout=_left(end))
         # What is here is verified while the next pages are on the way.
-        digests.add(pages[here:first], here)
+        verifying.add(pages[here:first], here)
         wait()
         here = first
     declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
-    bad = damaged(layout, digests.result(pages), declared)
+    bad = damaged(layout, verifying.result(pages), declared)
     if bad:
         raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
     return Received(described.record, layout, pages)

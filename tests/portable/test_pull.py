@@ -421,3 +421,19 @@ def test_the_region_table_says_what_lies_where(backend):
             held = np.frombuffer(ctypes.string_at(address, size), np.uint8)
             assert held.tolist() == kvcore.to_numpy(cache.pools[region.name])[unit].tolist()
             assert device == 0
+
+
+def test_pages_whose_way_is_not_trusted_have_a_digest_that_nobody_forges(backend):
+    cache = stories.create(stories.MIXED, backend)
+    request = cache.admit()
+    stories.tell(cache, {request: list(range(21))})
+    for digest, accepted in (("xxh3_128", ("xxh3_128", "sha256")), ("sha256", ("sha256",))):
+        desk = Exporter(cache, digest=digest)
+        moved = pull(cache, desk.export(request), Direct(desk), digests=accepted)
+        assert cache.digest([moved]) == cache.digest([request])
+        cache.release(moved)
+    desk = Exporter(cache)
+    with pytest.raises(kvcore.errors.TransferError, match=r"pages verified by xxh3_128; allowed: sha256"):
+        pull(cache, desk.export(request), Direct(desk), digests=("sha256",))
+    with pytest.raises(kvcore.errors.SpecError, match="xxh3_128 or sha256"):
+        Exporter(cache, digest="lanes")
