@@ -117,7 +117,7 @@ def decode(
     weights, sink = me.random(3, count, 64), me.random(4, 64)
     with cache.step(dict.fromkeys(requests, 1)) as step:
         append_one(me, step, count)
-        columns = max(row.length for row in step._rows) // 4
+        columns = max(row.length for row in step._state.context.rows) // 4
         found: dict[str, Any] = {}
         calls: dict[str, Callable[[], Any]] = {
             "scores and selection": lambda: cache.ops.index_select(
