@@ -153,7 +153,7 @@ def attend_selected(
         inside = rope if turned == "inside" else None
         found = setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], sink=sink, rope=inside)
         if turned == "after":
-            launch.calls().turn_back_rows(found.out, setting.index.positions, rope)
+            launch.calls().inverse_rope_rows(found.out, setting.index.positions, rope)
 
     calls = [lambda n=n: attend(n) for n in range(setting.layers)]
     extra = (f", {drafts} tokens each" if drafts > 1 else "") + (f", {heads} heads" if heads != HEADS else "")

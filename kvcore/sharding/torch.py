@@ -106,7 +106,7 @@ class TorchExchange:
             return inverse_rope(out, positions, rope)
         from kvcore.backends.torch_triton.launch import calls
 
-        calls().turn_back_rows(out, positions, frequencies_of(rope, out.device))
+        calls().inverse_rope_rows(out, positions, frequencies_of(rope, out.device))
         return out
 
     def widen(self, q):

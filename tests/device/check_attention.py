@@ -75,7 +75,7 @@ def turned_alone(device: str) -> Iterator[Problem]:
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.randn(4, 19, 40, device=device).to(dtype)
         want = turned_back(out, positions, rope)
-        launch.calls().turn_back_rows(out, positions, torch.tensor(rope.inverse_frequencies, device=device))
+        launch.calls().inverse_rope_rows(out, positions, torch.tensor(rope.inverse_frequencies, device=device))
         yield f"outputs turned back in place, {dtype}", off(out, want, "rope")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.backends.jax_pallas import JaxOps, run_triton
 from kvcore.backends.jax_pallas.runs import pool_shape
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.plan import plan_cache
 from kvcore.pools import allocate
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
@@ -150,7 +150,7 @@ def ops() -> JaxOps:
 def lowered(ops: JaxOps, function, inputs, monkeypatch: pytest.MonkeyPatch, *, donated: bool = True) -> str:
     """StableHLO for an H100 of a function of pools, index and inputs."""
     monkeypatch.setattr(run_triton, "capability", lambda: 90)
-    monkeypatch.setattr(run_triton, "chip", lambda _: Chip(90, 132, 227 << 10))
+    monkeypatch.setattr(run_triton, "chip", lambda _: DeviceProps(90, 132, 227 << 10))
 
     def empty(*given):
         units, _, _, region, buffer = given

@@ -50,12 +50,12 @@ IN_PLANAR = {
 def flushes(given, layout):
     """Compression in steps; the tails of a "long" one have a launch of their own."""
     rng = np.random.default_rng(3)
-    held = shape.MOST_BESIDE_BORDER
+    held = shape.MOST_BESIDE_BOUNDARY
     for name, *case, after in FLUSHES:
         if layout == "packed" or name in IN_PLANAR[given]:
-            shape.MOST_BESIDE_BORDER = 64 if name.endswith("long") else held
+            shape.MOST_BESIDE_BOUNDARY = 64 if name.endswith("long") else held
             yield f"{name} {given} {layout}", flush_problems(rng, "cpu", *case, given, after, layout=layout)
-    shape.MOST_BESIDE_BORDER = held
+    shape.MOST_BESIDE_BOUNDARY = held
 
 
 def planar_flushes():
@@ -131,8 +131,8 @@ def aborted():
         for request, length in zip(requests, least, strict=True):
             cache.truncate(request, length)
         found = [cache.digest([request]) for request in requests]
-        cut = [ids[:length] for ids, length in zip(told, least, strict=True)]
-        want = [stories.retell("torch_triton", stories.LATENT, ids) for ids in cut]
+        config = [ids[:length] for ids, length in zip(told, least, strict=True)]
+        want = [stories.retell("torch_triton", stories.LATENT, ids) for ids in config]
         where = f"drafts {drafts}, new {new}, {'functional' if functional else 'handles'}"
         # One launch for all layers; none where a handle's rows wait for the commit.
         known = bool(reads) == (functional or new <= 1 + drafts) and len(reads) <= 2

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from kvcore.kernels.triton import append, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
-from kvcore.kernels.triton.shape import border_chunk, flush_shape, tile, window_rows  # noqa: E402
+from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402
@@ -130,16 +130,16 @@ def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entrie
     shape = flush_shape(main, t, count, requests, 4 if given == "fp32" else 2)
     constants = {
         "T": t, "R": main, "NORM": True, "ROWS": window_rows(t), "CHUNK": shape.chunk, "PARTS": shape.parts,
-        "BORDER": 0, "BORDER_CHUNK": border_chunk(t, 512, shape.border), "IT": it,
+        "BOUNDARY": 0, "BOUNDARY_CHUNK": boundary_chunk(t, 512, shape.boundary), "IT": it,
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
-        "INDEX_BORDER": 0, "INDEX_BORDER_CHUNK": border_chunk(it, 128, 1),
+        "INDEX_BOUNDARY": 0, "INDEX_BOUNDARY_CHUNK": boundary_chunk(it, 128, 1),
         "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
         "NATIVE": arch >= 89,
     }  # fmt: skip
     case = f"ratio {ratio}, {entries}, {given}, {count} tokens" + (layout != "packed") * f", {layout}"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)
     if shape.tokens > 1:
-        bordered = {**constants, "APPEND": True, "BORDER": shape.border, "INDEX_BORDER": 1}
+        bordered = {**constants, "APPEND": True, "BOUNDARY": shape.boundary, "INDEX_BOUNDARY": 1}
         check(record, f"{case} and tail", flush.flush_kernel, arch, bordered, warps=shape.warps, given=given)
     if count == 64:
         constants = {"T": t, "ROWS": 1, "COLUMNS": 1024 if overlap else 512}

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from kvcore.kernels.triton import attend_kv
 from kvcore.kernels.triton.attend_kv import Work, work_for
-from kvcore.kernels.triton.device import LARGE, Chip
+from kvcore.kernels.triton.device import LARGE, DeviceProps
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_step_is_cut(step, expected):
     ids=["one request", "one tile", "many requests", "a full GPU", "a GPU and a little", "few keys"],
 )
 def test_keys_are_shared_out_so_that_the_work_ends_soonest(programs, keys, least, most):
-    splits = attend_kv.splits_for(Chip(90, 132, LARGE), programs, keys, attend_kv.Cut(64, 4, 3, 2))
+    splits = attend_kv.splits_for(DeviceProps(90, 132, LARGE), programs, keys, attend_kv.TileConfig(64, 4, 3, 2))
     assert least <= splits <= most

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from kvcore.kernels.triton import topk
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches import LAUNCHES
 from kvcore.kernels.triton.launches.launching import Array, Bound, BoundTail, Kernel, bind, bind_tail
 from kvcore.kernels.triton.record import row_record
@@ -41,14 +41,14 @@ class Recorder:
 
     float32, bfloat16, int64, int32, int8, flag = "float32", "bfloat16", "int64", "int32", "int8", "bool"
 
-    def __init__(self, chip=None):
+    def __init__(self, props=None):
         self.launched = []
-        self._chip = chip or Chip(90, 132, 227 << 10)
+        self._chip = props or DeviceProps(90, 132, 227 << 10)
 
     def native(self, _):
         return True
 
-    def chip(self, _):
+    def props(self, _):
         return self._chip
 
     def empty(self, shape, dtype, _):
@@ -131,7 +131,7 @@ GIVEN = {
         "q": Named("q", (T, HEADS, 128)), "keys": pools("key_"), "values": pools(), "scale": 0.1, "bf16": True,
         "records": [number_of("kv", 1), number_of("kv", 1, 1)] * 2, "sizes": [0, 0, 2],
     },
-    "turn_back_rows": {"out": Named("out", (T, HEADS, DIM))},
+    "inverse_rope_rows": {"out": Named("out", (T, HEADS, DIM))},
     "score_rows": {"q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 16},
     "score_select_rows": {
         "q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 40_000, "k": K,

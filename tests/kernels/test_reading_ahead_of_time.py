@@ -43,7 +43,7 @@ def record_of(role, **component):
     return row_record(plan.region(0, role)[0])[0]
 
 
-def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **options):
+def attention_constants(name, arch, *, bf16=True, config=None, decoded=False, **options):
     """``decoded``: a prefill's, whose entries and own rows were decoded before."""
     window = record_of("window", dim=512, window=128, format=name)
     entries = record_of("entries", dim=512, ratio=4, format=name)
@@ -51,15 +51,15 @@ def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **opt
     if decoded:
         entries, own = plain_record(entries), plain_record(window)
         options |= {"OWN": True, "SPLIT": False}
-    cut = (cut or (TENSOR if entries.quant else WHOLE)[arch]) if bf16 else FULL
+    config = (config or (TENSOR if entries.quant else WHOLE)[arch]) if bf16 else FULL
     parts = parts_of_each(window, entries, own, bf16=bf16)
     constants = {
         "W": window, "E": entries, "CHUNK": own, **dict(zip(("S", "ENTRY_S", "CHUNK_S"), parts, strict=True)),
-        "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True, "OWN": False, "SPLIT": True, "HEADS": cut.heads,
-        "KEYS": cut.keys, "ALIKE": alike(window, entries), "STAGES": cut.stages,
-        "SPREAD": max(1, 32 * cut.warps // cut.keys), "PAIRS": 0, "NATIVE": arch >= 89, **options,
+        "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True, "OWN": False, "SPLIT": True, "HEADS": config.heads,
+        "KEYS": config.keys, "ALIKE": alike(window, entries), "STAGES": config.stages,
+        "SPREAD": max(1, 32 * config.warps // config.keys), "PAIRS": 0, "NATIVE": arch >= 89, **options,
     }  # fmt: skip
-    return constants, cut.warps
+    return constants, config.warps
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def attention_constants(name, arch, *, bf16=True, cut=None, decoded=False, **opt
         pytest.param("v4_584", 80, {}, id="v4_584 A100"),
         pytest.param("v4_584", 90, {}, id="v4_584 H100"),
         pytest.param("v4_584", 100, {}, id="v4_584 B200"),
-        pytest.param("v4_584", 80, {"cut": FEW}, id="few queries A100"),
-        pytest.param("v4_584", 90, {"cut": FEW}, id="few queries H100"),
+        pytest.param("v4_584", 80, {"config": FEW}, id="few queries A100"),
+        pytest.param("v4_584", 90, {"config": FEW}, id="few queries H100"),
         pytest.param("v4_584", 80, {"decoded": True}, id="prefill over decoded entries A100"),
         pytest.param("v4_584", 90, {"decoded": True}, id="prefill over decoded entries H100"),
         pytest.param("v4_584", 90, {"SPLIT": False, "PAIRS": 32}, id="outputs turned back H100"),
@@ -96,15 +96,15 @@ def classic_constants(
     spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=block)
     k, v = (row_record(region)[0] for region in plan_cache(spec, max_requests=2, max_tokens=512).region(0, "kv"))
     sides = attend_kv.sides_of(k, v, None, bf16=bf16, native=arch >= 89)
-    cut = attend_kv.cut_of(arch, sides)
+    config = attend_kv.config_of(arch, sides)
     span, some = attend_kv.span_of(each), power_of_two(group)
     constants = {
         "K": k, "V": v, "NK": k, "NV": v, "SK": sides[0], "SV": sides[1], "OWN": False, "LEFT": False,
         "GROUPS": heads, "HEADS": some, "SPAN": span, "ROWS": max(16, some * span),
-        "KEYS": cut.keys, "WHOLE": attend_kv.whole_tiles(k, cut), "STAGES": cut.stages,
-        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": arch >= 89, **options,
+        "KEYS": config.keys, "WHOLE": attend_kv.whole_tiles(k, config), "STAGES": config.stages,
+        "SPREAD": max(1, 32 * config.warps // config.keys), "NATIVE": arch >= 89, **options,
     }  # fmt: skip
-    return constants, cut
+    return constants, config
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def classic_constants(
     ],
 )
 def test_classic_attention_compiles(keys, values, arch, options, record, request):
-    constants, cut = classic_constants(keys, values, arch, **options)
+    constants, config = classic_constants(keys, values, arch, **options)
     given = "bf16" if options.get("bf16", True) else "fp32"
-    more = {"given": given, "exact": True, "warps": cut.warps, "shared": SHARED[arch] * 1024}
+    more = {"given": given, "exact": True, "warps": config.warps, "shared": SHARED[arch] * 1024}
     found = check(record, case_of(request), attend_kv.attend_kv_kernel, arch, constants, **more)
     assert found.spilled_bytes <= CLASSIC_SPILLS, found
     # As many programs of plain decode fit as the work is shared out for; wider ones may be fewer.
-    resident = 1 if options else cut.resident
+    resident = 1 if options else config.resident
     assert resident * found.shared_bytes <= SHARED[arch] * 1024, found
-    assert resident * 32 * cut.warps * found.registers <= 1 << 16, found
+    assert resident * 32 * config.warps * found.registers <= 1 << 16, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
@@ -143,14 +143,14 @@ def test_classic_attention_compiles(keys, values, arch, options, record, request
 def test_scores_compile(given, name, arch, record):
     keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
     packed = nibbles(keys) and arch >= 89
-    cut = CUTS[packed]
+    config = CUTS[packed]
     constants = {
-        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": cut.keys, "STAGES": cut.stages,
+        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": config.keys, "STAGES": config.stages,
         "NIBBLES": packed, "NATIVE": arch >= 89,
     }  # fmt: skip
     alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
     for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
-        options = {"given": given, "exact": False, "warps": cut.warps, "shared": SHARED[arch] * 1024 // 2}
+        options = {"given": given, "exact": False, "warps": config.warps, "shared": SHARED[arch] * 1024 // 2}
         found = check(record, f"{name}, {given}", kernel, arch, {**constants, **more}, **options)
         assert found.spilled_bytes <= 64, found
 
@@ -181,7 +181,7 @@ def test_best_compiles(lists, slots, arch, record):
             {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "WIDTH": 128, "BLOCK": 512},
         ),
         *((attend.merge_kernel, {**MERGE, "PAIRS": pairs}) for pairs in (0, 32)),
-        (attend.turn_back_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS}),
+        (attend.inverse_rope_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS}),
     ],
     ids=["rank", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
 )

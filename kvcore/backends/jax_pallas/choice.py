@@ -96,12 +96,12 @@ SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 22
 """KiB of shared memory that a program may have, by compute capability (CUDA C++ programming guide, table 30)."""
 
 
-def chip() -> Any:
-    """The first device of this process, as kernels are cut for it: a ``Chip``."""
-    from kvcore.kernels.triton.device import Chip
+def props() -> Any:
+    """The first device of this process, as kernels are cut for it: a ``DeviceProps``."""
+    from kvcore.kernels.triton.device import DeviceProps
 
     known = max(known for known in SHARED if known <= max(capability(), min(SHARED)))
-    return Chip(capability(), jax.local_devices(backend="cuda")[0].core_count, SHARED[known] << 10)
+    return DeviceProps(capability(), jax.local_devices(backend="cuda")[0].core_count, SHARED[known] << 10)
 
 
 @cache

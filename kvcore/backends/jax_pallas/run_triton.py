@@ -76,9 +76,9 @@ def native(array: Any) -> bool:
     return not device.INTERPRETED and device.native(capability())
 
 
-def chip(array: Any) -> device.Chip:
+def props(array: Any) -> device.DeviceProps:
     """The device, as launches are cut for it."""
-    return choice.chip()
+    return choice.props()
 
 
 def empty(shape: Sequence[int], dtype: Any, like: Any) -> Any:

@@ -36,7 +36,7 @@ def indexed(function: Any) -> Any:
         options.update(zip(names, given, strict=False))
         count = _bucketed(self, size, layer, index, options)
         kind = self.layers[layer].only(size.role or options.get("role", "entries"))
-        return _cut(programs.indexed(function)(kind, index, tuple(sorted(options.items()))), size, count)
+        return _trimmed(programs.indexed(function)(kind, index, tuple(sorted(options.items()))), size, count)
 
     return facade.as_verb(run, function)
 
@@ -56,7 +56,7 @@ def _of_layer(function: Any, roles: tuple[str, ...], name: str, fixed: dict[str,
         touched = roles or _roles(function, static.get("role", "entries"))
         move = _write if writes else _read
         found = move(self, function, pools, layer, touched, {"index": index, **arrays}, **static)
-        return found if size is None or function is kv.attend_kv else _cut(found, size, count)
+        return found if size is None or function is kv.attend_kv else _trimmed(found, size, count)
 
     def of_a_role(self: Any, pools: Any, layer: int, role: str, index: StepIndex, *given: Any, **options: Any) -> Any:
         return call(self, pools, layer, index, given, {**options, "role": role})
@@ -103,7 +103,7 @@ def _bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options
     return count
 
 
-def _cut(found: Any, size: facade.Size, count: int | None) -> Any:
+def _trimmed(found: Any, size: facade.Size, count: int | None) -> Any:
     """Outputs of the size that was asked for."""
     if size.name == "columns":
         return jax.tree.map(lambda array: array[:, :count] if array.ndim > 1 else array, found)

@@ -148,7 +148,7 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], Any]
 """Shape, strides and offset of a view of ``Lines.rows``, as ``as_strided`` takes them."""
 
 
-class Spot(NamedTuple):
+class RowIndex(NamedTuple):
     """Where ``count`` of a step's tokens lie: from token ``token`` on, and from line ``line`` on.
 
     ``copies`` are all places of theirs: [copies, count, heads, dim], or [count, heads, dim] of a pool without copies.
@@ -275,7 +275,7 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
     left = []
     for region, values in zip(regions, arrays, strict=True):
         stored = lines(ops, pools, region)
-        there = None if stored is None else spots(region, ops.host(index), stored, every=False)
+        there = None if stored is None else row_indices(region, ops.host(index), stored, every=False)
         if stored is None or there is None:
             left.append((region, values))
         else:
@@ -295,7 +295,7 @@ def append_and_view(ops, pools, layer, index, k, v, columns):
     key = append_and_view, keys.kind, values.kind, component, columns
     if key not in host.kept:
         parts = list(zip(regions, (keys, values), strict=True))
-        there = [spots(region, host, stored, every=False) for region, stored in parts]
+        there = [row_indices(region, host, stored, every=False) for region, stored in parts]
         seen = [seen_place(region, host, component, stored, columns) for region, stored in parts]
         host.kept[key] = None if None in there or None in seen else (*there, *seen)
     places = host.kept[key]
@@ -307,7 +307,7 @@ def append_and_view(ops, pools, layer, index, k, v, columns):
     return keys.rows.as_strided(*seen_keys), values.rows.as_strided(*seen_values)
 
 
-def write(values, rows, places: list[Spot]) -> None:
+def write(values, rows, places: list[RowIndex]) -> None:
     """Store values [T, heads, dim] in all their copies: clamped, rounded to nearest even, NaN as the code's one NaN.
 
     In place, and in one operation where no number has to be rounded: a decode step's rows cost what calls cost.
@@ -322,20 +322,20 @@ def write(values, rows, places: list[Spot]) -> None:
         torch.nan_to_num(mine, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=there)
 
 
-def spots(region, host, stored: Lines, *, every: bool) -> list[Spot] | None:
+def row_indices(region, host, stored: Lines, *, every: bool) -> list[RowIndex] | None:
     """Where a regular step's tokens lie, in order: ``every`` one, or those that an append writes; None: not possible.
 
     Worked out once for all layers whose rows lie alike.
     """
-    key = spots, stored.kind, every
+    key = row_indices, stored.kind, every
     if key not in host.kept:
         possible = host.few and complete(region, host)
-        host.kept[key] = list(new_spots(region, host, stored, every=every)) if possible else None
+        host.kept[key] = list(new_row_indices(region, host, stored, every=every)) if possible else None
     return host.kept[key]
 
 
-def new_spots(region, host, stored: Lines, *, every: bool) -> Iterator[Spot]:
-    """What ``spots`` keeps."""
+def new_row_indices(region, host, stored: Lines, *, every: bool) -> Iterator[RowIndex]:
+    """What ``row_indices`` keeps."""
     (row, *others), begin, token = stored.rows.stride(), stored.rows.storage_offset(), 0
     apart = (region.rows * row,) if region.copies > 1 else ()
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
@@ -345,7 +345,7 @@ def new_spots(region, host, stored: Lines, *, every: bool) -> Iterator[Spot]:
         source = token + first - start
         for run in runs(region, host, request, first, length, stored.unit, region.rows):
             shape = (*(region.copies for _ in apart), run.count, *stored.rows.shape[1:])
-            yield Spot(run.line, source, run.count, (shape, (*apart, row, *others), begin + run.line * row))
+            yield RowIndex(run.line, source, run.count, (shape, (*apart, row, *others), begin + run.line * row))
             source += run.count
         token += length - start
 
@@ -353,7 +353,7 @@ def new_spots(region, host, stored: Lines, *, every: bool) -> Iterator[Spot]:
 def overwritten(ops, pools, region, index) -> torch.Tensor | None:
     """Rows [T, heads, dim] as stored that lie where the step's tokens belong; None: not possible."""
     stored = lines(ops, pools, region)
-    some = None if stored is None else spots(region, ops.host(index), stored, every=True)
+    some = None if stored is None else row_indices(region, ops.host(index), stored, every=True)
     if stored is None or not some:
         return None
     found = [stored.rows.narrow(0, spot.line, spot.count) for spot in some]

@@ -15,7 +15,7 @@ from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
-from kvcore.kernels.triton.launches.attention import cut_of
+from kvcore.kernels.triton.launches.attention import config_of
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
@@ -220,7 +220,7 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
         found = flash.attend(ops, pools, layer, index, q, selected, sink, _scale(q, scale))
         frequencies = frequencies_of(rope, q.device)
         if frequencies is not None:
-            launch.calls().turn_back_rows(found.out, index.positions, frequencies)
+            launch.calls().inverse_rope_rows(found.out, index.positions, frequencies)
         return found
     if not len(index.slots) or not q.numel():  # there is nothing to launch
         return PLAIN.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
@@ -242,7 +242,7 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
         w, e = (None if number < 0 else launch.BOUND[number].record for number in numbers)
         own, own_number = _own_rows(ops, layer, window.number, rows, whole=takes_whole(w, e, parts))
     keys = span + picks
-    splits = cut_of(ops.chip, *numbers, bf16, tokens, heads, keys, selected is not None).splits
+    splits = config_of(ops.props, *numbers, bf16, tokens, heads, keys, selected is not None).splits
     workspace = ops.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
     out, lse = launch.calls().attend_rows(
         q.contiguous(),
@@ -335,8 +335,8 @@ class AttendedKV(NamedTuple):
         own_numbers: of records of the step's own keys and values, -1 where the pools hold them.
         heads: of keys and of values; ``value_dim`` channels of a value.
         window, chunk: of the layer, 0 without.
-        cut: how a call is cut into programs, for this device.
-        chip: the device.
+        config: how a call is cut into programs, for this device.
+        props: the device.
     """
 
     parts: tuple[Part, ...]
@@ -345,8 +345,8 @@ class AttendedKV(NamedTuple):
     value_dim: int
     window: int
     chunk: int
-    cut: Any
-    chip: Any
+    config: Any
+    props: Any
 
 
 def bind_attend_kv(ops, layer):
@@ -371,13 +371,13 @@ def _attended_kv(ops, layer, case):
         records = kv_kernel.own_records(keys, values, [region.format for region in ops.plan.region(layer, "kv")])
         if isinstance(records, Declined):
             return records
-    native = is_native(ops.chip.capability) and not launch.INTERPRETED
+    native = is_native(ops.props.capability) and not launch.INTERPRETED
     sides = kv_kernel.multiplied(keys, values, records, bf16=case.bf16, native=native)
     if isinstance(sides, Declined):
         return sides
     numbers = (-1, -1) if records is None else tuple(launch.bind(launch.Bound(one, 0, 0, 0)) for one in records)
     heads, seen = (keys.heads, values.heads), (component.window or 0, component.chunk or 0)
-    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_kernel.cut_for(ops.chip, sides), ops.chip)
+    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_kernel.config_for(ops.props, sides), ops.props)
 
 
 def attend_kv_covers(bound, index, q, k=None, v=None, **_):
@@ -403,7 +403,7 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     seen = min(columns, bound.window or bound.chunk or columns)
     tokens, heads, _ = q.shape
     work = kv_kernel.work_for(tokens, len(index.slots), heads, *bound.heads)
-    splits = kv_kernel.splits_for(bound.chip, work.programs, seen + work.each - 1, bound.cut)
+    splits = kv_kernel.splits_for(bound.props, work.programs, seen + work.each - 1, bound.config)
     room = splits * tokens * heads * (bound.value_dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),
@@ -504,7 +504,7 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
         return ops.select(index_scores(bound, ops, pools, layer, index, q, weights, columns=columns), k)
     number, names, _ = bound.part
     run = run or RUN
-    *room, held = best_workspace(runs_of(ops.chip, len(q), columns, run, k), k)
+    *room, held = best_workspace(runs_of(ops.props, len(q), columns, run, k), k)
     return launch.calls().score_select_rows(
         q.contiguous(),
         weights.contiguous(),

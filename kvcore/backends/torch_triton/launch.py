@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcore.backends.torch_triton import run_triton
-from kvcore.backends.torch_triton.run_triton import chip_of as chip_of
 from kvcore.backends.torch_triton.run_triton import is_native as is_native
+from kvcore.backends.torch_triton.run_triton import props_of as props_of
 from kvcore.kernels.triton.device import INTERPRETED as INTERPRETED
 from kvcore.kernels.triton.launches import LAUNCHES
 from kvcore.kernels.triton.launches.launching import BOUND as BOUND

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from kvcore.kernels.triton import device
-from kvcore.kernels.triton.device import INTERPRETED, INTERPRETER, Chip
+from kvcore.kernels.triton.device import INTERPRETED, INTERPRETER, DeviceProps
 from kvcore.kernels.triton.launches.launching import Kernel
 
 _ADDRESS, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
@@ -31,13 +31,13 @@ int64, int32, int8, flag = torch.int64, torch.int32, torch.int8, torch.bool
 
 
 @cache
-def chip_of(device: torch.device) -> Chip:
+def props_of(device: torch.device) -> DeviceProps:
     """A device as the cuts know it."""
     if INTERPRETED:
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
     major, minor = torch.cuda.get_device_capability(device)
-    return Chip(10 * major + minor, found.multi_processor_count, found.shared_memory_per_block_optin)
+    return DeviceProps(10 * major + minor, found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
 @cache
@@ -45,12 +45,12 @@ def is_native(where: torch.device) -> bool:
     """``device.native``, looked up once a device."""
     if INTERPRETED or where.type != "cuda":
         return False
-    return device.native(chip_of(where).capability)
+    return device.native(props_of(where).capability)
 
 
-def chip(array: Tensor) -> Chip:
+def props(array: Tensor) -> DeviceProps:
     """The device of a tensor, as the cuts know it."""
-    return chip_of(array.device)
+    return props_of(array.device)
 
 
 def native(array: Tensor) -> bool:

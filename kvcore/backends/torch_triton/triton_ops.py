@@ -14,7 +14,7 @@ from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.rings import Rings
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
 
@@ -75,7 +75,7 @@ class TritonOps(TorchOps):
     Args:
         plan: what the pools are.
         device: torch's name of it.
-        chip: what is to be known of the device; asked of it unless given.
+        props: what is to be known of the device; asked of it unless given.
 
     Attributes:
         records: (layer, role) -> what launches must know of its parts, or why kernels do not cover them.
@@ -88,14 +88,14 @@ class TritonOps(TorchOps):
 
     fewest_visits = 8.0
 
-    def __init__(self, plan: Any, device: str = "cpu", *, chip: Chip | None = None) -> None:
+    def __init__(self, plan: Any, device: str = "cpu", *, props: DeviceProps | None = None) -> None:
         super().__init__(plan, device)
-        self._chip = chip
+        self._chip = props
         self.workspaces = cuda_read.Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
         self._rings = Rings(plan, device)
-        self._attention = flash.chosen(device, None if chip is None else chip.capability)
+        self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)
         self.ways: dict[str, dict[int | None, Any]] = {name: {} for name in KERNELS}
         self.decisions: dict[tuple[int | None, str], Decision] = {}
@@ -114,10 +114,10 @@ class TritonOps(TorchOps):
             self.ways[verb][layer], self.decisions[layer, verb] = way
 
     @property
-    def chip(self) -> Chip:
+    def props(self) -> DeviceProps:
         """The device, as kernels are cut for it."""
         if self._chip is None:
-            self._chip = launch.chip_of(self._torch_device)
+            self._chip = launch.props_of(self._torch_device)
         return self._chip
 
     @property

@@ -7,7 +7,7 @@ Queries without a key and tiles without one are safe: weights are then zeros, ne
 
 Map:
     ``Parts`` .. ``merge_constants``: how a call is cut into programs, by the records of its rows and the chip.
-    ``turn_back``, ``turn_back_kernel``: RoPE by minus the query's position, on outputs that were written and rounded
+    ``inverse_rope``, ``inverse_rope_kernel``: RoPE by minus the position, on outputs that were written and rounded
         before. Rows are read again by the program that wrote them, a few kilobytes of its own cache. Rounded numbers
         are what DeepSeek-V4's published inference code rotates, and the sums in registers can be given up first.
     ``decode_panel`` .. ``attend_kernel``: keys, places, the running softmax.
@@ -27,7 +27,7 @@ from kvcore.kernels.triton.chunks import (
     side_by_side,
 )
 from kvcore.kernels.triton.codes import round_bf16
-from kvcore.kernels.triton.device import INTERPRETED, LARGE, Chip
+from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.latent import rotate, turns
 from kvcore.kernels.triton.record import PLACES, RowRecord, ceil_div, power_of_two
 from kvcore.ops.choices import Declined
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
         return self.narrow and self.panels == (self.chunks,) and self.dim == self.chunk * self.chunks
 
 
-class Cut(NamedTuple):
+class TileConfig(NamedTuple):
     """What a program takes: heads, keys a tile; its warps; the depth of the pipeline that loads rows."""
 
     heads: int
@@ -71,14 +71,14 @@ class Cut(NamedTuple):
     stages: int
 
 
-FULL = Cut(heads=16, keys=16, warps=4, stages=1)
-TENSOR = {80: Cut(64, 32, 8, 2), 90: Cut(64, 64, 8, 3), 100: Cut(64, 64, 8, 3)}
+FULL = TileConfig(heads=16, keys=16, warps=4, stages=1)
+TENSOR = {80: TileConfig(64, 32, 8, 2), 90: TileConfig(64, 64, 8, 3), 100: TileConfig(64, 64, 8, 3)}
 """By compute capability: the newest that is not above the device's."""
-WHOLE = {80: Cut(64, 16, 8, 2), 90: Cut(64, 64, 8, 2), 100: Cut(64, 64, 8, 2)}
+WHOLE = {80: TileConfig(64, 16, 8, 2), 90: TileConfig(64, 64, 8, 2), 100: TileConfig(64, 64, 8, 2)}
 """The same where rows are taken whole."""
-FEW = Cut(heads=32, keys=32, warps=4, stages=3)
+FEW = TileConfig(heads=32, keys=32, warps=4, stages=3)
 """For so little work that every program has a multiprocessor of its own."""
-SMALL = Cut(heads=32, keys=16, warps=4, stages=2)
+SMALL = TileConfig(heads=32, keys=16, warps=4, stages=2)
 """For GPUs whose blocks have less than LARGE bytes of shared memory."""
 
 
@@ -145,53 +145,53 @@ def takes_whole(window: RowRecord | None, entries: RowRecord | None, parts: Part
     return parts.whole and some is not None and not some.quant
 
 
-def cut_for(chip: Chip, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> Cut:
+def config_for(props: DeviceProps, tokens: int, heads: int, keys: int, full: bool, whole: bool) -> TileConfig:
     """The cut for queries of ``heads`` heads and at most ``keys`` keys.
 
     Args:
         whole: entries, or else rows of the window, are taken whole.
     """
     if full:
-        cut = FULL
-    elif tokens * ceil_div(heads, FEW.heads) * ceil_div(keys, FEW.keys) <= chip.multiprocessors:
-        cut = FEW
-    elif chip.shared < LARGE:
-        cut = SMALL
+        config = FULL
+    elif tokens * ceil_div(heads, FEW.heads) * ceil_div(keys, FEW.keys) <= props.multiprocessors:
+        config = FEW
+    elif props.shared < LARGE:
+        config = SMALL
     else:
-        cut = (WHOLE if whole else TENSOR)[max([80, *(known for known in TENSOR if known <= chip.capability)])]
-    return cut._replace(heads=max(16, min(cut.heads, power_of_two(heads))))
+        config = (WHOLE if whole else TENSOR)[max([80, *(known for known in TENSOR if known <= props.capability)])]
+    return config._replace(heads=max(16, min(config.heads, power_of_two(heads))))
 
 
-def attend_cut(
-    chip: Chip, tokens: int, heads: int, keys: int, parts: Parts, window: RowRecord | None, entries: RowRecord | None,
-    *, picked: bool,
-) -> Cut:  # fmt: skip
+def attend_config(
+    props: DeviceProps, tokens: int, heads: int, keys: int, parts: Parts, window: RowRecord | None,
+    entries: RowRecord | None, *, picked: bool,
+) -> TileConfig:  # fmt: skip
     """The cut of a call whose entries are ``picked``, or all that is visible."""
     whole = takes_whole(window, entries, parts)
-    cut = cut_for(chip, tokens, heads, keys, parts.full, whole)
+    config = config_for(props, tokens, heads, keys, parts.full, whole)
     if not picked and not whole:
         # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages.
-        cut = cut._replace(stages=min(cut.stages, 2))
-    return cut
+        config = config._replace(stages=min(config.stages, 2))
+    return config
 
 
-def splits_for(chip: Chip, tokens: int, heads: int, keys: int, cut: Cut) -> int:
+def splits_for(props: DeviceProps, tokens: int, heads: int, keys: int, config: TileConfig) -> int:
     """Programs that share a query's keys, of which there are at most ``keys``: enough that all of them fill the GPU."""
-    programs = max(1, tokens * ceil_div(heads, cut.heads))
-    return max(1, min(chip.multiprocessors // programs, ceil_div(keys, cut.keys), MOST_SPLITS))
+    programs = max(1, tokens * ceil_div(heads, config.heads))
+    return max(1, min(props.multiprocessors // programs, ceil_div(keys, config.keys), MOST_SPLITS))
 
 
 def attend_constants(
-    cut: Cut, window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool
+    config: TileConfig, window: RowRecord | None, entries: RowRecord | None, own: RowRecord | None, *, bf16: bool
 ) -> dict[str, Any]:
     """``constexpr`` arguments of the attention kernel that follow from its cut and its records."""
     some = window or entries
     parts, entry_parts, own_parts = parts_of_each(window, entries, own, bf16=bf16)
     return {
         "W": window or some, "E": entries or some, "CHUNK": own or some, "S": parts, "ENTRY_S": entry_parts,
-        "CHUNK_S": own_parts, "OWN": own is not None, "HEADS": cut.heads, "KEYS": cut.keys,
-        "ALIKE": window is not None and entries is not None and alike(window, entries), "STAGES": cut.stages,
-        "SPREAD": max(1, 32 * cut.warps // cut.keys),
+        "CHUNK_S": own_parts, "OWN": own is not None, "HEADS": config.heads, "KEYS": config.keys,
+        "ALIKE": window is not None and entries is not None and alike(window, entries), "STAGES": config.stages,
+        "SPREAD": max(1, 32 * config.warps // config.keys),
     }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def merge_constants(dim: int, splits: int) -> dict[str, Any]:
 
 
 TURN_HEADS = 16
-"""Heads of a program of ``turn_back_kernel``."""
+"""Heads of a program of ``inverse_rope_kernel``."""
 
 
 @triton.constexpr_function
@@ -213,7 +213,7 @@ def channels_of(pairs):
 
 
 @triton.jit
-def turn_back(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+def inverse_rope(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate the last PAIRS pairs of rows of DIM channels at pointers ``at`` [n] by minus ``position``, in place."""
     size: tl.constexpr = channels_of(PAIRS)
     channel = tl.arange(0, size)[None, :]
@@ -228,7 +228,7 @@ def turn_back(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS: t
 
 
 @triton.jit
-def turn_back_kernel(
+def inverse_rope_kernel(
     out_ptr, positions_ptr, frequencies_ptr, heads,
     DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +237,7 @@ def turn_back_kernel(
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
     at = out_ptr + (token * heads + head) * DIM
-    turn_back(at, head < heads, tl.load(positions_ptr + token), frequencies_ptr, DIM, PAIRS, NATIVE)
+    inverse_rope(at, head < heads, tl.load(positions_ptr + token), frequencies_ptr, DIM, PAIRS, NATIVE)
 
 
 @triton.jit
@@ -527,7 +527,7 @@ def attend_kernel(
         store_heads(out_ptr + line * S.dim, out, some, inside, S, NATIVE)
         if PAIRS:
             tl.debug_barrier()
-            turn_back(out_ptr + line * S.dim, inside, position, frequencies_ptr, S.dim, PAIRS, NATIVE)
+            inverse_rope(out_ptr + line * S.dim, inside, position, frequencies_ptr, S.dim, PAIRS, NATIVE)
 
 
 @triton.jit
@@ -578,4 +578,4 @@ def merge_kernel(
         tl.debug_barrier()
         at = out_ptr + line * DIM + tl.zeros([1], tl.int32)
         position = tl.load(positions_ptr + token)
-        turn_back(at, tl.full([1], True, tl.int1), position, frequencies_ptr, DIM, PAIRS, NATIVE)
+        inverse_rope(at, tl.full([1], True, tl.int1), position, frequencies_ptr, DIM, PAIRS, NATIVE)

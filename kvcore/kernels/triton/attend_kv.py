@@ -23,7 +23,7 @@ import triton.language as tl
 from kvcore.kernels.triton.attend import beside_sink
 from kvcore.kernels.triton.chunks import row_pointers, scale_value
 from kvcore.kernels.triton.codes import round_bf16
-from kvcore.kernels.triton.device import INTERPRETED, LARGE, Chip
+from kvcore.kernels.triton.device import INTERPRETED, LARGE, DeviceProps
 from kvcore.kernels.triton.record import RowRecord, aligned, ceil_div, own_record, power_of_two
 from kvcore.kernels.triton.words import load_packed, unpack_chunk
 from kvcore.ops.choices import Declined
@@ -61,7 +61,7 @@ class Side(NamedTuple):
     precision: str
 
 
-class Cut(NamedTuple):
+class TileConfig(NamedTuple):
     """What a program takes: keys a tile; its warps; the depth of the pipeline that loads rows.
 
     ``resident``: programs that a multiprocessor is to hold at once.
@@ -73,11 +73,11 @@ class Cut(NamedTuple):
     resident: int
 
 
-NARROW = {80: Cut(64, 4, 2, 3), 90: Cut(64, 4, 3, 3), 100: Cut(64, 4, 3, 3)}
+NARROW = {80: TileConfig(64, 4, 2, 3), 90: TileConfig(64, 4, 3, 3), 100: TileConfig(64, 4, 3, 3)}
 """By compute capability: the newest that is not above the device's; for keys and values of up to WIDE channels."""
-APART = {4: Cut(64, 2, 3, 4), 8: Cut(32, 1, 3, 8)}
+APART = {4: TileConfig(64, 2, 3, 4), 8: TileConfig(32, 1, 3, 8)}
 """By the parts that codes are taken apart into: these are narrow, and several warps would do the same work."""
-FULL = Cut(32, 4, 1, 2)
+FULL = TileConfig(32, 4, 1, 2)
 """For fp32 products."""
 WIDE = 256
 
@@ -154,21 +154,21 @@ def own_records(
     return Declined("canonical rows have elements off their own alignment")
 
 
-def cut_for(chip: Chip, sides: tuple[Side, Side]) -> Cut:
+def config_for(props: DeviceProps, sides: tuple[Side, Side]) -> TileConfig:
     """The cut for a GPU."""
-    return FULL if INTERPRETED else cut_of(chip.capability, sides, few=chip.shared < LARGE)
+    return FULL if INTERPRETED else config_of(props.capability, sides, few=props.shared < LARGE)
 
 
-def cut_of(capability: int, sides: tuple[Side, Side], *, few: bool = False) -> Cut:
+def config_of(capability: int, sides: tuple[Side, Side], *, few: bool = False) -> TileConfig:
     """The cut for a compute capability, with ``few`` for blocks with less than LARGE bytes of shared memory."""
     keys, values = sides
-    cut = NARROW[max([80, *(known for known in NARROW if known <= capability)])]
-    cut = APART.get(max(keys.parts, values.parts), cut)
+    config = NARROW[max([80, *(known for known in NARROW if known <= capability)])]
+    config = APART.get(max(keys.parts, values.parts), config)
     if keys.full or values.full:
-        cut = FULL
+        config = FULL
     channels = power_of_two(keys.chunk * keys.chunks + values.chunk * values.chunks)
-    tile = max(16, (cut.keys >> few) // max(1, channels // WIDE))
-    return cut._replace(keys=tile, stages=min(cut.stages, 2) if few else cut.stages)
+    tile = max(16, (config.keys >> few) // max(1, channels // WIDE))
+    return config._replace(keys=tile, stages=min(config.stages, 2) if few else config.stages)
 
 
 class Work(NamedTuple):
@@ -204,22 +204,22 @@ def span_of(each: int) -> int:
 
 
 @cache
-def splits_for(chip: Chip, programs: int, keys: int, cut: Cut) -> int:
+def splits_for(props: DeviceProps, programs: int, keys: int, config: TileConfig) -> int:
     """Programs that share a group's keys, of which there are at most ``keys``: as many as end the soonest."""
-    slots, tiles = cut.resident * chip.multiprocessors, max(1, ceil_div(keys, cut.keys))
+    slots, tiles = config.resident * props.multiprocessors, max(1, ceil_div(keys, config.keys))
     best, least = 1, 0
     for splits in range(1, min(MOST_SPLITS, tiles) + 1):
         # What a program takes and what it costs, so many times in turn; then the parts are merged.
-        turn = ceil_div(tiles, splits) * cut.keys + START
+        turn = ceil_div(tiles, splits) * config.keys + START
         time = ceil_div(programs * splits, slots) * turn + splits
         if splits == 1 or time < least:
             best, least = splits, time
     return best
 
 
-def whole_tiles(record: RowRecord, cut: Cut) -> bool:
+def whole_tiles(record: RowRecord, config: TileConfig) -> bool:
     """True if tiles that begin at multiples of their size lie in one block each."""
-    return record.paged and record.rows % cut.keys == 0
+    return record.paged and record.rows % config.keys == 0
 
 
 @triton.jit

@@ -10,7 +10,7 @@ LARGE = 160 << 10
 """Bytes of shared memory of a block, as large GPUs have."""
 
 
-class Chip(NamedTuple):
+class DeviceProps(NamedTuple):
     """What a launch must know of a GPU.
 
     Attributes:
@@ -24,7 +24,7 @@ class Chip(NamedTuple):
     shared: int
 
 
-INTERPRETER = Chip(capability=90, multiprocessors=5, shared=LARGE)
+INTERPRETER = DeviceProps(capability=90, multiprocessors=5, shared=LARGE)
 """What Triton's interpreter passes for: its number of multiprocessors makes small cases split."""
 
 

@@ -7,7 +7,7 @@ the step's own rows to the tail.
 Map:
     ``load_own`` .. ``pool``: the softmax-weighted sum over one window's rows, from the tail's ring and from the step's
         own inputs.
-    ``close_window``, ``finish_window``: pool a window, finish its entry (norm, rotation: ``latent``), encode and store
+    ``compress_window``, ``finish_window``: pool a window, finish its entry (norm, rotation: ``latent``), encode, store
         it. A window with many rows is split over channels to fill the chip: each part leaves its pooled channels in a
         scratch row, and the part that arrives last finishes the entry.
     ``tokens_before`` .. ``append_part``: a request's border, the windows that join its step to what came before, and
@@ -176,7 +176,7 @@ def pool(
 
 
 @triton.jit
-def close_window(
+def compress_window(
     token, position, request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PREFILL: tl.constexpr,
     WHOLE: tl.constexpr, NATIVE: tl.constexpr,
@@ -283,7 +283,7 @@ def tokens_before(request, starts_ptr, lengths_ptr):
 
 
 @triton.jit
-def border(
+def boundary(
     request, part, rows, step, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -291,7 +291,7 @@ def border(
 
     Close the windows that need old rows of the ring; then, with APPEND, let the step's last rows overwrite them. No
     other program reads or writes these channels of the ring, so nothing has to wait. ``rows``, ``step`` and ``ending``
-    are ``close_window``'s.
+    are ``compress_window``'s.
     """
     kv_ptr, score_ptr, tail = rows
     kv_tail, score_tail = tail  # in two steps: Triton 3.6 takes tuples apart one level at a time
@@ -302,7 +302,7 @@ def border(
     first = tokens_before(request, starts_ptr, lengths_ptr)
     position = start // T.ratio * T.ratio + T.ratio - 1
     while (position < length) & (position + 1 - window < start):
-        close_window(
+        compress_window(
             first + position - start, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK,
             PARTS, False, False, NATIVE,
         )  # fmt: skip
@@ -379,23 +379,23 @@ NEVER: tl.constexpr = tl.constexpr(2147483647)
 @triton.jit
 def stream(
     tokens, step, rows, ending, T: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BOUNDARY: tl.constexpr, BOUNDARY_CHUNK: tl.constexpr,
     TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program of one stream: a request's border, where there are BORDER programs to it, or some tokens' windows.
 
-    ``tokens`` are pointers of their positions and requests, and the numbers of both; the rest is ``close_window``'s.
+    ``tokens`` are pointers of their positions and requests, and the numbers of both; the rest is ``compress_window``'s.
     """
     positions_ptr, request_ptr, count, requests = tokens
-    WHOLE: tl.constexpr = BORDER > 0
+    WHOLE: tl.constexpr = BOUNDARY > 0
     program = tl.program_id(0)
-    if WHOLE and program < requests * BORDER:
-        border(
-            program // BORDER, program % BORDER, rows, step, ending, T, R, NORM, PAIRS, ROWS, BORDER_CHUNK, BORDER,
-            APPEND, NATIVE,
+    if WHOLE and program < requests * BOUNDARY:
+        boundary(
+            program // BOUNDARY, program % BOUNDARY, rows, step, ending, T, R, NORM, PAIRS, ROWS, BOUNDARY_CHUNK,
+            BOUNDARY, APPEND, NATIVE,
         )  # fmt: skip
     else:
-        program -= requests * BORDER
+        program -= requests * BOUNDARY
         part = program % PARTS
         first = program // PARTS * TOKENS
         if TOKENS == 1:
@@ -404,7 +404,7 @@ def stream(
             if APPEND and not WHOLE:
                 append_part(first, position, request, part, rows, step[0], T, R, PARTS)
             if (position >= 0) & (request >= 0) & ((position + 1) % T.ratio == 0):
-                close_window(
+                compress_window(
                     first, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, WHOLE,
                     WHOLE, NATIVE,
                 )  # fmt: skip
@@ -416,7 +416,7 @@ def stream(
             while current < NEVER:
                 position = tl.load(positions_ptr + current)
                 request = tl.load(request_ptr + current)
-                close_window(
+                compress_window(
                     current, position, request, part, rows, step, ending, T, R, NORM, PAIRS, ROWS, CHUNK, PARTS, True,
                     WHOLE, NATIVE,
                 )  # fmt: skip
@@ -430,10 +430,10 @@ def flush_kernel(
     index_norm_ptr, frequencies_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, lengths_ptr, stored_ptr,
     table_ptr, scratch_ptr, arrivals_ptr, count, requests, table_columns, programs, eps, T: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    BORDER: tl.constexpr, BORDER_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr,
-    INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BORDER: tl.constexpr, INDEX_BORDER_CHUNK: tl.constexpr,
-    INDEX: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, APPEND: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+    BOUNDARY: tl.constexpr, BOUNDARY_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr,
+    INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BOUNDARY: tl.constexpr,
+    INDEX_BOUNDARY_CHUNK: tl.constexpr, INDEX: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+APPEND: tl.constexpr, NATIVE: tl.constexpr, ):  # fmt: skip
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
     tokens = positions_ptr, request_ptr, count, requests
     step = slots_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, table_columns
@@ -463,8 +463,8 @@ def flush_kernel(
                 INDEX_ROWS,
                 INDEX_CHUNK,
                 1,
-                INDEX_BORDER,
-                INDEX_BORDER_CHUNK,
+                INDEX_BOUNDARY,
+                INDEX_BOUNDARY_CHUNK,
                 TOKENS,
                 APPEND,
                 NATIVE,
@@ -473,5 +473,5 @@ def flush_kernel(
         stream(
             tokens, step, (kv_ptr, score_ptr, tail_pointers(kv_tail_ptr, score_tail_ptr, T)), (codes_ptr, scales_ptr,
             plain_ptr, norm_ptr, frequencies_ptr, eps, scratch_ptr, arrivals_ptr), T, R, NORM, PAIRS, ROWS, CHUNK,
-            PARTS, BORDER, BORDER_CHUNK, TOKENS, APPEND, NATIVE,
+            PARTS, BOUNDARY, BOUNDARY_CHUNK, TOKENS, APPEND, NATIVE,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from kvcore.kernels.triton.codes import bf16_bits, e8m0_value, load_float
 from kvcore.kernels.triton.device import INTERPRETED
 from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two, power_of_two_scaled
 from kvcore.kernels.triton.rows import channels, element_offsets, hadamard
-from kvcore.kernels.triton.topk import LOWEST, cut_list, order_of, pair_of
+from kvcore.kernels.triton.topk import LOWEST, order_of, pair_of, truncate_list
 from kvcore.ops.choices import Declined
 
 
@@ -32,7 +32,7 @@ class ScoreParts(NamedTuple):
     apart: bool
 
 
-class ScoreCut(NamedTuple):
+class ScoreConfig(NamedTuple):
     """Keys of a tile, warps and the depth of the pipeline."""
 
     keys: int
@@ -40,7 +40,7 @@ class ScoreCut(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreCut(128, 4, 1), False: ScoreCut(64, 4, 2)}
+CUTS = {True: ScoreConfig(128, 4, 1), False: ScoreConfig(64, 4, 2)}
 """By whether keys are nibbles."""
 
 
@@ -76,13 +76,13 @@ def nibbles(record: RowRecord) -> bool:
     return (record.code, record.scale, record.groups, record.width) == ("e2m1", "e8m0", 4, 32) and words
 
 
-def score_cut(record: RowRecord, heads: int, native: bool) -> tuple[ScoreCut, dict[str, Any]]:
+def score_config(record: RowRecord, heads: int, native: bool) -> tuple[ScoreConfig, dict[str, Any]]:
     """The cut of a record's keys, and what the kernels must know of it."""
     packed = nibbles(record) and native
-    cut = CUTS[packed]
-    return cut, {
-        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": cut.keys,
-        "STAGES": cut.stages, "NIBBLES": packed, "NATIVE": native,
+    config = CUTS[packed]
+    return config, {
+        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": config.keys,
+        "STAGES": config.stages, "NIBBLES": packed, "NATIVE": native,
     }  # fmt: skip
 
 
@@ -317,9 +317,9 @@ def best_scores_kernel(
         count += tl.sum(kept, axis=0)
         tl.debug_barrier()
         if count > ROOM - ROUND:
-            bound, count = cut_list(list_ptr, count, bound, k, most, ROOM)
+            bound, count = truncate_list(list_ptr, count, bound, k, most, ROOM)
             tl.atomic_max(floors_ptr + token, bound - 1, sem="relaxed")
             tl.debug_barrier()
     if count > k:
-        bound, count = cut_list(list_ptr, count, bound, k, k, ROOM)
+        bound, count = truncate_list(list_ptr, count, bound, k, k, ROOM)
     tl.store(counts_ptr + place, count)

@@ -26,19 +26,19 @@ class FlushShape(NamedTuple):
     """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps.
 
     Warps are such that, with 16-byte loads, a thread holds all rows of its channels where the window is short. A
-    request's border has programs of its own, one for each of ``border`` parts of the channels: long windows in many.
+    request's border has programs of its own, one for each of ``boundary`` parts of the channels: long windows in many.
     """
 
     tokens: int
     parts: int
     chunk: int
     warps: int
-    border: int
+    boundary: int
 
 
 SHORT = 16384
 """Cells (rows times channels) of a window that one program pools."""
-MOST_BESIDE_BORDER = 8192
+MOST_BESIDE_BOUNDARY = 8192
 
 
 def one_token_programs(count: int, requests: int) -> bool:
@@ -67,8 +67,8 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
         parts, warps, each = (16, 2, 1) if count < 256 * ratio else (1, given_bytes, 2)
     parts = max(1, min(parts, size // 32))
     at_once = warps * 32 * (16 // given_bytes) // (size // parts)
-    border = max(1, min(8, size // 32))
-    return FlushShape(tokens, parts, min(rows, max(2, each * at_once)), warps, border)
+    boundary = max(1, min(8, size // 32))
+    return FlushShape(tokens, parts, min(rows, max(2, each * at_once)), warps, boundary)
 
 
 def tails_apart(tail_record: TailRecord, count: int, requests: int, given_bytes: int) -> bool:
@@ -76,12 +76,12 @@ def tails_apart(tail_record: TailRecord, count: int, requests: int, given_bytes:
 
     Beside a border their programs take 0.4 ns a token longer on an H200, and a launch for few rows costs 2 us.
     """
-    if count <= MOST_BESIDE_BORDER or given_bytes != 2 or one_token_programs(count, requests):
+    if count <= MOST_BESIDE_BOUNDARY or given_bytes != 2 or one_token_programs(count, requests):
         return False
     return window_rows(tail_record) * power_of_two(tail_record.dim) <= SHORT
 
 
-def border_chunk(tail_record: TailRecord, size: int, parts: int) -> int:
+def boundary_chunk(tail_record: TailRecord, size: int, parts: int) -> int:
     """Rows that a border's program pools at a time: few, since it takes each from one of two places."""
     return min(window_rows(tail_record), max(2, 256 // (size // parts)))
 
@@ -99,7 +99,7 @@ class Stream(NamedTuple):
     normed: bool
 
 
-class FlushCut(NamedTuple):
+class FlushConfig(NamedTuple):
     """A launch of the flush kernel but for its arrays.
 
     Attributes:
@@ -115,10 +115,10 @@ class FlushCut(NamedTuple):
     constants: dict[str, Any]
 
 
-def flush_cut(
+def flush_config(
     streams: Sequence[Stream], count: int, requests: int, given_bytes: int, *, append: bool, beside: bool, pairs: int,
     native: bool,
-) -> FlushCut:  # fmt: skip
+) -> FlushConfig:  # fmt: skip
     """How a flush of one or two streams of ``count`` tokens of ``requests`` requests is launched.
 
     Args:
@@ -131,17 +131,17 @@ def flush_cut(
     shape = flush_shape(first.record, first.tail, count, requests, given_bytes)
     chunks = -(-count // shape.tokens)
     bordered = append and (shape.tokens > 1 or not beside)
-    border, index_border = (shape.border, 1) if bordered else (0, 0)
+    boundary, index_border = (shape.boundary, 1) if bordered else (0, 0)
     size, index_size = (stream.record.tiles * stream.record.width for stream in (first, second))
     constants = {
         "T": first.tail, "R": first.record, "NORM": first.normed, "ROWS": window_rows(first.tail), "CHUNK": shape.chunk,
-        "PARTS": shape.parts, "BORDER": border, "BORDER_CHUNK": border_chunk(first.tail, size, shape.border),
+        "PARTS": shape.parts, "BOUNDARY": boundary, "BOUNDARY_CHUNK": boundary_chunk(first.tail, size, shape.boundary),
         "IT": second.tail, "IR": second.record, "INDEX_NORM": second.normed, "INDEX_ROWS": window_rows(second.tail),
-        "INDEX_CHUNK": min(window_rows(second.tail), max(1, 4096 // index_size)), "INDEX_BORDER": index_border,
-        "INDEX_BORDER_CHUNK": border_chunk(second.tail, index_size, 1), "INDEX": len(streams) > 1, "PAIRS": pairs,
+        "INDEX_CHUNK": min(window_rows(second.tail), max(1, 4096 // index_size)), "INDEX_BOUNDARY": index_border,
+        "INDEX_BOUNDARY_CHUNK": boundary_chunk(second.tail, index_size, 1), "INDEX": len(streams) > 1, "PAIRS": pairs,
         "TOKENS": shape.tokens, "APPEND": append, "NATIVE": native,
     }  # fmt: skip
-    return FlushCut(
-        (chunks * shape.parts + requests * border, len(streams)), shape.warps, chunks + requests * index_border,
+    return FlushConfig(
+        (chunks * shape.parts + requests * boundary, len(streams)), shape.warps, chunks + requests * index_border,
         count // first.tail.ratio + requests + 1, constants,
     )  # fmt: skip

@@ -261,7 +261,7 @@ def best_kernel(
 
 
 @triton.jit
-def cut_list(list_ptr, count, bound, k, most, ROOM: tl.constexpr):
+def truncate_list(list_ptr, count, bound, k, most, ROOM: tl.constexpr):
     """Cut a list of more than k pairs in column order, all above ``bound``, to its best k or up to ``most`` of them.
 
     Returns (bound, count): no later column belongs to the best k unless it is above the bound, which k of the list

@@ -480,7 +480,7 @@ TABLE = {
             "the surviving rows of a long step are its first ones",
         ),
         (
-            "    key = spots, stored.kind, every\n",
+            "    key = row_indices, stored.kind, every\n",
             "    key = spots, every\n",
             "places of one layer are used for layers that lie otherwise",
         ),

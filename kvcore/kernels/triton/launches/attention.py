@@ -6,14 +6,14 @@ from typing import NamedTuple
 from kvcore.kernels.triton import attend
 from kvcore.kernels.triton.attend import (
     LOG2_E,
-    Cut,
+    TileConfig,
+    attend_config,
     attend_constants,
-    attend_cut,
     merge_constants,
     parts_of,
     splits_for,
 )
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, bound_record, launch
 from kvcore.kernels.triton.record import ceil_div
 
@@ -21,33 +21,33 @@ from kvcore.kernels.triton.record import ceil_div
 class Share(NamedTuple):
     """How a call is cut into programs, and how many of them share a query's keys."""
 
-    cut: Cut
+    config: TileConfig
     splits: int
 
 
 @lru_cache(4096)
-def cut_of(
-    chip: Chip, window: int, entries: int, bf16: bool, tokens: int, heads: int, keys: int, picked: bool
+def config_of(
+    props: DeviceProps, window: int, entries: int, bf16: bool, tokens: int, heads: int, keys: int, picked: bool
 ) -> Share:
-    """The cut of a call by numbers of records (-1: none) and sizes; see ``attend_cut`` and ``splits_for``."""
+    """The cut of a call by numbers of records (-1: none) and sizes; see ``attend_config`` and ``splits_for``."""
     rows = bound_record(window), bound_record(entries)
     parts = parts_of(*rows, bf16=bf16)
     assert parts is not None
-    cut = attend_cut(chip, tokens, heads, keys, parts, *rows, picked=picked)
-    return Share(cut, splits_for(chip, tokens, heads, keys, cut))
+    config = attend_config(props, tokens, heads, keys, parts, *rows, picked=picked)
+    return Share(config, splits_for(props, tokens, heads, keys, config))
 
 
 @cache
 def _attend(
-    window: int, entries: int, own: int, cut: Cut, bf16: bool, span: int, ratio: int, every: bool, sink: bool,
+    window: int, entries: int, own: int, config: TileConfig, bf16: bool, span: int, ratio: int, every: bool, sink: bool,
     split: bool, pairs: int, native: bool,
 ) -> Kernel:  # fmt: skip
     constants = {
-        **attend_constants(cut, *map(bound_record, (window, entries, own)), bf16=bf16), "WINDOW": span,
+        **attend_constants(config, *map(bound_record, (window, entries, own)), bf16=bf16), "WINDOW": span,
         "RATIO": ratio, "ALL": every, "SINK": sink, "SPLIT": split, "PAIRS": pairs, "NATIVE": native,
     }  # fmt: skip
     writes = ("partial", "partial_lse") if split else ("out", "lse")
-    return Kernel(attend.attend_kernel, constants, cut.warps, writes=writes, fused=True)
+    return Kernel(attend.attend_kernel, constants, config.warps, writes=writes, fused=True)
 
 
 @cache
@@ -58,9 +58,9 @@ def merged(dim: int, splits: int, sink: bool, pairs: int, native: bool) -> Kerne
 
 
 @cache
-def _turn_back(dim: int, pairs: int, native: bool) -> Kernel:
+def _inverse_rope(dim: int, pairs: int, native: bool) -> Kernel:
     constants = {"DIM": dim, "PAIRS": pairs, "HEADS": attend.TURN_HEADS, "NATIVE": native}
-    return Kernel(attend.turn_back_kernel, constants, writes=("out",), fused=True)
+    return Kernel(attend.inverse_rope_kernel, constants, writes=("out",), fused=True)
 
 
 def _attend_out(to: Framework, q: Array) -> tuple[Array, Array]:
@@ -92,7 +92,7 @@ def attend_rows(
         return out, lse
     w, e = (BOUND[number] if number >= 0 else None for number in records[:2])
     span, ratio, splits, keys = sizes
-    cut = cut_of(to.chip(q), *records[:2], bf16, tokens, heads, keys, selected is not None).cut
+    config = config_of(to.props(q), *records[:2], bf16, tokens, heads, keys, selected is not None).config
     native, pairs = to.native(q), 0 if frequencies is None else frequencies.shape[0]
     absent, frequencies = (positions,) * 3, lse if frequencies is None else frequencies
     beside, partial, sums = lse if sink is None else sink, out, lse
@@ -102,8 +102,8 @@ def attend_rows(
     picks = 0 if selected is None else selected.shape[1]
     seen = span if w else 0, ratio if e else 0, selected is None, sink is not None, splits > 1, pairs
     to.run(
-        _attend(*records, cut, bf16, *seen, native),
-        (tokens * ceil_div(heads, cut.heads) * splits,),
+        _attend(*records, config, bf16, *seen, native),
+        (tokens * ceil_div(heads, config.heads) * splits,),
         (
             out, lse, partial, sums, q, beside, positions if selected is None else selected,
             *(w.given(window) if w else absent), *(e.given(entries) if e else absent),
@@ -122,9 +122,9 @@ def attend_rows(
 
 
 @launch("out")
-def turn_back_rows(to: Framework, out: Array, positions: Array, frequencies: Array) -> None:
+def inverse_rope_rows(to: Framework, out: Array, positions: Array, frequencies: Array) -> None:
     """Turn outputs [tokens, heads, dim], contiguous, back by positions [tokens]: where others' kernels attended."""
     tokens, heads, dim = out.shape
     if tokens * heads * dim and frequencies.shape[0]:
-        kernel = _turn_back(dim, frequencies.shape[0], to.native(out))
+        kernel = _inverse_rope(dim, frequencies.shape[0], to.native(out))
         to.run(kernel, (tokens * ceil_div(heads, attend.TURN_HEADS),), (out, positions, frequencies), (heads,))

@@ -6,7 +6,7 @@ from typing import Any
 from kvcore.kernels.triton import flush
 from kvcore.kernels.triton.launches.launching import BOUND, POOLS, TAILS, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import power_of_two
-from kvcore.kernels.triton.shape import FlushCut, Stream, flush_cut
+from kvcore.kernels.triton.shape import FlushConfig, Stream, flush_config
 
 TAIL = ("kv_tail", "score_tail")
 
@@ -15,14 +15,14 @@ TAIL = ("kv_tail", "score_tail")
 def _flush(
     records: tuple[int, ...], normed: tuple[bool, bool], count: int, requests: int, given_bytes: int, append: bool,
     beside: bool, pairs: int, native: bool,
-) -> tuple[FlushCut, Kernel]:  # fmt: skip
+) -> tuple[FlushConfig, Kernel]:  # fmt: skip
     streams = [
         Stream(BOUND[record].record, TAILS[tail].record, norm)
         for record, tail, norm in zip(records[::2], records[1::2], normed, strict=False)
     ]
     options = {"append": append, "beside": beside, "pairs": pairs, "native": native}
-    cut = flush_cut(streams, count, requests, given_bytes, **options)
-    return cut, _kernel(tuple(cut.constants.items()), cut.warps)
+    config = flush_config(streams, count, requests, given_bytes, **options)
+    return config, _kernel(tuple(config.constants.items()), config.warps)
 
 
 @cache
@@ -58,16 +58,16 @@ def flush_rows(
     bound, t = BOUND[records[0]], TAILS[records[1]]
     index_bound, it = (BOUND[records[2]], TAILS[records[3]]) if len(records) > 2 else (bound, t)
     kv, score = to.aligned(kv), to.aligned(score)
-    cut, kernel = _flush(
+    config, kernel = _flush(
         tuple(records), (norm_weight is not None, index_norm_weight is not None), count, requests,
         4 if kv.dtype == to.float32 else 2, append, beside, 0 if frequencies is None else frequencies.shape[0],
         to.native(kv),
     )  # fmt: skip
-    scratch = to.part(scratch, 0, (cut.windows * power_of_two(bound.record.dim),), to.float32)
+    scratch = to.part(scratch, 0, (config.windows * power_of_two(bound.record.dim),), to.float32)
     # Without index keys the kernel is given the entries twice, and reads them once.
     to.run(
         kernel,
-        cut.grid,
+        config.grid,
         (
             kv, score, *t.given(to, tail_buffers), *bound.given(buffers),
             kv if norm_weight is None else to.dense(norm_weight),
@@ -76,7 +76,7 @@ def flush_rows(
             kv if index_norm_weight is None else to.dense(index_norm_weight),
             scratch if frequencies is None else frequencies,
             positions, request_index, slots, starts, lengths, stored, block_table,
-            scratch, to.part(arrivals, 0, (cut.windows,), to.int32),
+            scratch, to.part(arrivals, 0, (config.windows,), to.int32),
         ),
-        (count, requests, block_table.shape[1], cut.programs, eps),
+        (count, requests, block_table.shape[1], config.programs, eps),
     )  # fmt: skip

@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.kernels.triton import scores
-from kvcore.kernels.triton.device import INTERPRETED, Chip
+from kvcore.kernels.triton.device import INTERPRETED, DeviceProps
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.launches.topk import Lists, rank_lists
 from kvcore.kernels.triton.record import ceil_div, power_of_two
-from kvcore.kernels.triton.scores import ScoreCut, score_cut, score_tiles
+from kvcore.kernels.triton.scores import ScoreConfig, score_config, score_tiles
 from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import workspace
 
@@ -27,23 +27,23 @@ MOST_BEST = 2048
 
 
 @cache
-def _cut(record: int, heads: int, native: bool) -> tuple[ScoreCut, dict[str, Any]]:
-    return score_cut(BOUND[record].record, heads, native)
+def _config(record: int, heads: int, native: bool) -> tuple[ScoreConfig, dict[str, Any]]:
+    return score_config(BOUND[record].record, heads, native)
 
 
 @cache
 def _scores(record: int, heads: int, native: bool, ratio: int, tiles: int) -> Kernel:
-    cut, constants = _cut(record, heads, native)
+    config, constants = _config(record, heads, native)
     constants = {**constants, "RATIO": ratio, "TILES": tiles}
-    return Kernel(scores.scores_kernel, constants, cut.warps, writes=("out",), fused=True)
+    return Kernel(scores.scores_kernel, constants, config.warps, writes=("out",), fused=True)
 
 
 @cache
 def _best_scores(record: int, heads: int, native: bool, ratio: int, room: int) -> Kernel:
-    cut, constants = _cut(record, heads, native)
+    config, constants = _config(record, heads, native)
     constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
     writes = "pairs", "counts", "scores", "floors"
-    return Kernel(scores.best_scores_kernel, constants, cut.warps, writes=writes, fused=True, **REGISTERS)
+    return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
 
 
 @cache
@@ -84,8 +84,8 @@ def score_rows(
     if not tokens * columns:
         return out
     native = to.native(q)
-    keys = _cut(record, heads, native)[0].keys
-    tiles = score_tiles(to.chip(q).multiprocessors, tokens, columns, keys)
+    keys = _config(record, heads, native)[0].keys
+    tiles = score_tiles(to.props(q).multiprocessors, tokens, columns, keys)
     pools = BOUND[record].given(buffers)
     q = _rotated(to, q, rotated, record)
     to.run(
@@ -106,9 +106,9 @@ class Runs(NamedTuple):
     room: int
 
 
-def runs_of(chip: Chip, tokens: int, columns: int, run: int, k: int) -> Runs:
+def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> Runs:
     """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
-    keys = min(run, ceil_div(tokens * columns, 8 * chip.multiprocessors))
+    keys = min(run, ceil_div(tokens * columns, 8 * props.multiprocessors))
     runs = max(1, min(MOST_RUNS, ceil_div(columns, max(keys, 16))))
     room = max(2 * ROUND, 2 * power_of_two(k))
     return Runs(runs, ceil_div(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
@@ -139,7 +139,7 @@ def score_select_rows(
     tokens, heads, _ = q.shape
     if not tokens * k:
         return out
-    runs = runs_of(to.chip(q), tokens, columns, run, k)
+    runs = runs_of(to.props(q), tokens, columns, run, k)
     kernel = _best_scores(record, heads, to.native(q), ratio, runs.room)
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
     q = _rotated(to, q, rotated, record)

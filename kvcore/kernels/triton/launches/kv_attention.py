@@ -5,8 +5,8 @@ from typing import Any
 
 from kvcore.kernels.triton import attend_kv
 from kvcore.kernels.triton.attend import LOG2_E
-from kvcore.kernels.triton.attend_kv import Work, cut_for, sides_of, span_of, whole_tiles, work_for
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.attend_kv import Work, config_for, sides_of, span_of, whole_tiles, work_for
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.attention import merged
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 
@@ -39,7 +39,7 @@ def attend_kv_rows(
         return out, lse
     window, chunk, splits = sizes
     native = to.native(q)
-    work, kernel = _attend(*records, to.chip(q), bf16, tokens, slots.shape[0], heads, left_padding is not None, native)
+    work, kernel = _attend(*records, to.props(q), bf16, tokens, slots.shape[0], heads, left_padding is not None, native)
     beside, partial, sums = lse if sink is None else sink, out, lse
     if splits > 1:
         partial = to.part(workspace, 0, (splits, *out.shape), to.float32)
@@ -66,22 +66,22 @@ def attend_kv_rows(
 
 @lru_cache(4096)
 def _attend(
-    keys: int, values: int, own_keys: int, own_values: int, chip: Chip, bf16: bool, tokens: int, requests: int,
+    keys: int, values: int, own_keys: int, own_values: int, props: DeviceProps, bf16: bool, tokens: int, requests: int,
     heads: int, left: bool, native: bool,
 ) -> tuple[Work, Kernel]:  # fmt: skip
     k, v = BOUND[keys].record, BOUND[values].record
     own = (BOUND[own_keys].record, BOUND[own_values].record) if own_keys >= 0 else None
     sides = sides_of(k, v, own, bf16=bf16, native=native)
     assert sides is not None
-    work, cut = work_for(tokens, requests, heads, k.heads, v.heads), cut_for(chip, sides)
+    work, config = work_for(tokens, requests, heads, k.heads, v.heads), config_for(props, sides)
     span = span_of(work.each)
     constants = {
         "K": k, "V": v, "NK": own[0] if own else k, "NV": own[1] if own else v, "SK": sides[0], "SV": sides[1],
         "OWN": own is not None, "LEFT": left, "GROUPS": work.groups, "HEADS": work.heads, "SPAN": span,
-        "ROWS": max(16, work.heads * span), "KEYS": cut.keys, "WHOLE": whole_tiles(k, cut), "STAGES": cut.stages,
-        "SPREAD": max(1, 32 * cut.warps // cut.keys), "NATIVE": native,
+        "ROWS": max(16, work.heads * span), "KEYS": config.keys, "WHOLE": whole_tiles(k, config),
+        "STAGES": config.stages, "SPREAD": max(1, 32 * config.warps // config.keys), "NATIVE": native,
     }  # fmt: skip
-    return work, _kernel(tuple(constants.items()), cut.warps)
+    return work, _kernel(tuple(constants.items()), config.warps)
 
 
 @cache

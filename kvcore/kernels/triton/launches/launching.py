@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import triton.language as tl
 
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.record import RowRecord, recorded
 from kvcore.kernels.triton.tail import TailRecord, tail_recorded
 from kvcore.ops.choices import Declined
@@ -51,7 +51,7 @@ class Framework(Protocol):
     def native(self, array: Array) -> bool:
         """True where the array's device rounds to fp8 and bf16 itself; see ``device.native``."""
 
-    def chip(self, array: Array) -> Chip:
+    def props(self, array: Array) -> DeviceProps:
         """The array's device, as launches are cut for it."""
 
     def empty(self, shape: Sequence[int], dtype: Any, like: Array) -> Array:

@@ -95,5 +95,5 @@ def rank_lists(to: Framework, picks: Array, rows: int, lists: Lists, space: tupl
             (one.given, one.line, k, enough(k), one.parts),
         )
         pairs, counts, room, most = merged, numbers, one.room, one.room
-    shares = shares_for(to.chip(picks).multiprocessors, rows, most)
+    shares = shares_for(to.props(picks).multiprocessors, rows, most)
     to.run(_rank(), (rows * shares,), (picks, pairs, counts), (room, k, shares))
