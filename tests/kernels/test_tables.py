@@ -12,11 +12,11 @@ from kvcore.backends.torch_triton import cuda
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import BackendError
-from kvcore.kernels.triton.device import Chip
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
 
-H200 = Chip(capability=90, multiprocessors=132, shared=227 << 10)
+H200 = DeviceProps(capability=90, multiprocessors=132, shared=227 << 10)
 INT8 = {"key_format": "int8_row", "value_format": "int8_row"}
 SLIDING = KV(key_heads=8, key_dim=64, window=128, storage="ring")
 SPECS = {
@@ -115,7 +115,7 @@ def table(ops, layer: int | None) -> dict[str, tuple[str, str]]:
 
 
 def made(spec: CacheSpec, layout: str = "packed", attention: str | None = None) -> TritonOps:
-    ops = TritonOps(plan_cache(spec, max_requests=1, max_tokens=1024, layout=layout), "cuda:0", chip=H200)
+    ops = TritonOps(plan_cache(spec, max_requests=1, max_tokens=1024, layout=layout), "cuda:0", props=H200)
     if attention is not None:
         ops.attention_kernels = attention
     return ops
