@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-KEPT = "ring_rows_kernel"
+KEPT = "move_rings_kernel"
 """What an abort would put back, saved only where a step takes the place of rows that are live without it."""
 
 ATTENDED = {"append_kernel": 1, "attend_kernel": 1}
