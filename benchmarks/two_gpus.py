@@ -97,7 +97,10 @@ class Pair:
     """The two processes, for some of the parts."""
 
     def __init__(self, form: str, names: list[str]) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A process that has used CUDA cannot be forked; on the CPU what is imported once serves all.
+        context = multiprocessing.get_context("forkserver" if form == "tiny" else "spawn")
+        if form == "tiny":
+            context.set_forkserver_preload(["benchmarks.two_gpus"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(2):

@@ -7,18 +7,6 @@ import pytest
 from benchmarks import beside_transformers, quality
 
 
-def test_quality_of_formats():
-    """300 tokens and 2 prompts tell a format of 4 bits from the baseline, and fp32 from neither."""
-    record = list(quality.run(["bf16", "fp32", "nf4_b64"], tokens=300, prompts=2, new=4, say=str))[-1]
-    baseline, exact, small = record["rows"]
-    assert [row["bits_per_element"] for row in record["rows"]] == [16, 32, 4.5]
-    assert baseline["greedy_tokens_same"] == 8
-    assert abs(exact["perplexity_against_baseline"]) < 0.01
-    assert 0.01 < small["perplexity_against_baseline"] < 1
-    assert quality.as_table(record).count("\n") == 7
-    assert quality.as_svg(record).count("<circle") == 3
-
-
 def test_rows_are_added_to_a_record():
     """Other rows stay, a row of the same format is replaced, and the record says how the new ones were run."""
 

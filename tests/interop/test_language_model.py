@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from benchmarks import quality
 from kvcore.interop.transformers import KVCache
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
@@ -59,3 +60,16 @@ def test_quantised_caches_keep_the_text_likely(example, smollm2, form, factor):
     own = loss(DynamicCache(config=model.config))
     ours = loss(KVCache(model, batch=1, max_length=256, formats=form))
     assert (ours - own).exp() <= factor
+
+
+def test_quality_of_formats(monkeypatch, smollm2):
+    """300 tokens and 2 prompts tell a format of 4 bits from the baseline, and fp32 from neither."""
+    monkeypatch.setattr(quality.language_model, "load", lambda: smollm2)
+    record = list(quality.run(["bf16", "fp32", "nf4_b64"], tokens=300, prompts=2, new=4, say=str))[-1]
+    baseline, exact, small = record["rows"]
+    assert [row["bits_per_element"] for row in record["rows"]] == [16, 32, 4.5]
+    assert baseline["greedy_tokens_same"] == 8
+    assert abs(exact["perplexity_against_baseline"]) < 0.01
+    assert 0.01 < small["perplexity_against_baseline"] < 1
+    assert quality.as_table(record).count("\n") == 7
+    assert quality.as_svg(record).count("<circle") == 3
