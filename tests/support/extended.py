@@ -61,7 +61,7 @@ ROW_COUNTS = (
         positions = to_numpy(self.visible_rows(layer, index).positions)
         return self.asarray((positions >= 0).sum(axis=1).astype(np.int32))""",
     ),
-    Line("kvcore/ops/functional.py", '"visible_rows":', '"row_counts": {"layer": _layer_with("kv"), "index": _index},'),
+    Line("kvcore/ops/checks.py", '"gather_entries": ("entries",),', '"row_counts": ("kv",),'),
     Line(
         "kvcore/cache/layer.py",
         "return self._ops.visible_rows(self._layer",
