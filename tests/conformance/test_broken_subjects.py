@@ -109,9 +109,10 @@ class AnothersManifest(Another):
 
 
 class LosesTheLast(Direct):
-    """The last page of every fetch stays what was in memory."""
+    """The last page of every fetch stays what was in memory: not by chance what belongs there."""
 
     def fetch(self, handle: Any, first: int, into: Any, *, timeout: float) -> None:
+        into[-1:] = 0xEE
         super().fetch(handle, first, into[:-1], timeout=timeout)
 
 

@@ -95,7 +95,7 @@ class TorchOps(Decided, Ops):
         device = torch.device(self.device)
         return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else self.device
 
-    def decide(self, layer, verb):
+    def decide(self, layer: int | None, verb: str) -> Decision:
         """Torch operations; on a GPU that is because Triton is missing."""
         if self._torch_device.type == "cuda":
             return Decision("torch", "triton is not installed", slower=verb not in WITHOUT_KERNEL)

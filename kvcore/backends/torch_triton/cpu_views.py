@@ -460,7 +460,7 @@ def unlike(keys, values) -> str:
     return "" if alike else "keys and values have different heads or dims: all rows are gathered, then attended to"
 
 
-def decide(ops, layer: int, verb: str) -> Decision:
+def decide(ops: Any, layer: Any, verb: str) -> Decision:
     """How a layer's verbs on keys and values run on the CPU; "torch" is said of what copies."""
     regions = ops.plan.region(layer, "kv")
     declined = dict.fromkeys(f"{region.format.name} in layout {region.layout}" for region in regions if _copied(region))

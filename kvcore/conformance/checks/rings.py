@@ -108,7 +108,8 @@ def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype 
     kv = bench.case.token_floats(f"{role} kv", width, dtype=dtype, wild=wild)
     score = bench.case.token_floats(f"{role} score", width, dtype=dtype)
     kv[2::5, 1::3], score[2::5, 1::3] = np.nan, -np.inf
-    score[:, [5, width // 2 + 5]] = -np.inf
+    channel = min(5, width // 2 - 1)
+    score[:, [channel, width // 2 + channel]] = -np.inf
     return bench.put(kv), bench.put(score)
 
 

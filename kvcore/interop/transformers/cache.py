@@ -152,9 +152,8 @@ class KVCache(Cache):
         return self.requests[0].length if self.requests else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The same, whichever layer is asked, recurrent ones too."""
-        del layer_idx
-        return self.length
+        """The same, whichever layer is asked, recurrent ones too; 0 of a layer that the model does not have."""
+        return self.length if layer_idx < len(self.layers) else 0
 
     @property
     def kv(self) -> kvcore.Cache:
