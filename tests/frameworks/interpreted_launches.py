@@ -84,7 +84,7 @@ def array(held, like):
 def main(wanted):
     run_triton.launch = launch
     run_triton.capability = lambda: 80
-    run_triton.chip = lambda _: INTERPRETER
+    run_triton.props = lambda _: INTERPRETER
     choice.chosen = lambda _: "triton"
     checks = {check.id: check for check in checks_of(conformance_spec())}
     subject = Subject(registry().backends["jax_pallas"])

@@ -22,7 +22,7 @@ from tests.frameworks import interpreted_launches
 def main(axes: list[str]) -> None:
     run_triton.launch = interpreted_launches.launch
     run_triton.capability = lambda: 80
-    run_triton.chip = lambda _: INTERPRETER
+    run_triton.props = lambda _: INTERPRETER
     for axis in axes:
         interpreted_launches.LAUNCHED.clear()
         found = two_gpus_kernels.measured(axis, "triton", two_gpus_kernels.TINY)

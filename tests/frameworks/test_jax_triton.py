@@ -150,7 +150,7 @@ def ops() -> JaxOps:
 def lowered(ops: JaxOps, function, inputs, monkeypatch: pytest.MonkeyPatch, *, donated: bool = True) -> str:
     """StableHLO for an H100 of a function of pools, index and inputs."""
     monkeypatch.setattr(run_triton, "capability", lambda: 90)
-    monkeypatch.setattr(run_triton, "chip", lambda _: DeviceProps(90, 132, 227 << 10))
+    monkeypatch.setattr(run_triton, "props", lambda _: DeviceProps(90, 132, 227 << 10))
 
     def empty(*given):
         units, _, _, region, buffer = given
