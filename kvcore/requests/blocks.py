@@ -101,6 +101,19 @@ class BlockAllocator:
         self._idle.pop(block, None)
         self._holders[block] += 1
 
+    def hold_and_take(self, blocks: Sequence[int], count: int) -> list[int]:
+        """One more holder of each of the different ``blocks``, and ``count`` blocks besides them, which are returned.
+
+        Raises:
+            OutOfBlocks: fewer are available besides them; nothing was taken, and look-ups find what they found before.
+        """
+        room = self.available - self.idle_among(blocks)
+        if count > room:
+            raise self._too_few(count, room)
+        for block in blocks:
+            self.hold(block)
+        return self.take(count)
+
     def drop(self, blocks: Sequence[int]) -> list[int]:
         """One holder less for each block; returns those that became free.
 
@@ -235,12 +248,7 @@ class BlockAllocator:
     def _evict(self, count: int) -> None:
         """Make ``count`` idle blocks free, those that became idle first."""
         if count > len(self._idle):
-            raise OutOfBlocks(
-                got=f"{count + len(self._free)} more blocks",
-                where="step",
-                allowed=f"{self.available} free blocks of {self.count}",
-                hint="Release or truncate requests, or bring fewer tokens in this step.",
-            )
+            raise self._too_few(count + len(self._free), self.available)
         keys, found, oldest, free, told = self._keys, self._found, self._idle.popitem, self._free, self.on_evict
         for _ in range(count):
             block, key = oldest(last=False)
@@ -252,3 +260,11 @@ class BlockAllocator:
             if told is not None:
                 told(key)
         self.statistics.evicted += count
+
+    def _too_few(self, count: int, room: int) -> OutOfBlocks:
+        return OutOfBlocks(
+            got=f"{count} more blocks",
+            where="step",
+            allowed=f"{room} free blocks of {self.count}",
+            hint="Release or truncate requests, or bring fewer tokens in this step.",
+        )

@@ -451,13 +451,7 @@ class Manager:
         """
         length, blocks = taken.length, taken.blocks
         self._check_limit(request, max(length, taken.stored))
-        for block in blocks:
-            self.blocks.hold(block)
-        try:
-            own = self.blocks.take(max(0, self.plan.blocks_for(length) - len(blocks)))
-        except OutOfBlocks:
-            self.blocks.drop(blocks[::-1])
-            raise
+        own = self.blocks.hold_and_take(blocks, max(0, self.plan.blocks_for(length) - len(blocks)))
         place.blocks = (*blocks, *own)
         place.length = place.high_water = length
         place.floor, place.stored, place.prompt = taken.floor, taken.stored, taken.prompt

@@ -207,3 +207,17 @@ def test_a_copied_place_is_the_same_in_everything_and_changes_alone():
     assert {name: getattr(copied, name) for name in values} == values
     copied.length = 3
     assert place.length is values["length"]
+
+
+def test_a_hit_that_finds_no_room_leaves_what_is_found():
+    blocks = BlockAllocator(3)
+    (first,) = blocks.take(1)
+    blocks.seal(first, b"key")
+    blocks.drop([first])
+    twin, _ = blocks.take(2)
+    blocks.seal(twin, b"key")
+    with pytest.raises(OutOfBlocks, match=r"1 more blocks.*0 free blocks of 3"):
+        blocks.hold_and_take([first], 1)
+    assert (blocks.find(b"key"), blocks.idle, blocks.free) == (first, 1, 0)
+    assert blocks.hold_and_take([first], 0) == []
+    assert blocks.holders(first) == 1
