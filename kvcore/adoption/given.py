@@ -37,6 +37,13 @@ class GivenBlocks(BlockAllocator):
             self.hold(block)
         return taken
 
+    def hold_and_take(self, blocks: Sequence[int], count: int) -> list[int]:
+        """The next of those that were given, beside ``blocks`` that are held once more; both or neither."""
+        taken = self.take(count)
+        for block in blocks:
+            self.hold(block)
+        return taken
+
     def hold(self, block: int) -> None:
         """One more request that was given it."""
         self._holders[block] += 1
