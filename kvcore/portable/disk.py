@@ -129,21 +129,26 @@ def write_whole(disk: Disk, path: Path, data: bytes | Sequence[Part]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     disk.sweep(path)
     try:
-        file = disk.create(temporary)
-        try:
-            for part in (data,) if isinstance(data, bytes) else data:
-                _write_all(disk, file, part)
-            disk.flush(file)
-            # While the file is open it is locked: nobody sweeps it away before it has its name.
-            disk.rename(temporary, path)
-        finally:
-            disk.close(file)
+        _write_and_name(disk, temporary, path, (data,) if isinstance(data, bytes) else data)
         disk.flush_folder(path.parent)
     except BaseException:
         # A disk that refuses to write may refuse to remove as well; the first error is the one to report.
         with contextlib.suppress(OSError):
             disk.remove(temporary)
         raise
+
+
+def _write_and_name(disk: Disk, temporary: Path, path: Path, parts: Sequence[Part]) -> None:
+    # A function of its own: between a `try` and one right within it Python 3.11 has a place that no handler covers.
+    file = disk.create(temporary)
+    try:
+        for part in parts:
+            _write_all(disk, file, part)
+        disk.flush(file)
+        # While the file is open it is locked: nobody sweeps it away before it has its name.
+        disk.rename(temporary, path)
+    finally:
+        disk.close(file)
 
 
 def _write_all(disk: Disk, file: Any, data: Part) -> None:
