@@ -84,7 +84,7 @@ class Ops(RequiredOps, Protocol):
             mean = np.mean(values * values, axis=-1, keepdims=True, dtype=np.float32)
             values = values * (1 / np.sqrt(mean + np.float32(eps))) * to_numpy(norm_weight).astype(np.float32)
             values = values if exact else values.astype(bfloat16).astype(np.float32)
-        values = _turned(values, positions, rope)
+        values = _rotated(values, positions, rope)
         return self.asarray(values if exact else values.astype(bfloat16))
 
     def append_rotated_window(
@@ -240,15 +240,15 @@ def _tokens(index: StepIndex, width: int | None = None) -> tuple[Any, Any, Any]:
     return tokens, requests[tokens], columns[tokens]
 
 
-def _turned(values: Any, positions: Any, rope: Any) -> Any:
+def _rotated(values: Any, positions: Any, rope: Any) -> Any:
     """Values [T, d] fp32 with their last channels rotated in interleaved pairs, at positions [T]."""
     frequencies = np.asarray(rope.inverse_frequencies if isinstance(rope, Rope) else to_numpy(rope), np.float32)
     angles = positions.astype(np.float32)[:, None] * frequencies
     cos, sin = np.cos(angles), np.sin(angles)
     head, pairs = np.split(values, [values.shape[1] - 2 * len(frequencies)], axis=1)
     even, odd = pairs[:, 0::2], pairs[:, 1::2]
-    turned = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2).reshape(pairs.shape)
-    return np.concatenate([head, turned], axis=1)
+    rotated = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=2).reshape(pairs.shape)
+    return np.concatenate([head, rotated], axis=1)
 
 
 REQUIRED, FUSED = (

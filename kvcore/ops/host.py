@@ -1,10 +1,11 @@
 """A request's rows between pools and pages in the host's memory, and digests of pages: by fields, not row by row.
 
-What ``ComposedVerbs`` does of ``move_strips`` and ``digest_strips`` where both sides lie in memory that NumPy can see:
-the reference's arrays, torch's on the CPU, JAX's on the CPU to be read.
+The defaults of ``move_strips`` and ``digest_strips`` where both sides lie in memory that NumPy can see: the
+reference's arrays, torch's on the CPU, JAX's on the CPU to be read.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Lines(NamedTuple):
     split: bool
 
 
-def lines_of(region: Region) -> list[Lines]:
+@cache
+def lines_of(region: Region) -> tuple[Lines, ...]:
     """The runs of a region's rows. Bytes of a canonical row that are in none of them are zeros."""
     found: list[Lines] = []
     places: list[Place] = sorted(region.unit.places, key=lambda place: region.format.byte_range(place.field))
@@ -59,7 +61,7 @@ def lines_of(region: Region) -> list[Lines]:
             found[-1] = last._replace(nbytes=last.nbytes + one.nbytes)
         else:
             found.append(one)
-    return found
+    return tuple(found)
 
 
 def _follows(last: Lines, one: Lines) -> bool:
@@ -114,7 +116,7 @@ def _move(
                 _between(outside, inside, units, line, store=store)
 
 
-def _gaps(lines: list[Lines], whole: int) -> Iterator[tuple[int, int]]:
+def _gaps(lines: Sequence[Lines], whole: int) -> Iterator[tuple[int, int]]:
     """(first, nbytes) of what is in no run."""
     ends = [(0, 0), *((line.first, line.first + line.nbytes) for line in lines), (whole, whole)]
     return ((end, first - end) for (_, end), (first, _) in pairwise(ends) if first > end)

@@ -43,13 +43,13 @@ class Recorder:
 
     def __init__(self, props=None):
         self.launched = []
-        self._chip = props or DeviceProps(90, 132, 227 << 10)
+        self._props = props or DeviceProps(90, 132, 227 << 10)
 
     def native(self, _):
         return True
 
     def props(self, _):
-        return self._chip
+        return self._props
 
     def empty(self, shape, dtype, _):
         return Named("", shape, dtype, fresh=True)

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton.cuda_units import WORDS
+from kvcore.backends.torch_triton.cuda_units import WORDS, stored_runs
 from kvcore.backends.torch_triton.launch import calls
 from kvcore.kernels.triton.rings import ENTRY
 from kvcore.ops import StepIndex
@@ -83,10 +82,10 @@ class Rings:
         line = 0
         for region in regions:
             row_step, head_step = region.steps
-            for buffer, base, stride, first, nbytes in runs_of(region):
-                pool = pools[region.buffers[buffer][0]]
-                inside = base, row_step * stride, head_step * stride, nbytes
-                outside = line + first, region.format.row, region.heads
+            for run in stored_runs(region):
+                pool = pools[region.buffers[run.buffer][0]]
+                inside = run.base, row_step * run.stride, head_step * run.stride, run.nbytes
+                outside = line + run.first, region.format.row, region.heads
                 entries.append((pool.data_ptr(), pool.stride(0), *inside, *outside))
                 copies.append((region.rows, region.copies))
             line += region.heads * region.format.row
@@ -110,22 +109,6 @@ class Rings:
     def _put(self, array: np.ndarray) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-@cache
-def runs_of(region: Region) -> tuple[tuple[str, int, int, int, int], ...]:
-    """Runs of a row's neighbouring bytes: (buffer, first byte in a unit, from row to row, first in the row, bytes)."""
-    found: list[tuple[str, int, int, int, int]] = []
-    for place in sorted(region.unit.places, key=lambda place: (place.buffer, place.base)):
-        first, _ = region.format.byte_range(place.field)
-        if found:
-            buffer, base, stride, start, nbytes = found[-1]
-            beside = (buffer, base + nbytes, stride, start + nbytes)
-            if beside == (place.buffer, place.base, place.stride, first):
-                found[-1] = buffer, base, stride, start, nbytes + place.nbytes
-                continue
-        found.append((place.buffer, place.base, place.stride, first, place.nbytes))
-    return tuple(found)
 
 
 def _move(held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool) -> None:

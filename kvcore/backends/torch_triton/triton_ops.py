@@ -90,7 +90,7 @@ class TritonOps(TorchOps):
 
     def __init__(self, plan: Any, device: str = "cpu", *, props: DeviceProps | None = None) -> None:
         super().__init__(plan, device)
-        self._chip = props
+        self._props = props
         self.workspaces = cuda_read.Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
@@ -116,9 +116,9 @@ class TritonOps(TorchOps):
     @property
     def props(self) -> DeviceProps:
         """The device, as kernels are cut for it."""
-        if self._chip is None:
-            self._chip = launch.props_of(self._torch_device)
-        return self._chip
+        if self._props is None:
+            self._props = launch.props_of(self._torch_device)
+        return self._props
 
     @property
     def attention_kernels(self) -> str:
