@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.backends.jax_pallas.pallas import attend_kv
+from kvcore.kernels.pallas import attend_kv
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec

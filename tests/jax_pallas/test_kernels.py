@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 import kvcore
 from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.jax_pallas.calls import INTERPRETER
-from kvcore.backends.jax_pallas.pallas.read_rows import read_rows
-from kvcore.backends.jax_pallas.pallas.write_rows import write_parts, write_rows
+from kvcore.kernels.pallas.read_rows import read_rows
+from kvcore.kernels.pallas.write_rows import write_parts, write_rows
 from tests.jax_pallas import whole_step
 
 TILES = [

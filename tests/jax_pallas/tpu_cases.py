@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.backends.jax_pallas.pallas.write_rows import write_rows
+from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.interop.jax import inspect_in_place
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache

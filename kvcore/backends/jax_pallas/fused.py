@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.encoding import DTYPES
-from kvcore.backends.jax_pallas.pallas import attend_kv as classic
-from kvcore.backends.jax_pallas.pallas import index_scores as scoring
-from kvcore.backends.jax_pallas.pallas import rows_codec
-from kvcore.backends.jax_pallas.pallas.attend_rows import Source, attend_rows
-from kvcore.backends.jax_pallas.pallas.flush import flush as flush_kernel
-from kvcore.backends.jax_pallas.pallas.gather_rows import gather_rows
-from kvcore.backends.jax_pallas.pallas.lines import buffers_of
-from kvcore.backends.jax_pallas.pallas.store_rows import store_rows
-from kvcore.backends.jax_pallas.pallas.top_k import LARGEST, top_k
+from kvcore.kernels.pallas import attend_kv as classic
+from kvcore.kernels.pallas import index_scores as scoring
+from kvcore.kernels.pallas import rows_codec
+from kvcore.kernels.pallas.attend_rows import Source, attend_rows
+from kvcore.kernels.pallas.flush import flush as flush_kernel
+from kvcore.kernels.pallas.gather_rows import gather_rows
+from kvcore.kernels.pallas.lines import buffers_of
+from kvcore.kernels.pallas.store_rows import store_rows
+from kvcore.kernels.pallas.top_k import LARGEST, top_k
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 

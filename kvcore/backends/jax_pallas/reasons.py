@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.backends.jax_pallas import fused
 from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.layer import Layer
-from kvcore.backends.jax_pallas.pallas import attend_kv as classic
-from kvcore.backends.jax_pallas.pallas.top_k import LARGEST
+from kvcore.kernels.pallas import attend_kv as classic
+from kvcore.kernels.pallas.top_k import LARGEST
 from kvcore.kernels.triton.record import recorded
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF

@@ -37,5 +37,5 @@ FAULTS: list[Fault] = [
     *_faults("kvcore/kernels/triton", kernels.TRITON),
     *_faults("kvcore/kernels/triton/launches", kernels.LAUNCHES),
     *_faults("kvcore/backends/jax_pallas", jax_cpu.TABLE),
-    *_faults("kvcore/backends/jax_pallas/pallas", kernels.PALLAS),
+    *_faults("kvcore/kernels/pallas", kernels.PALLAS),
 ]

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas import rows_codec
-from kvcore.backends.jax_pallas.pallas.lines import SUBLANES, Buffer, buffers_of, tiles_of, words_of
+from kvcore.kernels.pallas import rows_codec
+from kvcore.kernels.pallas.lines import SUBLANES, Buffer, buffers_of, tiles_of, words_of
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 

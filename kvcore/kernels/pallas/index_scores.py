@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas import rows_codec
-from kvcore.backends.jax_pallas.pallas.lines import buffers_of
-from kvcore.backends.jax_pallas.pallas.stream import Stream, ahead, scratch
+from kvcore.kernels.pallas import rows_codec
+from kvcore.kernels.pallas.lines import buffers_of
+from kvcore.kernels.pallas.stream import Stream, ahead, scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas.lines import buffers_of, words_of
+from kvcore.kernels.pallas.lines import buffers_of, words_of
 from kvcore.plan import Region
 
 HALVES = 2

@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas import encoding
-from kvcore.backends.jax_pallas.pallas import codes
-from kvcore.backends.jax_pallas.pallas.lines import Buffer, buffers_of, byte_line, lanes, pick, window
+from kvcore.kernels.pallas import codes
+from kvcore.kernels.pallas.lines import Buffer, buffers_of, byte_line, lanes, pick, window
 from kvcore.plan import Region
 from kvcore.spec import Field, Format
 from kvcore.spec.codes import unknown

@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas.pallas import codes, rows_codec
-from kvcore.backends.jax_pallas.pallas.lines import lanes
-from kvcore.backends.jax_pallas.pallas.store_rows import in_place, put, target_scratch
+from kvcore.kernels.pallas import codes, rows_codec
+from kvcore.kernels.pallas.lines import lanes
+from kvcore.kernels.pallas.store_rows import in_place, put, target_scratch
 from kvcore.backends.jax_pallas.pooling import pool
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
