@@ -1,1 +1,1 @@
-"""Kernels that several backends launch: they know no framework of arrays."""
+"""Kernels that several backends launch: Triton's for torch and JAX alike, and Pallas' for JAX."""

@@ -33,9 +33,7 @@ BESIDE = {
         "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
-        # XLA is free with arithmetic: exact quotients, powers and roundings.
-        "encoding": {"within", "clamp", "e2m1_codes", "sylvester", "times", "divide", "over_power", "times_power"}
-        | {"bits_of", "from_bits", "bytes_of"},
+        "encoding": {"sylvester", "bytes_of"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
         | {"of", "visible", "numbered", "requests_like"},
@@ -47,7 +45,6 @@ BESIDE = {
     },
 }
 MORE = {
-    ("jax_pallas", "encoding.hadamard"): ("butterflies", "rounded"),  # the TPU's kernels bring their own
     ("jax_pallas", "tail.flush"): ("append", "newest"),  # of the launch that does both
     ("jax_pallas", "indexer.select"): ("kernels",),  # no pools say it
 }

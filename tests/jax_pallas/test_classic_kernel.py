@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.kernels.pallas import attend_kv
 from kvcore.backends.reference import ReferenceBackend
+from kvcore.kernels.pallas import attend_kv
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index

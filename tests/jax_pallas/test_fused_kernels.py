@@ -12,17 +12,17 @@ import pytest
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer
 from kvcore.backends.jax_pallas.backend import INTERPRETED
 from kvcore.backends.jax_pallas.calls import INTERPRETER
-from kvcore.kernels.pallas import codes, rows_codec
-from kvcore.kernels.pallas.attend_rows import Source, attend_rows
-from kvcore.kernels.pallas.gather_rows import gather_rows
-from kvcore.kernels.pallas.store_rows import store_rows
-from kvcore.kernels.pallas.top_k import top_k
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.backends.reference import encoding as reference
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
+from kvcore.kernels.pallas import codes, rows_codec
+from kvcore.kernels.pallas.attend_rows import Source, attend_rows
+from kvcore.kernels.pallas.gather_rows import gather_rows
+from kvcore.kernels.pallas.store_rows import store_rows
+from kvcore.kernels.pallas.top_k import top_k
 from kvcore.plan import Region
 from kvcore.spec import FORMATS
 from tests.jax_pallas import whole_step

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import JaxOps
-from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.interop.jax import inspect_in_place
+from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window

@@ -83,7 +83,7 @@ def sampled(verbs: str, layouts: str = "(packed or any)", shapes: str = "(ragged
 WRITTEN = "(ragged or padded or one_over or taken_over)"
 FORMATS_ALONE = "any_bytes or edges or bf16_rows or encode or decode"
 TORCH, JAX = "kvcore/backends/torch_triton", "kvcore/backends/jax_pallas"
-TRITON = "kvcore/kernels/triton"
+TRITON, PALLAS = "kvcore/kernels/triton", "kvcore/kernels/pallas"
 CORE_TESTS = {
     "requests/manager": (
         "requests/test_allocator",
@@ -202,18 +202,20 @@ WAYS: dict[str, tuple[Run, ...]] = {
         suite("tests/backends", "tests/interop/test_transformers.py", *OVER_TIME),
     ),
     **{
-        f"{JAX}/pallas/{name}.py": (
+        f"{PALLAS}/{name}.py": (
             kit("jax_pallas", checks, "--device=cpu:interpret", **QUICK_COMPILES),
             suite("tests/jax_pallas/test_fused_kernels.py", **QUICK_COMPILES),
         )
         for name, checks in PALLAS_CHECKS.items()
     },
     **{
-        f"{JAX}/{name}.py": (
+        file: (
             kit("jax_pallas", checks, "--by-plan", **QUICK_COMPILES),
             suite("tests/jax_pallas", **QUICK_COMPILES),
         )
         for name, checks in JAX_CHECKS.items()
+        # The arithmetic that its encoders share with the kernels.
+        for file in (f"{JAX}/{name}.py", *([f"{PALLAS}/arithmetic.py"] if name == "encoding" else ()))
     },
     **{
         f"kvcore/{name}.py": (

@@ -12,8 +12,8 @@ from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.layer import Layer
-from kvcore.backends.jax_pallas.pooling import pool
 from kvcore.backends.jax_pallas.rows import Held
+from kvcore.kernels.pallas.arithmetic import pool
 from kvcore.ops import StepIndex
 from kvcore.ops.records import Compression, Streams
 from kvcore.spec import Rope

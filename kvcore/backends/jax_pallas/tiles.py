@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, interpreted
+from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.kernels.pallas.read_rows import read_rows
 from kvcore.kernels.pallas.write_rows import write_parts, write_rows
-from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
 from kvcore.plan import Region
 from kvcore.spec.layout import TILE_BYTES
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcore.backends.jax_pallas.encoding import e2m1_codes
+from kvcore.kernels.pallas.arithmetic import e2m1_codes
 from kvcore.spec.codes import CODES
 
 ABSOLUTE = np.int32(0x7FFFFFFF)

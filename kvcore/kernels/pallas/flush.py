@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import codes, rows_codec
+from kvcore.kernels.pallas.arithmetic import pool
 from kvcore.kernels.pallas.lines import lanes
 from kvcore.kernels.pallas.store_rows import in_place, put, target_scratch
-from kvcore.backends.jax_pallas.pooling import pool
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.backends.jax_pallas import encoding
-from kvcore.kernels.pallas import codes
+from kvcore.kernels.pallas import arithmetic, codes
 from kvcore.kernels.pallas.lines import Buffer, buffers_of, byte_line, lanes, pick, window
 from kvcore.plan import Region
 from kvcore.spec import Field, Format
-from kvcore.spec.codes import unknown
+from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, unknown
 from kvcore.spec.layout import LANES, Place
 
 PLAIN = {"bf16": codes.to_bf16, "fp32": lambda line: line}
@@ -116,11 +115,11 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         one = jnp.broadcast_to(one, values.shape)
         stored = one if group is None else jnp.where(group == number, one, stored)
     if field.scale == "e8m0":
-        return encoding.times_power(values, stored)
+        return arithmetic.times_power(values, stored)
     if field.scale not in SCALES:
         raise unknown("scale code", field.scale, "decode")
     scales = codes.of_bits(stored) if field.scale == "fp32" else codes.from_e4m3(stored)
-    values = encoding.times(values, scales)
+    values = arithmetic.times(values, scales)
     return values * np.float32(global_scale) if region.format.global_scaled else values
 
 
@@ -131,7 +130,7 @@ def encode(region: Region, values, global_scale: float = 1.0):
     """
     format = region.format
     if format.hadamard:
-        values = [encoding.hadamard(values[0], butterflies, codes.to_bf16)]
+        values = [arithmetic.rotated(values[0], butterflies, codes.to_bf16)]
     stored = {}
     start = 0
     for field in format.fields:
@@ -158,7 +157,7 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
     if field.group is None:
         if field.code not in PLAIN:
             raise unknown("element code", field.code, "encode")
-        lines = [codes.int_bits(PLAIN[field.code](encoding.within(line, field.code, keep=True))) for line in channels]
+        lines = [codes.int_bits(PLAIN[field.code](arithmetic.within(line, field.code, keep=True))) for line in channels]
         nan = np.int32(0x7FC00000)
         return {field.name: [jnp.where((bits & codes.ABSOLUTE) > codes.INFINITY, nan, bits) for bits in lines]}
     ratios = [jnp.zeros(line.shape, jnp.float32) for line in channels]
@@ -189,17 +188,17 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
         scales, bits = _scale_of(amax, field, region.format, global_scale)
         for line in touched:
             by = jnp.broadcast_to(scales, channels[line].shape)
-            clamped = encoding.clamp(channels[line], field.limit)
+            clamped = arithmetic.clamp(channels[line], field.limit)
             if field.rule == "pow2":
-                exponent = encoding.bits_of(by) >> 23
-                quotient = encoding.over_power(clamped, exponent)
+                exponent = arithmetic.bits_of(by) >> 23
+                quotient = arithmetic.over_power(clamped, exponent)
             else:
-                quotient = encoding.divide(clamped, by)
+                quotient = arithmetic.divide(clamped, by)
             ratios[line] = jnp.where(mine[line] & finite, quotient, ratios[line])
             finite_lanes[line] = mine[line] & finite | finite_lanes[line]
         bits = jnp.where(finite, bits, np.int32(np.uint32(field.scale_element.nan or 0)))
         scale_bytes += [bits >> 8 * byte & 0xFF for byte in range(size)]
-    largest = np.float32(encoding.CODES[field.code].largest)
+    largest = np.float32(CODES[field.code].largest)
     ratios = [jnp.clip(ratio, -largest, largest) for ratio in ratios]
     if field.code not in TO_CODE:
         raise unknown("element code", field.code, "encode")
@@ -207,13 +206,13 @@ def _encoded(region: Region, field: Field, values, start: int, global_scale: flo
 
 
 def _scale_of(amax, field: Field, format: Format, global_scale: float):
-    """The scales [K, 1] as fp32, and their stored bits as int32: ``encoding.scale_of`` without casts to e4m3."""
+    """The scales [K, 1] as fp32, and their stored bits as int32: without casts to e4m3."""
     if field.rule != "e4m3":
-        scales, bits = encoding.scale_of(amax, field, format, global_scale)
+        scales, bits = arithmetic.fp32_scale(amax, field, format)
         return scales, bits.astype(jnp.int32)
-    product = amax * np.float32(1 / encoding.CODES[field.code].largest)
-    relative = product if global_scale == 1 else encoding.divide(product, jnp.full_like(product, global_scale))
-    code = codes.to_e4m3(jnp.clip(relative, np.float32(encoding.E4M3_SCALE_SMALLEST), np.float32(448)))
+    product = amax * np.float32(1 / CODES[field.code].largest)
+    relative = product if global_scale == 1 else arithmetic.divide(product, jnp.full_like(product, global_scale))
+    code = codes.to_e4m3(jnp.clip(relative, np.float32(E4M3_SCALE_SMALLEST), np.float32(448)))
     return codes.from_e4m3(code) * np.float32(global_scale), code
 
 
@@ -269,7 +268,7 @@ def _packed(nibbles):
 
 
 def butterflies(values):
-    """``encoding.sylvester`` of rows that are one line: neighbours come by rolling the lanes."""
+    """The sums of a rotation, of rows that are one line: neighbours come by rolling the lanes."""
     lane = lanes(values.shape)
     stride = 1
     while stride < LANES:

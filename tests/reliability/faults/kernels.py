@@ -274,6 +274,21 @@ LAUNCHES = {
 }
 
 PALLAS = {
+    "arithmetic.py": [
+        ("((bits & MANTISSA) != 0)", "((bits & MANTISSA) > 0x400000)", "power-of-two scales round to nearest"),
+        ("(1.25, 0), (1.75, 1)", "(1.25, 1), (1.75, 0)", "e2m1 ties go to the odd code"),
+        (
+            "    return jnp.where(special, values, clamped) if keep",
+            "    return clamped if keep",
+            "plain fields lose their infinities",
+        ),
+        (
+            "    scaled = jnp.where(raised > 0, jnp.where(raised >= 255, INFINITY, normal), subnormal)\n",
+            "    scaled = jnp.where(raised > 0, normal, 0)\n",
+            "subnormal products are zero",
+        ),
+        ("    invalid = (exponent == 255) |", "    invalid = (exponent == 254) |", "a NaN scale reads as a number"),
+    ],
     "store_rows.py": [
         (
             "        kept = words_of(old[...], buffer) & ~(mine << shift)\n",
