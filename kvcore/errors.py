@@ -4,7 +4,7 @@ Each error is also the built-in that fits, so that callers who know nothing of k
 four parts: what was got, where, what is allowed, and what to do.
 """
 
-from kvcore.printable import printable, written
+from kvcore.foreign import printable, written
 
 
 class KvcoreError(Exception):

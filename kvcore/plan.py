@@ -13,7 +13,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
-from kvcore.printable import printable
+from kvcore.foreign import printable
 from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout

@@ -18,7 +18,7 @@ import msgspec
 import pluggy
 
 from kvcore.errors import BackendError, SpecError
-from kvcore.isolation import Failed, isolated
+from kvcore.foreign import Failed, isolated
 from kvcore.spec import FORMATS, LAYOUTS, ROLES, CacheSpec
 
 if TYPE_CHECKING:

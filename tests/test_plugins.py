@@ -14,7 +14,7 @@ from kvcore import plugins
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.cli import main
 from kvcore.errors import BackendError, SpecError
-from kvcore.isolation import Failed, isolated
+from kvcore.foreign import Failed, isolated
 from kvcore.plugins import CAPABILITIES, BackendInfo, Needs
 from kvcore.spec import KV, CacheSpec, LayerSpec, Window, to_json
 

@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 
 from kvcore.errors import SpecError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.plan import CachePlan, Region, plan_cache
-from kvcore.printable import shortened
 from kvcore.spec import CacheSpec
 
 FORM, VERSION = "kvcore.descriptor", 1

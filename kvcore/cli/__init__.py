@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvcore.cli import bench, info, parity, plan
 from kvcore.errors import KvcoreError
+from kvcore.foreign import printable
 from kvcore.portable import checkfile
-from kvcore.printable import printable
 
 AGREE, DISAGREE, USAGE = 0, 1, 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvcore.cli.tables import print_table, progress, say
 from kvcore.errors import BackendError, SpecError
-from kvcore.printable import printable
+from kvcore.foreign import printable
 from kvcore.spec.named import load_spec
 
 EXAMPLES = """\

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from kvcore.printable import printable
+from kvcore.foreign import printable
 
 PIPED_WIDTH = 200
 """Columns when nobody's terminal says otherwise, so that tables in a log are not folded."""

@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 
 from kvcore.errors import BackendError, TransferError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.portable.exporter import REASONS, Exporter, Handle, check_range
 from kvcore.portable.manifest import LARGEST_MANIFEST
 from kvcore.portable.pages import Array
-from kvcore.printable import shortened
 
 if TYPE_CHECKING:
     from kvcore.portable.manifest import Staged

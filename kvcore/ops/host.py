@@ -13,8 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvcore.arrays import host_view
-from kvcore.digest import MASK, region_salt
-from kvcore.lanes import WORD, row_lanes
+from kvcore.digest import MASK, WORD, region_salt, row_lanes
 from kvcore.ops.results import Strip
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools

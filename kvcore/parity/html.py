@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcore.errors import BackendError
+from kvcore.foreign import printable
 from kvcore.parity.evidence import checks, environments, evidence, most, ordered
 from kvcore.parity.groups import grouped, single
 from kvcore.parity.picture import draw
 from kvcore.parity.records import FAILING, STATUSES, Record, Report
 from kvcore.parity.show import Column, summarise
-from kvcore.printable import printable
 
 TPU_BACKEND = "jax"
 """What the name of a backend with TPU kernels contains."""

@@ -11,10 +11,9 @@ import msgspec
 from kvcore.conformance.locate import Mismatch
 from kvcore.conformance.verb import Rule
 from kvcore.errors import SpecError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.ops.tolerances import Bound
 from kvcore.parity.quality import Quality
-from kvcore.printable import shortened
 
 SCHEMA = "kvcore.parity/1"
 

@@ -17,7 +17,7 @@ from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.outputs import Output
 from kvcore.conformance.suite import Check, checks_of, computed_formats_of
-from kvcore.isolation import Failed, isolated
+from kvcore.foreign import Failed, isolated
 from kvcore.ops import Backend, Ops, tolerances
 from kvcore.ops.fused import created
 from kvcore.parity.quality import measure

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvcore.foreign import printable
 from kvcore.parity.records import STATUSES, Record, Report
-from kvcore.printable import printable
 
 FAILURES_SHOWN = 20
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from kvcore.errors import OutOfBlocks, RequestError, SnapshotError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.ops import Ops
 from kvcore.pools import Pools
 from kvcore.portable import version1
@@ -29,7 +29,6 @@ from kvcore.portable.manifest import (
 from kvcore.portable.pages import Array, PageLayout, content_of, move_at_once, states_of
 from kvcore.portable.record import RequestRecord, check_length, check_spec
 from kvcore.portable.rows import Content, read_rows, write_rows
-from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import to_json
 from kvcore.step import StepRequest

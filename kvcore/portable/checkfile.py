@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import KvcoreError, SnapshotError
-from kvcore.printable import printable
+from kvcore.foreign import printable
 
 if TYPE_CHECKING:
     from kvcore.spec import CacheSpec

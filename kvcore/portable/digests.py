@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 
 from kvcore.arrays import to_numpy
-from kvcore.digest import MASK, WORD_FACTOR, region_salt
-from kvcore.lanes import WORD, row_lanes
+from kvcore.digest import MASK, WORD, WORD_FACTOR, region_salt, row_lanes
 from kvcore.ops import Ops, Strip
 from kvcore.ops.host import rows_in_place
 from kvcore.plan import row_bytes

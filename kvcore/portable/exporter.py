@@ -17,12 +17,12 @@ import msgspec
 
 from kvcore.counts import check_count, is_count
 from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
+from kvcore.foreign import shortened
 from kvcore.ops.arguments import check_seconds
 from kvcore.portable.caches import CacheInTurn, SharedCache
 from kvcore.portable.digests import DEFAULT, HASHES
 from kvcore.portable.manifest import ROOT_BYTES, Staged, root_of, stage
 from kvcore.portable.pages import Array
-from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.turns import locked
 

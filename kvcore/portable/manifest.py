@@ -15,14 +15,13 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.errors import OutOfBlocks, SnapshotError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.plan import row_bytes
 from kvcore.portable.caches import Buffers, CacheInTurn
 from kvcore.portable.digests import DEFAULT, SIZES, digests_of
 from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout
 from kvcore.portable.record import Refusal, RequestRecord, is_coherent
 from kvcore.portable.rows import Content, owned, read_rows
-from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, to_json
 from kvcore.step import StepRequest, build_index

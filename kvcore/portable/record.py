@@ -7,9 +7,8 @@ from typing import Any, cast
 import msgspec
 
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError
-from kvcore.foreign import LARGEST_ID, LONGEST
+from kvcore.foreign import LARGEST_ID, LONGEST, shortened
 from kvcore.plan import CachePlan
-from kvcore.printable import shortened
 from kvcore.requests.tokens import is_salt
 from kvcore.spec import CacheSpec, from_json, to_json
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvcore.errors import KvcoreError, SnapshotError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.ops import Ops
 from kvcore.portable import version1
 from kvcore.portable.blob import (
@@ -35,7 +35,6 @@ from kvcore.portable.manifest import Described, Staging, damaged, empty_pages, l
 from kvcore.portable.pages import Array, PageLayout
 from kvcore.portable.record import RequestRecord, check_spec
 from kvcore.portable.saved import Damage, Saved, Sizes, check_sizes
-from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import ROLES, CacheSpec, from_json, to_json
 

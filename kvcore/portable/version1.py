@@ -17,7 +17,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.digest import region_salt
 from kvcore.errors import BackendError, KvcoreError, SnapshotError
-from kvcore.foreign import UNREADABLE
+from kvcore.foreign import UNREADABLE, shortened
 from kvcore.ops import Ops
 from kvcore.plan import row_bytes
 from kvcore.portable.caches import CacheInTurn
@@ -34,7 +34,6 @@ from kvcore.portable.rows import (
     state_of,
 )
 from kvcore.portable.saved import Damage, Sizes, check_sizes
-from kvcore.printable import shortened
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, from_json
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, SupportsIndex, cast
 from kvcore.arrays import check_plain
 from kvcore.counts import as_count
 from kvcore.errors import ShapeError
-from kvcore.printable import shortened
+from kvcore.foreign import shortened
 
 
 class TokenIds(Protocol):

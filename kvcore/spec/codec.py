@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import SpecError
-from kvcore.foreign import UNREADABLE
-from kvcore.printable import MOST
+from kvcore.foreign import MOST, UNREADABLE
 from kvcore.spec.model import CacheSpec
 
 SCHEMA_VERSION = 1

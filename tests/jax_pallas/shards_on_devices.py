@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 import kvcore
 from kvcore.errors import SpecError
-from kvcore.interop import jax_shards
+from kvcore.sharding import jax as jax_shards
 from kvcore.spec import Rope
 from tests.support import stories
 

@@ -11,9 +11,9 @@ from kvcore.cli import main
 from kvcore.cli.info import _print as print_info
 from kvcore.conformance.locate import Mismatch
 from kvcore.errors import KvcoreError, SpecError
+from kvcore.foreign import MOST, printable, shortened
 from kvcore.parity.quality import Quality
 from kvcore.parity.records import Record, Report, Run, SpecRef, parse, write
-from kvcore.printable import MOST, printable, shortened
 from kvcore.spec import CacheSpec, LayerSpec, Window
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2028\x7f\r\nagree"

@@ -113,7 +113,7 @@ CORE_TESTS = {
     "adoption/tables": ("adoption/test_layouts",),
     "adoption/given": ("adoption/test_requests", "adoption/test_layouts"),
     "ops/host": ("ops/test_host_moves",),
-    "lanes": ("ops/test_lanes",),
+    "digest": ("test_digest",),
     "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),
     "portable/manifest": (
         "portable/test_portable",

@@ -33,8 +33,8 @@ from kvcore.backends.jax_pallas.choice import INTERPRETED
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.backends.jax_pallas.verbs import indexed, reader, writer
+from kvcore.digest import row_lanes
 from kvcore.errors import BackendError
-from kvcore.lanes import row_lanes
 from kvcore.ops import Ops, Paging, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, strict
 from kvcore.pools import Pools, allocate

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvcore.backends.reference import rows as place
-from kvcore.lanes import row_lanes
+from kvcore.digest import row_lanes
 from kvcore.ops import RawRows, StepIndex
 from kvcore.plan import LayerPlan
 from kvcore.pools import Pools

@@ -7,7 +7,7 @@ from kvcore import digest
 from kvcore.backends.torch_triton import cpu_views
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
-from kvcore.lanes import row_lanes
+from kvcore.digest import row_lanes
 from kvcore.ops import RawRows, StepIndex
 from kvcore.pools import Pools
 

@@ -394,7 +394,7 @@ TABLE = {
         ("if unit < 0:", "if False:", "a block that is not there is read from the pool's end"),
         ("((1, 0), (0, half))", "((0, 0), (1, half))", "high and low bytes are exchanged"),
     ],
-    "lanes.py": [
+    "digest.py": [
         ("np.right_shift(words, _FIRST", "np.right_shift(words, _SECOND", "a word is mixed otherwise"),
         (
             "                value.reshape(-1, self.words)[missing] = 0\n",

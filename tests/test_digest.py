@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvcore import digest, lanes
+from kvcore import digest
 
 
 def mixed(value):
@@ -39,14 +39,14 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("at_once", [16, 64, lanes.AT_ONCE])
+@pytest.mark.parametrize("at_once", [16, 64, digest.AT_ONCE])
 def test_rows_of_any_shape_in_portions_of_any_size(rng, monkeypatch, positions, at_once):
-    monkeypatch.setattr(lanes, "AT_ONCE", at_once)
-    monkeypatch.setattr(lanes, "_kept", lanes.local())
+    monkeypatch.setattr(digest, "AT_ONCE", at_once)
+    monkeypatch.setattr(digest, "_kept", digest.local())
     for shape in SHAPES:
         rows = rng.integers(0, 256, shape, np.uint8)
         places = POSITIONS[positions](rng, shape[:2]).astype(np.int32)
-        found = lanes.row_lanes(rows, places, 0xDEADBEEF)
+        found = digest.row_lanes(rows, places, 0xDEADBEEF)
         assert found.dtype == np.int64
         assert (found == defined(rows, places, 0xDEADBEEF)).all(), shape
 
@@ -55,9 +55,9 @@ def test_rows_that_lie_apart_or_across_words(rng):
     wide = rng.integers(0, 256, (3, 9, 41), np.uint8)
     places = np.arange(27, dtype=np.int32).reshape(3, 9)
     for rows in (wide[:, :, :40], wide[:, :, 1:9], wide[:, ::-1, 3:31], wide.transpose(0, 1, 2)[:, :, ::2]):
-        assert (lanes.row_lanes(rows, places, 5) == defined(rows, places, 5)).all()
+        assert (digest.row_lanes(rows, places, 5) == defined(rows, places, 5)).all()
     # What one call leaves in a thread's arrays is nothing to the next.
-    again = lanes.row_lanes(wide[:1, :2, :40], places[:1, :2], 5)
+    again = digest.row_lanes(wide[:1, :2, :40], places[:1, :2], 5)
     assert (again == defined(wide[:1, :2, :40], places[:1, :2], 5)).all()
 
 
@@ -65,4 +65,4 @@ def test_read_only_rows_are_read(rng):
     rows = rng.integers(0, 256, (1, 4, 8), np.uint8)
     rows.flags.writeable = False
     places = np.arange(4)[None]
-    assert (lanes.row_lanes(rows, places, 0) == defined(rows, places, 0)).all()
+    assert (digest.row_lanes(rows, places, 0) == defined(rows, places, 0)).all()
