@@ -49,6 +49,7 @@ EXTENSIONS = {
     "kvcore": {"adopt": "an engine's memory, where it lies, with the verbs of a cache"},
     "Cache": {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
+        "blocks_needed": "a scheduler keeps blocks back for those that run",
         "fits": "a scheduler asks before it admits",
         "reset_prefix_cache": "after an update of the weights nothing old may be found",
         "exclusive": "what moves requests in ways of its own does it in a turn of its own",

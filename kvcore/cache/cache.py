@@ -1,8 +1,9 @@
 """A cache: the door to a plan, its pools, a backend's verbs, and the requests that live in them.
 
 Map: ``create_cache``; what there is (``pools``, ``requests``, ``free_blocks`` ...); requests through steps (``admit``,
-``step``, ``truncate``, ``release``); what they share (``fork``, ``checkpoint``, ``restorable``, ``fits``); what leaves
-(``export_request``, ``import_request``, ``save``, ``digest``). What each verb does, it does in ``CacheState``.
+``step``, ``truncate``, ``release``); what they share (``fork``, ``checkpoint``, ``restorable``); what a scheduler asks
+(``fits``, ``blocks_needed``) and says (``reset_prefix_cache``); what leaves (``export_request``, ``import_request``,
+``save``, ``digest``). What each verb does, it does in ``CacheState``.
 """
 
 import functools
@@ -94,6 +95,13 @@ def create_cache(
         max_request_tokens=max_request_tokens,
     )
     return Cache(plan, chosen, created(chosen, plan, device=device), prefix=policy, check=check)
+
+
+def _asked(verb: str, tokens: Tokens, new_tokens: SupportsIndex, salt: str | None) -> tuple[list[int], int, str | None]:
+    """(ids as far as they are known, tokens in all, salt) of a prompt that a scheduler asks about, checked."""
+    count, ids = parse_tokens(tokens, f"{verb}: tokens")
+    count += check_count(ShapeError, f"{verb}: new_tokens", new_tokens, 0)
+    return ids or [], count, check_salt(salt, f"{verb}: salt")
 
 
 def _verb(
@@ -461,8 +469,6 @@ class Cache:
             new_tokens: tokens to be generated after it.
             salt: as for ``admit``.
 
-        ``cache.plan.blocks_for(n)`` says how many blocks n tokens take.
-
         Raises:
             ShapeError: tokens are neither ids nor a count, ``new_tokens`` is no count, or the salt is no text.
 
@@ -470,20 +476,32 @@ class Cache:
             >>> cache.fits(200, new_tokens=56), cache.fits(200, new_tokens=57)
             (True, False)
         """
-        count, ids = parse_tokens(tokens, "fits: tokens")
-        count += check_count(ShapeError, "fits: new_tokens", new_tokens, 0)
-        return self._fits(ids or [], count, check_salt(salt, "fits: salt"))
+        asked = _asked("fits", tokens, new_tokens, salt)
+        return self.exclusive("fits", lambda state: state.fits(*asked), in_step=True)
 
-    @_verb("fits", in_step=True)
-    def _fits(self, ids: list[int], length: int, salt: str | None) -> bool:
-        longest = self.plan.longest
-        if not self.free_slots or (longest is not None and length > longest):
-            return False
-        hit = self._state.prefix.find(ids, limit=len(ids) - 1, salt=salt)
-        blocks = hit.blocks if hit.length else ()
-        # Blocks that are taken over are no longer there for others.
-        there = self.free_blocks - self._state.manager.blocks.idle_among(blocks)
-        return self.plan.blocks_for(length) - len(blocks) <= there
+    def blocks_needed(self, tokens: Tokens, new_tokens: SupportsIndex = 0, *, salt: str | None = None) -> int:
+        """How many of ``free_blocks`` a prompt would take now, to be admitted and stepped through.
+
+        Fewer than ``cache.plan.blocks_for(n)``, which says how many blocks n tokens hold, where live requests hold some
+        of them already. For schedulers that keep blocks back for those that run.
+
+        Args:
+            tokens: as for ``fits``.
+            new_tokens: as for ``fits``.
+            salt: as for ``admit``.
+
+        Raises:
+            ShapeError: as ``fits``.
+
+        Example:
+            >>> request = cache.admit([1, 2, 3, 4, 5])
+            >>> run({request: 5})
+            >>> cache.blocks_needed([1, 2, 3, 4, 6], new_tokens=4), cache.blocks_needed(5, new_tokens=4)
+            (2, 3)
+            >>> cache.release(request)
+        """
+        asked = _asked("blocks_needed", tokens, new_tokens, salt)
+        return self.exclusive("blocks_needed", lambda state: state.blocks_needed(*asked), in_step=True)
 
     @_verb("reset_prefix_cache")
     def reset_prefix_cache(self) -> None:

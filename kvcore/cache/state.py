@@ -302,6 +302,19 @@ class CacheState:
             self.pools = write_rows(self.ops, self.pools, self.row_of(place), hit.state)
         self.prefix.extend(place)
 
+    def fits(self, ids: list[int], length: int, salt: str | None) -> bool:
+        """Whether a prompt could be admitted now and come to ``length`` tokens."""
+        longest = self.plan.longest
+        if not self.manager.free_slots or (longest is not None and length > longest):
+            return False
+        return self.blocks_needed(ids, length, salt) <= self.manager.free_blocks
+
+    def blocks_needed(self, ids: list[int], length: int, salt: str | None) -> int:
+        """Blocks that a prompt would take of the free ones, cached ones that it takes over among them."""
+        hit = self.prefix.find(ids, limit=len(ids) - 1, salt=salt)
+        blocks = hit.blocks if hit.length else ()
+        return self.plan.blocks_for(length) - len(blocks) + self.manager.blocks.idle_among(blocks)
+
     def _floor(self, length: int) -> int:
         """Smallest length that a request restored at ``length`` can go back to: 0 if nothing had left its rings."""
         rings = [component for _, _, component in owned(self.spec) if component.in_checkpoint]

@@ -185,6 +185,7 @@ VERBS = (
     Verb("admit a known prompt", lambda w: lambda: w.cache.admit(list(range(9)))),
     Verb("checkpoint", lambda w: lambda: w.cache.checkpoint(w.touched)),
     Verb("fits", lambda w: lambda: w.cache.fits(list(range(12)))),
+    Verb("blocks_needed", lambda w: lambda: w.cache.blocks_needed(list(range(12)))),
     Verb("reset_prefix_cache", lambda w: lambda: w.cache.reset_prefix_cache()),
     Verb("restorable", lambda w: lambda: w.cache.restorable(list(range(9)))),
     Verb("digest", lambda w: lambda: w.cache.digest()),

@@ -15,7 +15,8 @@ PROMPT = list(range(100, 148))
 
 
 def can(cache, prompt, new):
-    """Whether it works, tried."""
+    """Whether it works, tried; it then takes as many free blocks as the cache said before."""
+    free, needed = cache.free_blocks, cache.blocks_needed(prompt, new)
     try:
         request = cache.admit(prompt)
     except OutOfSlots:
@@ -25,6 +26,7 @@ def can(cache, prompt, new):
     except OutOfBlocks:
         return False
     else:
+        assert free - cache.free_blocks == needed
         step.abort()
         return True
     finally:
@@ -54,17 +56,19 @@ def test_what_fits_can_be_done_and_what_does_not_cannot(backend, spec, longest):
         assert cache.fits(3, new_tokens=2) == can(cache, [9] * 3, 2)
     with cache.step({}):
         assert not cache.fits(1)
+        assert cache.blocks_needed(size + 1) == 2
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, True, "ab", None, [1.5]], ids=str)
 def test_what_is_no_prompt_does_not_fit_nowhere(backend, tokens):
     cache = stories.create(PAGED, backend)
-    with pytest.raises(ShapeError, match="fits"):
-        cache.fits(tokens)
-    with pytest.raises(ShapeError, match="fits: new_tokens"):
-        cache.fits(1, new_tokens=-1)
-    with pytest.raises(ShapeError, match="fits: salt"):
-        cache.fits(1, salt="")
+    for verb, ask in {"fits": cache.fits, "blocks_needed": cache.blocks_needed}.items():
+        with pytest.raises(ShapeError, match=f"{verb}: tokens"):
+            ask(tokens)
+        with pytest.raises(ShapeError, match=f"{verb}: new_tokens"):
+            ask(1, new_tokens=-1)
+        with pytest.raises(ShapeError, match=f"{verb}: salt"):
+            ask(1, salt="")
 
 
 @pytest.mark.parametrize("policy", ["full", "zero", kvcore.Periodic(8)], ids=str)
@@ -133,6 +137,7 @@ def test_what_a_prompt_takes_over_is_not_there_for_its_rest(backend):
     assert cache.free_blocks == 4
     assert cache.fits(PROMPT[: 2 * size + 1], 2 * size - 1)
     # Two of the four are taken over, and two are left for the other three.
+    assert cache.blocks_needed(PROMPT[: 2 * size + 1], 3 * size - 1) == 5
     assert not cache.fits(PROMPT[: 2 * size + 1], 3 * size - 1)
 
 

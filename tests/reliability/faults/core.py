@@ -176,13 +176,18 @@ TABLE = {
             "            pass\n",
             "a fork has empty rings",
         ),
-        (
-            "        there = self.free_blocks - self._state.manager.blocks.idle_among(blocks)\n",
-            "        there = self.free_blocks\n",
-            "blocks that are taken over count as free",
-        ),
     ],
     "cache/state.py": [
+        (
+            "len(blocks) + self.manager.blocks.idle_among(blocks)\n",
+            "len(blocks)\n",
+            "blocks that are taken over count as free",
+        ),
+        (
+            "        return self.plan.blocks_for(length) - len(blocks) + ",
+            "        return self.plan.blocks_for(length) + ",
+            "blocks that are taken over are needed once more",
+        ),
         (
             "        return 0 if all(component.live(length).start == 0 for component in rings) else length\n",
             "        return 0\n",
