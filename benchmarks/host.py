@@ -8,8 +8,10 @@ single verbs in a loop, without a step around them.
     python benchmarks/host.py --scenes 1x4096,8x4096,64x4096,256x4096,8x4096@64 --out host.json --picture host.svg
 
 A scene is requests x tokens of history, and with @ how many times the blocks that it needs its pool has. With
-``--device cpu`` it runs a tiny model, to see that it runs; ``--classic`` times decode steps of a classic model of 16
-layers on the CPU, through handles under torch and as one jitted function under JAX, where that is installed.
+``--device cpu`` it runs a tiny model, to see that it runs; with ``--device stub`` the verbs of a GPU that is not there,
+whose launches do nothing: Python's part of the host's time, for a profile. ``--classic`` times decode steps of a
+classic model of 16 layers on the CPU, through handles under torch and as one jitted function under JAX, where that is
+installed.
 """
 
 import argparse
@@ -20,8 +22,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,43 @@ from kvcore.spec import Rope, presets
 
 AT_ONCE = 1 << 14
 """Tokens of a step that stands in for a history."""
+
+
+class Launched:
+    """Stands in for what Triton compiles: counts what would have been launched."""
+
+    function = packed_metadata = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def run(self, *_: Any) -> None:
+        """A launch that does nothing."""
+        self.count += 1
+
+
+LAUNCHED = Launched()
+
+
+def bind_to_nothing() -> None:
+    """Verbs of the CPU are those of an H200, with launches that do nothing."""
+    from triton.runtime.jit import KernelInterface
+
+    from kvcore.backends.torch_triton import backend, run_triton, triton_ops
+    from kvcore.kernels.triton.device import DeviceProps
+
+    props = DeviceProps(90, 132, 227 << 10)
+    stream = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    KernelInterface.__getitem__ = launching_nothing
+    run_triton.driver = SimpleNamespace(active=stream)
+    run_triton.props_of = lambda _: props
+    run_triton.is_native = lambda _: True
+    backend.ops_for = lambda _: partial(triton_ops.TritonOps, props=props)
+
+
+def launching_nothing(*_: Any) -> Any:
+    """What a kernel with its grid is then: whatever it is given, it is compiled for that."""
+    return lambda *_, **__: LAUNCHED
 
 
 class Clock:
@@ -63,7 +104,8 @@ class Scene:
     """A cache with a history, and what a model's projections would give for one token of every request."""
 
     def __init__(self, device: str, requests: int, history: int, pool: int = 1) -> None:
-        tiny = device == "cpu"
+        tiny, stub = device == "cpu", device == "stub"
+        device = "cpu" if stub else device
         make = presets.deepseek_v4_flash_tiny if tiny else presets.deepseek_v4_flash
         self.device, self.requests = device, requests
         self.spec = make(draft=False)
@@ -383,6 +425,8 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     torch.set_grad_enabled(False)  # as models run
+    if given.device == "stub":
+        bind_to_nothing()
     ways = {
         "a step alone": lambda scene: alone(scene, given.steps),
         "launches": lambda scene: launches(scene, 100 if given.device != "cpu" else 5),
@@ -392,7 +436,7 @@ def main() -> None:
         "captured, exactly full": lambda scene: captured(scene, given.steps, 0),
     }
     report: dict[str, Any] = {
-        "environment": environment.of_script("" if given.device == "cpu" else torch.cuda.get_device_name()),
+        "environment": environment.of_script("" if given.device in ("cpu", "stub") else torch.cuda.get_device_name()),
         "rows": [],
     }
 
@@ -419,7 +463,7 @@ def main() -> None:
                 note({"way": name, **about, **ways[name](scene)})
         del scene
         gc.collect()
-        if given.device != "cpu":
+        if given.device not in ("cpu", "stub"):
             torch.cuda.empty_cache()
 
 

@@ -196,6 +196,10 @@ WAYS: dict[str, tuple[Run, ...]] = {
         for name, checks in TRITON_CHECKS.items()
         for file in (f"{TRITON}/{name}.py", f"{TRITON}/launches/{name}.py")
     },
+    f"{TORCH}/replay.py": (
+        kit("torch_triton", TRITON_CHECKS["append"], **INTERPRETED),
+        suite("tests/kernels/test_replay.py"),
+    ),
     f"{TORCH}/*": (
         kit("torch_triton"),
         lives("torch_triton"),

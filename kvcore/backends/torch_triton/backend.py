@@ -85,7 +85,7 @@ class TorchOps(Decided, Ops):
         self.spare = cpu_views.Spare()
         # Region (its address) -> ``cpu_views.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
-        self._torch_device = torch.device(device)
+        self.torch_device = torch.device(device)
         self._index = DeviceIndex(device)
         self.strict = strict()
 
@@ -97,7 +97,7 @@ class TorchOps(Decided, Ops):
 
     def decide(self, layer: int | None, verb: str) -> Decision:
         """Torch operations; on a GPU that is because Triton is missing."""
-        if self._torch_device.type == "cuda":
+        if self.torch_device.type == "cuda":
             return Decision("torch", "triton is not installed", slower=verb not in WITHOUT_KERNEL)
         if verb in OF_VIEWS:
             return cpu_views.decide(self, layer, verb)
@@ -183,7 +183,7 @@ class TorchOps(Decided, Ops):
         NumPy arrays are copied: rows may wait for the commit, and the caller may change its array before.
         """
         if isinstance(array, torch.Tensor):
-            if array.device != self._torch_device:
+            if array.device != self.torch_device:
                 raise ShapeError(
                     got=f"a tensor on {array.device}",
                     where="device",
@@ -216,7 +216,7 @@ class TorchOps(Decided, Ops):
             # Memory that torch keeps for this: it is not used again before the copy was made.
             pinned = torch.empty(len(flat), dtype=torch.int32, pin_memory=True)
             pinned.numpy()[:] = flat
-            moved = pinned.to(self._torch_device, non_blocking=True)
+            moved = pinned.to(self.torch_device, non_blocking=True)
         return on_device(moved, pieces)
 
     def padded_index(self, host):

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.backends.torch_triton import launch
+from kvcore.backends.torch_triton.replay import Replayed
+from kvcore.backends.torch_triton.symbols import CURRENT, Unbound
 from kvcore.kernels.triton.launches.launching import Part, bind_ring, bind_rows
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
@@ -24,6 +26,7 @@ class Ready(NamedTuple):
         but: arguments of calls that they do not cover.
         decision: what is said of the verb where that does not follow from the roles.
         asks: whether a call is to be asked at all.
+        replayed: whether calls of the layer may be replayed, if those of the verb are.
     """
 
     given: Any
@@ -31,6 +34,7 @@ class Ready(NamedTuple):
     but: tuple[str, ...] = ()
     decision: Decision | None = None
     asks: bool = True
+    replayed: bool = True
 
 
 class Kernel(NamedTuple):
@@ -41,11 +45,15 @@ class Kernel(NamedTuple):
         bind: (ops, layer) -> ``Ready``, or why the kernels cover no call of the layer.
         covers: (what is given, arguments of a call behind the layer) -> what ``run`` is given, or why the kernels do
             not cover the call; None: they cover all of them.
+        replayed: what it launches follows from shapes, dtypes and numbers alone, and is worked out once for these.
+        unread: options of such a verb that decide nothing.
     """
 
     run: Callable[..., Any]
     bind: Callable[[Any, Any], Ready | Declined]
     covers: Callable[..., Any] | None = None
+    replayed: bool = False
+    unread: tuple[str, ...] = ()
 
 
 class Way(NamedTuple):
@@ -69,8 +77,13 @@ def bound(ops: Any, layer: int | None, verb: str, row: Kernel, plain: Callable[.
     if decision is None:
         decision = kernel(name_of_kernels(), why(ops, layer, found.roles), plain="torch", but=found.but)
     if row.covers is None or not found.asks:
-        return Way(partial(row.run, found.given), decision)
-    return Way(_asking(row.run, row.covers, found.given, verb, plain, of_layer=layer is not None), decision)
+        way = partial(row.run, found.given)
+    else:
+        way = _asking(row.run, row.covers, found.given, verb, plain, of_layer=layer is not None)
+    if row.replayed and found.replayed:
+        replayed = Replayed(verb, ops, layer, way, found.given, row.unread)
+        way = replayed if layer is not None else replayed.of_none
+    return Way(way, decision)
 
 
 def _asking(
@@ -87,6 +100,7 @@ def _asking(
     def way(ops: Any, pools: Any, layer: int, *arguments: Any, **options: Any) -> Any:
         found = covers(given, *arguments, **options)
         if type(found) is Declined:
+            _refuse_symbols(found)
             ops.fall_back(layer, verb, found.reason)
             return plain(ops, pools, layer, *arguments, **options)
         return run(found, ops, pools, layer, *arguments, **options)
@@ -94,11 +108,18 @@ def _asking(
     def of_none(ops: Any, *arguments: Any, **options: Any) -> Any:
         found = covers(given, *arguments, **options)
         if type(found) is Declined:
+            _refuse_symbols(found)
             ops.fall_back(None, verb, found.reason)
             return plain(ops, *arguments, **options)
         return run(found, ops, *arguments, **options)
 
     return way if of_layer else of_none
+
+
+def _refuse_symbols(found: Declined) -> None:
+    """End a trace of a call that the kernels do not cover."""
+    if CURRENT.trace is not None:
+        raise Unbound(found.reason)
 
 
 def why(ops: Any, layer: int | None, roles: tuple[str, ...]) -> str:

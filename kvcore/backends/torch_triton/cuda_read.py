@@ -199,7 +199,7 @@ def bind_attend(ops, layer):
         parts,
         ops.attention_kernels == "flash_mla" and not never,
     )
-    return Ready(given, roles, decision=_of_flash(ops, layer, roles, never))
+    return Ready(given, roles, decision=_of_flash(ops, layer, roles, never), replayed=not given.flash)
 
 
 def _of_flash(ops, layer, roles, never):
@@ -529,15 +529,15 @@ def _pairs(ops, room):
 
 
 KERNELS = {
-    "gather_window": Kernel(gather_window, Gathered.of("window")),
-    "gather_entries": Kernel(gather_entries, Gathered.of("entries")),
+    "gather_window": Kernel(gather_window, Gathered.of("window"), replayed=True),
+    "gather_entries": Kernel(gather_entries, Gathered.of("entries"), replayed=True),
     "gather_all_entries": Kernel(gather_all_entries, Gathered.of("entries")),
     "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
-    "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers),
-    "attend": Kernel(attend, bind_attend),
-    "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers),
-    "index_scores": Kernel(index_scores, bind_scores()),
-    "select": Kernel(select, bind_select, select_covers),
-    "index_select": Kernel(index_select, bind_scores(TOO_MANY.reason)),
+    "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers, replayed=True),
+    "attend": Kernel(attend, bind_attend, replayed=True),
+    "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True),
+    "index_scores": Kernel(index_scores, bind_scores(), replayed=True),
+    "select": Kernel(select, bind_select, select_covers, replayed=True),
+    "index_select": Kernel(index_select, bind_scores(TOO_MANY.reason), replayed=True),
 }
 """Verbs that read."""

@@ -295,14 +295,14 @@ def capturing() -> bool:
 
 
 KERNELS = {
-    "append_window": Kernel(append_window, of_role("window")),
-    "append_rotated_window": Kernel(append_rotated_window, of_role("window")),
-    "append_tail": Kernel(append_tail, of_role("tail")),
-    "append_index_tail": Kernel(append_tail, of_role("index_tail")),
+    "append_window": Kernel(append_window, of_role("window"), replayed=True),
+    "append_rotated_window": Kernel(append_rotated_window, of_role("window"), replayed=True),
+    "append_tail": Kernel(append_tail, of_role("tail"), replayed=True),
+    "append_index_tail": Kernel(append_tail, of_role("index_tail"), replayed=True),
     "store_entries": Kernel(store_role, Stored.of("entries")),
     "store_entries(index_keys)": Kernel(store_role, Stored.of("index_keys")),
     "flush": Kernel(flush, bind_flush, flush_covers),
-    "append_flush": Kernel(append_flush, bind_flush, flush_covers),
-    "append_kv": Kernel(append_kv, of_role("kv")),
+    "append_flush": Kernel(append_flush, bind_flush, flush_covers, replayed=True, unread=("closed",)),
+    "append_kv": Kernel(append_kv, of_role("kv"), replayed=True),
 }
 """Verbs that write rows."""

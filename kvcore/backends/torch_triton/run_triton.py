@@ -7,7 +7,7 @@ it specialises. Whatever is out of the ordinary (the interpreter, hooks of a pro
 Triton.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from kvcore.backends.torch_triton.symbols import CURRENT
 from kvcore.kernels.triton import device
 from kvcore.kernels.triton.device import INTERPRETED, INTERPRETER, DeviceProps
 from kvcore.kernels.triton.launches.launching import Kernel
@@ -58,7 +59,9 @@ def native(array: Tensor) -> bool:
     return is_native(array.device)
 
 
-empty_like = torch.empty_like
+def empty_like(array: Tensor) -> Tensor:
+    """A tensor that a kernel fills, of the shape of one without gaps."""
+    return array.new_empty(array.shape)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -101,7 +104,11 @@ def aligned(array: Tensor) -> Tensor:
 
 
 def run(kernel: Kernel, grid: tuple[int, ...], arrays: Sequence[Tensor], numbers: tuple[Any, ...]) -> None:
-    """Launch ``grid`` programs on tensors and numbers, in the order of the kernel's parameters."""
+    """Launch ``grid`` programs on tensors and numbers, in the kernel's order; in a trace, note that."""
+    trace = CURRENT.trace
+    if trace is not None:
+        trace.launch(kernel, grid, arrays, numbers)
+        return
     launcher = kernel.launcher
     if launcher is None:
         launcher = kernel.launcher = Launcher(kernel)
@@ -129,7 +136,7 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], arrays: Sequence[Tensor], numbers: tuple[Any, ...]) -> None:
         """Launch ``grid`` programs on arrays and numbers, in the order of the kernel's parameters."""
-        if INTERPRETED or _watched() or self._kernel.pre_run_hooks:
+        if INTERPRETED or watched() or self._kernel.pre_run_hooks:
             self._kernel[grid](*arrays, *numbers, *self._constants, **self._options)
             return
         addresses = [*map(_ADDRESS, arrays)]
@@ -139,11 +146,7 @@ class Launcher:
         active: Any = driver.active
         device = active.get_current_device()
         whole = low % ALIGNED == 0 or tuple([address % ALIGNED == 0 for address in addresses])
-        kind = (device, whole, *map(_DTYPE, arrays))
-        for n in self._specialised:
-            # What Triton makes of a number that it specialises.
-            number = numbers[n]
-            kind += ((number == 1, number % ALIGNED == 0) if type(number) is int else True,)
+        kind = self._kind(device, whole, map(_DTYPE, arrays), numbers)
         narrow = max(numbers, default=0) <= MOST_INT32
         compiled = self._by_kind.get(kind) if narrow else None
         if compiled is None:
@@ -167,8 +170,31 @@ class Launcher:
             *self._constants,
         )
 
+    def _kind(self, device: int, whole: Any, dtypes: Iterable[Any], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All that compiled kernels differ by; ``whole``: whether addresses are multiples of 16 bytes, or which."""
+        kind = (device, whole, *dtypes)
+        for n in self._specialised:
+            # What Triton makes of a number that it specialises.
+            number = numbers[n]
+            kind += ((number == 1, number % ALIGNED == 0) if type(number) is int else True,)
+        return kind
 
-def _watched() -> bool:
+    def bound(self, device: int, grid: tuple[int, ...], dtypes: Sequence[Any], numbers: tuple[Any, ...]) -> Any:
+        """What launches that on addresses of whole 16 bytes: (function, width, height, handle, metadata, what follows).
+
+        None where it was not compiled yet, or must go to Triton.
+        """
+        if max(numbers, default=0) > MOST_INT32:
+            return None
+        compiled = self._by_kind.get(self._kind(device, True, dtypes, numbers))
+        if compiled is None:
+            return None
+        width, height = grid if len(grid) == 2 else (grid[0], 1)
+        rest = *numbers, *self._constants
+        return compiled.run, width, height, compiled.function, compiled.packed_metadata, rest
+
+
+def watched() -> bool:
     """Whether somebody is to be told of launches, as profilers are."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

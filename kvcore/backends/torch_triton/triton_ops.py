@@ -13,6 +13,7 @@ import torch
 from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
+from kvcore.backends.torch_triton.replay import Replayed, Seen
 from kvcore.backends.torch_triton.rings import Rings
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.ops import Ops, facade
@@ -27,6 +28,7 @@ AS = {"append_kv_view": "append_kv"}
 OF_ROLE = {"entries": "", "index_keys": "(index_keys)"}
 RINGS = ("read_ring", "restore_ring")
 ATTENTION = ("attend", "attend_kv")
+FEWEST_VISITS = 8.0
 
 
 def of_layer(name: str) -> Any:
@@ -34,6 +36,8 @@ def of_layer(name: str) -> Any:
 
     def run(self: Any, pools: Any, layer: int, *given: Any, **options: Any) -> Any:
         way = self.ways[name][layer]
+        if way.__class__ is Replayed and torch.compiler.is_compiling():
+            way = way.way
         if not torch.is_grad_enabled():
             return way(self, pools, layer, *given, **options)
         with torch.no_grad():
@@ -83,17 +87,17 @@ class TritonOps(TorchOps):
         decisions: likewise what is said of that.
         workspaces, scratch: what calls write beside their outputs.
         fresh: name of a pool -> bytes of a slot that nobody has used, on the device.
-        fewest_visits: entries that a step's queries read as often as this are decoded once for all of them.
+        seen: what calls were given last.
     """
-
-    fewest_visits = 8.0
 
     def __init__(self, plan: Any, device: str = "cpu", *, props: DeviceProps | None = None) -> None:
         super().__init__(plan, device)
         self._props = props
+        self._fewest_visits = FEWEST_VISITS
         self.workspaces = cuda_read.Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
+        self.seen = Seen(self.torch_device)
         self._rings = Rings(plan, device)
         self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)
@@ -117,7 +121,7 @@ class TritonOps(TorchOps):
     def props(self) -> DeviceProps:
         """The device, as kernels are cut for it."""
         if self._props is None:
-            self._props = launch.props_of(self._torch_device)
+            self._props = launch.props_of(self.torch_device)
         return self._props
 
     @property
@@ -131,6 +135,21 @@ class TritonOps(TorchOps):
     @attention_kernels.setter
     def attention_kernels(self, wanted: str) -> None:
         self._attention = wanted
+        self._bind_attention()
+
+    @property
+    def fewest_visits(self) -> float:
+        """Entries that a step's queries read as often as this are decoded once for all of them."""
+        return self._fewest_visits
+
+    @fewest_visits.setter
+    def fewest_visits(self, wanted: float) -> None:
+        self._fewest_visits = wanted
+        self._bind_attention()
+
+    def _bind_attention(self) -> None:
+        """Bind attention to what was chosen anew; nothing that was worked out before is true of it."""
+        self.seen.programs.clear()
         for layer, verb in verbs_of(self.plan.spec):
             if verb in ATTENTION:
                 self._bind(layer, verb)

@@ -34,6 +34,7 @@ def _faults(folder: str, table: Mapping[str, Rows]) -> list[Fault]:
 FAULTS: list[Fault] = [
     *_faults("kvcore", core.TABLE),
     *_faults("kvcore/backends/torch_triton", torch_cpu.TABLE),
+    *_faults("kvcore/backends/torch_triton", kernels.REPLAY),
     *_faults("kvcore/kernels/triton", kernels.TRITON),
     *_faults("kvcore/kernels/triton/launches", kernels.LAUNCHES),
     *_faults("kvcore/backends/jax_pallas", jax_cpu.TABLE),

@@ -349,3 +349,58 @@ PALLAS = {
         ),
     ],
 }
+
+REPLAY = {
+    "replay.py": [
+        (
+            "                key.append(value.dtype)\n",
+            "",
+            "bf16 is read by the kernel that was compiled for fp32",
+        ),
+        (
+            "                if address % ALIGNED or not value.is_contiguous():\n",
+            "                if not value.is_contiguous():\n",
+            "an address off 16 bytes is given to a kernel that was compiled for one on them",
+        ),
+        (
+            "                if address % ALIGNED or not value.is_contiguous():\n",
+            "                if address % ALIGNED:\n",
+            "a tensor with gaps is read as if it had none",
+        ),
+        (
+            "                key.append(value)\n            else:\n",
+            "            else:\n",
+            "the first call's scale stays",
+        ),
+        (
+            "        if indexed.index is not index:\n",
+            "        if indexed.index is None:\n",
+            "the first step's index is everybody's",
+        ),
+        (
+            "        key = (indexed.kind, *key)\n",
+            "        key = (0, *key)\n",
+            "a step of other shapes is launched like the first",
+        ),
+        (
+            "            if known is not token:\n",
+            "            if known is None:\n",
+            "rows go to pools that were replaced",
+        ),
+        (
+            "            places += (places[place] + offset,)\n",
+            "            places += (places[place],)\n",
+            "a part of an array is taken from its start",
+        ),
+        (
+            "            if array.offset % ALIGNED:\n",
+            "            if False:\n",
+            "a part off 16 bytes is given to a kernel that was compiled for one on them",
+        ),
+        (
+            "        if ready is None or ready[0] != device:\n",
+            "        if ready is None:\n",
+            "another device is given the first one's kernels",
+        ),
+    ],
+}

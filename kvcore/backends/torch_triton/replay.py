@@ -1,0 +1,444 @@
+"""Verbs bound once: what a call launches is worked out for the shapes it is given, and launched again from then on.
+
+A verb's code decides, of shapes, dtypes and numbers alone, which kernels run, with which constants, in how many
+programs. ``Replayed`` has it do so once for a ``kind`` of call, with symbols for tensors (``symbols``), and keeps the
+``Program``: a call of a known kind is a look-up, new outputs, addresses and launches. Layers that are alike share
+programs. Addresses of pools and of a step's index are looked up once for these.
+
+A call that is not of this sort (arrays with gaps or off 16-byte boundaries, pools or an index that somebody put
+together, torch's own operations on the way) goes the verb's own way, and so does the first call of a kind, in which
+Triton compiles.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvcore.backends.torch_triton import run_triton
+from kvcore.backends.torch_triton.run_triton import ALIGNED, INTERPRETED
+from kvcore.backends.torch_triton.symbols import New, Symbol, Trace, Unbound
+from kvcore.ops import StepIndex
+from kvcore.pools import Pools
+from kvcore.spec import Rope
+
+TENSORS = frozenset({Tensor, Parameter})
+NUMBERS = frozenset({type(None), int, float, bool, Rope})
+"""Classes of arguments: tensors without more to them, and what programs may depend on the value of."""
+
+MOST_KINDS = 512
+"""Kinds of calls that are known at a time."""
+
+
+class Indexed(NamedTuple):
+    """What is known of a step's index.
+
+    Attributes:
+        index: itself.
+        kind: a number of its shapes; None: it is nothing that programs are made for.
+        places: its arrays, as launches take them: addresses, or tensors under the interpreter.
+    """
+
+    index: StepIndex | None
+    kind: int | None
+    places: tuple[Any, ...]
+
+
+class Seen:
+    """What calls of one set of verbs were given last, and the programs that they have in common.
+
+    Whoever looks takes hold of a whole record: another thread may bring another index meanwhile.
+
+    Attributes:
+        index: what is known of the step's index.
+        pools: the pools, and what stands for them, so that nobody else need keep hold of them.
+        programs: of calls of a kind, for all layers that are alike; None: they are not replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        self.index = Indexed(None, None, ())
+        self.pools: tuple[Pools | None, object] = None, object()
+        self.programs: dict[Any, Program | None] = {}
+
+    @cached_property
+    def like(self) -> Tensor:
+        """A tensor on the device."""
+        with torch.inference_mode(False):
+            return torch.empty(0, device=self._device)
+
+    def take_index(self, index: StepIndex) -> Indexed:
+        """Look at another index."""
+        arrays = index.arrays
+        found = Indexed(index, None, ())
+        if all(array.__class__ is Tensor and array.dtype is torch.int32 and _fits(array) for array in arrays):
+            shapes = tuple([array.shape for array in arrays])
+            kind = self._kinds.setdefault(shapes, len(self._kinds))
+            found = Indexed(index, kind, arrays if INTERPRETED else tuple([array.data_ptr() for array in arrays]))
+        self.index = found
+        return found
+
+    def take_pools(self, pools: Pools) -> tuple[Pools, object]:
+        """Look at other pools."""
+        found = self.pools = pools, object()
+        return found
+
+
+def _fits(array: Tensor) -> bool:
+    """Whether it is what a symbol stands for."""
+    return array.is_contiguous() and not array.data_ptr() % ALIGNED
+
+
+class Launch(NamedTuple):
+    """A launch of a program.
+
+    Attributes:
+        kernel: what runs.
+        grid: of its programs.
+        dtypes: of the arrays.
+        take: from all the places of a call, those of the arrays.
+        numbers: behind them.
+        steps: how tensors are made of what is taken, under the interpreter.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    take: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    numbers: tuple[Any, ...]
+    steps: tuple[tuple[tuple[str, Any], ...], ...]
+
+
+class Program:
+    """What calls of one kind launch, on whichever tensors.
+
+    Attributes:
+        new: arrays to allocate.
+        answer: what a call gives, of them; None: the pools that it was given.
+        pools: which of the layer's pools it takes.
+    """
+
+    __slots__ = ("_constants", "_launches", "_offsets", "_ready", "answer", "new", "pools")
+
+    def __init__(self, trace: Trace, answer: Callable[[Any], Any] | None, given: int, index: int) -> None:
+        self.new: tuple[New, ...] = tuple(trace.new)
+        self.answer = answer
+        arrays = [array for launched in trace.launches for array in launched.arrays]
+        symbols = [array for array in arrays if isinstance(array, Symbol)]
+        self.pools = tuple(dict.fromkeys(each.source[1] for each in symbols if each.source[0] == "pool"))
+        constants = [array for array in arrays if not isinstance(array, Symbol)]
+        self._constants = tuple({id(array): array for array in constants}.values())
+        sources: list[Any] = [("given", n) for n in range(given)]
+        sources += [("index", n) for n in range(index)]
+        sources += [("pool", name) for name in self.pools]
+        sources += [id(array) for array in self._constants]
+        sources += [("new", n) for n in range(len(self.new))]
+        places = {source: n for n, source in enumerate(sources)}
+        # What begins within an array has a place of its own, behind the others.
+        self._offsets: list[tuple[int, int]] = []
+
+        def place_of(array: Any) -> int:
+            if not isinstance(array, Symbol):
+                return places[id(array)]
+            if array.offset % ALIGNED:
+                raise Unbound("an array off a boundary")
+            if INTERPRETED or not array.offset:
+                return places[array.source]
+            if (array.source, array.offset) not in places:
+                places[array.source, array.offset] = len(places)
+                self._offsets.append((places[array.source], array.offset))
+            return places[array.source, array.offset]
+
+        self._launches = tuple(
+            Launch(
+                launched.kernel,
+                launched.grid,
+                tuple(array.dtype for array in launched.arrays),
+                _taking([place_of(array) for array in launched.arrays]),
+                launched.numbers,
+                tuple(array.steps if isinstance(array, Symbol) else () for array in launched.arrays),
+            )
+            for launched in trace.launches
+        )
+        self._ready: Any = None
+
+    def ready(self, device: int) -> Any:
+        """What launches it on a device, once Triton has compiled all of it; else None."""
+        found = []
+        for launch in self._launches:
+            launcher = launch.kernel.launcher
+            bound = None if launcher is None else launcher.bound(device, launch.grid, launch.dtypes, launch.numbers)
+            if bound is None:
+                return None
+            found.append((launch.take, *bound))
+        addresses = tuple([array.data_ptr() for array in self._constants])
+        if any(address % ALIGNED for address in addresses):
+            return None
+        self._ready = device, addresses, [launch.kernel.kernel.pre_run_hooks for launch in self._launches], found
+        return self._ready
+
+    def run(self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Tensor) -> Any:
+        """Launch it; the arrays that it allocated, or False where it cannot be launched like that.
+
+        Args:
+            given: the call's tensors, as launches take them; ``index`` and ``pools`` likewise.
+            like: a tensor on the device, where it allocates.
+        """
+        if INTERPRETED:
+            return self._interpret(given, index, pools, like)
+        active: Any = run_triton.driver.active
+        device = active.get_current_device()
+        ready = self._ready
+        if ready is None or ready[0] != device:
+            ready = self.ready(device)
+            if ready is None:
+                return False
+        if run_triton.watched() or any(ready[2]):
+            return False
+        new: list[Tensor] = []
+        places = (*given, *index, *pools, *ready[1])
+        if self.new:
+            new = self._allocate(like)
+            places += tuple([array.data_ptr() for array in new])
+        for place, offset in self._offsets:
+            places += (places[place] + offset,)
+        stream = active.get_current_stream(device)
+        for take, run, width, height, function, metadata, rest in ready[3]:
+            run(width, height, 1, stream, function, metadata, None, None, None, *take(places), *rest)
+        return new
+
+    def _allocate(self, like: Any) -> list[Tensor]:
+        return [
+            like.new_empty(shape, dtype=dtype) if value is None else like.new_full(shape, value, dtype=dtype)
+            for shape, dtype, value in self.new
+        ]
+
+    def _interpret(self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Any) -> list[Tensor]:
+        new = self._allocate(like)
+        places = (*given, *index, *pools, *self._constants, *new)
+        for launch in self._launches:
+            arrays = [_made(array, steps) for array, steps in zip(launch.take(places), launch.steps, strict=True)]
+            run_triton.run(launch.kernel, launch.grid, arrays, launch.numbers)
+        return new
+
+
+def _taking(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes these places of a tuple."""
+    if len(places) == 1:
+        (place,) = places
+        return lambda every: (every[place],)
+    return itemgetter(*places)
+
+
+def _made(array: Tensor, steps: tuple[tuple[str, Any], ...]) -> Tensor:
+    for step, what in steps:
+        array = array.view(what) if step == "view" else array[what:]
+    return array
+
+
+class NamedPools(Mapping[str, Any]):
+    """Pools of a trace: by name, where they lie among a layer's."""
+
+    def __init__(self, trace: Trace, pools: Mapping[str, Any], names: Sequence[str]) -> None:
+        self._trace, self._pools, self._names = trace, pools, names
+
+    def __getitem__(self, name: str) -> Symbol:
+        pool = self._pools[name]
+        return self._trace.symbol(("pool", self._names.index(name)), pool.shape, pool.dtype)
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Replayed:
+    """A verb of a layer, or of none, whose calls are replayed.
+
+    Args:
+        verb: its name.
+        ops: the verbs, whose ``seen`` it shares.
+        layer: its number, or None.
+        way: what runs a call that is not replayed, and traces one: (ops, pools, layer, index, ...).
+        given: what its launches know of the layer.
+        names: of the layer's pools, in an order that layers of a kind have in common.
+        kind: what layers that launch alike have in common.
+        unread: options that decide nothing.
+    """
+
+    __slots__ = ("_kind", "_layer", "_names", "_ops", "_places", "_programs", "_seen", "_unread", "way")
+
+    def __init__(
+        self, verb: str, ops: Any, layer: int | None, way: Callable[..., Any], given: Any, unread: tuple[str, ...]
+    ) -> None:
+        self.way = way
+        self._ops, self._layer, self._unread = ops, layer, unread
+        self._seen: Seen = ops.seen
+        self._names = () if layer is None else _names_of(ops.plan, layer)
+        alike = None if layer is None else ops.plan.spec.all_layers[layer]
+        self._kind = verb, alike, frozen(given, self._names)
+        self._programs: dict[Any, Program | None] = {}
+        # What stands for pools, and where those of them lie that a program takes.
+        self._places: tuple[object, dict[tuple[int, ...], tuple[Any, ...] | None]] = None, {}
+
+    def __call__(self, ops: Any, pools: Any, layer: int, index: Any, *arguments: Any, **options: Any) -> Any:
+        """The verb of a layer."""
+        seen = self._seen
+        indexed = seen.index
+        if indexed.index is not index:
+            indexed = seen.take_index(index)
+        taken = None if indexed.kind is None or pools.__class__ is not Pools else self._take(arguments, options)
+        if taken is None:
+            return self.way(ops, pools, layer, index, *arguments, **options)
+        key, given = taken
+        key = (indexed.kind, *key)
+        if key in self._programs:
+            program = self._programs[key]
+        else:
+            program = self._program(key, (pools, layer, index), arguments, options)
+        if program is not None:
+            held, token = seen.pools
+            if held is not pools:
+                _, token = seen.take_pools(pools)
+            known, places = self._places
+            if known is not token:
+                _, places = self._places = token, {}
+            if program.pools not in places:
+                places[program.pools] = self._places_of(pools, program.pools)
+            lie = places[program.pools]
+            if lie is not None:
+                new = program.run(given, indexed.places, lie, seen.like)
+                if new is not False:
+                    return pools if program.answer is None else program.answer(new)
+        return self.way(ops, pools, layer, index, *arguments, **options)
+
+    def of_none(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+        """The verb of no layer."""
+        taken = self._take(arguments, options)
+        if taken is None:
+            return self.way(ops, *arguments, **options)
+        key, given = taken
+        key = tuple(key)
+        program = self._programs[key] if key in self._programs else self._program(key, (), arguments, options)
+        if program is not None:
+            new = program.run(given, (), (), self._seen.like)
+            if new is not False:
+                return None if program.answer is None else program.answer(new)
+        return self.way(ops, *arguments, **options)
+
+    def _take(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+        """(what a program depends on, tensors as launches take them); None: the call is of no kind."""
+        values = (*arguments, *options.values())
+        if self._unread:
+            values = (*arguments, *[value for name, value in options.items() if name not in self._unread])
+        key: list[Any] = [len(arguments), *options]
+        given: list[Any] = []
+        for value in values:
+            kind = value.__class__
+            if kind in TENSORS:
+                address = value.data_ptr()
+                if address % ALIGNED or not value.is_contiguous():
+                    return None
+                key.append(value.shape)
+                key.append(value.dtype)
+                given.append(value if INTERPRETED else address)
+            elif kind in NUMBERS:
+                key.append(kind)
+                key.append(value)
+            else:
+                return None
+        return key, given
+
+    def _places_of(self, pools: Pools, names: Sequence[int]) -> tuple[Any, ...] | None:
+        """Where some of the layer's pools lie; None where they are not as programs expect them."""
+        found = [pools[self._names[name]] for name in names]
+        if not all(pool.__class__ is Tensor and pool.dtype is torch.uint8 and _fits(pool) for pool in found):
+            return None
+        return tuple(found) if INTERPRETED else tuple([pool.data_ptr() for pool in found])
+
+    def _program(
+        self, key: tuple[Any, ...], at: tuple[Any, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Program | None:
+        """The program of a kind of call, from a layer like this one or by a trace."""
+        every, whole = self._seen.programs, (self._kind, key)
+        if whole not in every:
+            if len(every) >= MOST_KINDS:
+                every.clear()
+            every[whole] = self._traced(at, arguments, options)
+        if len(self._programs) >= MOST_KINDS:
+            self._programs.clear()
+        program = self._programs[key] = every[whole]
+        return program
+
+    def _traced(self, at: tuple[Any, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Program | None:
+        trace, count, place = Trace(self._ops.torch_device), 0, ()
+
+        def symbol(value: Any) -> Any:
+            nonlocal count
+            if value.__class__ not in TENSORS:
+                return value
+            count += 1
+            return trace.symbol(("given", count - 1), value.shape, value.dtype)
+
+        named: NamedPools | None = None
+        fields = 0
+        if at:
+            pools, layer, index = at
+            named = NamedPools(trace, pools, self._names)
+            arrays = [None if array is None else array for array in index[:-1]]
+            symbols = []
+            for array in arrays:
+                symbols.append(None if array is None else trace.symbol(("index", fields), array.shape, array.dtype))
+                fields += array is not None
+            place = named, layer, StepIndex(*symbols, paging=index.paging)
+        given = [symbol(value) for value in arguments]
+        known = {name: symbol(value) for name, value in options.items() if name not in self._unread}
+        try:
+            with trace:
+                found = self.way(self._ops, *place, *given, **known)
+            return Program(trace, _answer(found, named), count, fields)
+        except Unbound:
+            return None
+
+
+def _answer(found: Any, pools: Any) -> Callable[[Any], Any] | None:
+    """What makes a call's answer of the arrays that it allocated."""
+
+    def number(array: Any) -> int:
+        if not isinstance(array, Symbol) or array.source[0] != "new" or array.steps:
+            raise Unbound("an answer that is no new array")
+        return array.source[1]
+
+    if found is None or found is pools:
+        return None
+    if isinstance(found, Symbol):
+        (place,) = (number(found),)
+        return itemgetter(place)
+    if not isinstance(found, tuple):
+        raise Unbound("an answer that is no array")
+    numbers, kind = [number(array) for array in found], type(found)
+    if kind is tuple:
+        return _taking(numbers)
+    take = _taking(numbers)
+    return lambda new: kind(*take(new))
+
+
+def _names_of(plan: Any, layer: int) -> tuple[str, ...]:
+    """Names of all pools that a layer reads or writes."""
+    regions = [region for parts in plan.layers[layer].regions.values() for region in parts]
+    return tuple(dict.fromkeys(name for region in regions for name, _ in region.buffers.values()))
+
+
+def frozen(given: Any, names: Sequence[str]) -> Any:
+    """What launches know of a layer, without the names of its pools: alike for layers that are alike."""
+    if isinstance(given, Mapping):
+        return tuple((frozen(key, names), frozen(value, names)) for key, value in given.items())
+    if isinstance(given, (list, tuple)):
+        return type(given).__name__, *(frozen(each, names) for each in given)
+    return None if given in names else given
