@@ -5,49 +5,41 @@ Arrays belong to the backend (NumPy, torch, JAX); this module never looks inside
 """
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from kvcore.errors import ShapeError
 from kvcore.plan import CachePlan, Region
 
 
-class Pools(Mapping[str, Any]):
+class Pools(dict[str, Any]):
     """A mapping from pool name to array, without verbs that change it.
 
-    Backends that work in place change the arrays; one that gives arrays away puts what it got for them in their place.
+    Backends that work in place change the arrays; one that gives arrays away puts what it got for them in their place,
+    with the verbs of ``dict`` itself.
     """
 
-    __slots__ = ("_arrays",)
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._arrays = dict(arrays)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+    __slots__ = ()
 
     def replace(self, arrays: Mapping[str, Any]) -> "Pools":
         """A copy with some arrays exchanged."""
-        return Pools({**self._arrays, **arrays})
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """The arrays themselves, for the backend that they belong to."""
-        return self._arrays
+        return Pools({**self, **arrays})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
-        return sum(array.nbytes for array in self._arrays.values())
+        return sum(array.nbytes for array in self.values())
 
     def __repr__(self) -> str:
         return f"Pools({len(self)} arrays, {self.nbytes} bytes)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pools, (dict(self),)
+
+    def _fixed(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("pools are fixed: cache.pools = pools.replace({name: array}) exchanges an array")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _fixed  # pyright: ignore
 
 
 def allocate(plan: CachePlan, make: Callable[[int, int, bytes | None, Region, str], Any]) -> Pools:

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 
 
 class Ops(RequiredOps, Protocol):
-    """All verbs of one backend, bound to one plan and device; what stands here has a default."""
+    """All verbs of one backend, bound to one plan and device; what stands here has a default.
+
+    Attributes:
+        plain_class: arrays of exactly this class mean nothing but their values, on any device, and verbs take them as
+            they are; None: each array is looked at.
+    """
+
+    plain_class: type | None = None
 
     @property
     def how(self) -> str:

@@ -11,6 +11,7 @@ import gc
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -239,21 +240,24 @@ class Lines:
 def watched(act: Callable[[], Any], lines: Lines) -> bool:
     """Run something under a watch; True if it was interrupted."""
     before = sys.gettrace()
-    sys.settrace(lines)
-    try:
-        act()
-    except Planned:
-        return False
-    except (KeyboardInterrupt, BackendError):
-        # An interrupted probe of a plug-in is one that failed.
-        return True
-    except ValueError as error:
-        # JAX says so of what it compared when the interruption came.
-        if "KeyboardInterrupt" not in str(error):
-            raise
-        return True
-    finally:
-        sys.settrace(before)
+    with warnings.catch_warnings():
+        # Between the last line of a ``with`` and the end of it, a file is left to be closed as it goes, which warns.
+        warnings.simplefilter("ignore", ResourceWarning)
+        sys.settrace(lines)
+        try:
+            act()
+        except Planned:
+            return False
+        except (KeyboardInterrupt, BackendError):
+            # An interrupted probe of a plug-in is one that failed.
+            return True
+        except ValueError as error:
+            # JAX says so of what it compared when the interruption came.
+            if "KeyboardInterrupt" not in str(error):
+                raise
+            return True
+        finally:
+            sys.settrace(before)
     return False
 
 

@@ -3,14 +3,15 @@
     python -m tests.support.append_trace                                   the reference, torch and JAX, where installed
     python -m tests.support.append_trace --backend torch_triton --verb append_kv --device cuda
 
-An append to a layer like one that the step has appended to: what is worked out once a step or once a plan does not
-count. ``docs/architecture.md`` goes the same way.
+An append in a second step, to a layer like one that this step has appended to: what is worked out once a step or once a
+plan does not count. ``docs/architecture.md`` goes the same way.
 """
 
 import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,13 @@ def trace(backend: str, verb: str, device: str | None = None) -> Counter[str]:
     component = getattr(spec.all_layers[layer], role)
     parts = [(part.heads, part.format.dim) if component.headed else (part.format.dim,) for part in component.parts]
     rows = [cache.asarray(np.zeros((2, *shape), ml_dtypes.bfloat16)) for shape in parts]
-    step = cache.step({cache.admit(): 1, cache.admit(): 1})
-    getattr(step.layer(first), verb)(*rows)
-    handle = step.layer(layer)
-    found = files_of(lambda: getattr(handle, verb)(*rows))
-    step.abort()
+    requests = cache.admit(), cache.admit()
+    found: Counter[str] = Counter()
+    for _ in range(2):
+        step = cache.step(dict.fromkeys(requests, 1))
+        getattr(step.layer(first), verb)(*rows)
+        found = files_of(partial(getattr(step.layer(layer), verb), *rows))
+        step.abort()
     return found
 
 

@@ -75,6 +75,7 @@ class JaxOps(Decided, Ops):
         self.device = device
         self.kernels = kernels
         self._target = target
+        self.plain_class = type(jax.device_put(np.int32(0), target))
         self.why_portable = choice.why_portable(plan.layout, device) if kernels == "portable" else ""
         # Built once: the bytes are a static argument, and equal objects are told equal without a look at them.
         self._fresh = facade.fresh_slots(plan)

@@ -63,22 +63,28 @@ Nothing goes through any other argument, and nothing at all through kernels."""
 def written(pools: Any, *given: Any) -> dict[str, Any]:
     """The mapping that a verb puts its new arrays into, each in the moment in which it gives the old one away.
 
-    That is the pools' own where they are a cache's, so that nothing is lost if it goes no further; in a trace, and for
-    any other mapping, a copy.
+    That is the pools themselves where they are a cache's, so that nothing is lost if it goes no further; in a trace,
+    and for any other mapping, a copy.
 
     Args:
         given: arrays that the verb changes, and those that it is given.
+
+    Returns:
+        What is changed by ``put`` and ``dict.update`` alone.
     """
     if isinstance(pools, Pools) and not any(isinstance(array, Tracer) for array in jax.tree.leaves(given)):
-        return pools.arrays
+        return pools
     return dict(pools)
+
+
+put = dict.__setitem__
 
 
 def as_given(pools: Any, arrays: dict[str, Any]) -> Any:
     """What ``written`` gave, as what a verb returns for such pools."""
     if not isinstance(pools, Pools):
         return arrays
-    return pools if arrays is pools.arrays else Pools(arrays)
+    return pools if arrays is pools else Pools(arrays)
 
 
 def bucket(count: int, index: StepIndex, smallest: int) -> int:

@@ -226,7 +226,7 @@ def reset_slots(self: Any, pools: Pools, slots: Array) -> Pools:
     """Make slots [n] as if never used; -1 is ignored."""
     arrays = programs.written(pools, slots, [pools[name] for name in self._fresh])
     for name, fresh in self._fresh.items():
-        arrays[name] = programs.reset(arrays[name], slots, fresh)
+        programs.put(arrays, name, programs.reset(arrays[name], slots, fresh))
     return programs.as_given(pools, arrays)
 
 
@@ -236,7 +236,7 @@ def poison(self: Any, pools: Pools, slots: Array, blocks: Array) -> Pools:
     arrays = programs.written(pools, slots, blocks, list(pools.values()))
     for region in self.plan.regions:
         for name, _ in region.buffers.values():
-            arrays[name] = programs.poison(arrays[name], units[region.growth])
+            programs.put(arrays, name, programs.poison(arrays[name], units[region.growth]))
     return programs.as_given(pools, arrays)
 
 
@@ -248,7 +248,7 @@ def copier(growth):
         names = [name for region in regions for name, _ in region.buffers.values()]
         arrays = programs.written(pools, sources, targets, [pools[name] for name in names])
         for name in names:
-            arrays[name] = programs.copy_units(arrays[name], sources, targets)
+            programs.put(arrays, name, programs.copy_units(arrays[name], sources, targets))
         return programs.as_given(pools, arrays)
 
     return facade.as_verb(copy, copy, f"copy_{growth}s")
@@ -271,5 +271,5 @@ def _write(self, verb, pools, number, roles, arrays, reads=(), **options):
     # JAX returns mappings in the order of their names. In one line, for nothing to come between.
     run, names = programs.program(verb, writes=True), [layer.names[name] for name in sorted(written)]
     into, how = programs.written(pools, written, read, arrays), tuple(sorted(options.items()))
-    into.update(zip(names, run(layer, how, written, read, arrays).values(), strict=True))
+    dict.update(into, zip(names, run(layer, how, written, read, arrays).values(), strict=True))
     return programs.as_given(pools, into)

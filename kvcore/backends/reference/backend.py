@@ -22,6 +22,7 @@ class ReferenceOps(Decided, Ops):
     """
 
     in_place = True
+    plain_class = np.ndarray
 
     def __init__(self, plan: CachePlan) -> None:
         self.plan = plan
