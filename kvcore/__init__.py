@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "BackendError",
+    "FaultError",
     "KvcoreError",
     "NonFiniteError",
     "OutOfBlocks",
@@ -44,6 +45,7 @@ __all__ = [
     "BackendInfo",
     "Cache",
     "CacheSpec",
+    "FaultError",
     "KvcoreError",
     "LayerSpec",
     "NonFiniteError",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from kvcore.cache.loading import load
     from kvcore.errors import (
         BackendError,
+        FaultError,
         KvcoreError,
         NonFiniteError,
         OutOfBlocks,

@@ -84,6 +84,20 @@ class TransferError(KvcoreError, RuntimeError):
         return _rebuild, (type(self), {"reason": self.reason, **parts})
 
 
+class FaultError(KvcoreError, RuntimeError):
+    """Rows, or what says where they lie, that are not as they were written, met under ``canary``.
+
+    Attributes:
+        faults: what was found, each a ``kvcore.cache.Fault``; empty where the error came from another process.
+    """
+
+    def __init__(
+        self, *, got: object, where: str, allowed: str, hint: str = "", faults: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(got=got, where=where, allowed=allowed, hint=hint)
+        self.faults = faults
+
+
 class OutOfBlocks(KvcoreError, MemoryError):
     """The paged pools cannot hold the tokens asked for; nothing was taken."""
 

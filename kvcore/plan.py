@@ -15,7 +15,7 @@ from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
 from kvcore.foreign import printable
 from kvcore.spec.components import Component, Growth
-from kvcore.spec.formats import Format
+from kvcore.spec.formats import CHECK_WORD, Format
 from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import TAIL_OF, CacheSpec
 
@@ -84,6 +84,27 @@ class RingKind(NamedTuple):
     rings: tuple[tuple[int, str], ...]
 
 
+class Watched(NamedTuple):
+    """Rows of which a sample has check words.
+
+    Attributes:
+        layer, role, component: whose pool it is.
+        regions: the rows, part by part.
+        words: their check words, in the same slots or blocks: that of row r is row ``r // stride`` there.
+        stride: from a row with a word to the next; 1 where blocks are no multiples of the sample, which then leaves
+            words unused.
+        kind: number of all that are of an equal component and as many rows: alive, and written, alike.
+    """
+
+    layer: int
+    role: str
+    component: Component
+    regions: tuple[Region, ...]
+    words: Region
+    stride: int
+    kind: int
+
+
 class LayerPlan:
     """One layer of a plan by role: what a verb must know of it, looked up once.
 
@@ -139,6 +160,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         context: shards that history is spread over, page by page; each holds one page of every block, and all the
             rest of this plan is what one shard holds.
         max_request_tokens: tokens that one request may hold, or None where only the pools bound it; see ``longest``.
+        canary: one row in so many has a check word, those whose numbers are multiples of it; 0: none has.
     """
 
     spec: CacheSpec
@@ -150,6 +172,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     regions: tuple[Region, ...]
     context: int = 1
     max_request_tokens: int | None = None
+    canary: int = 0
 
     @cached_property
     def longest(self) -> int | None:
@@ -169,12 +192,12 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all layers, padding included."""
-        return sum(region.unit.nbytes for region in self.regions if region.growth == "slot")
+        return sum(region.unit.nbytes for region in self.stored if region.growth == "slot")
 
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, padding included."""
-        return sum(region.unit.nbytes for region in self.regions if region.growth == "block")
+        return sum(region.unit.nbytes for region in self.stored if region.growth == "block")
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +246,21 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def watched(self) -> tuple[Watched, ...]:
+        """All pools of rows with what belongs to them of check words; none without ``canary``."""
+        kinds: dict[tuple[Component, int], int] = {}
+        return tuple(
+            _watched(self.canary, layer, role, component, self.region(layer, role), kinds)
+            for layer, role, component in self.spec.components()
+            if component.shared_from is None and self.canary
+        )
+
+    @cached_property
+    def stored(self) -> tuple[Region, ...]:
+        """Everything that pools are allocated for, filled and copied by slots and blocks: rows, then check words."""
+        return (*self.regions, *(watched.words for watched in self.watched))
+
+    @cached_property
     def rings(self) -> tuple[tuple[RingKind, ...], tuple[RingKind, ...]]:
         """Of main layers and of draft layers, every kind of ring that they own."""
         found: tuple[dict[tuple[Component, int], list[tuple[int, str]]], ...] = {}, {}
@@ -248,6 +286,7 @@ def plan_cache(
     layout: str = "packed",
     context: int = 1,
     max_request_tokens: int | None = None,
+    canary: int = 0,
 ) -> CachePlan:
     """Work out a cache that holds ``max_tokens``, or the largest one within ``budget_bytes``.
 
@@ -264,6 +303,7 @@ def plan_cache(
         max_request_tokens: the most tokens that one request can hold; None: no bound but the pools. No ring has more
             than ``min(window, max_request_tokens) + max_draft_tokens`` rows, unless the spec fixes them, no slot more
             rows, and no block table more columns, than such a request needs.
+        canary: one row in so many gets a check word of four bytes beside the pools; 0: none.
 
     Raises:
         SpecError: an argument is out of range, or a declared ring is too small for ``max_draft_tokens``.
@@ -286,6 +326,7 @@ def plan_cache(
     context = check_count(SpecError, "context", context, 1)
     if max_request_tokens is not None:
         max_request_tokens = check_count(SpecError, "max_request_tokens", max_request_tokens, 1)
+    canary = check_count(SpecError, "canary", canary, 0)
     if layout not in LAYOUTS:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     _check_drafts(spec, max_draft_tokens)
@@ -315,6 +356,7 @@ def plan_cache(
             regions=_regions(spec, tokens, max_request_tokens, max_draft_tokens, layout),
             context=context,
             max_request_tokens=max_request_tokens,
+            canary=canary,
         )
 
     if max_tokens is not None:
@@ -424,6 +466,31 @@ def _regions(
         if component.shared_from is None
         for part in component.parts
     )
+
+
+def _watched(
+    sample: int,
+    layer: int,
+    role: str,
+    component: Component,
+    regions: tuple[Region, ...],
+    kinds: dict[tuple[Component, int], int],
+) -> Watched:
+    rows, growth = regions[0].rows, component.growth
+    # Of the sampled rows of a ring, which are neighbours there, no two that can be alive share a place.
+    stride = sample if growth == "slot" or rows % sample == 0 else 1
+    words = Region(
+        layer=layer,
+        role=role,
+        part="check",
+        format=CHECK_WORD,
+        heads=1,
+        growth=growth,
+        rows=-(-rows // stride),
+        layout="planar",
+    )
+    kind = kinds.setdefault((component, rows), len(kinds))
+    return Watched(layer, role, component, regions, words, stride, kind)
 
 
 def _unit_rows(

@@ -51,7 +51,7 @@ def allocate(plan: CachePlan, make: Callable[[int, int, bytes | None, Region, st
             buffer; returns the array.
     """
     arrays: dict[str, Any] = {}
-    for region in plan.regions:
+    for region in plan.stored:
         for buffer, (name, size) in region.buffers.items():
             arrays[name] = make(plan.units(region), size, fresh_unit(region, buffer), region, buffer)
     return Pools(arrays)

@@ -33,8 +33,8 @@ MODULE = {
     "hookimpl", "load", "plan", "plugins", "spec", "to_numpy", "use_backend",
 }  # fmt: skip
 ERRORS = {
-    "BackendError", "KvcoreError", "NonFiniteError", "OutOfBlocks", "OutOfSlots", "RequestError", "RollbackError",
-    "ShapeError", "SnapshotError", "SpecError", "StepError", "TransferError",
+    "BackendError", "FaultError", "KvcoreError", "NonFiniteError", "OutOfBlocks", "OutOfSlots", "RequestError",
+    "RollbackError", "ShapeError", "SnapshotError", "SpecError", "StepError", "TransferError",
 }  # fmt: skip
 
 ADOPTED = {
@@ -50,6 +50,7 @@ EXTENSIONS = {
     "Cache": {
         "block_statistics": "evictions and hits of prefix reuse, for monitoring",
         "blocks_needed": "a scheduler keeps blocks back for those that run",
+        "faults": "what canary found, and what is not as it was written now",
         "fits": "a scheduler asks before it admits",
         "reset_prefix_cache": "after an update of the weights nothing old may be found",
         "exclusive": "what moves requests in ways of its own does it in a turn of its own",

@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
 
 from kvcore import digest
+from kvcore.cache.canary import Fault, sample_of
 from kvcore.cache.state import CacheState
 from kvcore.cache.step import Step, StepState
 from kvcore.counts import as_count, check_count
@@ -52,6 +53,7 @@ def create_cache(
     layout: str = "auto",
     check: bool = False,
     max_request_tokens: int | None = None,
+    canary: bool | int = False,
 ) -> "Cache":
     """Plan, allocate and return a cache.
 
@@ -69,6 +71,8 @@ def create_cache(
         check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
         max_request_tokens: the most tokens that one request can hold, so that no ring, slot or block table is larger
             than such a request needs; a step that would exceed it is refused. None: no bound but the pools.
+        canary: hold what steps read against what was written: True for one row in 16, or one in how many. A step that
+            meets rows, slots, lengths or blocks that are not as they were raises ``FaultError``; see ``Cache.faults``.
 
     Raises:
         SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
@@ -93,6 +97,7 @@ def create_cache(
         max_draft_tokens=max_draft_tokens,
         layout=chosen.default_layout(device) if layout == "auto" else layout,
         max_request_tokens=max_request_tokens,
+        canary=sample_of(canary),
     )
     return Cache(plan, chosen, created(chosen, plan, device=device), prefix=policy, check=check)
 
@@ -102,6 +107,16 @@ def _asked(verb: str, tokens: Tokens, new_tokens: SupportsIndex, salt: str | Non
     count, ids = parse_tokens(tokens, f"{verb}: tokens")
     count += check_count(ShapeError, f"{verb}: new_tokens", new_tokens, 0)
     return ids or [], count, check_salt(salt, f"{verb}: salt")
+
+
+def _faults(state: CacheState, requests: Sequence[Request] | None) -> tuple[Fault, ...]:
+    if state.canary is None:
+        raise SpecError(got="canary=False", where="faults", allowed="a cache that was created with canary=True")
+    wanted = state.manager.requests if requests is None else requests
+    chosen = [state.manager.check(request, lost=True) for request in wanted]
+    rows = {request: state.row_of(state.manager.place_of(request)) for request in chosen}
+    state.pools, found = state.canary.faults(state.pools, rows)
+    return found
 
 
 def _verb(
@@ -307,7 +322,10 @@ class Cache:
             (None, None)
         """
         held, manager = self._state, self._state.manager
-        opening = manager.read(as_mapping(tokens))
+        asked = as_mapping(tokens)
+        if held.canary is not None:
+            held.canary.check_places(asked, "step")
+        opening = manager.read(asked)
         padding = None if left_padding is None else left_padding_of(self.spec, opening.requests, left_padding)
         grants = manager.grow(opening)
         try:
@@ -316,6 +334,8 @@ class Cache:
             )
             index = held.index_of(numbers, pad_tokens, pad_requests)
             held.prepare_blocks(grants)
+            if held.canary is not None:
+                held.pools = held.canary.opened(held.pools, opening.requests, numbers, opening.blocks, index)
             state = StepState(held, opening, numbers, index._replace(paging=self._paging))
             step: Step[Cache] = Step(self, state)
         except BaseException:
@@ -602,6 +622,30 @@ class Cache:
         """
         wanted = self.requests if requests is None else requests
         return digest.combine(self.exclusive("digest", lambda state: state.digest_lanes(wanted)))
+
+    def faults(self, requests: Sequence[Request] | None = None) -> tuple[Fault, ...]:
+        """What is not as it was written: sampled rows, slots, lengths and blocks of some requests; of all, for None.
+
+        Looks now, and waits for the device; what steps found there and nobody was told of yet is among it. Which rows
+        are sampled ``create_cache`` says with ``canary``.
+
+        Raises:
+            SpecError: the cache was created without ``canary``. RequestError: stale or foreign. StepError: a step is
+            open.
+
+        Example:
+            >>> watched = kvcore.create_cache(spec, backend="reference", max_requests=1, max_tokens=64, canary=True)
+            >>> request = watched.admit()
+            >>> with watched.step({request: 20}) as step:
+            ...     rows = np.ones((20, 1, 4), np.float32)
+            ...     step.layer(0).append_kv(rows, rows)
+            >>> watched.faults()
+            ()
+            >>> watched.pools["0.kv.key_page"][request.blocks[4], 3] ^= 1  # a bit of token 16's key
+            >>> print(*watched.faults())
+            layer 0, kv, position 16 of request 0
+        """
+        return self.exclusive("faults", functools.partial(_faults, requests=requests))
 
     def exclusive(self, verb: str, act: Callable[[CacheState], R], *, in_step: bool = False) -> R:
         """Do something with what the cache holds, alone, as its own verbs do: for what moves requests in other ways.

@@ -41,6 +41,7 @@ def load(
     layout: str = "auto",
     check: bool = False,
     strict: bool = True,
+    canary: bool | int = False,
 ) -> Cache:
     """Read a snapshot into a new cache on any backend; ``cache.requests`` are in saved order.
 
@@ -49,7 +50,7 @@ def load(
 
     Args:
         path: a file that ``Cache.save`` wrote.
-        backend, device, prefix, layout, check: as for ``create_cache``.
+        backend, device, prefix, layout, check, canary: as for ``create_cache``.
         requests: numbers of the saved requests to load, in the order wanted; None loads all.
         max_requests, max_tokens, max_draft_tokens, max_request_tokens: of the new cache; None takes the saved
             cache's, or as much more as requests need that shared blocks. A file's word for them counts up to 65,536
@@ -101,7 +102,8 @@ def load(
         )
     if None in (max_requests, max_tokens):
         _check_word(saved.spec, sizes, f"snapshot {path}")
-    cache = create_cache(saved.spec, backend=backend, device=device, prefix=prefix, layout=layout, check=check, **sizes)
+    settings: dict[str, Any] = {"prefix": prefix, "layout": layout, "check": check, "canary": canary}
+    cache = create_cache(saved.spec, backend=backend, device=device, **settings, **sizes)
     try:
         take_in(cache, saved, chosen, where=f"snapshot {path}", strict=strict)
     except KvcoreError:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
+from kvcore.cache.canary import Canary
 from kvcore.cache.reuse import Hit, PrefixCache
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
 from kvcore.ops import Ops, StepIndex
@@ -92,6 +93,7 @@ class CacheState:
         step: the step that is open.
         under_way: the verb that is under way, or that did not get to its end.
         filling: the live, empty request that it fills.
+        canary: what looks after the rows, of a plan with check words; else None.
     """
 
     def __init__(self, plan: CachePlan, ops: Ops, *, prefix: Policy, check: bool) -> None:
@@ -100,7 +102,7 @@ class CacheState:
         self.ops = ops
         self.check = check
         # Before anything that grows with the plan: whatever is too much for the machine is said at once.
-        self.pools = _allocated(ops)
+        self.pools: Pools = _allocated(ops)
         self.manager = Manager(plan)
         self.prefix = PrefixCache(plan.spec, prefix, self.manager)
         self.tables = BlockTables()
@@ -111,6 +113,7 @@ class CacheState:
         self.step: OpenStep | None = None
         self.under_way = ""
         self.filling: Request | None = None
+        self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -149,6 +152,8 @@ class CacheState:
         except KvcoreError:
             self.under_way = ""
             raise
+        if self.canary is not None:
+            self.canary.note()
         self.under_way = ""
         return done
 
@@ -254,6 +259,8 @@ class CacheState:
             self.pools = (
                 rows(self.ops, self.pools, row) if callable(rows) else write_rows(self.ops, self.pools, row, rows)
             )
+            if self.canary is not None:
+                self.pools = self.canary.seal(self.pools, row)
             self.prefix.extend(place)
         except BaseException:
             if into is None:
@@ -300,6 +307,10 @@ class CacheState:
         place.cached_tokens = hit.length
         if hit.state is not None:
             self.pools = write_rows(self.ops, self.pools, self.row_of(place), hit.state)
+        if self.canary is not None:
+            # Rings that are replayed are sealed as they are, empty.
+            taken_over = len(hit.blocks) * self.plan.block_tokens
+            self.pools = self.canary.seal(self.pools, self.row_of(place), taken_over)
         self.prefix.extend(place)
 
     def fits(self, ids: list[int], length: int, salt: str | None) -> bool:

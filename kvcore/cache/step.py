@@ -253,6 +253,7 @@ class StepState:
         user: weak reference to the ``Step`` that stands for it.
         block: weak reference to what the ``with`` block holds of it; None outside of one.
         ending: its end has begun, and is finished or undone by whoever comes next.
+        sealed: its rows may have check words.
         table: the manager's table with the step's tokens in it, once that is all there is left to do.
         pools_replaced: ``cache.pools`` was assigned during the step, so completeness is the caller's business.
     """
@@ -273,6 +274,7 @@ class StepState:
         self.user: weakref.ref[Any] | None = None
         self.block: weakref.ref[Any] | None = None
         self.ending = False
+        self.sealed = False
         self.table: dict[Request, RequestState] | None = None
         self.pools_replaced = False
         self.context = StepContext(cache, opening, numbers, index)
@@ -325,6 +327,9 @@ class StepState:
             keys = self._new_keys(places) if prefix.on else {}
             for writes in self._layers.values():
                 writes.store_waiting()
+            if cache.canary is not None:
+                self.sealed = True
+                cache.pools = cache.canary.ended(cache.pools, *self._looked_at)
         except BaseException:
             self.roll_back()
             raise
@@ -365,6 +370,8 @@ class StepState:
         """Restore what was overwritten; may be called again after it was interrupted."""
         # Functional verbs have written even if nobody assigned what they returned.
         self.cache.pools = self.context.undo.apply(self.cache.pools)
+        if self.sealed and self.cache.canary is not None:
+            self.cache.pools = self.cache.canary.take_back(self.cache.pools, *self._looked_at)
         if self.pools_replaced and not self.context.undo.whole:
             rows = self._numbers.rows
             lengths = (row.length for row in rows)
@@ -372,6 +379,11 @@ class StepState:
             self.cache.manager.lose(
                 [request for request, row in zip(self.requests, rows, strict=True) if self._harms(row)]
             )
+
+    @property
+    def _looked_at(self) -> tuple[list[Request], StepNumbers, list[Sequence[int]], StepIndex]:
+        """What a canary must know of the step."""
+        return self.requests, self._numbers, self._opening.blocks, self.context.index
 
     def _harms(self, row: StepRequest) -> bool:
         """Whether a request's new rows take the place of rows that it still needs without them."""

@@ -160,7 +160,7 @@ def fresh_slots(plan: CachePlan) -> dict[str, bytes | None]:
     """Name of every pool of slots -> the bytes of a slot that nobody has used, None for zeros."""
     return {
         name: fresh_unit(region, buffer)
-        for region in plan.regions
+        for region in plan.stored
         for buffer, (name, _) in region.buffers.items()
         if region.growth == "slot"
     }
@@ -168,7 +168,7 @@ def fresh_slots(plan: CachePlan) -> dict[str, bytes | None]:
 
 def pools_of(plan: CachePlan, growth: Growth) -> tuple[str, ...]:
     """Names of the pools of slots, or of blocks."""
-    return tuple(name for region in plan.regions if region.growth == growth for name, _ in region.buffers.values())
+    return tuple(name for region in plan.stored if region.growth == growth for name, _ in region.buffers.values())
 
 
 def reset_in_place(function: Any) -> Any:

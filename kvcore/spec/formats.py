@@ -423,3 +423,7 @@ def tail_format(width: int) -> Format:
         ),
         planes=(("kv", "score"),),
     )
+
+
+CHECK_WORD = Format(name="check_word", fields=(Field(name="word", dims=1, code="fp32"),), planes=(("word",),))
+"""Four bytes that are no number: what ``kvcore.check_words`` makes of a row."""

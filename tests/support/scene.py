@@ -80,7 +80,7 @@ def poison(cache: kvcore.Cache, pattern: bytes = b"\xff") -> None:
     slots = {request.slot for request in cache.requests}
     blocks = {block for request in cache.requests for block in request.blocks}
     pools = {}
-    for region in cache.plan.regions:
+    for region in cache.plan.stored:
         held = slots if region.growth == "slot" else blocks
         free = [unit for unit in range(cache.plan.units(region)) if unit not in held]
         for name, size in region.buffers.values():
@@ -265,7 +265,7 @@ def poison_slots(cache: kvcore.Cache) -> None:
     """Fill every slot that no live request holds with 0xFF; blocks may be cached, so they stay."""
     held = {request.slot for request in cache.requests}
     pools = {}
-    for region in cache.plan.regions:
+    for region in cache.plan.stored:
         if region.growth == "slot":
             free = [slot for slot in range(cache.plan.slots) if slot not in held]
             for name, _ in region.buffers.values():

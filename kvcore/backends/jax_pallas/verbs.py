@@ -234,7 +234,7 @@ def poison(self: Any, pools: Pools, slots: Array, blocks: Array) -> Pools:
     """Fill freed slots [n] and blocks [m] with 0xFF, so that a stale read is seen."""
     units = {"slot": slots, "block": blocks}
     arrays = programs.written(pools, slots, blocks, list(pools.values()))
-    for region in self.plan.regions:
+    for region in self.plan.stored:
         for name, _ in region.buffers.values():
             programs.put(arrays, name, programs.poison(arrays[name], units[region.growth]))
     return programs.as_given(pools, arrays)
@@ -244,7 +244,7 @@ def copier(growth):
     """``copy_slots`` or ``copy_blocks``: all sources are read before any target is written."""
 
     def copy(self: Any, pools: Any, sources: Any, targets: Any) -> Any:
-        regions = [region for region in self.plan.regions if region.growth == growth]
+        regions = [region for region in self.plan.stored if region.growth == growth]
         names = [name for region in regions for name, _ in region.buffers.values()]
         arrays = programs.written(pools, sources, targets, [pools[name] for name in names])
         for name in names:

@@ -44,7 +44,7 @@ def whole(growths=()):
         given = tuple(
             tuple(
                 (region, buffer, name)
-                for region in ops.plan.regions
+                for region in ops.plan.stored
                 if region.growth == growth
                 for buffer, (name, _) in region.buffers.items()
             )

@@ -207,8 +207,8 @@ TABLE = {
             "a checkpoint is kept of a length that has no recurrent state",
         ),
         (
-            "            for writes in self._layers.values():\n                writes.store_waiting()\n        except",
-            "            pass\n        except",
+            "                writes.store_waiting()\n",
+            "                pass\n",
             "rows that waited are never stored",
         ),
         (
@@ -241,6 +241,47 @@ TABLE = {
             "                if length <= places[request].complete:\n                    prefix.keep",
             "                if True:\n                    prefix.keep",
             "checkpoints are kept of layers that got nothing",
+        ),
+    ],
+    "cache/canary.py": [
+        (
+            "        return np.maximum(rows.starts, _least(watched, rows)), rows.lengths\n",
+            "        return np.maximum(rows.starts, _least(watched, rows)), rows.lengths - 1\n",
+            "a step's last row gets no word",
+        ),
+        (
+            "    return first, np.minimum(rows.starts, _least(watched, rows))\n",
+            "    return first, first\n",
+            "rows that an abort put back have the words of those that took their places",
+        ),
+        (
+            "    return first, np.minimum(end, _least(watched, rows))\n",
+            "    return first, first\n",
+            "rows that a step takes the place of are not looked at",
+        ),
+        (
+            "                if place is known.place:\n",
+            "                if False:\n",
+            "a place is believed whatever it says",
+        ),
+    ],
+    "ops/canary.py": [
+        (
+            "            wrong |= words[at] != made\n",
+            "            wrong = words[at] != made\n",
+            "of several copies the last counts",
+        ),
+        (
+            "        for number, got in enumerate((slots, starts, lengths, hashes.view(np.int32)))\n",
+            "        for number, got in enumerate((slots, starts, lengths))\n",
+            "a block table is believed",
+        ),
+    ],
+    "check_words.py": [
+        (
+            "    sums = mixed(words ^ keys(words.shape[1])).sum(axis=1, dtype=np.uint32)\n",
+            "    sums = (words ^ keys(words.shape[1])).sum(axis=1, dtype=np.uint32)\n",
+            "bits of two words make up for each other",
         ),
     ],
     "cache/undo.py": [
