@@ -59,7 +59,8 @@ def bind_to_nothing() -> None:
     """Verbs of the CPU are those of an H200, with launches that do nothing."""
     from triton.runtime.jit import KernelInterface
 
-    from kvcore.backends.torch_triton import backend, run_triton, triton_ops
+    from kvcore.backends import torch_triton
+    from kvcore.backends.torch_triton import run_triton, triton_ops
     from kvcore.kernels.triton.device import DeviceProps
 
     props = DeviceProps(90, 132, 227 << 10)
@@ -68,7 +69,7 @@ def bind_to_nothing() -> None:
     run_triton.driver = SimpleNamespace(active=stream)
     run_triton.props_of = lambda _: props
     run_triton.is_native = lambda _: True
-    backend.ops_for = lambda _: partial(triton_ops.TritonOps, props=props)
+    torch_triton.ops_for = lambda _: partial(triton_ops.TritonOps, props=props)
 
 
 def launching_nothing(*_: Any) -> Any:

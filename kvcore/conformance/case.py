@@ -11,8 +11,7 @@ from kvcore.backends.reference import encoding
 from kvcore.conformance import outputs
 from kvcore.conformance.canonical import poisoned, read_rows, write_rows
 from kvcore.conformance.outputs import Output
-from kvcore.conformance.reduced import TARGET
-from kvcore.conformance.shapes import Shape, Sizes
+from kvcore.conformance.shapes import TARGET, Shape, Sizes
 from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools

@@ -11,13 +11,10 @@ from typing import Any
 
 import msgspec
 
-from kvcore.conformance.shapes import SHAPES, Shape, Sizes
+from kvcore.conformance.shapes import SHAPES, TARGET, Shape, Sizes
 from kvcore.conformance.verb import Verb
 from kvcore.plan import CachePlan, plan_cache
 from kvcore.spec import CacheSpec, Component, LayerSpec
-
-TARGET = 1
-"""Layer number of the layer under test in a reduced one."""
 
 SLOTS = 6
 """Slots of such a cache: more than any shape has requests; the last one is never used."""

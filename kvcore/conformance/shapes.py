@@ -6,6 +6,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+TARGET = 1
+"""Number of the layer that a check is about: the second of two, so that a verb that touches another one is seen."""
+
 
 class Sizes(NamedTuple):
     """What a shape class is relative to.

@@ -8,7 +8,7 @@ import torch
 from beartype.roar import BeartypeDoorHintViolation
 
 from kvcore.backends.reference import ReferenceBackend, ReferenceOps
-from kvcore.backends.torch_triton.backend import TorchBackend, TorchOps
+from kvcore.backends.torch_triton import TorchBackend, TorchOps
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
 from kvcore.ops import Ops

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcore.backends.torch_triton import TorchOps, checked_device
 from kvcore.backends.torch_triton import rows as place
-from kvcore.backends.torch_triton.backend import TorchOps, checked_device
 from kvcore.backends.torch_triton.encoding import hadamard
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.ops import tolerances

@@ -1,9 +1,7 @@
 """The torch backend: the verbs bound to a plan and a device, in place."""
 
-import os
 from contextlib import nullcontext
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,12 +22,11 @@ from kvcore.backends.torch_triton import (
 )
 from kvcore.backends.torch_triton.device_index import DeviceIndex, laid_out, on_device
 from kvcore.backends.torch_triton.layer import Layer
-from kvcore.errors import BackendError, ShapeError
+from kvcore.errors import ShapeError
 from kvcore.ops import Ops, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, refused, strict
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
-from kvcore.spec.codes import check_known
 
 WITHOUT_KERNEL = (
     *("compress", "gather_rows", "store_rows"),
@@ -238,54 +235,3 @@ class TorchOps(Decided, Ops):
     def bytes_of(self, data):
         """Host bytes as a uint8 tensor on the device."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-
-class TorchBackend:
-    """Creates ``TorchOps``."""
-
-    name = "torch_triton"
-
-    def create(self, plan, *, device=None):
-        """Bind the verbs to a plan and a device: the CPU, or a CUDA device by its torch name.
-
-        Raises:
-            BackendError: another device, or one that is not there; an element code that the encoders do not know.
-        """
-        device = checked_device(device)
-        check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
-        ops = ops_for(device)(plan, device)
-        ops.check_if_strict()
-        return ops
-
-    def default_layout(self, device):
-        """Packed, like the engines."""
-        return "packed"
-
-
-def ops_for(device: str) -> type[TorchOps]:
-    """The verbs for a device: Triton kernels on CUDA, and interpreted on the CPU under TRITON_INTERPRET=1."""
-    wanted = device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
-    if not wanted or find_spec("triton") is None:
-        return TorchOps
-    from kvcore.backends.torch_triton.triton_ops import TritonOps
-
-    return TritonOps
-
-
-def checked_device(device) -> str:
-    """The device's full name; ``cuda`` is torch's current CUDA device."""
-    name = "cpu" if device is None else str(device)
-    kind, colon, number = name.partition(":")
-    if name == "cpu":
-        return name
-    if kind != "cuda" or (colon and not number.isdecimal()):
-        raise BackendError(got=device, where="device", allowed="None, 'cpu', 'cuda' or 'cuda:N' for 'torch_triton'")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found or int(number or 0) >= found:
-        raise BackendError(
-            got=device,
-            where="device",
-            allowed=f"'cpu', or one of {found} CUDA devices" if found else "'cpu': torch finds no CUDA device",
-            hint="" if found else f"This is torch {torch.__version__}.",
-        )
-    return f"cuda:{int(number) if number else torch.cuda.current_device()}"

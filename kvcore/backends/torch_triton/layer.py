@@ -1,18 +1,16 @@
 """A layer as torch's verbs see it: its part of the plan, and the verbs that it belongs to."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
+from kvcore.ops import Ops
 from kvcore.plan import CachePlan, LayerPlan
-
-if TYPE_CHECKING:
-    from kvcore.backends.torch_triton.backend import TorchOps
 
 
 class Layer(LayerPlan):
     """One layer by role."""
 
-    def __init__(self, plan: CachePlan, number: int, ops: "TorchOps") -> None:
+    def __init__(self, plan: CachePlan, number: int, ops: Ops) -> None:
         planned = plan.layers[number]
         super().__init__(number, {role: planned.component(role) for role in planned.regions}, planned.regions)
         # Verbs hold pools and spare memory, which must go when they do: no circle.
