@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("kvcore")
 hookimpl = pluggy.HookimplMarker("kvcore")
 
-BUILT_IN = ("kvcore.backends.records",)
+BUILT_IN = ("kvcore.backends",)
 GROUP = "kvcore"
 
 

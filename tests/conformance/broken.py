@@ -6,7 +6,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 
-from kvcore.backends.records import EVERYTHING
+from kvcore.backends import EVERYTHING
 from kvcore.backends.reference import ReferenceOps, encoding, entries
 from kvcore.backends.reference.tail import rotate
 from kvcore.digest import MASK, region_salt

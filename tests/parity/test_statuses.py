@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvcore import parity
-from kvcore.backends.records import EVERYTHING
+from kvcore.backends import EVERYTHING
 from kvcore.parity.run import PLANS_REMEMBERED, Subject
 from kvcore.plan import plan_cache
 from kvcore.plugins import KnownGap

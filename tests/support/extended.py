@@ -108,7 +108,7 @@ print(json.dumps(found))
 """The kit's checks of it, and what it says of 3 and of 9 tokens in one step; argument: the backend."""
 
 MIRROR = Line(
-    "kvcore/backends/records.py",
+    "kvcore/backends/__init__.py",
     '"""The backends that come with kvcore."""',
     """yield BackendInfo(
         name="mirror",
