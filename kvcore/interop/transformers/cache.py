@@ -25,12 +25,16 @@ from kvcore import Request, load, to_numpy
 from kvcore.counts import as_integer
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
 from kvcore.interop.transformers import rows as wanted
+from kvcore.interop.transformers.attention import OURS, Forward, base_of
 from kvcore.interop.transformers.kinds import layer_of
+from kvcore.interop.transformers.layers import KVLayer
 from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
 from kvcore.interop.transformers.static import CACHES, NUMBERS
-from kvcore.interop.transformers.tensors import ACCEPTED, to_torch, uses_torch
+from kvcore.interop.transformers.tensors import ACCEPTED, stored_as, to_torch, uses_torch
+from kvcore.interop.transformers.ways import Asked, explained, ways_of
+from kvcore.ops.results import Choice
 from kvcore.portable.blob import copy_request
 from kvcore.spec import CacheSpec
 
@@ -67,6 +71,7 @@ class KVCache(Cache):
         zero_copy: bool = True,
         check: bool = False,
         spec: CacheSpec | None = None,
+        attention: Asked = "auto",
     ) -> None:
         """Plan and allocate.
 
@@ -95,6 +100,10 @@ class KVCache(Cache):
             check: refuse non-finite rows; slower.
             spec: of a model that ``cache_spec`` does not know, or to say more than ``formats`` and ``storage`` can. It
                 is held against the model's configuration; heads and dims against the first keys and values.
+            attention: who attends in the model's forwards. ``cache``: ours, from the rows as they lie, wherever it
+                gives what the model's would; ``model``: the model's own, over rows that the cache hands out, to the
+                bit what it gives with its own cache in the same format; ``auto``: whichever is faster. ``explain``
+                says which, and why.
 
         Raises:
             SpecError: the model, a format, a size or the spec is not supported. BackendError: the backend cannot run
@@ -116,6 +125,7 @@ class KVCache(Cache):
                 zero_copy=zero_copy,
                 check=check,
                 spec=spec,
+                attention=attention,
             )
         )
 
@@ -141,9 +151,61 @@ class KVCache(Cache):
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
+        self._handed_out: list[int] = []
+        self._refused: dict[int, str] = {}
+        self.attending: Forward | None = None
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
         layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
+        self._ways = ways_of(self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device)
+        for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
+            if isinstance(layer, KVLayer):
+                layer.cache_attends = ways.one.by == "cache", ways.more.by == "cache"
+                layer.stored_as = stored_as(layer.component) if self._torch_pools else None
+                layer.chunked = kind == "chunked_attention"
+        self._attends = any(way.by != "model" for ways in self._ways for way in ways)
+
+    def explain(self) -> list[Choice]:
+        """Who attends to each layer, for one new token and for several, and why; where the last forward fell back.
+
+        ``kv.ops.explain()`` says the same of the verbs.
+        """
+        return explained(self._ways, self._refused)
+
+    def defers(self, new: int) -> bool:
+        """Whether the cache attends itself to some layer, to ``new`` tokens a row."""
+        return any(layer.cache_attends[new > 1] for layer in self.layers if isinstance(layer, KVLayer))
+
+    def begin_attending(self, config: Any, asked: dict[str, Any]) -> Forward | None:
+        """What layers and masks share in a decoder's forward that the cache may attend in; None: the model attends."""
+        if not self._attends or self.attending is not None:
+            return None
+        self._refused.clear()
+        base = base_of(config)
+        refused = f"the model was told to use {base}" if base not in OURS else ""
+        if asked.get("output_attentions") or getattr(config, "output_attentions", False):
+            refused = "output_attentions=True: ours keeps no weights"
+        if refused:
+            self._refused = dict.fromkeys(range(len(self._ways)), refused)
+            return None
+        self.attending = Forward(self, config, base)
+        return self.attending
+
+    def end_attending(self, forward: Forward, *, finished: bool) -> None:
+        """A decoder has run, or was left by an error: end what its layers left open to be attended to."""
+        del forward
+        self.attending = None
+        handed_out, self._handed_out = self._handed_out, []
+        for layer in handed_out if finished and self._step is not None else ():
+            self.finish(layer)
+
+    def hand_out(self, layer: int) -> None:
+        """Finish a layer with the model's forward, until when what it handed out can be attended to."""
+        self._handed_out.append(layer)
+
+    def refuse(self, layer: int, reason: str) -> None:
+        """Note why the model attends to what the cache could have."""
+        self._refused[layer] = reason
 
     @property
     def length(self) -> int:
@@ -449,7 +511,7 @@ class KVCache(Cache):
 
     def _forget_step(self) -> Any:
         step, self._step = self._step, None
-        self._begun, self._finished = set(), set()
+        self._begun, self._finished, self._handed_out = set(), set(), []
         self._forget_handed_out()
         return step
 

@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
+from kvcore.interop.transformers.handed import Handed
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
@@ -143,7 +144,18 @@ class Layer(CacheLayerMixin):
 
 
 class KVLayer(Layer):
-    """Keys and values of full, sliding or chunked attention."""
+    """Keys and values of full, sliding or chunked attention.
+
+    Attributes:
+        cache_attends: whether the cache attends itself to one new token, and to several.
+        stored_as: the dtype whose numbers are stored as they are, in keys and values; None: they are coded.
+        chunked: whether what the spec calls a window is the model's chunk.
+    """
+
+    component: KV
+    cache_attends: tuple[bool, bool] = (False, False)
+    stored_as: torch.dtype | None = None
+    chunked = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim].
@@ -154,19 +166,30 @@ class KVLayer(Layer):
         owner = self.owner
         handle = owner.begin(self.number, key_states)
         try:
+            new = key_states.shape[2]
+            if self.cache_attends[new > 1] and owner.attending is not None:
+                handle.append_kv(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
+                owner.hand_out(self.number)
+                return Handed(self, handle, owner.attending, owner.length, key_states, value_states).outlines()
             append = handle.append_kv_view if owner.zero_copy else handle.append_kv
             views = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
-            k, v = views or handle.gather_kv()[:2]
-            first = self._first(key_states.shape[2]) if self.component.span is None else 0
-            if first:
-                k, v = k[:, first:], v[:, first:]
-            keys = by_head(owner.take(k, key_states.dtype))
-            values = by_head(owner.take(v, value_states.dtype))
+            if views is None and key_states.dtype == value_states.dtype == self.stored_as and not owner.length:
+                keys, values = key_states, value_states
+            else:
+                keys, values = self.visible_rows(handle, new, key_states.dtype, views)
             owner.finish(self.number)
         except BaseException:
             owner.abort()
             raise
         return keys, values
+
+    def visible_rows(self, handle: Any, new: int, dtype: torch.dtype, views: tuple[Any, Any] | None = None) -> Pair:
+        """The rows that ``new`` tokens may see [B, heads, n, dim], once they are appended; ``views`` of them if any."""
+        k, v = views or handle.gather_kv()[:2]
+        first = self._first(new) if self.component.span is None else 0
+        if first:
+            k, v = k[:, first:], v[:, first:]
+        return by_head(self.owner.take(k, dtype)), by_head(self.owner.take(v, dtype))
 
     def _first(self, new: int) -> int:
         """First position that ``update`` hands out."""

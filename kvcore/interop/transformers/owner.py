@@ -6,6 +6,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import kvcore
+from kvcore.interop.transformers.attention import Forward
 
 
 class Owner(Protocol):
@@ -18,6 +19,7 @@ class Owner(Protocol):
         dtype: of the model's keys and values.
         can_undo: whether ``crop`` can undo tokens.
         number: of the cache, among those of the process.
+        attending: the model's forward that is under way, if the cache attends itself in it.
     """
 
     max_length: int
@@ -26,6 +28,7 @@ class Owner(Protocol):
     dtype: torch.dtype
     can_undo: bool
     number: int
+    attending: Forward | None
 
     @property
     def kv(self) -> kvcore.Cache:
@@ -70,6 +73,14 @@ class Owner(Protocol):
 
     def abort(self) -> None:
         """Undo a forward that did not reach its end; nothing happens if there is none."""
+        ...
+
+    def hand_out(self, layer: int) -> None:
+        """Finish a layer with the model's forward, until when what it handed out can be attended to."""
+        ...
+
+    def refuse(self, layer: int, reason: str) -> None:
+        """Note why the model attends to what the cache could have."""
         ...
 
     def give(self, tensor: torch.Tensor) -> Any:

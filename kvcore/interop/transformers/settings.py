@@ -3,16 +3,18 @@
 from typing import Any, Literal, NamedTuple
 
 import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcore import Cache, create_cache
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
+from kvcore.interop.transformers.attention import Hooks, hooks_of
 from kvcore.interop.transformers.given import check_given
 from kvcore.interop.transformers.kinds import OfModel, of_model
-from kvcore.interop.transformers.spec import Formats, cache_spec
+from kvcore.interop.transformers.spec import Formats, cache_spec, decoder_of
+from kvcore.interop.transformers.tensors import DTYPES
+from kvcore.interop.transformers.ways import Asked, check_asked, decoder_module, reason_against
 from kvcore.spec import CacheSpec
-
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Settings(NamedTuple):
@@ -23,6 +25,10 @@ class Settings(NamedTuple):
         spare: each row has a block more than ``max_length`` needs.
         place: where the pools live.
         device: where the model is.
+        kinds: transformers' names of the layers.
+        asked: who is to attend.
+        against: why the cache does not in any layer; "" where it may.
+        hooks: what tells the cache of the model's forwards, if it attends itself.
     """
 
     spec: CacheSpec
@@ -37,6 +43,10 @@ class Settings(NamedTuple):
     static: bool
     zero_copy: bool
     check: bool
+    kinds: tuple[str, ...]
+    asked: Asked
+    against: str
+    hooks: Hooks | None
 
     def new_cache(self) -> Cache:
         """A kvcore cache with room for all rows."""
@@ -75,6 +85,7 @@ def settings_of(
     zero_copy: bool,
     check: bool,
     spec: CacheSpec | None,
+    attention: Asked,
 ) -> Settings:
     """The arguments of ``KVCache``, checked."""
     missing = [name for name in ("config", "dtype", "device") if not hasattr(model, name)]
@@ -94,6 +105,8 @@ def settings_of(
             if value is not None:
                 raise SpecError(got=value, where=name, allowed="None beside spec, which says it")
         spec = check_given(spec, model)
+    asked = check_asked(attention)
+    against = reason_against(model, asked, static=static)
     return Settings(
         spec=spec,
         of=of_model(model, spec),
@@ -107,6 +120,10 @@ def settings_of(
         static=static,
         zero_copy=zero_copy,
         check=check,
+        asked=asked,
+        against=against,
+        kinds=tuple(get_layer_types_and_kwargs(decoder_of(model.config))[0]),
+        hooks=None if against else hooks_of(decoder_module(model)),
     )
 
 

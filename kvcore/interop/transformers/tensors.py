@@ -8,6 +8,10 @@ import torch
 
 from kvcore import Cache, to_numpy
 from kvcore.errors import StepError
+from kvcore.spec import KV
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What models compute in, and the formats that store it as it is."""
 
 ACCEPTED = (torch.float32, torch.bfloat16)  # what append verbs take
 
@@ -47,6 +51,12 @@ def to_torch(array: Any, *, device: torch.device, dtype: torch.dtype | None = No
         array = array.view(torch.bfloat16) if bits is not host else array
     done = array.dtype == (dtype or array.dtype) and array.device == device
     return array if done else array.to(device=device, dtype=dtype)
+
+
+def stored_as(component: KV) -> torch.dtype | None:
+    """The dtype whose numbers keys and values are stored as, to the bit; None: they are coded."""
+    names = {part.format.name for part in component.parts}
+    return next((dtype for dtype, name in DTYPES.items() if names == {name}), None)
 
 
 def uses_torch(cache: Cache) -> bool:

@@ -1,0 +1,317 @@
+"""The cache's own attention in a model's forward, through transformers' registries: attention and mask ``"kvcore"``.
+
+While a decoder runs with a cache that attends itself, its configuration names ours, and afterwards again what it
+named before. Ours go by what they are handed: keys and values of such a cache's layer are attended to where they lie,
+anything else (another cache in another thread, a module without one) by the function that is named otherwise.
+"""
+
+import sys
+import threading
+import weakref
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
+
+NAME = "kvcore"
+
+OURS = ("sdpa", "eager", NAME)
+"""Implementations of a model that ours may take the place of; any other is somebody's wish."""
+
+IGNORED = frozenset(
+    {"sliding_window", "position_ids", "use_cache", "cache", "is_causal", "s_aux", "sinks", "layer_idx"}
+)
+"""Options of attention functions that are looked at elsewhere, or that say what the mask says."""
+
+
+class Attending(Protocol):
+    """A cache in a forward."""
+
+    def begin_attending(self, config: Any, asked: dict[str, Any]) -> "Forward | None":
+        """What its layers and masks share in the forward; None: the model attends."""
+        ...
+
+    def end_attending(self, forward: "Forward", *, finished: bool) -> None:
+        """The decoder has run, or was left by an error."""
+        ...
+
+
+class Facts(NamedTuple):
+    """What a mask says beyond "no later token".
+
+    Attributes:
+        left: columns of padding at the left of every row; None: none.
+        window: positions that a query sees, its own included; None: all. A chunk is told as one, too.
+    """
+
+    left: tuple[int, ...] | None
+    window: int | None
+
+
+PLAIN = Facts(None, None)
+
+
+class Forward:
+    """A forward of a decoder with a cache that attends itself.
+
+    Attributes:
+        cache: it.
+        config: of the decoder.
+        base: name of the attention that the configuration names otherwise.
+        memo: what layers of the forward share.
+    """
+
+    __slots__ = ("base", "cache", "config", "memo")
+
+    def __init__(self, cache: Any, config: Any, base: str) -> None:
+        self.cache = cache
+        self.config = config
+        self.base = base
+        self.memo: dict[Any, Any] = {}
+
+    def left(self, padding: torch.Tensor | None, batch: int, columns: int) -> tuple[int, ...] | str:
+        """Columns of padding at each row's left, () for none; else what the padding mask [B, n] says beside that."""
+        if padding is None:
+            return ()
+        kept = self.memo.get("left")
+        if kept is None or kept[0] is not padding:
+            self.memo["left"] = kept = padding, _left(padding, batch, columns)
+        return kept[1]
+
+
+def _left(padding: torch.Tensor, batch: int, columns: int) -> tuple[int, ...] | str:
+    if padding.ndim != 2 or padding.shape[0] != batch or padding.shape[1] < columns:
+        return "a padding mask of another shape"
+    seen = padding[:, :columns].bool()
+    # One answer for all rows: on a GPU the host waits for it.
+    first, holes = seen.int().argmax(dim=1), seen.sum(dim=1)
+    left, held = torch.stack([first, holes]).tolist()
+    if any(skipped + count != columns for skipped, count in zip(left, held, strict=True)):
+        return "padding that is not at the left alone"
+    return tuple(left) if any(left) else ()
+
+
+class _Here(threading.local):
+    """Forwards of a thread, the inner ones last."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[Any, Forward]] = []
+
+
+HERE = _Here()
+
+
+class Switched:
+    """A configuration that names ours while decoders of it run.
+
+    Attributes:
+        base: what it names otherwise.
+        running: how many do.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.base: str = config._attn_implementation
+        self.running = 0
+
+
+LOCK = threading.Lock()
+SWITCHED: dict[int, Switched] = {}
+"""By the configuration's id, as long as a decoder of it runs."""
+
+
+def here(config: Any) -> Forward | None:
+    """The innermost forward of this thread, if it is one of that configuration."""
+    forwards = HERE.forwards
+    return forwards[-1][1] if forwards and forwards[-1][1].config is config else None
+
+
+def base_of(config: Any) -> str:
+    """The implementation that a configuration names, ours left out."""
+    switched = SWITCHED.get(id(config))
+    found = config._attn_implementation if switched is None else switched.base
+    return "sdpa" if found in (NAME, None) else found
+
+
+def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a decoder runs: its configuration names ours if the cache attends itself."""
+    del args
+    cache = kwargs.get("cache")
+    begin = getattr(cache, "begin_attending", None)
+    if begin is None or torch.compiler.is_compiling():
+        return
+    config = module.config
+    forward = begin(config, kwargs)
+    if forward is None:
+        return
+    with LOCK:
+        switched = SWITCHED.setdefault(id(config), Switched(config))
+        switched.running += 1
+        config._attn_implementation_internal = NAME
+    HERE.forwards.append((module, forward))
+
+
+def leave(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After a decoder has run, or failed: its configuration names what it named."""
+    del args, kwargs
+    forwards = HERE.forwards
+    if not forwards or forwards[-1][0] is not module:
+        return
+    _, forward = forwards.pop()
+    config = forward.config
+    with LOCK:
+        switched = SWITCHED[id(config)]
+        switched.running -= 1
+        if not switched.running:
+            del SWITCHED[id(config)]
+            if config._attn_implementation == NAME:
+                config._attn_implementation_internal = switched.base
+    forward.cache.end_attending(forward, finished=output is not None)
+
+
+class Hooks:
+    """``enter`` and ``leave`` around a decoder, as long as a cache of its model lives."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        handles = (
+            decoder.register_forward_pre_hook(enter, with_kwargs=True),
+            decoder.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        )
+        weakref.finalize(self, _remove, handles)
+
+
+def _remove(handles: Any) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Hooks]]" = weakref.WeakKeyDictionary()
+
+
+def hooks_of(decoder: torch.nn.Module) -> Hooks:
+    """Those of a decoder, the same for all its caches; whoever holds them keeps them."""
+    with LOCK:
+        kept = HOOKS.get(decoder)
+        found = kept() if kept is not None else None
+        if found is None:
+            found = Hooks(decoder)
+            HOOKS[decoder] = weakref.ref(found)
+        return found
+
+
+def model_attention(module: Any, base: str) -> Any:
+    """The attention function that a module would call without us.
+
+    Raises:
+        KeyError: it is not registered.
+    """
+    file = sys.modules[type(module).__module__]
+    registry: Any = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return registry.get_interface(base, getattr(file, "eager_attention_forward", None))
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a module: q [B, H, S, dim] to keys and values [B, heads, n, dim] -> [B, S, H, dim].
+
+    From the cache where a layer of it has handed keys and values out; else what the configuration names otherwise.
+    """
+    config = getattr(module, "config", None)
+    base = base_of(config)
+    if type(key) is Deferred and type(value) is Deferred and key.source is value.source and not args:
+        found = key.source.attend(module, query, attention_mask, options)
+        if found is not None:
+            return found, None
+    elif base == "sdpa" and not args and _packs(query, key, value, options) and here(config) is not None:
+        return _packed(query, key, value, attention_mask, options.get("scaling")), None
+    mask = attention_mask.made() if type(attention_mask) is Deferred else attention_mask
+    return model_attention(module, base)(module, query, made(key), made(value), mask, *args, **options)
+
+
+def _packs(query: torch.Tensor, key: Any, value: Any, options: dict[str, Any]) -> bool:
+    """Whether one token's query heads can be rows of one product, without copies of the keys they share."""
+    if type(key) is not torch.Tensor or type(value) is not torch.Tensor or key.is_cuda:
+        return False
+    if query.shape[2] != 1 or query.shape[1] == key.shape[1] or key.shape[1] != value.shape[1]:
+        return False
+    return not options.get("dropout") and unknown(options) is None
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float | None
+) -> torch.Tensor:
+    batch, heads, _, dim = query.shape
+    groups = key.shape[1]
+    mask = made(mask)
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, groups, heads // groups, dim), key, value, attn_mask=mask, scale=scale
+    )
+    return out.reshape(batch, 1, heads, value.shape[3])
+
+
+def unknown(options: dict[str, Any]) -> str | None:
+    """The name of an option that our attention does not know; None: there is none."""
+    for name, value in options.items():
+        if name not in KNOWN and value is not None and value is not False and name not in IGNORED:
+            return name
+    return None
+
+
+KNOWN = frozenset({"dropout", "scaling", "output_attentions", "output_hidden_states", "return_dict"})
+
+
+def mask(*, config: Any = None, allow_is_causal_skip: bool = True, **given: Any) -> torch.Tensor | None:
+    """The mask of what the configuration names otherwise; made when somebody looks, if the cache knows what it says."""
+    base = base_of(config)
+    make = ALL_MASK_ATTENTION_FUNCTIONS[base]
+    forward = here(config)
+    function, window, padding = given["mask_function"], given.get("local_size"), given["attention_mask"]
+    sizes = given["batch_size"], given["q_length"], given["kv_length"]
+    # Whoever adds to a mask says that it is not to be skipped.
+    plain = allow_is_causal_skip and not given.get("use_vmap") and (function is causal_mask_function or window)
+    if forward is None or not plain or not forward.cache.defers(sizes[1]):
+        return make(config=config, allow_is_causal_skip=allow_is_causal_skip, **given)
+    batch, new, columns = sizes
+    left = forward.left(padding, batch, given["q_offset"] + new)
+    if isinstance(left, str):
+        forward.memo["refused"] = left
+        return make(config=config, allow_is_causal_skip=allow_is_causal_skip, **given)
+    if not left and base == "sdpa" and new in (1, columns) and (window is None or columns < window):
+        return None
+    given |= {"attention_mask": padding if left else None, "allow_is_causal_skip": False, "config": config}
+    dtype = given["dtype"] if base == "eager" else torch.bool
+    key = "outline", batch, new, columns, dtype
+    if key not in forward.memo:
+        forward.memo[key] = outline((batch, 1, new, columns), dtype)
+    return deferred(
+        forward.memo[key], torch.device(given["device"]), partial(make, **given), Facts(left or None, window)
+    )
+
+
+def facts_of(mask: Any, base: str, new: int, start: int) -> Facts | str:
+    """What a mask says; else why that is not known."""
+    if type(mask) is Deferred:
+        return mask.source
+    if mask is not None:
+        return "a mask that is not known to be causal with padding at the left"
+    if new == 1 or (base == "sdpa" and not start):
+        return PLAIN
+    return "no mask for several tokens"
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, mask)

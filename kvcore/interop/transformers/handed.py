@@ -1,0 +1,133 @@
+"""What a layer hands out while the cache attends itself: outlines of keys and values, and the way to attend to them."""
+
+# pyright: reportPrivateUsage=false
+
+from typing import Any
+
+import torch
+
+from kvcore.errors import StepError
+from kvcore.interop.transformers.attention import Facts, Forward, facts_of, unknown
+from kvcore.interop.transformers.deferred import Deferred, deferred, outline
+from kvcore.interop.transformers.tensors import ACCEPTED, by_token
+
+
+class Handed:
+    """Keys and values of a layer in a forward, new ones appended; good until the forward's end."""
+
+    __slots__ = ("_device", "_dtype", "_forward", "_given", "_handle", "_layer", "_new", "_rows", "_start")
+
+    def __init__(
+        self,
+        layer: Any,
+        handle: Any,
+        forward: Forward,
+        start: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        self._layer = layer
+        self._handle = handle
+        self._forward = forward
+        self._start = start
+        self._new = keys.shape[2]
+        self._dtype = keys.dtype
+        self._device = keys.device
+        self._given = (keys, values) if not start and keys.dtype == values.dtype == layer.stored_as else None
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def outlines(self) -> tuple[Deferred, Deferred]:
+        """Keys and values that are read if somebody other than our attention looks at them."""
+        layer, kv, memo = self._layer, self._layer.component, self._forward.memo
+        found = memo.get(kv)
+        if found is None:
+            batch, columns = len(layer.owner.kv.requests), len(layer._visible(self._new))
+            key, value = kv.parts
+            found = memo[kv] = tuple(
+                outline((batch, part.heads, columns, part.format.dim or 0), self._dtype) for part in (key, value)
+            )
+        return (
+            deferred(found[0], self._device, self._keys, self),
+            deferred(found[1], self._device, self._values, self),
+        )
+
+    def _keys(self) -> torch.Tensor:
+        return self._read()[0]
+
+    def _values(self) -> torch.Tensor:
+        return self._read()[1]
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rows is None:
+            layer = self._layer
+            if layer.owner.attending is not self._forward:
+                raise StepError(
+                    got=f"keys and values of layer {layer.number} from a forward that has ended",
+                    where="KVCache",
+                    allowed="their use in the forward, or layers[i].keys and .values",
+                    hint="attention='model' hands out tensors that last.",
+                )
+            self._rows = self._given or layer.visible_rows(self._handle, self._new, self._dtype)
+        return self._rows
+
+    def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+        """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
+        layer = self._layer
+        facts = self._facts(module, query, mask, options)
+        if isinstance(facts, str):
+            layer.owner.refuse(layer.number, facts)
+            return None
+        owner, handle = layer.owner, self._handle
+        context = handle._context
+        k, v = handle._writes.unwritten("kv") or (None, None)
+        sink = options.get("s_aux", options.get("sinks"))
+        rows = by_token(query)
+        found = handle._ops.attend_kv(
+            context.pools,
+            layer.number,
+            context.index if facts.left is None else self._padded(context.index, facts.left),
+            owner.give(rows),
+            k,
+            v,
+            columns=handle._kv_columns(layer.component, ended=True),
+            sink=None if sink is None else owner.give(sink.detach().float()),
+            scale=options.get("scaling"),
+        ).out
+        out = owner.take(found, query.dtype)
+        return out.reshape(query.shape[0], self._new, *out.shape[1:])
+
+    def _padded(self, index: Any, left: tuple[int, ...]) -> Any:
+        """The step's index with columns at each row's left that nobody sees."""
+        memo, key = self._forward.memo, ("index", left)
+        if key not in memo:
+            owner = self._layer.owner
+            memo[key] = index._replace(left_padding=owner.kv.asarray(torch.tensor(left, dtype=torch.int32).numpy()))
+        return memo[key]
+
+    def _facts(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> Facts | str:
+        """What the mask says, if our attention gives what the model's would; else why not."""
+        layer, forward, end = self._layer, self._forward, self._start + self._new
+        if layer.owner.attending is not forward:
+            return "a forward that has ended"
+        if options.get("dropout"):
+            return f"dropout={options['dropout']}"
+        option = unknown(options)
+        if option is not None:
+            return f"an attention function with {option}"
+        if self._new > 1 and not options.get("is_causal", getattr(module, "is_causal", True)):
+            return "attention that is not causal"
+        if query.shape[2] != self._new:
+            return f"{query.shape[2]} queries for {self._new} new tokens"
+        if query.dtype not in ACCEPTED and query.dtype != torch.float16:
+            return f"queries in {query.dtype}"
+        facts = facts_of(mask, forward.base, self._new, self._start)
+        if isinstance(facts, str):
+            return forward.memo.get("refused", facts)
+        seen = facts.window if facts.window is not None and facts.window < end else None
+        sight = layer.component.sight
+        kept = sight if sight is not None and sight < end else None
+        if seen != kept:
+            return f"a mask of {seen or end} positions where the cache keeps {kept or end}"
+        if seen is not None and layer.chunked:
+            return "chunks, whose beginning padding shifts"
+        return facts

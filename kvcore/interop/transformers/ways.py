@@ -1,0 +1,131 @@
+"""Who attends in a model's forward, and why: what ``KVCache(attention=)`` chooses and ``cache.explain()`` lists.
+
+Three ways: ``cache``: our attention reads the pools, and nothing is gathered; ``views``: torch's attention reads the
+rows where they lie, the query heads that share a key head as rows of one product; ``model``: the model's own, over what
+the cache hands out.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from kvcore import Cache
+from kvcore.errors import SpecError
+from kvcore.interop.transformers.tensors import DTYPES
+from kvcore.ops.results import Choice
+from kvcore.spec import LayerSpec
+
+Asked = Literal["auto", "cache", "model"]
+ASKED = ("auto", "cache", "model")
+
+
+class Way(NamedTuple):
+    """Who attends to a layer, and why."""
+
+    by: Literal["cache", "views", "model"]
+    reason: str
+
+
+class Ways(NamedTuple):
+    """Of a layer: for one new token, and for several."""
+
+    one: Way
+    more: Way
+
+
+MEASURED: dict[tuple[str, bool], Ways] = {
+    ("cpu", True): Ways(
+        Way("views", "0.1 to 0.2 of the model's time in bf16, 0.5 to 0.8 in fp32"),
+        Way("model", "over the same rows; as fast"),
+    ),
+    ("cpu", False): Ways(
+        Way("model", "over decoded rows; our attention decodes them as well"),
+        Way("model", "over decoded rows; our attention decodes them as well"),
+    ),
+    ("cuda", True): Ways(
+        Way("cache", "no copies of the rows, 0.2 to 0.9 of the model's time"),
+        Way("model", "torch's attention over a prompt's own keys and values, which are not read back"),
+    ),
+    ("cuda", False): Ways(
+        Way("cache", "encoded rows are read as they lie; the model would get decoded copies, ten times as slow"),
+        Way("model", "torch's attention over decoded rows"),
+    ),
+}
+"""(device, whether rows are stored as the model's own numbers) -> the faster ways."""
+
+LATENT = (
+    "rows are latents, which the model expands before it attends; its attention function is handed keys and values "
+    "of heads"
+)
+
+
+def check_asked(asked: Any) -> Asked:
+    """What ``attention=`` may say.
+
+    Raises:
+        SpecError: anything else.
+    """
+    if asked not in ASKED:
+        raise SpecError(got=asked, where="attention", allowed=", ".join(ASKED))
+    return asked
+
+
+def decoder_module(model: Any) -> torch.nn.Module:
+    """The part of a model whose forwards bring the cache tokens."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return found if isinstance(found, torch.nn.Module) and hasattr(found, "config") else model
+
+
+def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
+    """Why the model attends in all layers; "" where it need not."""
+    if asked == "model":
+        return "asked for: attention='model'"
+    if static:
+        return "static=True: compiled code attends to rows of a fixed number"
+    if not isinstance(model, torch.nn.Module):
+        return "the model is not a torch module, so nothing is told of its forwards"
+    can_set = getattr(type(decoder_module(model)), "_can_set_attn_implementation", None)
+    if can_set is None or not can_set():
+        return f"{type(model).__name__} does not look its attention up in transformers' registry"
+    return ""
+
+
+def ways_of(kv: Cache, asked: Asked, against: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Ways, ...]:
+    """For every layer, who attends."""
+    if against:
+        return (Ways(Way("model", against), Way("model", against)),) * len(kv.spec.layers)
+    named = {choice.layer: choice for choice in kv.ops.explain() if choice.verb == "attend_kv"}
+    return tuple(
+        _of_layer(layer, named.get(number), dtype, device, asked) for number, layer in enumerate(kv.spec.layers)
+    )
+
+
+def _of_layer(layer: LayerSpec, choice: Choice | None, dtype: torch.dtype, device: torch.device, asked: Asked) -> Ways:
+    kv = layer.kv
+    if kv is None or layer.roles != ("kv",):
+        reason = LATENT if layer.entries is not None or layer.window is not None else "a recurrent state, or nothing"
+        if kv is not None:
+            reason = "a recurrent part beside attention, which ends the layer's forward"
+        return Ways(Way("model", reason), Way("model", reason))
+    assert choice is not None
+    if asked == "cache":
+        way = Way("cache", "asked for: attention='cache'")
+        return Ways(way, way)
+    if choice.implementation == "numpy" or choice.implementation.startswith("jax"):
+        way = Way("model", f"the rows are {choice.implementation} arrays, whose attention is no faster on this device")
+        return Ways(way, way)
+    if device.type == "cuda" and choice.implementation == "torch":
+        way = Way("model", f"no kernel: {choice.reason}")
+        return Ways(way, way)
+    plain = {part.format.name for part in kv.parts} == {DTYPES[dtype]}
+    return MEASURED.get((device.type, plain), MEASURED["cpu", plain])
+
+
+def explained(ways: tuple[Ways, ...], refused: dict[int, str]) -> list[Choice]:
+    """One line for every layer and kind of step, and what the last forward fell back to."""
+    found: list[Choice] = []
+    for number, way in enumerate(ways):
+        found += [Choice(number, "attend(one token)", *way.one), Choice(number, "attend(several)", *way.more)]
+        if number in refused:
+            found.append(Choice(number, "attend(last forward)", "model", refused[number]))
+    return found
