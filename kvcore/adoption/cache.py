@@ -9,8 +9,9 @@ import numpy as np
 
 from kvcore.adoption.descriptor import Descriptor, check, region_plan
 from kvcore.adoption.given import GivenManager
-from kvcore.adoption.memory import device_of, framework, is_near, tensors_of
-from kvcore.adoption.regions import foreign_plan, foreign_pools
+from kvcore.adoption.memory import device_of, framework, tensors_of
+from kvcore.adoption.pages import Pages
+from kvcore.adoption.regions import Slots, foreign_plan, foreign_pools
 from kvcore.adoption.tables import describe as described
 from kvcore.arrays import to_numpy
 from kvcore.cache.cache import Cache
@@ -22,6 +23,7 @@ from kvcore.ops.fused import created
 from kvcore.plan import CachePlan
 from kvcore.plugins import Needs, choose_backend
 from kvcore.portable.record import RequestRecord
+from kvcore.portable.rows import write_rows
 from kvcore.requests.manager import Request
 from kvcore.requests.tokens import check_salt
 from kvcore.spec import CacheSpec
@@ -34,10 +36,11 @@ def describe(spec: CacheSpec, tensors: Any, layout: str | Mapping[str, str] | No
     """Where the rows of a spec lie in somebody's tensors.
 
     Args:
-        spec: whose components all lie in blocks.
+        spec: what a layer holds.
         tensors: as the layout's name says: one for every component in order of layers (a sequence, or a mapping in that
             order), pairs of them where keys and values are apart, two lists, or one tensor for all layers.
-        layout: a name of ``LAYOUTS``, or one for each role; None: the only one that has such shapes.
+        layout: a name of ``LAYOUTS``, or one for each role, behind ``rings`` or ``pages`` for windows and tails; None:
+            the only one that has such shapes.
 
     Raises:
         SpecError: several layouts have such shapes, or none. ShapeError: the tensors are not of the layout.
@@ -53,6 +56,7 @@ def adopt(
     layout: str | Mapping[str, str] | Descriptor | None = None,
     backend: str = "auto",
     max_requests: int = 256,
+    max_draft_tokens: int = 0,
     check_rows: bool = False,
 ) -> "AdoptedCache":
     """A cache over paged tensors of somebody else's, which are not copied.
@@ -61,16 +65,18 @@ def adopt(
     the owner's: requests are admitted with theirs (``admit(blocks=..., length=...)``); none is taken or freed.
 
     Args:
-        spec: what a layer holds; its ``block_tokens`` are the owner's, and all its components lie in blocks.
-        tensors: as for ``describe``; NumPy arrays, or torch tensors on the CPU.
+        spec: what a layer holds; its ``block_tokens`` are the owner's.
+        tensors: as for ``describe``; NumPy arrays, torch tensors on the CPU or a CUDA device, or JAX arrays on the
+            CPU, which are read and not written.
         layout: a name of ``LAYOUTS``, one for each role, or a ``Descriptor``; None: the only one of such shapes.
         backend: the reference for NumPy's, torch_triton for torch's.
-        max_requests: requests that can be live at once.
+        max_requests: requests that can be live at once, and no more than there are rings.
+        max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
         check_rows: refuse non-finite input and unfinished steps, as ``check`` of ``create_cache``.
 
     Raises:
         SpecError: a layout that several readings have; places that overlap, or lie beyond the tensors; a component in
-            slots. ShapeError: tensors of other shapes or dtypes. BackendError: arrays of JAX, tensors on a GPU.
+            slots that is no ring. ShapeError: tensors of other shapes or dtypes. BackendError: tensors elsewhere.
 
     Example:
         >>> import numpy as np
@@ -88,25 +94,28 @@ def adopt(
     if backend not in ("auto", wanted):
         raise BackendError(got=backend, where="adopt: backend", allowed=f"{wanted}, for tensors of {kind}")
     device = device_of(named)
-    if not is_near(named):
+    if device.partition(":")[0] not in ("cpu", "cuda"):
         raise BackendError(
             got=f"tensors on {device}",
             where="adopt: tensors",
-            allowed="tensors on the CPU",
-            hint="Kernels take pages as kvcore lays them out; copy rows with export_request and import_request.",
+            allowed="tensors on the CPU or a CUDA device",
+            hint="Copy rows with export_request and import_request.",
         )
     region_plan(spec, 1, 1)
     descriptor = layout if isinstance(layout, Descriptor) else described(spec, named, layout)
     blocks = check_count(ShapeError, "descriptor: blocks", descriptor.blocks, 1)
-    plan = region_plan(spec, blocks, check_count(ShapeError, "adopt: max_requests", max_requests, 1))
+    requests = check_count(ShapeError, "adopt: max_requests", max_requests, 1)
+    plan = region_plan(spec, blocks, requests, max_draft_tokens)
     stretches = check(plan, descriptor, {name: tensor.nbytes for name, tensor in named.items()})
     plan = foreign_plan(plan, stretches)
-    pools = foreign_pools(plan, descriptor, stretches, named)
-    chosen = choose_backend(wanted, "cpu", Needs.of(spec))
-    ops: Any = created(chosen, plan, device="cpu")
-    # The owner allocated them.
-    ops.allocate = lambda: pools
-    return AdoptedCache(plan, chosen, cast("Ops", ops), descriptor, check=check_rows)
+    pools = foreign_pools(plan, stretches, named)
+    chosen = choose_backend(wanted, device, Needs.of(spec))
+    ops: Any = created(chosen, plan, device=device)
+    # The owner allocated them, and what lies between a slot's rows is not the slot's.
+    slots = Slots(plan, stretches, named)
+    ops.allocate, ops.reset_slots, ops.copy_slots = (lambda: pools), slots.reset, slots.copy
+    manager = GivenManager(plan, Pages(plan, stretches, named), sealed=any(tensor.sealed for tensor in named.values()))
+    return AdoptedCache(plan, chosen, cast("Ops", ops), descriptor, manager, check=check_rows)
 
 
 def _leave(slots: list[int], blocks: list[int]) -> None:
@@ -122,12 +131,20 @@ class AdoptedCache(Cache):
     """
 
     def __init__(
-        self, plan: CachePlan, backend: Backend, ops: Ops, descriptor: Descriptor, *, check: bool = False
+        self,
+        plan: CachePlan,
+        backend: Backend,
+        ops: Ops,
+        descriptor: Descriptor,
+        manager: GivenManager,
+        *,
+        check: bool = False,
     ) -> None:
         super().__init__(plan, backend, ops, check=check)
         self.descriptor = descriptor
         state = self._state
-        state.manager = self._manager = GivenManager(plan)
+        state.manager = self._manager = manager
+        state.follow = manager.pages.follow
         state.prefix = PrefixCache(plan.spec, "off", state.manager)
         # Bytes of blocks that nobody writes here are the owner's.
         state.poison = _leave
@@ -138,20 +155,24 @@ class AdoptedCache(Cache):
         *,
         salt: str | None = None,
         blocks: Sequence[int] = (),
+        pages: Mapping[str, Sequence[int]] | None = None,
         slot: int | None = None,
         length: int = 0,
     ) -> Request:
-        """A request in blocks of the owner's.
+        """A request in blocks of the owner's, its ring of every component in rings, and pages.
 
         Args:
             tokens: not taken: nothing is shared by prefixes here.
             salt: as for ``Cache.admit``.
             blocks: all that it may use, in order of history.
-            slot: a number of its own among live requests; None: any.
-            length: tokens whose rows lie in the blocks already.
+            pages: tables of components in pages, by role (``"window"``) or for one layer (``"3.window"``): the page of
+                the first tokens first, -1 for those that are gone.
+            slot: a number of its own among live requests, which its rings have; None: any.
+            length: tokens whose rows lie in the blocks, rings and pages already.
 
         Raises:
-            ShapeError: blocks that are none, or fewer than ``length`` needs. OutOfSlots: no slot, or not that one.
+            ShapeError: blocks or pages that are none, or fewer blocks than ``length`` needs. OutOfBlocks: a page is
+            missing. OutOfSlots: no slot, or not that one.
         """
         if tokens is not None:
             raise ShapeError(
@@ -164,24 +185,35 @@ class AdoptedCache(Cache):
             raise ShapeError(got=length, where="admit: length", allowed=allowed)
         wanted = None if slot is None else check_count(ShapeError, "admit: slot", slot, 0)
         salt = check_salt(salt, "admit: salt")
-        record = RequestRecord(length=count, floor=0, tokens=None, salt=None, checkpoints=[])
+        held = self._manager.pages
+        tables = held.read_tables(pages or {})
+        held.check(tables, 0, count, "admit: pages")
 
         def take(state: Any) -> Request:
             manager = self._manager
-            manager.coming, manager.wanted = given, wanted
+            # What had left its rings is not known to be there.
+            record = RequestRecord(length=count, floor=state._floor(count), tokens=None, salt=None, checkpoints=[])
+            manager.coming, manager.wanted, held.coming = given, wanted, tables
             try:
-                request: Request = state.restore(record, lambda _ops, pools, _row: pools, salt=salt, shares=False)
+                content = held.content(tables, count)
+                request: Request = state.restore(
+                    record, lambda ops, pools, row: write_rows(ops, pools, row, content), salt=salt, shares=False
+                )
             finally:
-                manager.coming, manager.wanted = (), None
+                manager.coming, manager.wanted, held.coming = (), None, None
             manager.given[request] = given
+            held.tables[request] = tables
             return request
 
         return self.exclusive("admit", take, in_step=True)
 
-    def give(self, request: Request, blocks: Sequence[int]) -> None:
-        """More blocks for a request, behind those that it has."""
+    def give(
+        self, request: Request, blocks: Sequence[int] = (), pages: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """More blocks for a request, and more pages, behind those that it has."""
         more = self._blocks(blocks)
-        self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more))
+        tables = self._manager.pages.read_tables(pages or {})
+        self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more, tables))
 
     def compare(self, request: Request, read: Callable[[int, str, int, int], Any]) -> None:
         """Hold what is read here against what the owner reads: a wrong layout of the right shape shows in nothing else.
@@ -197,6 +229,8 @@ class AdoptedCache(Cache):
         state = self._state
         row = self.exclusive("compare", lambda held: held.row(request))
         for region in self.plan.regions:
+            if region.growth != "block":
+                continue
             index = state.ops.index(build_index([row], max_blocks=self.plan.max_blocks))
             raw = state.ops.gather_rows(state.pools, region.layer, region.role, index)
             rows, positions = to_numpy(raw.rows)[0], to_numpy(raw.positions)[0]

@@ -22,8 +22,11 @@ FORM, VERSION = "kvcore.descriptor", 1
 LARGEST = 1 << 62
 
 
-class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one field of one part of a component's rows lies. All numbers are bytes.
+class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where one field of one part of a component's rows lies. All numbers but ``units`` and ``rows`` are bytes.
+
+    Rows lie in units: history in the descriptor's blocks; what grows with requests in a ring for each slot, position p
+    at row p mod ``rows``, or in pages that tables of its own list, position p in page p div ``rows``.
 
     Attributes:
         layer, role: the component.
@@ -31,9 +34,12 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         field: of the part's format.
         tensor: name of the tensor.
         offset: of block 0, row 0, head 0.
-        block: from a block to the next.
-        token: from a row to the next one of its block.
+        block: from a unit to the next.
+        token: from a row to the next one of its unit.
         head: from a head to the next.
+        kind: ``block``, ``ring`` or ``page``.
+        units: rings or pages; 0 for blocks.
+        rows: of a ring or page; 0 for blocks.
     """
 
     layer: int
@@ -45,6 +51,9 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     block: int
     token: int
     head: int
+    kind: Literal["block", "ring", "page"] = "block"
+    units: int = 0
+    rows: int = 0
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,13 +104,15 @@ class Stretch(NamedTuple):
         lines: the place.
         region: whose field it is.
         nbytes: of the field of one row.
-        rows: of a block.
+        rows: of a unit.
+        units: how many there are.
     """
 
     lines: Lines
     region: Region
     nbytes: int
     rows: int
+    units: int
 
     @property
     def name(self) -> str:
@@ -111,12 +122,13 @@ class Stretch(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes from the first to behind the last of a block."""
+        """Bytes from the first to behind the last of a unit."""
         return (self.rows - 1) * self.lines.token + (self.region.heads - 1) * self.lines.head + self.nbytes
 
-    def end(self, blocks: int) -> int:
+    @property
+    def end(self) -> int:
         """Behind the last byte."""
-        return self.lines.offset + (blocks - 1) * self.lines.block + self.span
+        return self.lines.offset + (self.units - 1) * self.lines.block + self.span
 
 
 def fields_of(plan: CachePlan) -> Iterator[tuple[Region, str, int]]:
@@ -158,22 +170,46 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
             raise SpecError(
                 got=f"no place of {key}", where="descriptor", allowed="a place for every field of every row"
             )
-        found[key] = Stretch(told[key], region, nbytes, region.rows)
+        found[key] = _stretch(told[key], region, nbytes, plan)
     if len(told) != len(found):
         odd = next(key for key in told if key not in found)
         raise SpecError(got=f"a place of {odd}", where="descriptor", allowed="fields of the spec's rows")
     for stretch in found.values():
-        _check_alone(stretch, descriptor.blocks, sizes)
+        _check_alone(stretch, sizes)
     by_tensor: dict[str, list[Stretch]] = {}
     for stretch in found.values():
         by_tensor.setdefault(stretch.lines.tensor, []).append(stretch)
     for stretches in by_tensor.values():
         for one, other in combinations(stretches, 2):
-            _check_apart(one, other, descriptor.blocks)
+            _check_apart(one, other)
     return found
 
 
-def _check_alone(stretch: Stretch, blocks: int, sizes: Mapping[str, int]) -> None:
+def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan) -> Stretch:
+    """A field's place with its numbers, which must go with how the region grows.
+
+    Raises:
+        SpecError: a kind of place that the component does not have, or fewer units and rows than it needs.
+    """
+    one = Stretch(lines, region, nbytes, region.rows, plan.blocks)
+    if region.growth == "block":
+        if (lines.kind, lines.units, lines.rows) != ("block", 0, 0):
+            raise SpecError(got=f"{lines.kind}s", where=one.name, allowed="the descriptor's blocks")
+        return one
+    if lines.kind == "block":
+        raise SpecError(got="blocks", where=one.name, allowed="rings or pages: it grows with requests")
+    units, rows = (plan.slots, region.rows) if lines.kind == "ring" else (1, 1)
+    if not (units <= lines.units <= LARGEST and rows <= lines.rows <= LARGEST):
+        raise SpecError(
+            got=f"{lines.units} {lines.kind}s of {lines.rows} rows",
+            where=one.name,
+            allowed=f"{units} or more, of {rows} rows or more each",
+            hint="A ring holds the window and as many drafts as can be undone: max_requests and max_draft_tokens.",
+        )
+    return one._replace(rows=lines.rows, units=lines.units)
+
+
+def _check_alone(stretch: Stretch, sizes: Mapping[str, int]) -> None:
     """Refuse rows beyond the tensor, and rows that lie on one another."""
     lines = stretch.lines
     if lines.tensor not in sizes:
@@ -181,7 +217,7 @@ def _check_alone(stretch: Stretch, blocks: int, sizes: Mapping[str, int]) -> Non
     steps = sorted(
         (step, count, name)
         for step, count, name in (
-            (lines.block, blocks, "block"),
+            (lines.block, stretch.units, lines.kind),
             (lines.token, stretch.rows, "token"),
             (lines.head, stretch.region.heads, "head"),
         )
@@ -204,9 +240,9 @@ def _check_alone(stretch: Stretch, blocks: int, sizes: Mapping[str, int]) -> Non
         )
 
 
-def _check_apart(one: Stretch, other: Stretch, blocks: int) -> None:
+def _check_apart(one: Stretch, other: Stretch) -> None:
     """Refuse two fields of which a byte may be the same."""
-    if one.end(blocks) <= other.lines.offset or other.end(blocks) <= one.lines.offset:
+    if one.end <= other.lines.offset or other.end <= one.lines.offset:
         return
     step = one.lines.block
     apart = other.lines.block == step
@@ -232,17 +268,19 @@ def _starts(stretch: Stretch) -> np.ndarray[Any, Any]:
     return (stretch.lines.offset + rows + heads).reshape(-1)
 
 
-def region_plan(spec: CacheSpec, blocks: int, requests: int) -> CachePlan:
+def region_plan(spec: CacheSpec, blocks: int, requests: int, drafts: int = 0) -> CachePlan:
     """A plan of that many blocks, before anybody says where they lie.
 
     Raises:
-        SpecError: a component that does not lie in blocks.
+        SpecError: a component that lies neither in blocks nor in rings.
     """
     for layer, role, component in spec.components():
-        if component.growth != "block":
+        if component.growth != "block" and (component.span is None or component.recurrent):
             raise SpecError(
-                got=f"layers[{layer}].{role}, which lies in slots",
+                got=f"layers[{layer}].{role}, which lies in slots and is no ring",
                 where="adopt",
-                allowed="components in blocks: keys and values with storage='paged', entries, index keys",
+                allowed="keys and values with storage='paged' or a window, entries, index keys, windows, tails",
             )
-    return plan_cache(spec, max_requests=requests, max_tokens=blocks * spec.block_tokens)
+    paged = any(component.growth == "block" for _, _, component in spec.components())
+    tokens = blocks * spec.block_tokens if paged else None
+    return plan_cache(spec, max_requests=requests, max_tokens=tokens, max_draft_tokens=drafts)

@@ -2,9 +2,10 @@
 
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError
+from kvcore.adoption.pages import Pages, Table
+from kvcore.errors import BackendError, OutOfBlocks, OutOfSlots, RequestError
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.grants import BlockGrant, Opening
@@ -62,10 +63,18 @@ class GivenBlocks(BlockAllocator):
 
 
 class GivenManager(Manager):
-    """Requests of an adopted cache; see ``Manager``."""
+    """Requests of an adopted cache; see ``Manager``.
 
-    def __init__(self, plan: CachePlan) -> None:
+    Attributes:
+        given: blocks of live requests, all that they may use.
+        pages: which pages they have of windows and tails.
+        sealed: nobody writes into the memory.
+    """
+
+    def __init__(self, plan: CachePlan, pages: Pages, *, sealed: bool = False) -> None:
         super().__init__(plan)
+        self.pages = pages
+        self.sealed = sealed
         self.given: dict[Request, tuple[int, ...]] = {}
         self.coming: tuple[int, ...] = ()
         self.wanted: int | None = None
@@ -94,9 +103,25 @@ class GivenManager(Manager):
         """All that a request may use, in order of history."""
         return self.given.get(request) or self._places[request].blocks
 
-    def give(self, request: Request, blocks: Sequence[int]) -> None:
-        """More of them."""
+    def give(self, request: Request, blocks: Sequence[int], pages: Mapping[tuple[int, str], Table]) -> None:
+        """More of them, and of pages."""
+        held = self.pages.tables_of(request)
         self.given[request] = (*self.blocks_given(request), *blocks)
+        self.pages.tables[request] = {key: (*table, *pages.get(key, ())) for key, table in held.items()}
+
+    def check_writable(self, where: str) -> None:
+        """Refuse to write into memory of an array that cannot be written to.
+
+        Raises:
+            BackendError: it is JAX's.
+        """
+        if self.sealed:
+            raise BackendError(
+                got=f"{where} into arrays of JAX",
+                where=where,
+                allowed="verbs that read: gather, attend without new tokens, digest, export_request",
+                hint="A JAX array is given away by whoever writes: import its requests into a cache of backend='jax'.",
+            )
 
     def grow(self, opening: Opening) -> dict[Request, BlockGrant]:
         """In the blocks that the requests were given.
@@ -106,6 +131,11 @@ class GivenManager(Manager):
             OutOfBlocks: a request needs more than it was given.
         """
         coming: list[int] = []
+        for request, place, count in zip(opening.requests, opening.places, opening.counts, strict=True):
+            if count:
+                self.check_writable("step")
+                self.pages.check(self.pages.tables_of(request), place.length, place.length + count, "step")
+                self.pages.check_alone(request, place.length, place.length + count)
         for number, (request, place) in enumerate(zip(opening.requests, opening.places, strict=True)):
             column, held = place.length // self.plan.block_tokens, len(place.blocks)
             if opening.counts[number] and column < held and self.blocks.holders(place.blocks[column]) > 1:
@@ -121,6 +151,9 @@ class GivenManager(Manager):
 
     def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
         """In the blocks that it was given."""
+        self.pages.check(self.pages.tables_of(request), 0, taken.length, "import_request")
+        if self.pages.coming is None:
+            self.check_writable("import_request")
         given = self.given.get(request, self.coming)
         self._given_blocks.coming = list(given[len(taken.blocks) :])
         super().take_over(request, place, taken)
@@ -128,4 +161,5 @@ class GivenManager(Manager):
     def release(self, request: Request) -> list[int]:
         """Forget it; its blocks stay the engine's."""
         self.given.pop(request, None)
+        self.pages.tables.pop(request, None)
         return super().release(request)

@@ -29,6 +29,7 @@ class Tensor(NamedTuple):
         strides: bytes from one to the next, of every axis.
         dtype: name, without the framework's.
         nbytes: from its first byte to behind its last.
+        sealed: rows can be read there, and nobody writes.
     """
 
     array: Any
@@ -36,13 +37,14 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...]
     dtype: str
     nbytes: int
+    sealed: bool = False
 
 
 def tensors_of(given: Any) -> dict[str, Tensor]:
     """Tensors by name: keys of a mapping (dots as ``_``) or numbers; ``N.0``, ``N.1`` those of a list in it.
 
     Raises:
-        ShapeError: something else. BackendError: arrays that nobody can write to in place.
+        ShapeError: something else. BackendError: arrays of JAX that only a device can read.
     """
     if isinstance(given, Mapping):
         named = [(str(name).replace(".", "_"), value) for name, value in given.items()]
@@ -70,21 +72,24 @@ def framework(array: Any) -> str:
 
 
 def _tensor(array: Any) -> Tensor:
-    kind = framework(array)
+    kind, sealed = framework(array), False
     if kind == "jax":
-        raise BackendError(
-            got="arrays of JAX",
-            where="adopt: tensors",
-            allowed="NumPy arrays or torch tensors, which are written to where they lie",
-            hint="A JAX array is given away by every verb that writes: copy its rows with import_request instead.",
-        )
+        seen = host_view(array)
+        if seen is None:
+            raise BackendError(
+                got="arrays of JAX on a device",
+                where="adopt: tensors",
+                allowed="arrays of JAX on the CPU, which are read where they lie",
+                hint="Copy its rows with export_request and import_request.",
+            )
+        array, kind, sealed = seen, "numpy", True
     if kind == "numpy":
         strides, writable = array.strides, array.flags.writeable
     elif kind == "torch":
         strides, writable = tuple(step * array.element_size() for step in array.stride()), not array.requires_grad
     else:
-        raise ShapeError(got=type(array).__name__, where="adopt: tensors", allowed="NumPy arrays or torch tensors")
-    if not writable:
+        raise ShapeError(got=type(array).__name__, where="adopt: tensors", allowed="arrays of NumPy, torch or JAX")
+    if not (writable or sealed):
         raise ShapeError(got="an array that cannot be written to", where="adopt: tensors", allowed="writable memory")
     shape, size = tuple(array.shape), int(array.itemsize)
     if not all(shape) or any(step <= 0 for step, count in zip(strides, shape, strict=True) if count > 1):
@@ -92,7 +97,7 @@ def _tensor(array: Any) -> Tensor:
             got=f"shape {shape}, strides {strides}", where="adopt: tensors", allowed="elements, at ascending addresses"
         )
     nbytes = sum((count - 1) * step for count, step in zip(shape, strides, strict=True)) + size
-    return Tensor(array, shape, strides, str(array.dtype).rpartition(".")[2], nbytes)
+    return Tensor(array, shape, strides, str(array.dtype).rpartition(".")[2], nbytes, sealed)
 
 
 def takes(code: str, dtype: str) -> bool:
@@ -100,26 +105,35 @@ def takes(code: str, dtype: str) -> bool:
     return dtype in DTYPES.get(code, ("uint8",)) or (dtype == "uint8" and CODES[code].bits <= 8)
 
 
-def bytes_at(tensor: Tensor, offset: int, blocks: int, step: int, span: int) -> Any:
-    """A view [blocks, span] uint8 of a tensor's bytes: block b from ``offset + b · step`` on."""
+def bytes_at(tensor: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view uint8 of a tensor's bytes: of any shape, with those bytes from one to the next, from ``offset`` on."""
     array = tensor.array
     if framework(array) == "torch":
         torch: Any = sys.modules["torch"]
         first = array.storage_offset() * array.element_size() + offset
         with torch.inference_mode(False):
             flat = torch.empty(0, dtype=torch.uint8, device=array.device)
-            return flat.set_(array.untyped_storage(), first, (blocks, span), (step, 1))
-    return np.asarray(_Bytes(array, offset, (blocks, span), (step, 1)))
+            return flat.set_(array.untyped_storage(), first, shape, strides)
+    return np.asarray(_Bytes(array, offset, shape, strides))
+
+
+def zeros_like(tensor: Tensor, shape: tuple[int, ...]) -> Any:
+    """Bytes of our own beside a tensor's."""
+    if framework(tensor.array) == "torch":
+        torch: Any = sys.modules["torch"]
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=torch.uint8, device=tensor.array.device)
+    return np.zeros(shape, np.uint8)
 
 
 class _Bytes:
     """Bytes of an array, which it keeps alive."""
 
-    def __init__(self, array: Any, offset: int, shape: tuple[int, int], strides: tuple[int, int]) -> None:
+    def __init__(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self._array = array
-        address, _ = array.__array_interface__["data"]
+        address, sealed = array.__array_interface__["data"]
         self.__array_interface__ = {
-            "data": (address + offset, False),
+            "data": (address + offset, sealed),
             "shape": shape,
             "strides": strides,
             "typestr": "|u1",
@@ -137,8 +151,3 @@ def device_of(tensors: Mapping[str, Tensor]) -> str:
     if len(found) > 1:
         raise ShapeError(got=f"tensors on {sorted(found)}", where="adopt: tensors", allowed="one device")
     return found.pop()
-
-
-def is_near(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether NumPy can see them."""
-    return all(host_view(tensor.array) is not None for tensor in tensors.values())

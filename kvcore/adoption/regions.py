@@ -1,17 +1,22 @@
-"""Regions of a plan whose rows lie where a descriptor says, and their pools: views of somebody's bytes."""
+"""Regions of a plan whose rows lie where a descriptor says, and their pools: views of somebody's bytes.
+
+Rows in pages with tables of their own have no region there: rings are the library's, see ``kvcore.adoption.pages``.
+"""
 
 from functools import cached_property
 from math import gcd
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from kvcore.adoption.descriptor import Descriptor, Stretch, fields_of
-from kvcore.adoption.memory import Tensor, bytes_at
+from kvcore.adoption.descriptor import Stretch, fields_of
+from kvcore.adoption.memory import Tensor, bytes_at, zeros_like
+from kvcore.arrays import to_numpy
 from kvcore.errors import SpecError
 from kvcore.plan import CachePlan, Region
-from kvcore.pools import Pools
-from kvcore.spec.layout import BlockLayout, Place
+from kvcore.pools import Pools, fresh_unit
+from kvcore.spec.layout import FOREIGN, BlockLayout, Place
 
 
 class ForeignRegion(Region, frozen=True, kw_only=True, dict=True):
@@ -58,6 +63,9 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
             for field in region.format.fields
             if field.name != "pad"
         ]
+        if own[0].lines.kind == "page":
+            regions.append(region)
+            continue
         stepping: set[tuple[int, int]] = set()
         fields: list[tuple[str, int, int, int]] = []
         for stretch in own:
@@ -80,25 +88,79 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
                 format=region.format,
                 heads=region.heads,
                 growth=region.growth,
-                rows=region.rows,
-                layout="foreign",
+                rows=own[0].rows,
+                layout=FOREIGN,
                 fields=tuple(fields),
                 stepping=stepping.pop(),
             )
         )
-    return msgspec.structs.replace(plan, layout="foreign", regions=tuple(regions))
+    return msgspec.structs.replace(plan, layout=FOREIGN, regions=tuple(regions))
 
 
-def foreign_pools(
-    plan: CachePlan, descriptor: Descriptor, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]
-) -> Pools:
-    """Views [blocks, bytes of a block] of the tensors, for every buffer of a foreign plan."""
+def foreign_pools(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> Pools:
+    """Views [units, bytes of a unit] of the tensors, for every buffer of a foreign plan; rings of our own for pages."""
     arrays: dict[str, Any] = {}
     for region, field, _ in fields_of(plan):
         stretch = stretches[region.layer, region.role, region.part, field]
-        name, span = region.buffers[field]
         lines = stretch.lines
-        # A single block's step is never taken.
-        step = max(lines.block, span) if descriptor.blocks == 1 else lines.block
-        arrays[name] = bytes_at(tensors[lines.tensor], lines.offset, descriptor.blocks, step, span)
+        tensor = tensors[lines.tensor]
+        if lines.kind == "page":
+            for buffer, (name, size) in region.buffers.items():
+                arrays[name] = zeros_like(tensor, (plan.units(region), size))
+                _fill(arrays[name], fresh_unit(region, buffer))
+            continue
+        name, span = region.buffers[field]
+        # A single unit's step is never taken.
+        step = max(lines.block, span) if stretch.units == 1 else lines.block
+        arrays[name] = bytes_at(tensor, lines.offset, (plan.units(region), span), (step, 1))
     return Pools(arrays)
+
+
+def _fill(pool: Any, fresh: bytes | None) -> None:
+    if fresh is not None:
+        unit = np.frombuffer(fresh, np.uint8)
+        pool[:] = unit if isinstance(pool, np.ndarray) else pool.new_tensor(unit)
+
+
+def field_view(stretch: Stretch, tensor: Tensor) -> Any:
+    """Bytes of a field in every row: [units, rows, heads, bytes] uint8, where they lie."""
+    lines, heads = stretch.lines, stretch.region.heads
+    shape = stretch.units, stretch.rows, heads, stretch.nbytes
+    # What is never stepped over may have been said as nothing.
+    said = zip((lines.block, lines.token, lines.head), shape, strict=False)
+    steps = (step if count > 1 else stretch.nbytes for step, count in said)
+    return bytes_at(tensor, lines.offset, shape, (*steps, 1))
+
+
+class Slots:
+    """What a cache's verbs on whole slots do where a slot's bytes are not its own alone: row by row.
+
+    Nothing that is the owner's is cleared; a fork's rows are copied field by field, not what lies between them.
+    """
+
+    def __init__(self, plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> None:
+        rings = [stretch for stretch in stretches.values() if stretch.lines.kind == "ring"]
+        self._fields = [field_view(stretch, tensors[stretch.lines.tensor]) for stretch in rings]
+        own = [region for region in plan.regions if region.growth == "slot" and not isinstance(region, ForeignRegion)]
+        self._own = {name: fresh_unit(region, buffer) for region in own for buffer, (name, _) in region.buffers.items()}
+
+    def reset(self, pools: Pools, slots: Any) -> Pools:
+        """``reset_slots``: the library's own rings."""
+        at = _places(slots)
+        for name, fresh in self._own.items():
+            pool = pools[name]
+            pool[at] = 0
+            for slot in at if fresh is not None else ():
+                _fill(pool[slot : slot + 1], fresh)
+        return pools
+
+    def copy(self, pools: Pools, sources: Any, targets: Any) -> Pools:
+        """``copy_slots``."""
+        first, second = _places(sources), _places(targets)
+        for array in (*self._fields, *(pools[name] for name in self._own)):
+            array[second] = array[first]
+        return pools
+
+
+def _places(numbers: Any) -> list[int]:
+    return [number for number in to_numpy(numbers).tolist() if number >= 0]

@@ -7,7 +7,7 @@ that a permuted view (HND memory behind an NHD shape) is what it is.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcore.adoption.descriptor import Descriptor, Lines
 from kvcore.adoption.memory import Tensor, takes
@@ -38,6 +38,10 @@ the planes of a format one after the other: all rows' values, then all rows' sca
 
 PLANES = "NL_X_NB_BSV_BSS"
 
+KINDS = {"rings": "ring", "pages": "page"}
+"""First word of the layout of what grows with requests: ``NB`` and ``BS`` are rings and their rows, or pages and
+theirs."""
+
 Lists = Mapping[str, Tensor]
 """Tensors by name: ``N``, ``N.0`` and ``N.1`` of pairs."""
 
@@ -53,30 +57,52 @@ def describe(spec: CacheSpec, tensors: Lists, layout: str | Mapping[str, str] | 
     """The descriptor of tensors in layouts of the table; without one, in the only layout that they can have.
 
     Args:
-        layout: a name for all roles, or one for each role.
+        layout: a name for all roles, or one for each role; behind ``rings`` or ``pages`` for what grows with requests.
 
     Raises:
         SpecError: no layout of that name; tensors that no layout fits, or several do.
         ShapeError: tensors of other shapes or dtypes than the layout has.
     """
     # Regions of one block: what a row is does not depend on how many there are.
-    regions = plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens).regions
+    paged = any(component.growth == "block" for _, _, component in spec.components())
+    regions = plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens if paged else None).regions
     blocks: set[int] = set()
     lines: dict[str, list[Lines]] = {}
     for role in dict.fromkeys(region.role for region in regions):
-        name = layout if layout is None or isinstance(layout, str) else layout.get(role, "")
+        said = layout if layout is None or isinstance(layout, str) else layout.get(role, "")
+        kind, name = _kind(regions, role, said)
         if name is not None and name not in LAYOUTS:
             got = f"layout {name!r} of {role}"
             raise SpecError(got=got, where="adopt: layout", allowed=f"a Descriptor, or one of {', '.join(LAYOUTS)}")
         counts, lines[role] = (
-            _only(spec, regions, role, tensors) if name is None else _read(regions, role, tensors, name)
+            _only(spec, regions, role, tensors) if name is None else _read(regions, role, tensors, name, kind)
         )
-        blocks |= counts
+        blocks |= counts if kind == "block" else set()
     if len(blocks) > 1:
         raise ShapeError(got=f"{sorted(blocks)} blocks", where="adopt: tensors", allowed="as many in all tensors")
     return Descriptor(
-        block_tokens=spec.block_tokens, blocks=blocks.pop(), lines=[one for some in lines.values() for one in some]
+        block_tokens=spec.block_tokens,
+        blocks=blocks.pop() if blocks else 1,
+        lines=[one for some in lines.values() for one in some],
     )
+
+
+def _kind(regions: tuple[Region, ...], role: str, said: str | None) -> tuple[str, str | None]:
+    """(``block``, ``ring`` or ``page``, the layout's name) of a role.
+
+    Raises:
+        SpecError: what grows with requests is said to be neither in rings nor in pages, or history is.
+    """
+    word, _, name = (said or "").rpartition(" ")
+    slots = any(region.role == role and region.growth == "slot" for region in regions)
+    if slots != (word in KINDS):
+        raise SpecError(
+            got=f"layout {said!r} of {role}",
+            where="adopt: layout",
+            allowed="'rings NAME' or 'pages NAME'" if slots else "a name: history lies in blocks",
+            hint="Windows and tails are a ring for each request, or pages that a table of theirs lists.",
+        )
+    return KINDS.get(word, "block"), said if said is None else name
 
 
 def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: Lists) -> tuple[set[int], list[Lines]]:
@@ -84,7 +110,7 @@ def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: List
     found: dict[str, tuple[set[int], list[Lines]]] = {}
     for name in LAYOUTS:
         try:
-            found[name] = _read(regions, role, tensors, name)
+            found[name] = _read(regions, role, tensors, name, "block")
         except ShapeError:
             continue
     shapes = sorted({tensor.shape for tensor in tensors.values()})
@@ -102,7 +128,9 @@ def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: List
     return next(iter(found.values()))
 
 
-def _read(regions: tuple[Region, ...], role: str, tensors: Lists, layout: str) -> tuple[set[int], list[Lines]]:
+def _read(
+    regions: tuple[Region, ...], role: str, tensors: Lists, layout: str, kind: str
+) -> tuple[set[int], list[Lines]]:
     """(numbers of blocks, places) of a role's rows."""
     counts: set[int] = set()
     lines: list[Lines] = []
@@ -111,7 +139,7 @@ def _read(regions: tuple[Region, ...], role: str, tensors: Lists, layout: str) -
             name = _tensor_of(regions, region, tensors, layout)
             fit = _fit(regions, region, tensors[name], layout, f"adopt: tensor {name!r} as {layout}")
             counts.add(fit.counts["NB"])
-            lines += _lines(regions, region, name, fit, layout)
+            lines += _lines(regions, region, name, fit, layout, kind)
     return counts, lines
 
 
@@ -151,10 +179,13 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
     counts, steps = dict(zip(axes, tensor.shape, strict=True)), dict(zip(axes, tensor.strides, strict=True))
     element = tensor.array.itemsize
     fields = region.format.fields
-    if tensor.dtype != "uint8" and not (len(fields) == 1 and takes(fields[0].code, tensor.dtype)):
+    if tensor.dtype != "uint8" and not all(takes(field.code, tensor.dtype) for field in fields):
         allowed = f"elements of {region.format.name}, or uint8"
         raise ShapeError(got=f"dtype {tensor.dtype}", where=where, allowed=allowed)
     if "NBBS" in axes:
+        if region.growth == "slot":
+            allowed = "an axis of rings or pages, and one of their rows"
+            raise ShapeError(got="rows of all in one axis", where=where, allowed=allowed)
         blocks, rest = divmod(counts["NBBS"], region.rows)
         if rest:
             raise ShapeError(got=counts["NBBS"], where=where, allowed=f"a multiple of {region.rows} rows")
@@ -162,8 +193,11 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
         steps |= {"NB": region.rows * steps["NBBS"], "BS": steps["NBBS"]}
     size = region.format.row // element
     both = [one.format.row // element for one in regions if (one.layer, one.role) == (region.layer, region.role)]
-    layers = len({one.layer for one in regions})
+    layers = len({one.layer for one in regions if one.role == region.role})
     wanted = {"TWO": 2, "ONE": 1, "NL": layers, "BS": region.rows, "NH": region.heads, "HS": size, "CS": sum(both)}
+    if region.growth == "slot":
+        # How many rows a ring or a page has is the owner's to choose.
+        del wanted["BS"]
     for axis, count in wanted.items():
         if axis in counts and counts[axis] != count:
             got = f"shape {tensor.shape}: {counts[axis]} along {axis}"
@@ -175,15 +209,16 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
     return Fit(counts, steps)
 
 
-def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, layout: str) -> list[Lines]:
+def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, layout: str, kind: Any) -> list[Lines]:
     """Where the fields of a region lie in a tensor that fits."""
     steps = fit.steps
-    layers = list(dict.fromkeys(one.layer for one in regions))
+    layers = list(dict.fromkeys(one.layer for one in regions if one.role == region.role))
     offset = steps["NL"] * layers.index(region.layer) if "NL" in steps else 0
     if region.part == "value":
         keys = next(one for one in regions if (one.layer, one.role) == (region.layer, region.role))
         offset += keys.format.row if "CS" in steps else steps.get("TWO", 0)
-    planes = {place.field: place for place in block_layout(region.format, region.rows, "packed").places}
+    units, rows = (0, 0) if kind == "block" else (fit.counts["NB"], fit.counts["BS"])
+    planes = {place.field: place for place in block_layout(region.format, fit.counts["BS"], "packed").places}
     found: list[Lines] = []
     for field in region.format.fields:
         if field.name == "pad":
@@ -203,6 +238,9 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, lay
                 token=token,
                 # What is never stepped over makes no difference between two layouts.
                 head=steps["NH"] if region.heads > 1 else 0,
+                kind=kind,
+                units=units,
+                rows=rows,
             )
         )
     return found

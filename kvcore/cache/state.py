@@ -94,6 +94,8 @@ class CacheState:
         under_way: the verb that is under way, or that did not get to its end.
         filling: the live, empty request that it fills.
         canary: what looks after the rows, of a plan with check words; else None.
+        follow: what copies a request's rows from a position on to where somebody else finds them: called with the
+            state, the request and its new place once the rows are stored, before the request has them; None: nobody.
     """
 
     def __init__(self, plan: CachePlan, ops: Ops, *, prefix: Policy, check: bool) -> None:
@@ -114,6 +116,7 @@ class CacheState:
         self.under_way = ""
         self.filling: Request | None = None
         self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
+        self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -262,6 +265,8 @@ class CacheState:
             if self.canary is not None:
                 self.pools = self.canary.seal(self.pools, row)
             self.prefix.extend(place)
+            if self.follow is not None:
+                self.follow(self, request, place, 0)
         except BaseException:
             if into is None:
                 self.free(place)

@@ -330,6 +330,10 @@ class StepState:
             if cache.canary is not None:
                 self.sealed = True
                 cache.pools = cache.canary.ended(cache.pools, *self._looked_at)
+            if cache.follow is not None:
+                for request, start in zip(self._opening.requests, self._opening.starts, strict=True):
+                    if request in places:
+                        cache.follow(cache, request, places[request], start)
         except BaseException:
             self.roll_back()
             raise

@@ -20,6 +20,8 @@ from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format
 
 LAYOUTS = ("packed", "planar", "tpu_tile", "by_head")
+FOREIGN = "foreign"
+"""Of rows at steps that somebody else chose: no layout to plan with."""
 
 TILE_BYTES = 512
 """One TPU tile of 8-bit elements: 4 sublanes of 128 lanes. A row that fills whole tiles is moved by one DMA."""

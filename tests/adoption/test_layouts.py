@@ -6,7 +6,7 @@ import pytest
 import kvcore
 from kvcore import adoption
 from kvcore.errors import BackendError, ShapeError, SpecError
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, presets
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, presets
 from tests.support.engine import BLOCKS, COUNTS, HEADS, LAYERS, PAGED, ROWS, SPEC, Engine, rows_of
 
 KINDS = {"numpy": "reference", "torch": "torch_triton"}
@@ -192,7 +192,7 @@ def bad(layout="NL_X_TWO_NB_BS_NH_HS", **counts):
         pytest.param(bad, {"layout": "NHD"}, SpecError, "one of NL_X", id="a name that is none"),
         pytest.param(bad, {"layout": PAGED[0], "backend": "jax_pallas"}, BackendError, "reference", id="other backend"),
         pytest.param(list, {}, ShapeError, "one or more", id="nothing"),
-        pytest.param(lambda: "tensors", {}, ShapeError, "NumPy arrays or torch", id="text"),
+        pytest.param(lambda: "tensors", {}, ShapeError, "arrays of NumPy, torch", id="text"),
         pytest.param(
             lambda: [np.broadcast_to(t[:, :1], t.shape) for t in bad()],
             {"layout": PAGED[0]},
@@ -207,9 +207,9 @@ def test_tensors_of_another_kind_are_refused(tensors, options, error, match):
         kvcore.adopt(SPEC, tensors(), **options)
 
 
-def test_components_in_slots_are_refused():
-    spec = presets.deepseek_v4_flash_tiny(draft=False)
-    with pytest.raises(SpecError, match=r"layers\[0\].window, which lies in slots"):
+def test_components_in_slots_that_are_no_rings_are_refused():
+    spec = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=2, key_dim=8, storage="slot"))])
+    with pytest.raises(SpecError, match=r"layers\[0\].kv, which lies in slots and is no ring"):
         kvcore.adopt(spec, [np.zeros((4, 4), np.uint8)])
 
 

@@ -115,6 +115,8 @@ CORE_TESTS = {
     "adoption/descriptor": ("adoption/test_descriptors",),
     "adoption/tables": ("adoption/test_layouts",),
     "adoption/given": ("adoption/test_requests", "adoption/test_layouts"),
+    "adoption/pages": ("adoption/test_rings_and_pages",),
+    "adoption/regions": ("adoption/test_rings_and_pages", "adoption/test_layouts"),
     "ops/host": ("ops/test_host_moves",),
     "digest": ("test_digest",),
     "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),

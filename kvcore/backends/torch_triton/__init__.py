@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import BackendError
 from kvcore.plan import CachePlan
 from kvcore.spec.codes import check_known
+from kvcore.spec.layout import FOREIGN
 
 if TYPE_CHECKING:
     from kvcore.backends.torch_triton.backend import TorchOps
@@ -37,7 +38,7 @@ class TorchBackend:
         """
         name = checked_device(device)
         check_known((region.format for region in plan.regions), self._known, self.name)
-        ops = ops_for(name)(plan, name)
+        ops = ops_for(name, plan.layout)(plan, name)
         ops.check_if_strict()
         return ops
 
@@ -47,10 +48,15 @@ class TorchBackend:
         return "packed"
 
 
-def ops_for(device: str) -> "type[TorchOps]":
-    """The verbs for a device: Triton kernels on CUDA, and interpreted on the CPU under TRITON_INTERPRET=1."""
-    from kvcore.backends.torch_triton.backend import TorchOps
+def ops_for(device: str, layout: str = "packed") -> "type[TorchOps]":
+    """The verbs for a device: Triton kernels on CUDA, and interpreted on the CPU under TRITON_INTERPRET=1.
 
+    Kernels take units as the library lays them out, and none of layout ``foreign``.
+    """
+    from kvcore.backends.torch_triton.backend import ForeignOps, TorchOps
+
+    if layout == FOREIGN:
+        return ForeignOps
     wanted = device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
     if not wanted or find_spec("triton") is None:
         return TorchOps

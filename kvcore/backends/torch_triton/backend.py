@@ -27,6 +27,7 @@ from kvcore.ops import Ops, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, refused, strict
 from kvcore.plan import CachePlan
 from kvcore.pools import allocate
+from kvcore.spec.layout import FOREIGN
 
 WITHOUT_KERNEL = (
     *("compress", "gather_rows", "store_rows"),
@@ -235,3 +236,13 @@ class TorchOps(Decided, Ops):
     def bytes_of(self, data):
         """Host bytes as a uint8 tensor on the device."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+class ForeignOps(TorchOps):
+    """Verbs on rows at steps that somebody else chose: torch operations, which take any."""
+
+    def decide(self, layer: int | None, verb: str) -> Decision:
+        """Torch operations; kernels take units as the library lays them out."""
+        if self._torch_device.type == "cuda":
+            return Decision("torch", f"layout {FOREIGN}: rows lie where their owner put them", slower=True)
+        return super().decide(layer, verb)

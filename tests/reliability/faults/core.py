@@ -432,6 +432,24 @@ TABLE = {
         ("self.blocks.holders(place.blocks[column]) > 1", "False", "a block of two is written"),
         ("        if len(taken) < count:\n", "        if False:\n", "nobody says that blocks are missing"),
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
+        ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
+    ],
+    "adoption/pages.py": [
+        (
+            "            kind.write(table,",
+            "            (lambda *_: None)(table,",
+            "rows of a step never reach the pages",
+        ),
+        ("table[column] < 0:", "False:", "rows go into pages that are gone"),
+        (
+            "                if other != request and (both :=",
+            "                if False and (both :=",
+            "a page of two is written",
+        ),
+        ("begin = field.first + head * field.row", "begin = field.first", "all heads get the first one's rows"),
+    ],
+    "adoption/regions.py": [
+        ("            array[second] = array[first]\n", "            pass\n", "a fork's rings are not copied"),
     ],
     "ops/host.py": [
         ("        offset = strip.start\n", "        offset = 0\n", "strips of pages lie on one another"),
