@@ -253,12 +253,37 @@ def _check_apart(one: Stretch, other: Stretch) -> None:
         order = np.argsort(starts, kind="stable")
         starts, sizes = starts[order], sizes[order]
         apart = bool((np.diff(np.append(starts, starts[0] + step)) >= sizes).all())
-    if not apart:
+    if not apart and not _alike_and_apart(one, other):
         raise SpecError(
             got=f"{one.name} and {other.name} in the same bytes of tensor {one.lines.tensor!r}",
             where="descriptor",
             allowed="a place of its own for every field",
         )
+
+
+def _alike_and_apart(one: Stretch, other: Stretch) -> bool:
+    """Whether two fields that step alike meet nowhere: blocks may be stepped over within heads, or within rows."""
+    first, second = one.lines, other.lines
+    if (first.block, first.token, first.head, one.rows) != (second.block, second.token, second.head, other.rows):
+        return False
+    heads = max(one.region.heads, other.region.heads)
+    axes = ((first.block, max(one.units, other.units)), (first.token, one.rows), (first.head, heads))
+    steps = sorted(((step, count) for step, count in axes if count > 1), reverse=True)
+    return not _meet(second.offset - first.offset, steps, one.nbytes, other.nbytes)
+
+
+def _meet(apart: int, steps: list[tuple[int, int]], before: int, after: int) -> bool:
+    """Whether so many bytes and some steps, each fewer than its count, are less than a field.
+
+    Steps are given from the largest: what is left over is made up for by smaller ones, which do not reach the next.
+    """
+    if not steps:
+        return -after < apart < before
+    (step, count), *rest = steps
+    near = -apart // step
+    return any(
+        _meet(apart + number * step, rest, before, after) for number in range(near - 1, near + 3) if abs(number) < count
+    )
 
 
 def _starts(stretch: Stretch) -> np.ndarray[Any, Any]:

@@ -23,6 +23,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "NL_X_NB_TWO_NH_BS_HS": ("NB", "TWO", "NH", "BS", "HS"),
     "NL_X_NB_BS_NH_CS": ("NB", "BS", "NH", "CS"),
     "NL_X_NB_NH_BS_CS": ("NB", "NH", "BS", "CS"),
+    "NL_X_NB_BS_NH_TWO_HS": ("NB", "BS", "NH", "TWO", "HS"),
+    "NL_X_NB_NH_BS_TWO_HS": ("NB", "NH", "BS", "TWO", "HS"),
     "NB_NL_TWO_BS_NH_HS": ("NB", "NL", "TWO", "BS", "NH", "HS"),
     "NB_NL_TWO_NH_BS_HS": ("NB", "NL", "TWO", "NH", "BS", "HS"),
     "NL_X_TWO_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),

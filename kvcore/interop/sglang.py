@@ -7,7 +7,10 @@ ratios 4 and 128 in them.
 from typing import NamedTuple
 
 from kvcore.errors import SpecError
+from kvcore.interop.sglang_pools import spec_from
 from kvcore.spec import CacheSpec, Component
+
+__all__ = ["POOLS", "SglangPool", "pool_name", "pools", "spec_from"]
 
 POOLS = {
     ("window", None): "swa",

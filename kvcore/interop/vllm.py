@@ -3,14 +3,17 @@
 Records are data; vLLM is imported only by whoever builds its classes from them: ``record.build(kv_cache_interface)``
 with ``vllm.v1.kv_cache_interface``. Names and figures are those of vLLM 0.32 (``models/deepseek_v4``): latent rows in
 pages of 576-byte alignment, compressor states as sliding windows whose pages match those of entries, a V4.1 tail as a
-circular buffer.
+circular buffer. ``kvcore.interop.vllm_config`` goes the other way, from vLLM's configuration to a spec.
 """
 
 from typing import Any, NamedTuple
 
 from kvcore.errors import SpecError
+from kvcore.interop.vllm_config import spec_from
 from kvcore.spec import KV, CacheSpec, Component, Entries, IndexKeys, Tail, Window
 from kvcore.spec.layout import block_layout
+
+__all__ = ["VllmSpec", "kv_cache_specs", "spec_from"]
 
 WINDOW_BLOCK = 64
 """Tokens of a page of vLLM's sliding-window cache: as many rows as a block of 256 tokens has entries at ratio 4."""

@@ -139,9 +139,9 @@ def test_latent_rows_of_one_field(layout, shape, rng):
 
 
 def test_the_only_layout_of_a_shape_needs_no_name():
-    engine = Engine("NL_X_NB_TWO_BS_NH_HS")
+    engine = Engine("NL_X_TWO_NB_BS_NH_HS")
     found = adoption.describe(SPEC, engine.tensors)
-    assert found == adoption.describe(SPEC, engine.tensors, "NL_X_NB_TWO_BS_NH_HS")
+    assert found == adoption.describe(SPEC, engine.tensors, "NL_X_TWO_NB_BS_NH_HS")
     assert adoption.from_json(adoption.to_json(found)) == found
 
 
@@ -149,6 +149,7 @@ def test_the_only_layout_of_a_shape_needs_no_name():
     ("layout", "counts", "names"),
     [
         ("NL_X_TWO_NB_BS_NH_HS", {"NB": 2}, "NL_X_TWO_NB_BS_NH_HS or NL_X_NB_TWO_BS_NH_HS"),
+        ("NL_X_NB_TWO_BS_NH_HS", {}, "NL_X_NB_TWO_BS_NH_HS or NL_X_NB_NH_BS_TWO_HS"),
         ("NL_X_TWO_NB_NH_BS_HS", {"NH": ROWS}, "NL_X_TWO_NB_BS_NH_HS or NL_X_TWO_NB_NH_BS_HS"),
         ("NL_X_NB_NH_BS_CS", {"NH": ROWS}, "NL_X_NB_BS_NH_CS or NL_X_NB_NH_BS_CS"),
     ],

@@ -2,8 +2,10 @@
 
 import importlib.util
 import math
+from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from kvcore.errors import SpecError
 from kvcore.interop import kvcr, sglang, vllm
@@ -93,3 +95,121 @@ def test_kvcr_regions(backend):
     if importlib.util.find_spec("kvcr") is not None:
         built = kvcr.region_descriptors(cache)
         assert [found.label for found in built] == [found["label"] for found in fields]
+
+
+def config_of(records):
+    """A ``KVCacheConfig`` of vLLM's with a group for every cache: classes of their names, and their attributes."""
+
+    def built(record):
+        arguments = {"head_size_v": 0, **record.arguments, "dtype": f"torch.{record.arguments['dtype']}"}
+        return type(record.kind, (SimpleNamespace,), {})(**arguments)
+
+    groups = [
+        SimpleNamespace(layer_names=[record.name], kv_cache_spec=built(record))
+        for record in records
+        if record.shared_from is None
+    ]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize("spec", [FLASH, V41, CLASSIC], ids=["V4", "V4.1", "classic"])
+def test_a_configuration_of_vllm_is_a_spec_again(spec):
+    index = next((layer.index_keys for layer in spec.layers if layer.index_keys is not None), None)
+    formats = {} if index is None else {"index_keys": index.format}
+    given = None if index is None else {"heads": index.heads, "topk": index.topk}
+    shares = {layer: part.shared_from for layer, _, part in spec.components() if part.shared_from is not None}
+    found = vllm.spec_from(config_of(vllm.kv_cache_specs(spec)), index=given, formats=formats, shares=shares)
+    assert found.block_tokens == spec.block_tokens
+    for ours, theirs in zip(found.layers, spec.layers, strict=True):
+        # vLLM's sliding windows of keys and values lie in blocks.
+        paged = {
+            role: structs.replace(part, storage="paged") if role == "kv" else part for role, part in theirs.components()
+        }
+        assert dict(ours.components()) == paged
+
+
+def test_modes_and_models_of_vllm():
+    def config(name="model.layers.0.self_attn.attn", kind="FullAttentionSpec", **changes):
+        arguments = {
+            "block_size": 16,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "head_size_v": 128,
+            "dtype": "torch.bfloat16",
+        }
+        group = SimpleNamespace(
+            layer_names=[name], kv_cache_spec=type(kind, (SimpleNamespace,), {})(**{**arguments, **changes})
+        )
+        return SimpleNamespace(kv_cache_groups=[group])
+
+    mode = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
+    kv = vllm.spec_from(config(dtype="torch.int8", kv_quant_mode=mode)).layers[0].kv
+    assert (kv.key_format, kv.key_heads, kv.value_dim) == ("int8_row", 8, None)
+    assert vllm.spec_from(config(kind="ChunkedLocalAttentionSpec", attention_chunk_size=64)).layers[0].kv.chunk == 64
+    mla = {"head_size_v": 0, "num_kv_heads": 1, "tokens_per_state": 1, "kind": "MLAAttentionSpec"}
+    v32 = config(**mla, head_size=576, dtype="torch.uint8", state_content_bytes=656)
+    v32.kv_cache_groups += config(
+        "model.layers.0.self_attn.indexer.k_cache", **mla, head_size=132, dtype="torch.uint8"
+    ).kv_cache_groups
+    keys = "index_fp8_132_fp32scale"
+    layer = vllm.spec_from(v32, index={"heads": 64, "topk": 2048}, formats={"index_keys": keys}).layers[0]
+    assert (layer.entries.format, layer.index_keys.format, layer.index_keys.dim) == ("v32_656", keys, 128)
+    wrong = [
+        (v32, {}, "index={'heads'"),
+        (v32, {"index": {"heads": 64, "topk": 2048}}, "formats={'index_keys'"),
+        (config("attn"), {}, "names with a number"),
+        (config("layers.1.attn"), {}, "all layers from 0 on"),
+        (config(kind="MambaSpec"), {}, "MLAAttentionSpec"),
+        (config(dtype="torch.uint8", kv_quant_mode=SimpleNamespace(name="NVFP4")), {}, "under NVFP4"),
+        (SimpleNamespace(kv_cache_groups=config().kv_cache_groups * 2), {}, "a second kv"),
+    ]
+    for one, options, match in wrong:
+        with pytest.raises(SpecError, match=match):
+            vllm.spec_from(one, **options)
+
+
+def pool(kind, **attributes):
+    return type(kind, (SimpleNamespace,), {})(**attributes)
+
+
+def test_pools_of_sglang_are_specs():
+    heads = {"head_num": 4, "head_dim": 64, "v_head_dim": 32, "page_size": 16, "dtype": "torch.bfloat16"}
+    spec = sglang.spec_from(pool("MHATokenToKVPool", **heads, layer_num=3))
+    assert (len(spec.layers), spec.block_tokens, spec.layers[2].kv.value_dim) == (3, 16, 32)
+    full, sliding = (pool("MHATokenToKVPool", **heads, layer_num=1) for _ in range(2))
+    hybrid = pool(
+        "SWAKVPool", full_kv_pool=full, swa_kv_pool=sliding, page_size=16, layers_mapping={0: (0, True), 1: (0, False)}
+    )
+    assert [layer.kv.window for layer in sglang.spec_from(hybrid, window=128).layers] == [128, None]
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "page_size": 64, "layer_num": 2}
+    assert (
+        sglang.spec_from(pool("MLATokenToKVPool", **latent, kv_cache_dim=576, dtype="torch.bfloat16"))
+        .layers[0]
+        .entries.dim
+        == 576
+    )
+    v32 = pool("DSATokenToKVPool", **latent, kv_cache_dim=656, index_head_dim=128, dtype="torch.float8_e4m3fn")
+    layer = sglang.spec_from(v32, index={"heads": 64, "topk": 2048}).layers[1]
+    assert (layer.entries.format, layer.index_keys.format) == ("v32_656", "index_fp8_132_fp32scale")
+    v4 = pool(
+        "DeepSeekV4TokenToKVPool",
+        compression_ratios=[0, 4, 128],
+        sliding_window=128,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        page_size=256,
+        kv_layout=SimpleNamespace(value="v4"),
+    )
+    found = sglang.spec_from(v4, index={"heads": 64, "topk": 512}, formats={"index_keys": "index_fp8_132_h"})
+    assert [dict(layer.components()) for layer in found.layers] == [
+        dict(layer.components()) for layer in (FLASH.layers[0], FLASH.layers[2], FLASH.layers[3])
+    ]
+    for one, options, match in [
+        (pool("MambaPool"), {}, "MHATokenToKVPool"),
+        (hybrid, {}, "window="),
+        (v32, {}, "index="),
+        (pool("MHATokenToKVPool", **{**heads, "dtype": "torch.uint8"}, layer_num=1), {}, "bfloat16"),
+    ]:
+        with pytest.raises(SpecError, match=match):
+            sglang.spec_from(one, **options)

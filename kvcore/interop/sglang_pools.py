@@ -1,0 +1,152 @@
+"""From an SGLang engine's pool of keys and values to a spec: what its layers hold, as far as the pool says.
+
+SGLang is not imported: pools are known by their classes' names and read by their attributes (those of SGLang 0.5.23).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvcore.errors import SpecError
+from kvcore.interop.vllm_config import CODES
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+
+LATENTS = {"v4": "v4_584", "v41": "v41_528", "v41_fp4": "v41_fp4_288"}
+"""``KVLayout`` -> format of a row; those that interleave are no layouts of kvcore's pages."""
+
+STATES = {4: True, 128: False}
+"""Ratios of SGLang's compressed pools -> whether their windows overlap."""
+
+
+class Given(NamedTuple):
+    """What a pool does not say."""
+
+    window: int | None
+    index: Mapping[str, int] | None
+    formats: Mapping[str, str]
+
+    def keys(self, dim: int, ratio: int, format: str | None) -> IndexKeys:
+        """Index keys, with the heads and top-k that are given."""
+        if self.index is None or not {"heads", "topk"} <= set(self.index):
+            raise SpecError(
+                got=self.index,
+                where="spec_from: index",
+                allowed="index={'heads': ..., 'topk': ...}: a pool does not say them",
+            )
+        format = self.formats.get("index_keys", format)
+        if format is None:
+            raise SpecError(got="no format of index keys", where="spec_from: formats", allowed="{'index_keys': ...}")
+        return IndexKeys(dim=dim, ratio=ratio, format=format, **self.index)
+
+
+def spec_from(
+    pool: Any,
+    *,
+    window: int | None = None,
+    index: Mapping[str, int] | None = None,
+    formats: Mapping[str, str] | None = None,
+    name: str = "",
+) -> CacheSpec:
+    """The spec of a pool: ``MHATokenToKVPool``, ``SWAKVPool``, ``MLATokenToKVPool``, DSA's and DeepSeek-V4's.
+
+    Args:
+        pool: SGLang's.
+        window: of the sliding layers of a hybrid, which the pool does not say.
+        index: ``{"heads": 64, "topk": 2048}`` of indexers, likewise.
+        formats: role -> format, where the pool leaves it open: ``index_keys`` of DeepSeek-V4.
+        name: of the spec.
+
+    Raises:
+        SpecError: another pool, a dtype that is no element code, or what must be given and is not.
+
+    Example:
+        >>> from types import SimpleNamespace as Some
+        >>> kind = type("MHATokenToKVPool", (Some,), {})
+        >>> pool = kind(head_num=8, head_dim=128, v_head_dim=128, layer_num=2, page_size=64, dtype="torch.bfloat16")
+        >>> spec_from(pool).layers[1].kv.key_heads
+        8
+    """
+    kind = type(pool).__name__
+    if kind not in READERS:
+        raise SpecError(got=kind, where="spec_from", allowed=", ".join(READERS))
+    given = Given(window, index, formats or {})
+    return CacheSpec(layers=tuple(READERS[kind](pool, given)), block_tokens=pool.page_size, name=name)
+
+
+def _kv(pool: Any, window: int | None = None) -> LayerSpec:
+    code, values = _code(pool), getattr(pool, "v_head_dim", None)
+    dim = None if values in (None, pool.head_dim) else values
+    return LayerSpec(
+        kv=KV(key_heads=pool.head_num, key_dim=pool.head_dim, value_dim=dim, key_format=code, window=window)
+    )
+
+
+def _code(pool: Any) -> str:
+    dtype = str(pool.dtype).rpartition(".")[2]
+    if dtype not in CODES:
+        raise SpecError(got=dtype, where=f"spec_from: {type(pool).__name__}.dtype", allowed=", ".join(CODES))
+    return CODES[dtype]
+
+
+def _by_heads(pool: Any, given: Given) -> list[LayerSpec]:
+    return [_kv(pool, given.window)] * pool.layer_num
+
+
+def _hybrid(pool: Any, given: Given) -> list[LayerSpec]:
+    if given.window is None:
+        raise SpecError(got="no window", where="spec_from", allowed="window=, of the sliding layers")
+    return [
+        _kv(pool.swa_kv_pool, given.window) if sliding else _kv(pool.full_kv_pool)
+        for _, (_, sliding) in sorted(pool.layers_mapping.items())
+    ]
+
+
+def _latent(pool: Any, given: Given) -> list[LayerSpec]:
+    del given
+    return [LayerSpec(entries=_entries(pool))] * pool.layer_num
+
+
+def _entries(pool: Any) -> Entries:
+    dim = pool.kv_lora_rank + pool.qk_rope_head_dim
+    return Entries(dim=dim, ratio=1, format="v32_656" if pool.kv_cache_dim == 656 else _code(pool))
+
+
+def _sparse(pool: Any, given: Given) -> list[LayerSpec]:
+    keys = given.keys(pool.index_head_dim, 1, "index_fp8_132_fp32scale")
+    return [LayerSpec(entries=_entries(pool), index_keys=keys)] * pool.layer_num
+
+
+def _v4(pool: Any, given: Given) -> list[LayerSpec]:
+    layout = getattr(pool.kv_layout, "value", pool.kv_layout)
+    dim, keys = pool.qk_nope_head_dim + pool.qk_rope_head_dim, pool.indexer_head_dim
+    if layout not in LATENTS:
+        raise SpecError(got=layout, where="spec_from: kv_layout", allowed=", ".join(LATENTS))
+    format = LATENTS[layout]
+    window = Window(dim=dim, window=pool.sliding_window, format=format)
+    found: list[LayerSpec] = []
+    for ratio in pool.compression_ratios:
+        if ratio == 0:
+            found.append(LayerSpec(window=window))
+            continue
+        if ratio not in STATES:
+            raise SpecError(got=f"ratio {ratio}", where="spec_from", allowed="0, 4 or 128")
+        overlap = STATES[ratio]
+        found.append(
+            LayerSpec(
+                window=window,
+                tail=Tail(dim=dim, ratio=ratio, overlap=overlap),
+                entries=Entries(dim=dim, ratio=ratio, format=format),
+                index_tail=Tail(dim=keys, ratio=ratio, overlap=overlap) if overlap else None,
+                index_keys=given.keys(keys, ratio, None) if overlap else None,
+            )
+        )
+    return found
+
+
+READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {
+    "MHATokenToKVPool": _by_heads,
+    "SWAKVPool": _hybrid,
+    "MLATokenToKVPool": _latent,
+    "DSATokenToKVPool": _sparse,
+    "DeepSeekV4TokenToKVPool": _v4,
+}
+"""A pool's class -> what its layers hold."""
