@@ -1,0 +1,307 @@
+"""A whole model's decode step and prompt beside the caches of transformers, in one process, on a GPU.
+
+``python benchmarks/beside_transformers_model.py --out FOLDER [--seconds N]``. A random Llama-like model in bf16; every
+cache gets the same keys and values, as a prompt would leave them, and the model then runs step after step. What counts
+is the median time of a step that nothing waits for but the next, the host's part of it (until the last launch), bytes
+that the cache holds, and the most that were in use beyond the weights. A prompt is timed alone, from an empty cache.
+Contenders that a time budget leaves no room for are named as left out. ``--device cpu`` runs a tiny model, to see that
+it runs.
+"""
+
+import argparse
+import cProfile
+import gc
+import io
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+
+from kvcore import environment
+from kvcore.interop.transformers import KVCache
+
+SCENES = ((1, 2048), (16, 2048), (16, 16384), (1, 65536), (16, 65536))
+"""(rows of the batch, tokens of context)"""
+
+PROMPTS = ((1, 2048), (16, 2048), (1, 16384))
+COMPILED = ((1, 2048), (16, 16384))
+FORMATS = ("bf16", "fp8_row", "int8_row", "nf4_b64")
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 16,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 17,
+}
+TINY = LARGE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+FILLED_AT_ONCE = 1 << 29
+"""Bytes of keys that a context is filled with at a time."""
+
+HELD = ("keys", "values", "_quantized_keys", "_quantized_values")
+
+
+class Contender(NamedTuple):
+    """A cache by name; ``make(batch, length)`` makes it, ``compiled`` says that the model is."""
+
+    name: str
+    make: Callable[[int, int], Any]
+    compiled: bool = False
+
+
+class Bench:
+    """A model, and what was measured with it so far."""
+
+    def __init__(self, device: str, seconds: float) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self.config = LlamaConfig(**(LARGE if self.cuda else TINY))
+        self.until = time.monotonic() + seconds
+        self.rows: list[dict[str, Any]] = []
+        torch.manual_seed(0)
+        with self.device:
+            torch.set_default_dtype(torch.bfloat16)
+            self.model = LlamaForCausalLM(self.config).eval()
+            torch.set_default_dtype(torch.float32)
+        self.weights = sum(each.nbytes for each in self.model.parameters())
+        self.random = torch.Generator(self.device).manual_seed(1)
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def clear(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated() - self.weights if self.cuda else None
+
+    def fill(self, cache: Any, batch: int, context: int) -> None:
+        heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        step = max(1, min(context, FILLED_AT_ONCE // (batch * heads * dim * 2)))
+        for start in range(0, context, step):
+            shape = 2, batch, heads, min(step, context - start), dim
+            keys, values = torch.randn(shape, device=self.device, dtype=torch.bfloat16, generator=self.random)
+            for layer in range(self.config.num_hidden_layers):
+                cache.update(keys, values, layer)
+
+    def tokens(self, batch: int, count: int) -> torch.Tensor:
+        return torch.randint(0, self.config.vocab_size, (batch, count), device=self.device, generator=self.random)
+
+    @torch.inference_mode()
+    def decode(self, contender: Contender, batch: int, context: int, steps: int) -> None:
+        """Time of a step, alone and in a row."""
+        self.clear()
+        cache = contender.make(batch, context + 64)
+        self.fill(cache, batch, context)
+        run: Any = self.model
+        if contender.compiled:
+            torch.compiler.reset()
+            run = torch.compile(self.model.forward, mode="reduce-overhead" if self.cuda else None, dynamic=False)
+        token = self.tokens(batch, 1)
+        alone, host = [], []
+        for number in range(steps + 3):
+            if number == 3:
+                self.clear()
+            self.sync()
+            start = time.perf_counter()
+            token.copy_(run(token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
+            launched = time.perf_counter()
+            self.sync()
+            if number >= 3:
+                alone.append(time.perf_counter() - start)
+                host.append(launched - start)
+        start = time.perf_counter()
+        for _ in range(steps):
+            token.copy_(run(token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
+        self.sync()
+        self.note(
+            contender,
+            "decode",
+            batch,
+            context,
+            step_ms=1e3 * (time.perf_counter() - start) / steps,
+            alone_ms=1e3 * statistics.median(alone),
+            host_ms=1e3 * statistics.median(host),
+            nbytes=bytes_held(cache),
+            peak_bytes=self.peak(),
+        )
+
+    @torch.inference_mode()
+    def prompt(self, contender: Contender, batch: int, context: int, steps: int) -> None:
+        """Time of a prompt in an empty cache."""
+        self.clear()
+        ids, found = self.tokens(batch, context), []
+        for _ in range(min(steps, 3) + 1):
+            cache = contender.make(batch, context + 64)
+            self.sync()
+            start = time.perf_counter()
+            self.model(ids, cache=cache, use_cache=True, logits_to_keep=1)
+            self.sync()
+            found.append(time.perf_counter() - start)
+        step = 1e3 * statistics.median(found[1:])
+        self.note(contender, "prompt", batch, context, step_ms=step, nbytes=bytes_held(cache), peak_bytes=self.peak())
+
+    def note(self, contender: Contender, what: str, batch: int, context: int, **found: Any) -> None:
+        figures = {name: round(each, 3) if isinstance(each, float) else each for name, each in found.items()}
+        self.rows.append({"what": what, "batch": batch, "context": context, "cache": contender.name, **figures})
+        print(json.dumps(self.rows[-1]), flush=True)
+
+    def guarded(self, measure: Any, contender: Contender, what: str, batch: int, context: int, steps: int) -> None:
+        if time.monotonic() > self.until - (25 if contender.compiled else 0):
+            self.note(contender, what, batch, context, left_out="out of time")
+            return
+        try:
+            measure(contender, batch, context, steps)
+        except (RuntimeError, ValueError, ImportError) as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self.note(contender, what, batch, context, left_out=text[:300])
+
+    def profile(self, contender: Contender, batch: int, context: int) -> str:
+        """Where the host's time of ten steps goes."""
+        with torch.inference_mode():
+            self.clear()
+            cache = contender.make(batch, context + 64)
+            self.fill(cache, batch, context)
+            token, profile = self.tokens(batch, 1), cProfile.Profile()
+            for _ in range(3):
+                self.model(token, cache=cache, use_cache=True)
+            self.sync()
+            profile.enable()
+            for _ in range(10):
+                self.model(token, cache=cache, use_cache=True)
+            profile.disable()
+            self.sync()
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(45)
+        return text.getvalue()
+
+
+def bytes_held(cache: Any) -> int:
+    if isinstance(cache, KVCache):
+        return cache.nbytes
+    return sum(bytes_of(getattr(layer, name, None)) for layer in cache.layers for name in HELD)
+
+
+def bytes_of(tensor: Any) -> int:
+    """Of a tensor; of one made of others, as a quantised one is, of those."""
+    if not isinstance(tensor, torch.Tensor):
+        return 0
+    parts = getattr(tensor, "__tensor_flatten__", None)
+    return tensor.nbytes if parts is None else sum(bytes_of(getattr(tensor, name)) for name in parts()[0])
+
+
+def contenders(bench: Bench, formats: Sequence[str], *, only: str = "") -> Iterator[Contender]:
+    """All that decode eagerly."""
+    config = bench.config
+    found = [
+        Contender("DynamicCache", lambda *_: DynamicCache(config=config)),
+        Contender("StaticCache", lambda *sizes: StaticCache(config=config, max_cache_len=sizes[1])),
+    ]
+    if find_spec("optimum"):
+        found.append(Contender("QuantizedCache, quanto", lambda *_: QuantizedCache("quanto", config)))
+    if find_spec("hqq"):
+        found.append(Contender("QuantizedCache, HQQ", lambda *_: QuantizedCache("hqq", config)))
+    found += [
+        Contender(f"kvcore {form}, {attention}", kvcore_of(bench, form, attention=attention))
+        for form in formats
+        for attention in ("model", "auto")
+    ]
+    yield from (each for each in found if only in each.name)
+
+
+def kvcore_of(bench: Bench, form: str, **options: Any) -> Callable[[int, int], KVCache]:
+    formats = None if form == "bf16" else form
+    return lambda batch, length: KVCache(bench.model, batch=batch, max_length=length, formats=formats, **options)
+
+
+def compiled(bench: Bench) -> Iterator[Contender]:
+    config = bench.config
+    static = partial(StaticCache, config=config)
+    yield Contender("StaticCache, compiled", lambda *sizes: static(max_cache_len=sizes[1]), compiled=True)
+    yield Contender("kvcore bf16, compiled", kvcore_of(bench, "bf16", static=True), compiled=True)
+
+
+def as_table(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+    lines = [
+        f"{record['model']}, bf16; {record['device']}; {versions}. Milliseconds of a decode step, or of a whole "
+        "prompt; the host's part of a step; bytes beyond the weights.",
+        "",
+        "| | batch × context | cache | ms | host ms | GiB held | GiB at peak |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        start = f"| {row['what']} | {row['batch']} × {row['context']:,} | {row['cache']} |"
+        if "left_out" in row:
+            lines.append(f"{start} left out: {row['left_out']} | | | |")
+            continue
+        host = f"{row['host_ms']:.1f}" if "host_ms" in row else ""
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
+        lines.append(f"{start} {row['step_ms']:.2f} | {host} | {row['nbytes'] / 2**30:.2f} | {peak} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scenes", nargs="+", help="rows x tokens, as in 16x2048")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--only", default="", help="contenders whose names contain this")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--no-prompts", action="store_true")
+    parser.add_argument("--no-compiled", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time goes, and nothing else")
+    parser.add_argument("--out", type=Path, help="folder for beside_transformers_cuda.json and .md")
+    chosen = parser.parse_args(arguments)
+    bench = Bench(chosen.device, chosen.seconds)
+    if bench.cuda:
+        # cuDNN makes a plan for every new length, which takes longer than the step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    scenes = [tuple(map(int, scene.split("x"))) for scene in chosen.scenes or ()] or list(SCENES)
+    if chosen.profile:
+        for form, attention in (("bf16", "auto"), ("bf16", "model")):
+            contender = Contender(f"kvcore {form}, {attention}", kvcore_of(bench, form, attention=attention))
+            print(contender.name, bench.profile(contender, *scenes[0]), flush=True)
+        return
+    for batch, context in scenes:
+        for contender in contenders(bench, chosen.formats, only=chosen.only):
+            bench.guarded(bench.decode, contender, "decode", batch, context, chosen.steps)
+    for batch, context in () if chosen.no_prompts else PROMPTS:
+        for contender in contenders(bench, chosen.formats, only=chosen.only):
+            bench.guarded(bench.prompt, contender, "prompt", batch, context, chosen.steps)
+    for batch, context in () if chosen.no_compiled else COMPILED:
+        for contender in compiled(bench):
+            bench.guarded(bench.decode, contender, "decode", batch, context, chosen.steps)
+    if chosen.out is not None:
+        config = bench.config
+        record = {
+            "model": f"Llama-like, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+            f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}",
+            **environment.of_script(),
+            "device": torch.cuda.get_device_name() if bench.cuda else "cpu",
+            "weights": bench.weights,
+            "steps": chosen.steps,
+            "rows": bench.rows,
+        }
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        (chosen.out / "beside_transformers_cuda.json").write_text(text, encoding="utf-8")
+        (chosen.out / "beside_transformers_cuda.md").write_text(as_table(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
