@@ -63,15 +63,17 @@ class Forward:
         cache: it.
         config: of the decoder.
         base: name of the attention that the configuration names otherwise.
+        start: tokens of every row before it.
         memo: what layers of the forward share.
     """
 
-    __slots__ = ("base", "cache", "config", "memo")
+    __slots__ = ("base", "cache", "config", "memo", "start")
 
-    def __init__(self, cache: Any, config: Any, base: str) -> None:
+    def __init__(self, cache: Any, config: Any, base: str, start: int) -> None:
         self.cache = cache
         self.config = config
         self.base = base
+        self.start = start
         self.memo: dict[Any, Any] = {}
 
     def left(self, padding: torch.Tensor | None, batch: int, columns: int) -> tuple[int, ...] | str:

@@ -158,10 +158,12 @@ class KVCache(Cache):
         layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
         self._ways = ways_of(self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device)
+        components: dict[Any, int] = {}
         for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
             if isinstance(layer, KVLayer):
                 layer.cache_attends = ways.one.by == "cache", ways.more.by == "cache"
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
+                layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
         self._attends = any(way.by != "model" for ways in self._ways for way in ways)
 
@@ -188,7 +190,7 @@ class KVCache(Cache):
         if refused:
             self._refused = dict.fromkeys(range(len(self._ways)), refused)
             return None
-        self.attending = Forward(self, config, base)
+        self.attending = Forward(self, config, base, self.length)
         return self.attending
 
     def end_attending(self, forward: Forward, *, finished: bool) -> None:
@@ -196,8 +198,9 @@ class KVCache(Cache):
         del forward
         self.attending = None
         handed_out, self._handed_out = self._handed_out, []
-        for layer in handed_out if finished and self._step is not None else ():
-            self.finish(layer)
+        if finished and handed_out:
+            self._finished.update(handed_out[:-1])
+            self.finish(handed_out[-1])
 
     def hand_out(self, layer: int) -> None:
         """Finish a layer with the model's forward, until when what it handed out can be attended to."""

@@ -6,50 +6,75 @@ from typing import Any
 
 import torch
 
+from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
+from kvcore.ops.arguments import like
+
+
+class Alike:
+    """What layers of equal components share in a forward.
+
+    Attributes:
+        at_once: whether their rows are written as they come, and nothing is kept for an abort.
+        columns: most keys that a query sees.
+        outlines: of their keys and values.
+        passed: what the new rows of layers were like that needed no conversion.
+    """
+
+    __slots__ = ("at_once", "columns", "outlines", "passed")
+
+    def __init__(self, layer: Any, handle: Any, keys: torch.Tensor) -> None:
+        kv, (batch, _, new, _) = layer.component, keys.shape
+        self.at_once: bool = handle._writes.writing("kv") == AT_ONCE and handle._ops.in_place
+        self.columns: int = handle._kv_columns(kv, ended=True)
+        seen = len(layer._visible(new))
+        key, value = (outline((batch, part.heads, seen, part.format.dim or 0), keys.dtype) for part in kv.parts)
+        self.outlines = key, value
+        self.passed: list[Any] = []
+
+    def append(self, handle: Any, k: Any, v: Any) -> None:
+        """``append_kv``; rows like those of a layer before are not looked at again: a step is many small ones."""
+        context, writes, likes = handle._context, handle._writes, (like(k), like(v))
+        if self.at_once and likes in self.passed and not context.check and "kv" not in writes.own:
+            context.replace(handle._ops.append_kv(context.pools, handle._layer, context.index, k, v))
+            writes.own["kv"] = k, v
+            return
+        checked = handle._rows("kv", (k, v))
+        writes.append("kv", checked)
+        if checked[0] is k and checked[1] is v:
+            self.passed.append(likes)
 
 
 class Handed:
     """Keys and values of a layer in a forward, new ones appended; good until the forward's end."""
 
-    __slots__ = ("_device", "_dtype", "_forward", "_given", "_handle", "_layer", "_new", "_rows", "_start")
+    __slots__ = ("_alike", "_device", "_dtype", "_forward", "_given", "_handle", "_layer", "_new", "_rows")
 
-    def __init__(
-        self,
-        layer: Any,
-        handle: Any,
-        forward: Forward,
-        start: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
+    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
+        owner = layer.owner
+        alike = forward.memo.get(layer.kind)
+        if alike is None:
+            alike = forward.memo[layer.kind] = Alike(layer, handle, keys)
+        alike.append(handle, owner.give(by_token(keys)), owner.give(by_token(values)))
+        owner.hand_out(layer.number)
         self._layer = layer
         self._handle = handle
         self._forward = forward
-        self._start = start
+        self._alike: Alike = alike
         self._new = keys.shape[2]
         self._dtype = keys.dtype
         self._device = keys.device
-        self._given = (keys, values) if not start and keys.dtype == values.dtype == layer.stored_as else None
+        own = not forward.start and keys.dtype == values.dtype == layer.stored_as
+        self._given = (keys, values) if own else None
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def outlines(self) -> tuple[Deferred, Deferred]:
         """Keys and values that are read if somebody other than our attention looks at them."""
-        layer, kv, memo = self._layer, self._layer.component, self._forward.memo
-        found = memo.get(kv)
-        if found is None:
-            batch, columns = len(layer.owner.kv.requests), len(layer._visible(self._new))
-            key, value = kv.parts
-            found = memo[kv] = tuple(
-                outline((batch, part.heads, columns, part.format.dim or 0), self._dtype) for part in (key, value)
-            )
-        return (
-            deferred(found[0], self._device, self._keys, self),
-            deferred(found[1], self._device, self._values, self),
-        )
+        keys, values = self._alike.outlines
+        return deferred(keys, self._device, self._keys, self), deferred(values, self._device, self._values, self)
 
     def _keys(self) -> torch.Tensor:
         return self._read()[0]
@@ -89,7 +114,7 @@ class Handed:
             owner.give(rows),
             k,
             v,
-            columns=handle._kv_columns(layer.component, ended=True),
+            columns=self._alike.columns,
             sink=None if sink is None else owner.give(sink.detach().float()),
             scale=options.get("scaling"),
         ).out
@@ -106,7 +131,7 @@ class Handed:
 
     def _facts(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> Facts | str:
         """What the mask says, if our attention gives what the model's would; else why not."""
-        layer, forward, end = self._layer, self._forward, self._start + self._new
+        layer, forward, end = self._layer, self._forward, self._forward.start + self._new
         if layer.owner.attending is not forward:
             return "a forward that has ended"
         if options.get("dropout"):
@@ -120,7 +145,7 @@ class Handed:
             return f"{query.shape[2]} queries for {self._new} new tokens"
         if query.dtype not in ACCEPTED and query.dtype != torch.float16:
             return f"queries in {query.dtype}"
-        facts = facts_of(mask, forward.base, self._new, self._start)
+        facts = facts_of(mask, forward.base, self._new, forward.start)
         if isinstance(facts, str):
             return forward.memo.get("refused", facts)
         seen = facts.window if facts.window is not None and facts.window < end else None

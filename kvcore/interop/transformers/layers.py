@@ -150,12 +150,14 @@ class KVLayer(Layer):
         cache_attends: whether the cache attends itself to one new token, and to several.
         stored_as: the dtype whose numbers are stored as they are, in keys and values; None: they are coded.
         chunked: whether what the spec calls a window is the model's chunk.
+        kind: a number that layers of equal components share.
     """
 
     component: KV
     cache_attends: tuple[bool, bool] = (False, False)
     stored_as: torch.dtype | None = None
     chunked = False
+    kind = 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim].
@@ -164,13 +166,11 @@ class KVLayer(Layer):
         """
         check_inference(key_states, value_states)
         owner = self.owner
+        new = key_states.shape[2]
         handle = owner.begin(self.number, key_states)
         try:
-            new = key_states.shape[2]
             if self.cache_attends[new > 1] and owner.attending is not None:
-                handle.append_kv(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
-                owner.hand_out(self.number)
-                return Handed(self, handle, owner.attending, owner.length, key_states, value_states).outlines()
+                return Handed(self, handle, owner.attending, key_states, value_states).outlines()
             append = handle.append_kv_view if owner.zero_copy else handle.append_kv
             views = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
             if views is None and key_states.dtype == value_states.dtype == self.stored_as and not owner.length:
