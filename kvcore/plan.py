@@ -16,7 +16,7 @@ from kvcore.errors import OutOfBlocks, SpecError
 from kvcore.foreign import printable
 from kvcore.spec.components import Component, Growth
 from kvcore.spec.formats import CHECK_WORD, Format
-from kvcore.spec.layout import LAYOUTS, BlockLayout, block_layout
+from kvcore.spec.layout import BY_HEAD, LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import TAIL_OF, CacheSpec
 
 MOST_SLOTS = (1 << 31) - 1
@@ -61,7 +61,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def steps(self) -> tuple[int, int]:
         """Format rows of a unit from a row to the next, and from a head to the next: head by head, or side by side."""
-        return (1, self.places) if self.layout == "by_head" else (self.heads, 1)
+        return (1, self.places) if self.layout == BY_HEAD else (self.heads, 1)
 
     @cached_property
     def buffers(self) -> dict[str, tuple[str, int]]:
@@ -506,7 +506,7 @@ def _unit_rows(
     if rows is None:
         assert longest is not None
         return longest
-    rows += layout == "by_head" and component.headed and (longest is None or rows < longest)
+    rows += _read_by_head(component, layout) and (longest is None or rows < longest)
     return rows if tokens is None or component.declared_rows is not None else min(rows, tokens)
 
 
@@ -516,8 +516,13 @@ def _copies(component: Component, format: Format, rows: int, longest: int | None
     Of rows that must be decoded there are none, and a ring that no request can fill does not wrap.
     """
     wraps = component.span is not None and (longest is None or rows < longest)
-    viewed = layout == "by_head" and component.headed and block_layout(format, rows, layout).supports_views
+    viewed = _read_by_head(component, layout) and block_layout(format, rows, layout).supports_views
     return 2 if viewed and wraps else 1
+
+
+def _read_by_head(component: Component, layout: str) -> bool:
+    """Whether a CPU reads the component head by head."""
+    return layout == BY_HEAD and component.headed
 
 
 def _is_bounded(component: Component) -> bool:

@@ -14,6 +14,7 @@ from kvcore.ops import Ops
 from kvcore.plan import CachePlan
 from kvcore.plugins import VERBS, Needs
 from kvcore.spec import LAYOUTS, TAIL_OF, CacheSpec, Field, Format
+from kvcore.spec.layout import BY_HEAD
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ def _layouts(reduced: Reduced, verb: Verb) -> tuple[str, ...]:
     if isinstance(verb.layouts, tuple):
         return verb.layouts
     heads = [part.heads for _, component in reduced.layer.components() for part in component.parts]
-    return LAYOUTS if max(heads) > 1 else tuple(layout for layout in LAYOUTS if layout != "by_head")
+    return LAYOUTS if max(heads) > 1 else tuple(layout for layout in LAYOUTS if layout != BY_HEAD)
 
 
 def _check(verb: Verb, reduced: Reduced, layout: str, shape: Shape) -> Check:

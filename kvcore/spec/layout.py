@@ -19,7 +19,8 @@ from kvcore.errors import SpecError
 from kvcore.spec.codes import CODES
 from kvcore.spec.formats import FORMATS, Format
 
-LAYOUTS = ("packed", "planar", "tpu_tile", "by_head")
+BY_HEAD = "by_head"
+LAYOUTS = ("packed", "planar", "tpu_tile", BY_HEAD)
 FOREIGN = "foreign"
 """Of rows at steps that somebody else chose: no layout to plan with."""
 
@@ -74,7 +75,7 @@ def block_layout(format: Format, rows: int, layout: str) -> BlockLayout:
         raise SpecError(got=rows, where="rows of a block", allowed="1 or more")
     if format.row_bytes is None:
         raise SpecError(got=format.name, where="format", allowed="a sized format", hint="Call for_dim(dim) first.")
-    place = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile, "by_head": _by_head}[layout]
+    place = {"packed": _packed, "planar": _planar, "tpu_tile": _tpu_tile, BY_HEAD: _by_head}[layout]
     places, buffers = place(format, rows)
     return BlockLayout(format=format, layout=layout, rows=rows, places=tuple(places), buffers=tuple(buffers))
 

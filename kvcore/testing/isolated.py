@@ -1,13 +1,15 @@
 """Requests that come and go in one cache, and what every reader must find in it: their own rows and nobody else's."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.cache import Cache, LayerHandle, Step
-from kvcore.testing.names import CHANNELS, NOBODY, Stream, named_spec, names, streams, whose
+from kvcore.testing.names import NOBODY, Stream, named_spec, names, streams, whose
+from kvcore.testing.tagged_rows import append_layer
 
 if TYPE_CHECKING:
     from kvcore.requests.manager import Request
@@ -94,27 +96,18 @@ class IsolatedRequests:
     def _fill(self, step: Step, order: Sequence[str], after: Mapping[str, list[int]], pads: int) -> None:
         places = [(after[name][p], p) for name in order for p in range(len(self.writers[name]), len(after[name]))]
 
-        def rows(stream: Stream, width: int) -> np.ndarray:
-            found = names(NUMBER[stream], [w for w, _ in places], [p for _, p in places], width)
-            return np.concatenate([found, np.full((pads, width), NOBODY, np.float32)])
+        # An entry carries the name of whoever wrote its last token.
+        closing = [(w, p - 3) for w, p in places if p % 4 == 3]
+
+        def named(of: list[tuple[int, int]], stream: Stream, *shape: int) -> np.ndarray:
+            found = names(NUMBER[stream], [w for w, _ in of], [p for _, p in of], int(np.prod(shape)))
+            return found.reshape(len(of), *shape)
+
+        def rows(stream: Stream, *shape: int) -> np.ndarray:
+            return np.concatenate([named(places, stream, *shape), np.full((pads, *shape), NOBODY, np.float32)])
 
         for layer, spec in enumerate(SPEC.layers):
-            handle = step.layer(layer)
-            if spec.kv is not None:
-                key, value = rows(Stream(layer, "kv", "key"), 8), rows(Stream(layer, "kv", "value"), 4)
-                handle.append_kv(key.reshape(-1, 2, 4), value.reshape(-1, 1, 4))
-                continue
-            handle.append_window(rows(Stream(layer, "window"), CHANNELS))
-            for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
-                append(*(rows(Stream(layer, role, part), 2 * CHANNELS) for part in ("kv", "score")))
-            # An entry carries the name of whoever wrote its last token.
-            closing = [(w, p - 3) for w, p in places if p % 4 == 3]
-            handle.store_entries(
-                *(
-                    names(NUMBER[Stream(layer, role)], [w for w, _ in closing], [p for _, p in closing], CHANNELS)
-                    for role in ("entries", "index_keys")
-                )
-            )
+            append_layer(step.layer(layer), layer, spec, rows, partial(named, closing))
 
     def _look_at_rows(self, step: Step, order: Sequence[str]) -> None:
         for layer, role, component in SPEC.components():

@@ -6,16 +6,17 @@ in the digest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from kvcore.arrays import to_numpy
-from kvcore.cache import Cache, Step
+from kvcore.cache import Cache, LayerHandle, Step
 from kvcore.requests.manager import Request
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
+from kvcore.testing.names import Stream
 
 LIMIT = 64
 """Longest request that rows are made for."""
@@ -57,6 +58,40 @@ def stored_spec() -> CacheSpec:
     return CacheSpec(layers=layers, block_tokens=8, name="stored")
 
 
+def append_layer(
+    handle: LayerHandle | Any,
+    number: int,
+    layer: LayerSpec,
+    rows: Callable[..., Any],
+    closed: Callable[..., Any] | None = None,
+    flush: Mapping[str, Any] | None = None,
+) -> None:
+    """Give one layer of an open step its rows, whatever it is made of, and have stored what closes.
+
+    Args:
+        handle: of the layer.
+        number: of the layer, for its streams.
+        layer: of the spec.
+        rows: (stream, *shape of one token's) -> the step's array [T, *shape].
+        closed: likewise of the entries that the caller compressed, [entries that close, dim]; None: none are stored.
+        flush: options of the flush that follows a tail; None: a tail's rows are not compressed.
+    """
+    if layer.window is not None:
+        handle.append_window(rows(Stream(number, "window"), layer.window.dim))
+    for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
+        tail: Tail | None = getattr(layer, role)
+        if tail is not None:
+            append(*(rows(Stream(number, role, part), tail.width) for part in tail.streams))
+    if layer.kv is not None:
+        parts = layer.kv.parts
+        handle.append_kv(*(rows(Stream(number, "kv", part.name), part.heads, part.format.dim or 0) for part in parts))
+    if layer.tail is not None and flush is not None:
+        handle.flush(**flush)
+    elif closed is not None and layer.entries is not None and layer.entries.share is None:
+        keys = None if layer.index_keys is None else closed(Stream(number, "index_keys"), layer.index_keys.dim)
+        handle.store_entries(closed(Stream(number, "entries"), layer.entries.dim), keys)
+
+
 def feed(cache: Cache, new: Mapping[Request, Sequence[int]], *, reused: bool = False) -> None:
     """One committed step.
 
@@ -74,39 +109,21 @@ def fill(step: Step, new: Sequence[Sequence[int]], *, reused: bool = False) -> N
     Args:
         reused: whoever calls writes other numbers into its arrays as soon as a verb has returned.
     """
-
-    def give(verb: Callable[..., object], *arrays: np.ndarray) -> None:
-        verb(*arrays)
-        if reused:
-            for array in arrays:
-                array.fill(7.0)
-
     told = [key for keys in new for key in keys]
     writers = list(zip(told, to_numpy(step.positions)[: len(told)].tolist(), strict=True))
     for number, layer in enumerate(step.cache.spec.all_layers):
-        handle = step.layer(number)
-
-        def rows(role: str, *shape: int, number: int = number, writers=writers) -> np.ndarray:
-            found = [_table(key, number, role, int(np.prod(shape)))[position] for key, position in writers]
-            return np.array(found, np.float32).reshape(len(writers), *shape)
-
-        if layer.window is not None:
-            give(handle.append_window, rows("window", layer.window.dim))
-        if layer.kv is not None:
-            keys, values = layer.kv.parts
-            give(
-                handle.append_kv,
-                rows("keys", keys.heads, keys.format.dim or 0),
-                rows("values", values.heads, values.format.dim or 0),
-            )
-        if layer.tail is not None:
-            give(handle.append_tail, rows("kv", layer.tail.width), rows("score", layer.tail.width))
-            if layer.index_tail is not None:
-                width = layer.index_tail.width
-                give(handle.append_index_tail, rows("index kv", width), rows("index score", width))
-            handle.flush(rope=ROPE)
-        elif layer.entries is not None:
-            give(handle.store_entries, _entries(number, layer, writers))
+        # An entry that the caller compressed is a function of who wrote its last token.
+        ratio = 1 if layer.entries is None else layer.entries.ratio
+        closing = [(key, position) for key, position in writers if (position + 1) % ratio == 0]
+        handle: Any = step.layer(number)
+        append_layer(
+            _Reusing(handle) if reused else handle,
+            number,
+            layer,
+            partial(_rows, writers),
+            partial(_rows, closing),
+            {"rope": ROPE},
+        )
 
 
 def written(cache: Cache, keys: Sequence[int]) -> Request:
@@ -116,13 +133,29 @@ def written(cache: Cache, keys: Sequence[int]) -> Request:
     return request
 
 
-def _entries(number: int, layer: LayerSpec, writers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Entries that the caller compressed: each is a function of who wrote its last token."""
-    entries = layer.entries
-    assert entries is not None
-    closing = [(key, position) for key, position in writers if (position + 1) % entries.ratio == 0]
-    found: list[Any] = [_table(key, number, "entries", entries.dim)[position] for key, position in closing]
-    return np.array(found, np.float32).reshape(len(closing), entries.dim)
+class _Reusing:
+    """A layer whose caller writes other numbers into its arrays as soon as a verb has returned."""
+
+    def __init__(self, handle: LayerHandle) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._handle, name)
+
+        def run(*arrays: Any, **options: Any) -> None:
+            verb(*arrays, **options)
+            for array in arrays:
+                if array is not None:
+                    array.fill(7.0)
+
+        return run
+
+
+def _rows(writers: Sequence[tuple[int, int]], stream: Stream, *shape: int) -> np.ndarray:
+    """Rows [n, *shape] of a stream by who wrote them, and where."""
+    name = f"{stream.role} {stream.part}"
+    found = [_table(key, stream.layer, name, int(np.prod(shape)))[position] for key, position in writers]
+    return np.array(found, np.float32).reshape(len(writers), *shape)
 
 
 @lru_cache(maxsize=4096)

@@ -16,8 +16,10 @@ import numpy as np
 import kvcore
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.portable.rows import owned
-from kvcore.spec import CacheSpec
+from kvcore.spec import CacheSpec, LayerSpec
+from kvcore.testing.names import Stream
 from kvcore.testing.operations import Operation, operations_of, run_all
+from kvcore.testing.tagged_rows import append_layer
 from tests.reliability import command
 from tests.support import scene
 
@@ -298,22 +300,17 @@ def fill(step: Any, marks: np.ndarray, numbers: Sequence[int]) -> None:
         return np.concatenate([rows, np.full((total - len(rows), *rows.shape[1:]), np.nan, np.float32)])
 
     for layer, spec in enumerate(step.cache.spec.layers):
-        handle = step.layer(layer)
-        if spec.window is not None:
-            handle.append_window(padded(rows_of(marks, numbers, layer, "window")))
-        for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
-            tail = getattr(spec, role)
-            if tail is not None:
-                halves = [rows_of(marks, numbers, layer, role)]
-                if tail.overlap:
-                    halves = [rows_of(marks, numbers, layer, role, CARRY), *halves]
-                kv = padded(np.concatenate(halves, axis=1))
-                append(kv, np.zeros_like(kv))
-        if spec.tail is not None:
-            handle.flush()
-        if spec.kv is not None:
-            k, v = (padded(rows_of(marks, numbers, layer, "kv", add))[:, None] for add in (0, VALUES))
-            handle.append_kv(k, v)
+
+        def rows(stream: Stream, *shape: int, spec: LayerSpec = spec) -> np.ndarray:
+            if stream.part == "score":
+                return padded(np.zeros((len(numbers), *shape), np.float32))
+            overlaps = stream.role.endswith("tail") and getattr(spec, stream.role).overlap
+            halves = [rows_of(marks, numbers, stream.layer, stream.role, VALUES if stream.part == "value" else 0)]
+            if overlaps:
+                halves = [rows_of(marks, numbers, stream.layer, stream.role, CARRY), *halves]
+            return padded(np.concatenate(halves, axis=1).reshape(len(numbers), *shape))
+
+        append_layer(step.layer(layer), layer, spec, rows, flush={})
 
 
 def gathered(handle: Any, role: str) -> list[np.ndarray]:

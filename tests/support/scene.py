@@ -9,12 +9,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import kvcore
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.testing.names import Stream
+from kvcore.testing.tagged_rows import append_layer
 
 CARRY = 100.0
 DIM = 8
@@ -136,30 +139,22 @@ def fill(step: Any, values: Sequence[float], *, gate: float = 0.0, filler: float
 
 
 def fill_layer(handle: Any, layer: LayerSpec, tokens: np.ndarray, *, gate: float = 0.0) -> None:
-    """Give one layer its rows."""
-    if layer.window is not None:
-        handle.append_window(filled(tokens, layer.window.dim))
-    for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
-        tail = getattr(layer, role)
-        if tail is not None:
-            kv = filled(tokens, tail.dim)
-            kv = np.concatenate([kv + np.float32(CARRY), kv], axis=1) if tail.overlap else kv
-            append(kv, np.full(kv.shape, gate, np.float32))
-    if layer.tail is not None:
-        handle.flush()
-    elif layer.entries is not None and layer.entries.share is None:
-        store(handle, layer)
-    if layer.kv is not None:
-        keys, values = layer.kv.parts
-        handle.append_kv(filled(tokens, keys.heads, keys.format.dim), -filled(tokens, values.heads, values.format.dim))
+    """Give one layer its rows; entry i of the n-th request is 1000·n + i where the caller compresses."""
+    append_layer(handle, 0, layer, partial(_rows, layer, tokens, gate), partial(_closed, handle), {})
 
 
-def store(handle: Any, layer: LayerSpec) -> None:
-    """Entries by the caller: entry i of the n-th request holds 1000·n + i."""
+def _rows(layer: LayerSpec, tokens: np.ndarray, gate: float, stream: Stream, *shape: int) -> np.ndarray:
+    rows = filled(tokens, *shape)
+    if stream.part == "score":
+        return np.full(rows.shape, gate, np.float32)
+    if stream.role.endswith("tail") and getattr(layer, stream.role).overlap:
+        rows[:, : shape[0] // 2] += np.float32(CARRY)
+    return -rows if stream.part == "value" else rows
+
+
+def _closed(handle: Any, _: Stream, dim: int) -> np.ndarray:
     requests, entries = (kvcore.to_numpy(array) for array in handle.closed)
-    values = 1000.0 * requests + entries
-    keys = None if layer.index_keys is None else filled(values, layer.index_keys.dim)
-    handle.store_entries(filled(values, layer.entries.dim), keys)
+    return filled(1000.0 * requests + entries, dim)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 import kvcore
-from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Window
+from kvcore.testing.names import Stream
+from kvcore.testing.tagged_rows import append_layer
 from tests.support import scene
 
 ROPE = Rope(dim=4, theta=10000.0)
@@ -97,31 +99,28 @@ def feed(step: Any, tokens: Sequence[int], *, main: bool = True, drafts: bool = 
 
 def feed_layer(handle: Any, layer: LayerSpec, number: int, tokens: Sequence[int], positions: np.ndarray) -> None:
     """Give one layer its rows, and compress what closes."""
-    if layer.window is not None:
-        handle.append_window(rows(f"w{number}", tokens, positions, layer.window.dim))
-    for role, append in (("tail", handle.append_tail), ("index_tail", handle.append_index_tail)):
-        tail: Tail | None = getattr(layer, role)
-        if tail is not None:
-            append(*(rows(f"{stream}{role}{number}", tokens, positions, tail.width) for stream in ("kv", "score")))
+
+    def own(stream: Stream, *shape: int) -> np.ndarray:
+        return rows(_name(stream), tokens, positions, *shape)
+
+    def closed(stream: Stream, dim: int) -> np.ndarray:
+        # Compressed elsewhere: they follow from their own number alone, so only for histories that agree.
+        entries = kvcore.to_numpy(handle.closed.entry_index)
+        return rows(_name(stream), entries, entries, dim)
+
+    flush: dict[str, Any] = {"rope": ROPE}
     if layer.tail is not None:
-        weight = np.linspace(0.5, 1.5, layer.entries.dim, dtype=np.float32)
-        index_weight = (
-            None if layer.index_tail is None else np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
-        )
-        handle.flush(norm_weight=weight, rope=ROPE, index_norm_weight=index_weight)
-    elif layer.entries is not None and layer.entries.share is None:
-        _store(handle, layer, number)
-    if layer.kv is not None:
-        keys, values = layer.kv.parts
-        k = rows(f"k{number}", tokens, positions, keys.heads, keys.format.dim)
-        handle.append_kv(k, rows(f"v{number}", tokens, positions, values.heads, values.format.dim))
+        flush["norm_weight"] = np.linspace(0.5, 1.5, layer.entries.dim, dtype=np.float32)
+    if layer.index_tail is not None:
+        flush["index_norm_weight"] = np.linspace(1.5, 0.5, layer.index_tail.dim, dtype=np.float32)
+    append_layer(handle, number, layer, own, closed, flush)
 
 
-def _store(handle: Any, layer: LayerSpec, number: int) -> None:
-    """Entries compressed elsewhere: they follow from their own number alone, so only for histories that agree."""
-    entries = kvcore.to_numpy(handle.closed.entry_index)
-    keys = None if layer.index_keys is None else rows(f"i{number}", entries, entries, layer.index_keys.dim)
-    handle.store_entries(rows(f"e{number}", entries, entries, layer.entries.dim), keys)
+def _name(stream: Stream) -> str:
+    """What salts a stream's rows; golden files hold them."""
+    if stream.role.endswith("tail"):
+        return f"{stream.part}{stream.role}{stream.layer}"
+    return f"{(stream.part or stream.role)[0]}{stream.layer}"
 
 
 def tell(cache: kvcore.Cache, new: Mapping[kvcore.Request, Sequence[int]], **layers: bool) -> None:
