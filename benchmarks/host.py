@@ -104,7 +104,7 @@ class Clock:
 class Scene:
     """A cache with a history, and what a model's projections would give for one token of every request."""
 
-    def __init__(self, device: str, requests: int, history: int, pool: int = 1) -> None:
+    def __init__(self, device: str, requests: int, history: int, pool: int = 1, canary: int = 0) -> None:
         tiny, stub = device == "cpu", device == "stub"
         device = "cpu" if stub else device
         make = presets.deepseek_v4_flash_tiny if tiny else presets.deepseek_v4_flash
@@ -117,6 +117,7 @@ class Scene:
             max_requests=requests,
             max_tokens=requests * (history + 512) * pool,
             max_request_tokens=history + 512,
+            canary=canary or False,
         )
         self.held = [self.cache.admit() for _ in range(requests)]
         for request in self.held:

@@ -8,8 +8,11 @@ import torch
 
 from kvcore import parity
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.check_words import table_hash
 from kvcore.conformance.specs import conformance_spec
 from kvcore.kernels.triton import shape
+from kvcore.ops import canary
+from kvcore.ops.canary import Asked
 from kvcore.parity.show import failure_text
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
@@ -19,7 +22,7 @@ from tests.device import check_attention, check_classic, check_indexer
 from tests.device.check_cuda import reference_rows
 from tests.device.check_flush import flush_problems
 from tests.device.checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
-from tests.support import stories
+from tests.support import scene, stories
 
 
 def formats(names):
@@ -139,7 +142,62 @@ def aborted():
         yield where, "" if found == want and known else f"{least}, {len(reads)} reads"
 
 
+def check_words():
+    """Check words that a launch writes are those of the host, and what it finds is what the host finds."""
+    random = np.random.default_rng(9)
+    sharded = scene.classic("ring", window=5, key_format="fp16", value_dim=3)
+    whole = LayerSpec(window=Window(dim=512, window=9, format="v4_584"), entries=Entries(dim=512, ratio=4))
+    specs = {
+        "latent": (stories.LATENT, "packed"),
+        "planes": (stories.LATENT, "planar"),
+        "copies": (CacheSpec(layers=[sharded, scene.classic()], block_tokens=8), "by_head"),
+        "whole words": (CacheSpec(layers=[whole], block_tokens=16), "packed"),
+    }
+    for name, (spec, layout) in specs.items():
+        plan = plan_cache(spec, max_requests=3, max_tokens=128, layout=layout, canary=2)
+        ops = TritonOps(plan)
+        pools = ops.allocate()
+        for pool in pools.values():
+            pool[:] = torch.from_numpy(random.integers(0, 256, pool.shape, np.uint8))
+        rows = [StepRequest(2, 20, 1, [0, 1, 2, 6]), StepRequest(0, 9, 1, [4, 3, 5, 7])]
+        index = ops.index(build_index(rows, max_blocks=plan.max_blocks, pad_requests=3))
+        spans = []
+        for kind in range(1 + max(watched.kind for watched in plan.watched)):
+            held = next(watched.regions[0].rows for watched in plan.watched if watched.kind == kind)
+            spans += [[0, 0], [0, 0], [4, 3], [4 + min(4, held), 3 + min(4, held)]]
+        hashes = [table_hash(row.blocks) for row in rows]
+        numbers = np.array([[2, 0], [20, 9], [21, 10], hashes, *spans], np.int64).astype(np.uint32).view(np.int32)
+        near = {key: pool.clone() for key, pool in pools.items()}
+
+        def both(ops=ops, plan=plan, pools=pools, near=near, index=index, numbers=numbers):
+            _, found = ops.watch(pools, index, Asked(numbers, 4))
+            _, known = canary.watch(plan, near, index, Asked(numbers, 4))
+            return found.read(), sorted(known.read())
+
+        sealed = both()
+        same = all(torch.equal(pools[key], near[key]) for key in near)
+        yield f"{name}, sealed", "" if same and sealed == ([], []) else f"{sealed}, or other words"
+        # What was sealed is looked at.
+        numbers[4::4], numbers[5::4] = numbers[6::4], numbers[7::4]
+        numbers[6::4] = numbers[7::4] = 0
+        seen = both()
+        yield f"{name}, looked at", "" if seen == ([], []) else f"{seen}"
+        for region in plan.regions:
+            for key, _ in region.buffers.values():
+                pools[key][:, ::7] ^= 64
+                near[key].copy_(pools[key])
+        found, known = both()
+        yield f"{name}, perturbed", "" if found == known and len(found) > len(plan.watched) else f"{found}, not {known}"
+        numbers[3, 1] += 1
+        numbers[1, 0] -= 1
+        found, known = both()
+        # The host looks no further where an index is wrong.
+        index_alone = [fault for fault in found if fault[0] < 0]
+        yield f"{name}, index", "" if index_alone == known == [(-4, 1, 0), (-2, 0, 0)] else f"{found}, not {known}"
+
+
 GROUPS = {
+    "check words": check_words,
     "attention": lambda: check_attention.small("cpu"),
     "classic attention": lambda: check_classic.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),

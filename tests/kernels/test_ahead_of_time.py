@@ -9,7 +9,8 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvcore.kernels.triton import append, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
+from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
+from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
@@ -156,6 +157,14 @@ def test_rows_of_rings_compile(copies, arch, record):
     for back in (True, False):
         what = f"{copies} copies, {back}"
         check(record, what, units.ring_rows_kernel, arch, {**constants, "BACK": back}, types=types)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rows_beside_their_check_words_compile(narrow, arch, record):
+    launched = canary_launch._watch(narrow)
+    types = dict.fromkeys(("roles", "pieces"), "i64")
+    check(record, f"narrow {narrow}", canary.watch_kernel, arch, launched.constants, warps=launched.warps, types=types)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -22,6 +22,7 @@ GROUPS = [
     "rotated append",
     "whole units",
     "aborted steps",
+    "check words",
     "pages of exports",
     "strips in the kit",
     "merge of shards",

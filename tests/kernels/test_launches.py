@@ -151,6 +151,10 @@ GIVEN = {
     "digest_lanes": {"salt": 5},
     "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},
     "join_shards": {},
+    "watch_rows": {
+        "asked": Named("asked", (4096,)), "requests": Q, "sample": 16, "most": 8, "narrow": False,
+        "roles": Named("roles", (5, 11)), "pieces": Named("pieces", (9, 10)),
+    },
     "flash_rows": {"sizes": [128, 130, 64, 4, 64]},
 }  # fmt: skip
 """What is no array, or another than is meant by its name."""

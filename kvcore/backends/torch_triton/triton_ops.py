@@ -12,6 +12,7 @@ import torch
 
 from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
+from kvcore.backends.torch_triton.canary import Watcher
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.replay import Replayed, Seen
 from kvcore.backends.torch_triton.rings import Rings
@@ -99,6 +100,7 @@ class TritonOps(TorchOps):
         self.fresh: dict[str, Any] = {}
         self.seen = Seen(self.torch_device)
         self._rings = Rings(plan, device)
+        self._watcher = Watcher(plan, device)
         self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)
         self.ways: dict[str, dict[int | None, Any]] = {name: {} for name in KERNELS}
@@ -203,6 +205,11 @@ class TritonOps(TorchOps):
     def read_rings(self, pools: Any, rings: Any, index: Any) -> Any:
         """What ``read_ring`` reads of many rings (layer, role), in one launch; for ``restore_rings``."""
         return self._rings.read(pools, rings, index)
+
+    @recording_nothing
+    def watch(self, pools: Any, index: Any, asked: Any) -> Any:
+        """Compare sampled rows of all layers with their check words, and give new ones theirs, in one launch."""
+        return self._watcher.watch(pools, index, asked)
 
     @recording_nothing
     def restore_rings(self, pools: Any, rings: Any, index: Any, saved: Any) -> Any:

@@ -1,13 +1,24 @@
 """Launches of the Triton kernels, said once for every framework of arrays; ``launching`` tells what one is made of.
 
 ``LAUNCHES`` has all by name, family by family: the write path (``write``), gathers (``read``), the flush (``flush``),
-attention (``attention``, ``kv_attention``), the indexer (``indexer``, ``topk``), bytes that move (``units``), and what
-is made of others' answers (``answers``).
+attention (``attention``, ``kv_attention``), the indexer (``indexer``, ``topk``), bytes that move (``units``), what
+is made of others' answers (``answers``), and rows beside their check words (``canary``).
 """
 
-from kvcore.kernels.triton.launches import answers, attention, flush, indexer, kv_attention, read, topk, units, write
+from kvcore.kernels.triton.launches import (
+    answers,
+    attention,
+    canary,
+    flush,
+    indexer,
+    kv_attention,
+    read,
+    topk,
+    units,
+    write,
+)
 from kvcore.kernels.triton.launches.launching import LAUNCHES
 
-FAMILIES = write, read, flush, attention, kv_attention, indexer, topk, units, answers
+FAMILIES = write, read, flush, attention, kv_attention, indexer, topk, units, answers, canary
 
 __all__ = ["FAMILIES", "LAUNCHES"]
