@@ -24,6 +24,10 @@ MOST_REQUESTS = 16
 """Requests up to which a loop over them is quicker than addresses for every row."""
 
 
+SEVERAL = 3
+"""Single rows up to which copying one by one is quicker than by addresses."""
+
+
 class HostStep:
     """Lists by request of what a ``StepIndex`` holds, and what follows from them.
 
@@ -278,9 +282,34 @@ def append(ops, pools, regions, index, arrays) -> list[tuple[Any, Any]]:
         there = None if stored is None else row_indices(region, ops.host(index), stored, every=False)
         if stored is None or there is None:
             left.append((region, values))
-        else:
+            continue
+        scattered = single_rows(ops.host(index), stored, there)
+        if scattered is None:
             write(values, stored.rows, there)
+        else:
+            write_scattered(values, stored.rows, scattered)
     return left
+
+
+def single_rows(host, stored: Lines, places: list[RowIndex]) -> torch.Tensor | None:
+    """The lines of a step's tokens where each of several requests brings one row; None where runs are copied."""
+    key = single_rows, stored.kind
+    if key not in host.kept:
+        each = len(places) > SEVERAL and all(one.count == 1 and one.token == at for at, one in enumerate(places))
+        once = all(len(one.copies[0]) == stored.rows.ndim for one in places)
+        every = each and once and len(places) == sum(host.lengths) - sum(host.starts)
+        host.kept[key] = torch.tensor([one.line for one in places]) if every else None
+    return host.kept[key]
+
+
+def write_scattered(values, rows, lines_of_rows) -> None:
+    """As ``write``, of values [T, heads, dim] that lie in as many lines, by one operation for all."""
+    if values.dtype == rows.dtype:
+        numbers = torch.nan_to_num(values, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+    else:
+        numbers = within(values, PLAIN[rows.dtype]).to(rows.dtype)
+        numbers.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+    rows.index_copy_(0, lines_of_rows, numbers)
 
 
 def append_and_view(ops, pools, layer, index, k, v, columns):
@@ -429,6 +458,8 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
     if not host.few or unlike(keys, values):
         return None
     component = ops.component(layer, "kv")
+    stored = [lines(ops, pools, region) for region in (keys, values)]
+    single = one_token_places(stored, (keys, values), component, host)
     outs, logs_of, token = [], [], 0
     for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
         new = length - start
@@ -439,8 +470,11 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
             mine = (
                 q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
             )
-            where = index, request, start, host.padding[request]
-            found = one_request(ops, pools, component, (keys, values), where, mine, scale)
+            if new == 1 and single is not None:
+                found = one_token(stored, single[request], mine, scale)
+            else:
+                where = index, request, start, host.padding[request]
+                found = one_request(ops, pools, component, (keys, values), where, mine, scale)
             if found is None:
                 return None
             total, logs = found
@@ -449,9 +483,57 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
             outs.append(total.to(q.dtype))
             logs_of.append(logs)
         token += new
-    if len(outs) == 1:
-        return Attention(outs[0], logs_of[0])
-    return Attention(torch.cat(outs), torch.cat(logs_of)) if outs else None
+    if not outs:
+        return None
+    out, logs = (outs[0], logs_of[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(logs_of))
+    return Attention(out, logs) if single is None or finite(logs) else None
+
+
+def finite(logs) -> bool:
+    """Whether no log-sum-exp is infinite, nor NaN, which is the largest if there is one; -inf is of no key at all."""
+    return not logs.numel() or logs.max().item() < torch.inf
+
+
+def one_token_places(stored, regions, component, host) -> list[list[tuple[Any, Any]]] | None:
+    """Request by request the views of keys and values [1, heads, n, dim] that one new token sees, in pieces.
+
+    Empty for requests of other numbers of tokens; None: rows are decoded, or don't lie alike. Worked out once for all
+    layers whose rows lie alike.
+    """
+    keys, values = stored
+    if keys is None or values is None:
+        return None
+    key = one_token_places, keys.kind, values.kind, component
+    if key not in host.kept:
+        found: list[list[tuple[Any, Any]]] | None = []
+        for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
+            places = []
+            if length == start + 1 and length > host.padding[request]:
+                first = component.first_visible(start, host.padding[request])
+                for low, high, at in pieces(regions, stored, host, request, first, length):
+                    if None in at:
+                        host.kept[key] = None
+                        return None
+                    places.append(tuple(piece_place(*one, high - low) for one in zip(stored, at, strict=True)))
+            found.append(places)
+        host.kept[key] = found
+    return host.kept[key]
+
+
+def piece_place(stored: Lines, line: int, count: int) -> Place:
+    """The view [1, heads, count, dim] of rows from ``line`` on."""
+    (_, heads, dim), (row, head, channel) = stored.rows.shape, stored.rows.stride()
+    return (1, heads, count, dim), (0, head, row, channel), stored.rows.storage_offset() + line * row
+
+
+def one_token(stored, places, q, scale):
+    """As ``one_request`` for one token q [1, key heads, group, dim], whose numbers are looked at by the caller."""
+    total = logs = None
+    for place_of_keys, place_of_values in places:
+        k, v = stored[0].rows.as_strided(*place_of_keys), stored[1].rows.as_strided(*place_of_values)
+        part, part_logs = fused(q, k.to(torch.float32), v.to(torch.float32), scale=scale)
+        total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
+    return total.flatten(1, 2), logs.flatten(1, 2)
 
 
 def unlike(keys, values) -> str:
