@@ -434,6 +434,43 @@ TABLE = {
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
         ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
     ],
+    "store/requests.py": [
+        ("        if rings and not store.has(key):\n", "        if False:\n", "states are never stored"),
+        (
+            "            count -= 1\n    return count",
+            "            break\n    return count",
+            "windows of another length are taken",
+        ),
+        ("if page is not None and len(page) == size else None", "", "pages of any size are taken"),
+        ("        first += each * size\n", "", "all components get the first one's rows"),
+    ],
+    "store/seal.py": [
+        ("        plain = xxhash.xxh3_128(key)\n", "        plain = xxhash.xxh3_128()\n", "another's page is taken"),
+        ("hmac.compare_digest(expected, bytes(data[: HEAD.size]))", "True", "nothing is verified"),
+        ("        if self._secret is not None:\n", "        if False:\n", "nobody needs the secret"),
+    ],
+    "store/store.py": [
+        ("                tier.remove(key)\n", "                pass\n", "damaged pages stay"),
+        (
+            "                    events += self._put(number + 1, lost, held)\n",
+            "                    pass\n",
+            "what goes is lost",
+        ),
+        (
+            "                        events += self._put(0, key, bytes(data))\n",
+            "                        pass\n",
+            "pages stay far away",
+        ),
+    ],
+    "store/tiers.py": [
+        ("                self._pages.move_to_end(key)\n", "                pass\n", "use does not count"),
+        ("                self._drop(oldest)\n", "                break\n", "a tier grows beyond its capacity"),
+        (
+            "        write_whole(self._disk, path, (data,))\n",
+            "        path.write_bytes(data)\n",
+            "files are written in place",
+        ),
+    ],
     "adoption/pages.py": [
         (
             "            kind.write(table,",

@@ -1,0 +1,195 @@
+"""Requests of a cache in a store: a page for every full block under the key of its prefix, and states beside them.
+
+A block's page has the rows of all its components in canonical order; a state, those of windows and tails at a block's
+end. Whoever asks with the same tokens, spec and salt finds them: other layouts, backends and processes too.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcore.cache.cache import Cache
+from kvcore.errors import ShapeError
+from kvcore.plan import row_bytes
+from kvcore.portable.record import RequestRecord
+from kvcore.portable.rows import Content, HostRows, owned, read_rows
+from kvcore.requests.manager import Request
+from kvcore.requests.prefix import chain, point_key, seed_of
+from kvcore.requests.tokens import check_salt, token_ids
+from kvcore.spec import CacheSpec, Component
+from kvcore.store.store import About, BlockStore
+
+Key = tuple[int, str]
+
+
+def keys_of(spec: CacheSpec, tokens: Sequence[int], salt: str | None = None) -> list[bytes]:
+    """The keys of all full blocks of some tokens."""
+    return list(chain(seed_of(spec), tokens, spec.block_tokens, salt))
+
+
+def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt: str | None = None) -> int:
+    """Put a request's full blocks into a store, those that are not there yet, and the states that it has.
+
+    Args:
+        store: where.
+        cache: whose request.
+        request: of at least one block; windows and tails can be restored where a block ends at its present length, or
+            at a checkpoint that is kept.
+        tokens: its ids.
+        salt: under which alone they are found.
+
+    Returns:
+        Tokens that are there now.
+
+    Raises:
+        ShapeError: fewer ids than the request has tokens. RequestError: stale or foreign.
+    """
+    spec, salt = cache.spec, check_salt(salt, "store.save: salt")
+    ids = token_ids(tokens, "store.save: tokens")
+    state = cache._state
+
+    def read(held: Any) -> tuple[int, dict[Key, HostRows], dict[int, Content]]:
+        held.manager.check(request)
+        held.check_whole(request, "store.save")
+        row = held.row(request)
+        if len(ids) < row.length:
+            raise ShapeError(got=f"{len(ids)} ids", where="store.save: tokens", allowed=f"{row.length}, the request's")
+        rows = read_rows(state.ops, state.pools, row, row.length)
+        states = {length: content for length, content in held.kept_states(request) if _aligned(spec, length)}
+        if _aligned(spec, row.length):
+            states[row.length] = rows
+        return row.length, rows, states
+
+    length, rows, states = cache.exclusive("store.save", read)
+    keys = keys_of(spec, ids[:length], salt)
+    paged, rings = _components(spec)
+    block = spec.block_tokens
+    for number, key in enumerate(keys):
+        if not store.has(key):
+            about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
+            store.put(key, b"".join(_block(spec, rows, paged, number)), about)
+    for at, content in states.items():
+        key = point_key(keys[at // block - 1], [], salt)
+        if rings and not store.has(key):
+            store.put(key, b"".join(content[one].rows.tobytes() for one in rings))
+    return len(keys) * block
+
+
+def find(store: BlockStore, spec: CacheSpec, tokens: Any, *, salt: str | None = None) -> int:
+    """How many of the tokens a store has, as far as can be said without reading a page."""
+    ids, salt = token_ids(tokens, "store.find: tokens"), check_salt(salt, "store.find: salt")
+    return _found(store, spec, keys_of(spec, ids, salt), salt) * spec.block_tokens
+
+
+def load(
+    store: BlockStore, cache: Cache, tokens: Any, *, salt: str | None = None, into: Request | None = None
+) -> Request | None:
+    """A request with the longest prefix that a store has, verified; None where it has none.
+
+    A page that is damaged is not used, nor any behind it.
+
+    Args:
+        store: from where.
+        cache: into which.
+        tokens: the prompt's ids. All of them may be there: give one less to have the last one computed.
+        salt: as saved.
+        into: a request without tokens to fill, of an adopted cache with its blocks.
+
+    Raises:
+        OutOfSlots, OutOfBlocks: no room. Nothing is changed.
+    """
+    spec, salt = cache.spec, check_salt(salt, "store.load: salt")
+    ids = token_ids(tokens, "store.load: tokens")
+    keys = keys_of(spec, ids, salt)
+    paged, rings = _components(spec)
+    pages: list[memoryview] = []
+    count = _found(store, spec, keys, salt)
+    while count:
+        while (
+            len(pages) < count and (page := _sized(store.get(keys[len(pages)]), _page_bytes(spec, paged))) is not None
+        ):
+            pages.append(page)
+        held: Any = b""
+        if rings and len(pages) == count:
+            held = _sized(store.get(point_key(keys[count - 1], [], salt)), _state_bytes(spec, rings, count))
+        if len(pages) >= count and held is not None:
+            break
+        count = _found(store, spec, keys[: min(count - (held is None), len(pages))], salt)
+        pages = pages[:count]
+    else:
+        return None
+    length = count * spec.block_tokens
+    content = {**_blocks(spec, paged, pages[:count]), **_state(rings, held, length)}
+    state = cache._state
+    left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
+    return cache.exclusive("store.load", lambda held: held.restore(left, content, into, salt=salt))
+
+
+def _aligned(spec: CacheSpec, length: int) -> bool:
+    return length > 0 and length % spec.block_tokens == 0
+
+
+def _components(spec: CacheSpec) -> tuple[dict[Key, Component], dict[Key, Component]]:
+    """(those in blocks, those in slots) by (layer, role)."""
+    each = {(layer, role): component for layer, role, component in owned(spec)}
+    paged = {key: component for key, component in each.items() if component.growth == "block"}
+    return paged, {key: component for key, component in each.items() if key not in paged}
+
+
+def _found(store: BlockStore, spec: CacheSpec, keys: Sequence[bytes], salt: str | None) -> int:
+    """Blocks that can be restored, as far as can be said without reading a page."""
+    count = store.longest(keys)
+    if _components(spec)[1]:
+        while count and not store.has(point_key(keys[count - 1], [], salt)):
+            count -= 1
+    return count
+
+
+def _sized(page: memoryview | None, size: int) -> memoryview | None:
+    """A page of so many bytes: others are somebody's under a key of ours."""
+    return page if page is not None and len(page) == size else None
+
+
+def _page_bytes(spec: CacheSpec, paged: Mapping[Key, Component]) -> int:
+    return sum(spec.block_tokens // one.tokens_per_row * row_bytes(one) for one in paged.values())
+
+
+def _state_bytes(spec: CacheSpec, rings: Mapping[Key, Component], blocks: int) -> int:
+    return sum(len(one.live(blocks * spec.block_tokens)) * row_bytes(one) for one in rings.values())
+
+
+def _block(spec: CacheSpec, rows: Mapping[Key, HostRows], paged: Mapping[Key, Component], number: int) -> list[bytes]:
+    found: list[bytes] = []
+    for key, component in paged.items():
+        each = spec.block_tokens // component.tokens_per_row
+        found.append(rows[key].rows[number * each : (number + 1) * each].tobytes())
+    return found
+
+
+def _blocks(spec: CacheSpec, paged: Mapping[Key, Component], pages: Sequence[memoryview]) -> dict[Key, HostRows]:
+    """Rows of all components of some blocks."""
+    content: dict[Key, HostRows] = {}
+    first = 0
+    for key, component in paged.items():
+        each, size = spec.block_tokens // component.tokens_per_row, row_bytes(component)
+        parts = [np.frombuffer(page, np.uint8, each * size, first).reshape(each, size) for page in pages]
+        rows = np.concatenate(parts) if parts else np.empty((0, size), np.uint8)
+        step = component.tokens_per_row
+        content[key] = HostRows(rows, range(0, len(rows) * step, step))
+        first += each * size
+    return content
+
+
+def _state(rings: Mapping[Key, Component], held: Any, length: int) -> dict[Key, HostRows]:
+    """Rows of windows and tails at a length."""
+    content: dict[Key, HostRows] = {}
+    first = 0
+    for key, component in rings.items():
+        live, size = component.live(length), row_bytes(component)
+        rows = np.frombuffer(held, np.uint8, len(live) * size, first).reshape(len(live), size).copy()
+        content[key] = HostRows(rows, list(live))
+        first += len(live) * size
+    return content
