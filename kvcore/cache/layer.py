@@ -38,6 +38,7 @@ from kvcore.ops.arguments import (
     check_array,
     check_finite,
     check_float,
+    check_index_query,
     check_indices,
     check_number,
     check_rope,
@@ -303,7 +304,9 @@ class LayerHandle:
     def index_scores(self, q: Given, weights: Given) -> Array:
         """Indexer scores: q [T, H, d], weights [T, H] -> [T, n] fp32, -inf where an entry is not visible.
 
-        ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate.
+        ``sum_h weights_h * relu(q_h . key_s)``; rotated key formats have q rotated here, callers never rotate. Queries
+        may be e4m3, which FP8 tensor cores multiply with e4m3 keys as they are stored: their scales are then part of
+        the weights.
         """
         _, q, weights, columns = self._indexed("index_scores", q, weights)
         return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
@@ -652,7 +655,7 @@ class LayerHandle:
         """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""
         keys: IndexKeys = self._component("index_keys", IndexKeys)
         self._require_entries("index_keys", verb)
-        q = check_float(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
+        q = check_index_query(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
         weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
         memo, key = self._context.memo, ("keys", keys.ratio)
         if key not in memo:

@@ -50,6 +50,7 @@ class Shape(NamedTuple):
 
 FP32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 SHAPES: tuple[Shape, ...] = (
     Shape("no_tokens", lambda s: ((s.full // 2 + s.ratio, 0), (0, 0)), FP32),

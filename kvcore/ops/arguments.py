@@ -22,6 +22,7 @@ from kvcore.spec.components import Component
 
 Array = Any
 FLOATS = ("float32", "bfloat16")
+E4M3 = "float8_e4m3fn"
 INTEGERS = ("int32", "int64")
 
 
@@ -80,6 +81,14 @@ def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...
     """A float input to be stored or attended with, that no gradient is asked of: fp32, or bf16 unless ``only_fp32``."""
     found = check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
     if found is not array:  # a backend's own array passes through, unless something is recorded of it
+        check_constant(array, where)
+    return found
+
+
+def check_index_query(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...]) -> Array:
+    """Queries of an indexer, fp32, bf16 or e4m3 without scales: what those were is part of the weights."""
+    found = check_array(ops, array, where, shape, (*FLOATS, E4M3))
+    if found is not array:
         check_constant(array, where)
     return found
 

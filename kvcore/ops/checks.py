@@ -20,6 +20,7 @@ from kvcore.ops.arguments import (
     check_array,
     check_constant,
     check_float,
+    check_index_query,
     check_integers,
     check_number,
     check_rope,
@@ -189,7 +190,8 @@ def _query(call: Call, value: Any) -> Any:
     """Queries [T, H, d] against the keys of the verb's role."""
     component: Any = call.component(*LAYERS[call.verb])
     classic = component is call.spec.kv
-    q = check_float(call.ops, value, call.where, (call.tokens, None, component.key_dim if classic else component.dim))
+    check = check_index_query if component is call.spec.index_keys else check_float
+    q = check(call.ops, value, call.where, (call.tokens, None, component.key_dim if classic else component.dim))
     call.heads = q.shape[1]
     for part in component.parts if classic else ():
         if q.shape[1] % part.heads:

@@ -221,7 +221,11 @@ class RequiredOps(Protocol):
         *,
         columns: int | None = None,
     ) -> Float[Array, "tokens columns"]:
-        """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
+        """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m.
+
+        Queries are fp32, bf16, or e4m3 without their scales, which are part of the weights then: FP8 tensor cores
+        multiply those with e4m3 keys as they are stored.
+        """
         ...
 
     @abstractmethod

@@ -39,7 +39,9 @@ class Named:
 class Recorder:
     """A framework whose launches are looked at: (kernel, grid, arrays and numbers by the kernel's names for them)."""
 
-    float32, bfloat16, int64, int32, int8, flag = "float32", "bfloat16", "int64", "int32", "int8", "bool"
+    float32, bfloat16, e4m3, int64, int32, int8, flag = (
+        "float32", "bfloat16", "float8_e4m3fn", "int64", "int32", "int8", "bool"
+    )  # fmt: skip
 
     def __init__(self, props=None):
         self.launched = []

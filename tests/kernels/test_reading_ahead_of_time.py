@@ -4,6 +4,7 @@ What they take is in the record of ``test_ahead_of_time``.
 """
 
 import inspect
+from itertools import product
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvcore.kernels.triton import attend, attend_kv, flash_index, scores, topk
 from kvcore.kernels.triton.attend import FEW, FULL, TENSOR, WHOLE, alike, parts_of_each
 from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
-from kvcore.kernels.triton.scores import CUTS, nibbles, score_parts
+from kvcore.kernels.triton.scores import score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import room_for, tile_for
 from kvcore.plan import plan_cache
@@ -137,20 +138,29 @@ def test_classic_attention_compiles(keys, values, arch, options, record, request
     assert resident * 32 * config.warps * found.registers <= 1 << 16, found
 
 
-@pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
-@pytest.mark.parametrize("name", ["index_fp8_132", "index_fp4_68_h", "index_nvfp4"])
-@pytest.mark.parametrize("given", ["bf16", "fp32"])
-def test_scores_compile(given, name, arch, record):
+@pytest.mark.parametrize(
+    ("name", "given", "arch"),
+    [
+        *product(("index_fp8_132", "index_fp4_68_h", "index_nvfp4"), ("bf16", "fp32"), SHARED),
+        *product(("index_fp8_132",), ("e4m3",), (90, 100)),
+    ],
+)
+def test_scores_compile(name, given, arch, record):
     keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
-    packed = nibbles(keys) and arch >= 89
-    config = CUTS[packed]
-    constants = {
-        "R": keys, "S": score_parts(keys), "RATIO": 4, "HEADS": 64, "KEYS": config.keys, "STAGES": config.stages,
-        "NIBBLES": packed, "NATIVE": arch >= 89,
-    }  # fmt: skip
+    codes = given == "e4m3"
+    assert takes_codes(keys) == (name == "index_fp8_132")
+    config, constants = score_config(keys, 64, arch >= 89, codes)
+    constants["RATIO"] = 4
     alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
     for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
-        options = {"given": given, "exact": False, "warps": config.warps, "shared": SHARED[arch] * 1024 // 2}
+        types = {"q": "fp8e4nv"} if codes else {}
+        options = {
+            "given": "bf16" if codes else given,
+            "types": types,
+            "exact": False,
+            "warps": config.warps,
+            "shared": SHARED[arch] * 1024 // 2,
+        }
         found = check(record, f"{name}, {given}", kernel, arch, {**constants, **more}, **options)
         assert found.spilled_bytes <= 64, found
 

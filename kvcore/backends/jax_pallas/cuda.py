@@ -16,7 +16,7 @@ from kvcore.kernels.triton.attend import parts_of
 from kvcore.kernels.triton.launches.attention import config_of
 from kvcore.kernels.triton.launches.launching import BOUND, Bound, Part, bind, bind_ring, bind_rows
 from kvcore.kernels.triton.record import RowRecord, ceil_div, own_record
-from kvcore.kernels.triton.scores import score_parts
+from kvcore.kernels.triton.scores import score_parts, takes_codes
 from kvcore.kernels.triton.topk import MOST_PICKS, rows_at_once, tile_for
 from kvcore.plan import Region
 
@@ -240,7 +240,8 @@ def index_scores(pools, region: Region, index, q, weights, ratio, columns, globa
     """Scores [T, columns] fp32, -inf for keys that the token does not see."""
     number, names, _ = _bound(region, global_scale)
     place = index.positions, index.request_index, index.block_table, [pools[name] for name in names]
-    return call("score_rows", _floats(q), _floats(weights), *place, None, number, ratio, columns)[0]
+    codes = q.dtype == jnp.float8_e4m3fn and takes_codes(_record(region, global_scale)) and run_triton.native(q)
+    return call("score_rows", q if codes else _floats(q), _floats(weights), *place, None, number, ratio, columns)[0]
 
 
 def selects(scores_, k) -> bool:

@@ -30,7 +30,7 @@ from kvcore.kernels.triton.launches.launching import Kernel
 
 CACHE = "TRITON_CACHE_DIR"
 
-float32, bfloat16, int32, int8 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8
+float32, bfloat16, e4m3, int32, int8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.int8
 int64 = "int64"
 """What JAX has only as two of 32 bits each."""
 flag = jnp.int8

@@ -19,7 +19,7 @@ from kvcore.kernels.triton.launches.attention import config_of
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
-from kvcore.kernels.triton.scores import scored
+from kvcore.kernels.triton.scores import scored, takes_codes
 from kvcore.kernels.triton.topk import MOST_PICKS, select_workspace
 from kvcore.ops import AllEntries, Attention, SelectedEntries, WindowRows, bounds
 from kvcore.ops.choices import Decision, Declined
@@ -427,11 +427,16 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
 
 
 class Scored(NamedTuple):
-    """Where a layer's index keys lie, tokens of each, and whether queries are rotated first."""
+    """Where a layer's index keys lie, tokens of each, whether queries are rotated first, and may be e4m3."""
 
     part: Part
     ratio: int
     rotated: bool
+    codes: bool
+
+    def queries(self, q):
+        """Queries as the kernels take them; bf16 holds what e4m3 does."""
+        return (q if self.codes or q.dtype != torch.float8_e4m3fn else q.to(torch.bfloat16)).contiguous()
 
 
 def bind_scores(*but):
@@ -446,7 +451,8 @@ def bind_scores(*but):
         found = scored(record)
         if isinstance(found, Declined):
             return found
-        given = Scored(part, ops.component(layer, "index_keys").ratio, record.hadamard)
+        codes = takes_codes(record) and is_native(ops.props.capability) and not launch.INTERPRETED
+        given = Scored(part, ops.component(layer, "index_keys").ratio, record.hadamard, codes)
         return Ready(given, ("index_keys",), but)
 
     return bind
@@ -459,7 +465,7 @@ def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
         return PLAIN.index_scores(ops, pools, layer, index, q, weights, columns=columns)
     number, names, _ = bound.part
     return launch.calls().score_rows(
-        q.contiguous(),
+        bound.queries(q),
         weights.contiguous(),
         index.positions,
         index.request_index,
@@ -506,7 +512,7 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
     run = run or RUN
     *room, held = best_workspace(runs_of(ops.props, len(q), columns, run, k), k)
     return launch.calls().score_select_rows(
-        q.contiguous(),
+        bound.queries(q),
         weights.contiguous(),
         index.positions,
         index.request_index,

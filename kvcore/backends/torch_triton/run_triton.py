@@ -27,7 +27,7 @@ MOST_INT32 = (1 << 31) - 1
 ALIGNED = 16
 """Bytes that Triton asks whether an address, or an integer, is a multiple of."""
 
-float32, bfloat16 = torch.float32, torch.bfloat16
+float32, bfloat16, e4m3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 int64, int32, int8, flag = torch.int64, torch.int32, torch.int8, torch.bool
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.conformance.case import Bench
 from kvcore.conformance.outputs import Output, close, exact, selection
-from kvcore.conformance.shapes import FP32
+from kvcore.conformance.shapes import E4M3, FP32
 from kvcore.ops import StepIndex
 from kvcore.pools import Pools
 
@@ -15,8 +15,15 @@ HEADS = 3
 
 
 def index_scores(bench: Bench) -> list[Output]:
-    """Scores of every query over every entry, -inf where it is not visible."""
-    return [close("scores", to_numpy(_scores(bench)), "scores", "token", "entry")]
+    """Scores of every query over every entry, -inf where it is not visible; of queries in e4m3 too."""
+    pools, layer, index, q, weights = _inputs(bench)
+    columns = bench.case.columns("index_keys")
+    codes = bench.put(to_numpy(q).astype(E4M3))
+    found = [bench.ops.index_scores(pools, layer, index, given, weights, columns=columns) for given in (q, codes)]
+    return [
+        close("scores", to_numpy(found[0]), "scores", "token", "entry"),
+        close("scores of e4m3", to_numpy(found[1]), "scores of e4m3", "token", "entry"),
+    ]
 
 
 def select(bench: Bench) -> list[Output]:

@@ -2,6 +2,7 @@
 
 A product of keys [n, dim] with all heads of the query, negative products dropped, the others summed with the heads'
 weights. A key's scale is positive and comes last, where the format has but one or where scales are powers of two.
+Queries of e4m3 multiply such keys as they are stored, where the format has one scale a key: nothing is decoded.
 
 Map: ``ScoreParts`` .. ``score_tiles`` cut a call into programs; the kernels are behind them.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.address import locate
-from kvcore.kernels.triton.chunks import decode_chunk, load_row, row_pointers, scale_value
+from kvcore.kernels.triton.chunks import decode_chunk, load_row, load_scales, row_pointers, scale_value
 from kvcore.kernels.triton.codes import bf16_bits, e8m0_value, load_float
 from kvcore.kernels.triton.device import INTERPRETED
 from kvcore.kernels.triton.record import RowRecord, ceil_div, power_of_two, power_of_two_scaled
@@ -40,8 +41,10 @@ class ScoreConfig(NamedTuple):
     stages: int
 
 
-CUTS = {True: ScoreConfig(128, 4, 1), False: ScoreConfig(64, 4, 2)}
-"""By whether keys are nibbles."""
+CUTS = {"nibbles": ScoreConfig(128, 4, 1), "codes": ScoreConfig(128, 4, 3), "decoded": ScoreConfig(64, 4, 2)}
+"""By what the products take of a key: nibbles spread to bf16, its e4m3 codes as they are, else its decoded values."""
+EXACT_SUMS = tl.constexpr(32)
+"""Channels that tensor cores may sum of e4m3 products before fp32 takes over: their own sums keep about 14 bits."""
 
 
 @cache
@@ -76,13 +79,24 @@ def nibbles(record: RowRecord) -> bool:
     return (record.code, record.scale, record.groups, record.width) == ("e2m1", "e8m0", 4, 32) and words
 
 
-def score_config(record: RowRecord, heads: int, native: bool) -> tuple[ScoreConfig, dict[str, Any]]:
-    """The cut of a record's keys, and what the kernels must know of it."""
-    packed = nibbles(record) and native
-    config = CUTS[packed]
+@cache
+def takes_codes(record: RowRecord) -> bool:
+    """True where queries of e4m3 multiply keys as they are stored: e4m3 with one scale, channels of one product."""
+    one = (
+        record.groups == 1 and record.quant == record.dim == power_of_two(record.dim) and record.dim >= EXACT_SUMS.value
+    )
+    return one and record.code == "e4m3" and not record.hadamard
+
+
+def score_config(record: RowRecord, heads: int, native: bool, codes: bool) -> tuple[ScoreConfig, dict[str, Any]]:
+    """The cut of a record's keys, and what the kernels must know of it; ``codes``: queries are e4m3."""
+    taken = "nibbles" if nibbles(record) and native else "codes" if codes else "decoded"
+    config, parts = CUTS[taken], score_parts(record)
+    if codes:
+        parts = parts._replace(chunk=record.dim, chunks=1)
     return config, {
-        "R": record, "S": score_parts(record), "HEADS": max(16, power_of_two(heads)), "KEYS": config.keys,
-        "STAGES": config.stages, "NIBBLES": packed, "NATIVE": native,
+        "R": record, "S": parts, "HEADS": max(16, power_of_two(heads)), "KEYS": config.keys,
+        "STAGES": config.stages, "TAKEN": taken, "NATIVE": native,
     }  # fmt: skip
 
 
@@ -192,7 +206,7 @@ def product(k, q, acc, S: tl.constexpr):
 @triton.jit
 def query_of(
     token, position_ptr, request_ptr, q_ptr, weights_ptr, heads,
-    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, NIBBLES: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """(request, entries that are visible, head weights [HEADS], queries as the products take them) of a token."""
     request = tl.load(request_ptr + token)
@@ -203,7 +217,7 @@ def query_of(
     q_at = q_ptr + (token.to(tl.int64) * heads + head) * S.dim
     chunks: tl.constexpr = S.chunks
     q = ()
-    if NIBBLES:
+    if TAKEN == "nibbles":
         whole = load_queries(q_at, inside, 0, R.dim, S)
         even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
         q = (even, odd)
@@ -216,7 +230,7 @@ def query_of(
 @triton.jit
 def score_keys(
     request, column, valid, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
-    R: tl.constexpr, S: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Scores [n] of a request's entries ``column`` [n] where ``valid``; -inf elsewhere, numbers for absent ones."""
     keys: tl.constexpr = column.shape[0]
@@ -227,10 +241,17 @@ def score_keys(
     held = valid & (unit >= 0)
     unit, row = tl.where(held, unit, 0), tl.where(held, row, 0)
     acc = tl.zeros([keys, heads], tl.float32)
-    if NIBBLES:
+    if TAKEN == "nibbles":
         low, high, scale = load_nibbles(unit, row, held, codes_ptr, scales_ptr, R)
         acc = product(low, q[0], acc, S)
         acc = product(high, q[1], acc, S)
+        score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
+    elif TAKEN == "codes":
+        codes_at, scales_at, _ = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
+        codes_at = codes_at.to(tl.pointer_type(tl.float8e4nv))[:, None] + tl.arange(0, R.dim)[None, :]
+        codes = tl.load(codes_at, mask=held[:, None], other=0.0)
+        scale = scale_value(load_scales((codes_at, scales_at, codes_at), held, R)[0], R, NATIVE)
+        acc = tl.dot(codes, tl.trans(q[0]), acc, max_num_imprecise_acc=EXACT_SUMS)
         score = tl.sum(tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], axis=1) * scale
     else:
         at = row_pointers(unit, row, codes_ptr, scales_ptr, plain_ptr, R)
@@ -249,13 +270,13 @@ def scores_kernel(
     out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
     tokens, heads, columns, table_columns,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible."""
     token = tl.program_id(0) % tokens
     run = tl.program_id(0) // tokens * (KEYS * TILES)
     request, visible, weight, q = query_of(
-        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
     )
     visible = tl.minimum(visible, columns)
     out_at = out_ptr + token.to(tl.int64) * columns + run
@@ -265,7 +286,7 @@ def scores_kernel(
         column = run + tile * KEYS + n
         score = score_keys(
             request, column, column < visible, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
-            R, S, NIBBLES, NATIVE,
+            R, S, TAKEN, NATIVE,
         )  # fmt: skip
         tl.store(out_at + tile * KEYS + n, score, mask=column < columns)
     # The rest of the run is not visible.
@@ -279,7 +300,7 @@ def best_scores_kernel(
     pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
     request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, NIBBLES: tl.constexpr, NATIVE: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
 
@@ -291,7 +312,7 @@ def best_scores_kernel(
     """
     token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
     request, visible, weight, q = query_of(
-        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, NIBBLES
+        token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
     )
     last = tl.minimum(tl.minimum(visible, columns), part * run + run)
     place = token.to(tl.int64) * parts + part
@@ -305,7 +326,7 @@ def best_scores_kernel(
             column = first + tile * KEYS + n
             score = score_keys(
                 request, column, column < last, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
-                R, S, NIBBLES, NATIVE,
+                R, S, TAKEN, NATIVE,
             )  # fmt: skip
             tl.store(scores_ptr + tile * KEYS + n, score)
         tl.debug_barrier()

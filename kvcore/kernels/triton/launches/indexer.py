@@ -27,20 +27,20 @@ MOST_BEST = 2048
 
 
 @cache
-def _config(record: int, heads: int, native: bool) -> tuple[ScoreConfig, dict[str, Any]]:
-    return score_config(BOUND[record].record, heads, native)
+def _config(record: int, heads: int, native: bool, codes: bool) -> tuple[ScoreConfig, dict[str, Any]]:
+    return score_config(BOUND[record].record, heads, native, codes)
 
 
 @cache
-def _scores(record: int, heads: int, native: bool, ratio: int, tiles: int) -> Kernel:
-    config, constants = _config(record, heads, native)
+def _scores(record: int, heads: int, native: bool, codes: bool, ratio: int, tiles: int) -> Kernel:
+    config, constants = _config(record, heads, native, codes)
     constants = {**constants, "RATIO": ratio, "TILES": tiles}
     return Kernel(scores.scores_kernel, constants, config.warps, writes=("out",), fused=True)
 
 
 @cache
-def _best_scores(record: int, heads: int, native: bool, ratio: int, room: int) -> Kernel:
-    config, constants = _config(record, heads, native)
+def _best_scores(record: int, heads: int, native: bool, codes: bool, ratio: int, room: int) -> Kernel:
+    config, constants = _config(record, heads, native, codes)
     constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
     writes = "pairs", "counts", "scores", "floors"
     return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
@@ -76,6 +76,7 @@ def score_rows(
     """Scores [tokens, columns] of q [tokens, heads, dim] and weights [tokens, heads], all contiguous.
 
     Args:
+        q: fp32 or bf16; e4m3 where the record ``takes_codes`` and the device is ``native``.
         buffers: the keys' pools.
         rotated: bf16, room for q where the format's keys are rotated.
     """
@@ -83,13 +84,13 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    native = to.native(q)
-    keys = _config(record, heads, native)[0].keys
+    native, codes = to.native(q), q.dtype == to.e4m3
+    keys = _config(record, heads, native, codes)[0].keys
     tiles = score_tiles(to.props(q).multiprocessors, tokens, columns, keys)
     pools = BOUND[record].given(buffers)
     q = _rotated(to, q, rotated, record)
     to.run(
-        _scores(record, heads, native, ratio, tiles),
+        _scores(record, heads, native, codes, ratio, tiles),
         (tokens * ceil_div(columns, keys * tiles),),
         (out, q, weights, *pools, positions, request_index, block_table),
         (tokens, heads, columns, block_table.shape[1]),
@@ -140,7 +141,7 @@ def score_select_rows(
     if not tokens * k:
         return out
     runs = runs_of(to.props(q), tokens, columns, run, k)
-    kernel = _best_scores(record, heads, to.native(q), ratio, runs.room)
+    kernel = _best_scores(record, heads, to.native(q), q.dtype == to.e4m3, ratio, runs.room)
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
     q = _rotated(to, q, rotated, record)
     for start in range(0, tokens, runs.tokens):

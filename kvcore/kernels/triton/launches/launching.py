@@ -43,6 +43,7 @@ class Framework(Protocol):
 
     float32: Any
     bfloat16: Any
+    e4m3: Any
     int64: Any
     int32: Any
     int8: Any
