@@ -20,7 +20,7 @@ from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from tests.support.ahead_of_time import ARCHITECTURES, check, kernels
+from tests.support.ahead_of_time import AMD, ARCHITECTURES, check, kernels
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -218,4 +218,5 @@ def case_of(request):
 
 def test_every_kernel_is_recorded_for_every_gpu(record):
     recorded = {(kernel, arch) for kernel, arch, _ in record.known}
-    assert recorded == {(name, f"sm_{arch}") for name in kernels() for arch in ARCHITECTURES.values()}
+    everywhere = (*(f"sm_{arch}" for arch in ARCHITECTURES.values()), *AMD.values())
+    assert recorded == {(name, arch) for name in kernels() for arch in everywhere}
