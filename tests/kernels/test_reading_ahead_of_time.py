@@ -139,17 +139,17 @@ def test_classic_attention_compiles(keys, values, arch, options, record, request
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "arch"),
+    ("name", "given", "arch", "size"),
     [
-        *product(("index_fp8_132", "index_fp4_68_h", "index_nvfp4"), ("bf16", "fp32"), SHARED),
-        *product(("index_fp8_132",), ("e4m3",), (90, 100)),
+        *product(("index_fp8_132", "index_fp4_68_h", "index_nvfp4"), ("bf16", "fp32"), SHARED, (2,)),
+        *product(("index_fp8_132",), ("e4m3",), (90, 100), range(3)),
     ],
 )
-def test_scores_compile(name, given, arch, record):
+def test_scores_compile(name, given, arch, size, record):
     keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
     codes = given == "e4m3"
     assert takes_codes(keys) == (name == "index_fp8_132")
-    config, constants = score_config(keys, 64, arch >= 89, codes)
+    config, constants = score_config(keys, 64, arch >= 89, codes, size)
     constants["RATIO"] = 4
     alone = {"TILES": 4}, {"ROUND": ROUND, "ROOM": 2 * ROUND}
     for kernel, more in zip((scores.scores_kernel, scores.best_scores_kernel), alone, strict=True):
@@ -161,8 +161,11 @@ def test_scores_compile(name, given, arch, record):
             "warps": config.warps,
             "shared": SHARED[arch] * 1024 // 2,
         }
-        found = check(record, f"{name}, {given}", kernel, arch, {**constants, **more}, **options)
-        assert found.spilled_bytes <= 64, found
+        found = check(
+            record, f"{name}, {given}{f', size {size}' * codes}", kernel, arch, {**constants, **more}, **options
+        )
+        # A tile of 256 keys takes all registers there are, and is the fastest all the same.
+        assert found.spilled_bytes <= (128 if codes else 64), found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])

@@ -34,15 +34,23 @@ class ScoreParts(NamedTuple):
 
 
 class ScoreConfig(NamedTuple):
-    """Keys of a tile, warps and the depth of the pipeline."""
+    """Keys of a tile, warps, the depth of the pipeline, and whether units are looked up a tile ahead of their keys."""
 
     keys: int
     warps: int
     stages: int
+    ahead: bool
 
 
-CUTS = {"nibbles": ScoreConfig(128, 4, 1), "codes": ScoreConfig(128, 4, 3), "decoded": ScoreConfig(64, 4, 2)}
-"""By what the products take of a key: nibbles spread to bf16, its e4m3 codes as they are, else its decoded values."""
+CUTS = {
+    "nibbles": (ScoreConfig(128, 4, 1, True),) * 3,
+    "codes": (ScoreConfig(128, 4, 2, False), ScoreConfig(128, 4, 3, True), ScoreConfig(256, 4, 3, True)),
+    "decoded": (ScoreConfig(64, 4, 3, True),) * 3,
+}
+"""By what the products take of a key (nibbles spread to bf16, its e4m3 codes as they are, else its decoded values), and
+by ``size_of`` a call."""
+SIZES = 1 << 19, 1 << 22
+"""Scores of a call below which it is small, and middling: then more programs are worth more than larger ones."""
 EXACT_SUMS = tl.constexpr(32)
 """Channels that tensor cores may sum of e4m3 products before fp32 takes over: their own sums keep about 14 bits."""
 
@@ -88,15 +96,27 @@ def takes_codes(record: RowRecord) -> bool:
     return one and record.code == "e4m3" and not record.hadamard
 
 
-def score_config(record: RowRecord, heads: int, native: bool, codes: bool) -> tuple[ScoreConfig, dict[str, Any]]:
-    """The cut of a record's keys, and what the kernels must know of it; ``codes``: queries are e4m3."""
+def size_of(scores: int) -> int:
+    """0 to 2: how large a call for so many scores is."""
+    return sum(scores >= size for size in SIZES)
+
+
+def score_config(
+    record: RowRecord, heads: int, native: bool, codes: bool, size: int
+) -> tuple[ScoreConfig, dict[str, Any]]:
+    """The cut of a record's keys, and what the kernels must know of it.
+
+    Args:
+        codes: queries are e4m3.
+        size: of the call, as ``size_of`` says.
+    """
     taken = "nibbles" if nibbles(record) and native else "codes" if codes else "decoded"
-    config, parts = CUTS[taken], score_parts(record)
+    config, parts = CUTS[taken][size], score_parts(record)
     if codes:
         parts = parts._replace(chunk=record.dim, chunks=1)
     return config, {
         "R": record, "S": parts, "HEADS": max(16, power_of_two(heads)), "KEYS": config.keys,
-        "STAGES": config.stages, "TAKEN": taken, "NATIVE": native,
+        "STAGES": config.stages, "AHEAD": config.ahead, "TAKEN": taken, "NATIVE": native,
     }  # fmt: skip
 
 
@@ -228,18 +248,23 @@ def query_of(
 
 
 @triton.jit
+def unit_of(request, column, visible, table_ptr, table_columns, R: tl.constexpr):
+    """Units [n] of a request's entries ``column`` [n], -1 where there is none or it is not visible."""
+    each = tl.zeros_like(column) + request
+    return locate(each, tl.where(column < visible, column, -1), table_ptr, table_ptr, table_columns, R)[0]
+
+
+@triton.jit
 def score_keys(
-    request, column, valid, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
+    unit, column, visible, q, weight, codes_ptr, scales_ptr, plain_ptr,
     R: tl.constexpr, S: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [n] of a request's entries ``column`` [n] where ``valid``; -inf elsewhere, numbers for absent ones."""
+    """Scores [n] of entries ``column`` [n] in ``unit`` [n]; numbers for those of no unit, -inf from ``visible`` on."""
     keys: tl.constexpr = column.shape[0]
     heads: tl.constexpr = weight.shape[0]
     chunks: tl.constexpr = S.chunks
-    each = tl.zeros_like(column) + request
-    unit, row = locate(each, tl.where(valid, column, -1), table_ptr, table_ptr, table_columns, R)
-    held = valid & (unit >= 0)
-    unit, row = tl.where(held, unit, 0), tl.where(held, row, 0)
+    held = unit >= 0
+    unit, row = tl.where(held, unit, 0), tl.where(held, column % R.rows, 0)
     acc = tl.zeros([keys, heads], tl.float32)
     if TAKEN == "nibbles":
         low, high, scale = load_nibbles(unit, row, held, codes_ptr, scales_ptr, R)
@@ -262,7 +287,7 @@ def score_keys(
         if R.groups == 1:
             score *= scale_value(scales[0], R, NATIVE)
         score *= R.global_scale
-    return tl.where(valid, score, float("-inf"))
+    return tl.where(column < visible, score, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tokens", "columns", "table_columns"])
@@ -270,7 +295,7 @@ def scores_kernel(
     out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, table_ptr,
     tokens, heads, columns, table_columns,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible."""
     token = tl.program_id(0) % tokens
@@ -282,12 +307,17 @@ def scores_kernel(
     out_at = out_ptr + token.to(tl.int64) * columns + run
     n = tl.arange(0, KEYS)
     tiles = tl.maximum(tl.cdiv(tl.minimum(visible - run, KEYS * TILES), KEYS), 0)
+    # Units are looked up a tile ahead of their keys: loads of keys then wait for nothing.
+    unit = unit_of(request, run + n, visible, table_ptr, table_columns, R)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         column = run + tile * KEYS + n
-        score = score_keys(
-            request, column, column < visible, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
-            R, S, TAKEN, NATIVE,
-        )  # fmt: skip
+        if AHEAD:
+            following = unit_of(request, column + KEYS, visible, table_ptr, table_columns, R)
+        else:
+            unit = unit_of(request, column, visible, table_ptr, table_columns, R)
+        score = score_keys(unit, column, visible, q, weight, codes_ptr, scales_ptr, plain_ptr, R, S, TAKEN, NATIVE)
+        if AHEAD:
+            unit = following
         tl.store(out_at + tile * KEYS + n, score, mask=column < columns)
     # The rest of the run is not visible.
     for tile in range(tiles, TILES):
@@ -300,7 +330,8 @@ def best_scores_kernel(
     pairs_ptr, counts_ptr, scores_ptr, floors_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr,
     request_ptr, table_ptr, tokens, heads, parts, columns, table_columns, run, k, most,
     R: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr, NATIVE: tl.constexpr,
+    ROUND: tl.constexpr, ROOM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    TAKEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The best k of every ``run`` entries -> pairs [tokens, parts, ROOM], their numbers -> counts [tokens, parts].
 
@@ -322,12 +353,16 @@ def best_scores_kernel(
     n = tl.arange(0, KEYS)
     every = tl.arange(0, ROUND)
     for first in range(part * run, last, ROUND):
+        unit = unit_of(request, first + n, last, table_ptr, table_columns, R)
         for tile in tl.range(0, tl.cdiv(tl.minimum(last - first, ROUND), KEYS), num_stages=STAGES):
             column = first + tile * KEYS + n
-            score = score_keys(
-                request, column, column < last, q, weight, codes_ptr, scales_ptr, plain_ptr, table_ptr, table_columns,
-                R, S, TAKEN, NATIVE,
-            )  # fmt: skip
+            if AHEAD:
+                following = unit_of(request, column + KEYS, last, table_ptr, table_columns, R)
+            else:
+                unit = unit_of(request, column, last, table_ptr, table_columns, R)
+            score = score_keys(unit, column, last, q, weight, codes_ptr, scales_ptr, plain_ptr, R, S, TAKEN, NATIVE)
+            if AHEAD:
+                unit = following
             tl.store(scores_ptr + tile * KEYS + n, score)
         tl.debug_barrier()
         order = order_of(tl.load(scores_ptr + every, mask=first + every < last, other=float("-inf")))

@@ -27,7 +27,7 @@ TILE = 16384
 """Scores or pairs that a program holds: 64 KiB of registers and more would spill."""
 LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
-RANKED, OTHERS = 16, 128
+RANKED, OTHERS = 32, 128
 """Pairs that a program ranks at a time, and pairs that it compares them with."""
 
 
@@ -293,12 +293,13 @@ def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.cons
     for first in range(part * BLOCK, count, parts * BLOCK):
         at = first + tl.arange(0, BLOCK)
         mine = tl.load(pairs_ptr + at, mask=at < count, other=0)
-        above = tl.zeros([BLOCK, OTHERS], tl.int32)
-        for start in tl.range(0, count, OTHERS, num_stages=4):
+        # A thread compares its own pair with others that a warp reads as one: nothing is exchanged but counts of warps.
+        above = tl.zeros([OTHERS, BLOCK], tl.int32)
+        for start in range(0, count, OTHERS):
             other_at = start + tl.arange(0, OTHERS)
             other = tl.load(pairs_ptr + other_at, mask=other_at < count, other=NO_PAIR)
-            above += (other[None, :] > mine[:, None]).to(tl.int32)
-        rank = tl.sum(above, axis=1)
+            above += (other[:, None] > mine[None, :]).to(tl.int32)
+        rank = tl.sum(above, axis=0)
         column = 0x7FFFFFFF - (mine & 0xFFFFFFFF).to(tl.int32)
         tl.store(picks_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
     if part == 0:

@@ -8,7 +8,7 @@ from kvcore.kernels.triton.device import INTERPRETED, DeviceProps
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.launches.topk import Lists, rank_lists
 from kvcore.kernels.triton.record import ceil_div, power_of_two
-from kvcore.kernels.triton.scores import ScoreConfig, score_config, score_tiles
+from kvcore.kernels.triton.scores import ScoreConfig, score_config, score_tiles, size_of
 from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import workspace
 
@@ -27,20 +27,20 @@ MOST_BEST = 2048
 
 
 @cache
-def _config(record: int, heads: int, native: bool, codes: bool) -> tuple[ScoreConfig, dict[str, Any]]:
-    return score_config(BOUND[record].record, heads, native, codes)
+def _config(record: int, heads: int, *how: Any) -> tuple[ScoreConfig, dict[str, Any]]:
+    return score_config(BOUND[record].record, heads, *how)
 
 
 @cache
-def _scores(record: int, heads: int, native: bool, codes: bool, ratio: int, tiles: int) -> Kernel:
-    config, constants = _config(record, heads, native, codes)
+def _scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, tiles: int) -> Kernel:
+    config, constants = _config(record, heads, *how)
     constants = {**constants, "RATIO": ratio, "TILES": tiles}
     return Kernel(scores.scores_kernel, constants, config.warps, writes=("out",), fused=True)
 
 
 @cache
-def _best_scores(record: int, heads: int, native: bool, codes: bool, ratio: int, room: int) -> Kernel:
-    config, constants = _config(record, heads, native, codes)
+def _best_scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, room: int) -> Kernel:
+    config, constants = _config(record, heads, *how)
     constants = {**constants, "RATIO": ratio, "ROUND": ROUND, "ROOM": room}
     writes = "pairs", "counts", "scores", "floors"
     return Kernel(scores.best_scores_kernel, constants, config.warps, writes=writes, fused=True, **REGISTERS)
@@ -84,13 +84,13 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    native, codes = to.native(q), q.dtype == to.e4m3
-    keys = _config(record, heads, native, codes)[0].keys
+    how = to.native(q), q.dtype == to.e4m3, size_of(tokens * columns)
+    keys = _config(record, heads, *how)[0].keys
     tiles = score_tiles(to.props(q).multiprocessors, tokens, columns, keys)
     pools = BOUND[record].given(buffers)
     q = _rotated(to, q, rotated, record)
     to.run(
-        _scores(record, heads, native, codes, ratio, tiles),
+        _scores(record, heads, how, ratio, tiles),
         (tokens * ceil_div(columns, keys * tiles),),
         (out, q, weights, *pools, positions, request_index, block_table),
         (tokens, heads, columns, block_table.shape[1]),
@@ -141,7 +141,8 @@ def score_select_rows(
     if not tokens * k:
         return out
     runs = runs_of(to.props(q), tokens, columns, run, k)
-    kernel = _best_scores(record, heads, to.native(q), q.dtype == to.e4m3, ratio, runs.room)
+    how = to.native(q), q.dtype == to.e4m3, size_of(tokens * columns)
+    kernel = _best_scores(record, heads, how, ratio, runs.room)
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
     q = _rotated(to, q, rotated, record)
     for start in range(0, tokens, runs.tokens):
