@@ -10,6 +10,7 @@ from kvcore.spec import Entries, IndexKeys, LayerSpec
 from tests.device.reading_scene import off, scene, scores
 
 Problem = tuple[str, str]
+E4M3 = torch.float8_e4m3fn
 
 
 def keys_layer(format: str, *, ratio: int = 4, dim: int = 128, topk: int = 512) -> LayerSpec:
@@ -45,7 +46,7 @@ def check(
         q[::2] = 0
     columns = max(length // keys.ratio for length in lengths)
     got = found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns)
-    yield f"scores {what}", off(got, scores(found, q, w, columns), "scores")
+    yield f"scores {what}", off(got, scores(found, q, w, columns), f"scores{' of e4m3' * (dtype == E4M3)}")
     again = found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns)
     yield f"scores {what}, repeated", "" if torch.equal(got, again) else "a repeat differs"
     k = min(keys.topk, max(4, columns // 3))
@@ -120,6 +121,7 @@ def small(device: str) -> Iterator[Problem]:
         layer = keys_layer(format, topk=16)
         yield from check(format, layer, [151, 3, 1], [2, 1, 1], device, heads=5, block_tokens=16)
     yield from check("fp32 queries", keys_layer("index_fp4_68"), [90], [3], device, heads=3, dtype=torch.float32)
+    yield from check("e4m3 queries", keys_layer("index_fp8_132"), [90], [3], device, heads=3, dtype=E4M3)
     for weights in ("negative", "zero queries"):
         yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
     yield from long_runs(device)

@@ -85,9 +85,14 @@ def indexer_cases(device: str) -> Iterator[Case]:
         "index_nvfp4",
         "bf16",
     ):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32, check_indexer.E4M3):
             what = f"{name}, {dtype}"
             yield check_indexer.check(what, keys_layer(name), [20011, 5, 1, 1030], [3, 1, 1, 2], device, dtype=dtype)
+    for news in (4, 25):
+        what = f"{news} queries of a long context"
+        yield check_indexer.check(
+            what, keys_layer("index_fp8_132"), [MILLION * 7 // 10], [news], device, dtype=check_indexer.E4M3
+        )
     fp4 = keys_layer("index_fp4_68")
     for weights in ("negative", "zero queries"):
         yield check_indexer.check(weights, fp4, [9000, 77], [1, 1], device, weights=weights)
