@@ -209,8 +209,8 @@ TRITON = {
         ('tl.where(score != score, float("-inf"), score + 0.0)', "score + 0.0", "NaN is picked"),
         ("(0x7FFFFFFF - column).to(tl.int64)", "column.to(tl.int64)", "ties go to the highest entry"),
         (
-            "        rank = tl.sum(above, axis=1)\n",
-            "        rank = tl.sum(above, axis=1) // 2 * 2\n",
+            "        rank = tl.sum(above, axis=0)\n",
+            "        rank = tl.sum(above, axis=0) // 2 * 2\n",
             "two picks share a rank",
         ),
     ],
