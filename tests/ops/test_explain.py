@@ -65,7 +65,7 @@ def test_a_gpu_without_triton_is_refused(monkeypatch) -> None:
     torch = pytest.importorskip("torch")
     ops = made("torch_triton")
     ops.check_strict()
-    monkeypatch.setattr(ops, "_torch_device", torch.device("cuda"))
+    monkeypatch.setattr(ops, "torch_device", torch.device("cuda"))
     with pytest.raises(BackendError, match=r"layers\[0\], append_window: got torch, because: triton is not installed"):
         ops.check_strict()
 

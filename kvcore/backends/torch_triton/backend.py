@@ -245,6 +245,6 @@ class ForeignOps(TorchOps):
 
     def decide(self, layer: int | None, verb: str) -> Decision:
         """Torch operations; kernels take units as the library lays them out."""
-        if self._torch_device.type == "cuda":
+        if self.torch_device.type == "cuda":
             return Decision("torch", f"layout {FOREIGN}: rows lie where their owner put them", slower=True)
         return super().decide(layer, verb)
