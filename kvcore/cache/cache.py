@@ -7,6 +7,7 @@ Map: ``create_cache``; what there is (``pools``, ``requests``, ``free_blocks`` .
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
@@ -180,6 +181,10 @@ class Cache:
         door.expect(self._state.pools)
         self._paging = door.paging
         self.ops = cast("Ops", door)
+        # The verbs remember whose rows they moved last; nobody else keeps a cache's memory once it is gone.
+        forget = getattr(ops, "forget_pools", None)
+        if forget is not None:
+            weakref.finalize(self, forget).atexit = False
         prepare(plan)
         self.damaged: tuple[str, ...] = ()
 

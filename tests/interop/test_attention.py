@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -347,3 +348,18 @@ def test_rows_that_nobody_looked_at_end_with_the_forward():
         AttentionInterface.register("kvcore", attention.attend)
     with pytest.raises(StepError, match="a forward that has ended"):
         kept[0] + 0
+
+
+@pytest.mark.parametrize("asked", ["cache", "auto", "model"])
+def test_a_cache_that_nobody_holds_gives_its_memory_back_at_once(asked):
+    model = models.gemma3()
+    gc.collect()
+    gc.disable()
+    try:
+        cache = of(model, asked)
+        logits(model, cache)
+        pools = [weakref.ref(pool) for pool in cache.kv.pools.values()]
+        del cache
+        assert all(pool() is None for pool in pools)
+    finally:
+        gc.enable()

@@ -95,6 +95,11 @@ class TorchOps(Decided, Ops):
         device = torch.device(self.device)
         return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else self.device
 
+    def forget_pools(self) -> None:
+        """Let go of pools that calls were given: their cache is gone, and its memory is wanted."""
+        self.lines.clear()
+        self.spare = cpu_views.Spare()
+
     def decide(self, layer: int | None, verb: str) -> Decision:
         """Torch operations; on a GPU that is because Triton is missing."""
         if self.torch_device.type == "cuda":

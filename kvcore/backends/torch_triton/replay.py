@@ -83,6 +83,11 @@ class Seen:
         self.index = found
         return found
 
+    def forget(self) -> None:
+        """Let go of the pools and the index that calls were given."""
+        self.pools = None, object()
+        self.index = Indexed(None, None, ())
+
     def take_pools(self, pools: Pools) -> tuple[Pools, object]:
         """Look at other pools."""
         found = self.pools = pools, object()

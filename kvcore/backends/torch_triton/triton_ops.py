@@ -156,6 +156,11 @@ class TritonOps(TorchOps):
             if verb in ATTENTION:
                 self._bind(layer, verb)
 
+    def forget_pools(self) -> None:
+        """As of ``TorchOps``."""
+        super().forget_pools()
+        self.seen.forget()
+
     def decide(self, layer: int | None, verb: str) -> Decision:
         """Kernels where they cover the layer, else torch operations and why."""
         verb = AS.get(verb, verb)

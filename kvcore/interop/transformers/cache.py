@@ -11,6 +11,7 @@ comes next is refused, and ``abort`` (or ``reset``) says that the forward failed
 
 # pyright: reportPrivateUsage=false
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -155,7 +156,9 @@ class KVCache(Cache):
         self._refused: dict[int, str] = {}
         self.attending: Forward | None = None
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
-        layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
+        # Layers do not keep their cache: its memory is free as soon as nobody holds it.
+        here = weakref.proxy(self)
+        layers: list[Any] = [layer_of(here, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
         self._ways = ways_of(self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device)
         components: dict[Any, int] = {}

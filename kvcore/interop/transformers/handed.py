@@ -83,17 +83,18 @@ class Handed:
         return self._read()[1]
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._rows is None:
-            layer = self._layer
-            if layer.owner.attending is not self._forward:
-                raise StepError(
-                    got=f"keys and values of layer {layer.number} from a forward that has ended",
-                    where="KVCache",
-                    allowed="their use in the forward, or layers[i].keys and .values",
-                    hint="attention='model' hands out tensors that last.",
-                )
-            self._rows = self._given or layer.visible_rows(self._handle, self._new, self._dtype)
-        return self._rows
+        if self._rows is not None:
+            return self._rows
+        layer = self._layer
+        if layer.owner.attending is not self._forward:
+            raise StepError(
+                got=f"keys and values of layer {layer.number} from a forward that has ended",
+                where="KVCache",
+                allowed="their use in the forward, or layers[i].keys and .values",
+                hint="attention='model' hands out tensors that last.",
+            )
+        self._rows = rows = self._given or layer.visible_rows(self._handle, self._new, self._dtype)
+        return rows
 
     def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
