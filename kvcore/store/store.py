@@ -109,7 +109,7 @@ class BlockStore:
             about = self._about.get(key)
             if about is not None:
                 tokens, size = list(about.tokens), about.block_tokens
-                events.append(BlockStored([key], about.parent, tokens, size, None, tier.medium))
+                events.append(BlockStored([key], about.parent, tokens, size, None, tier.medium, None))
         for lost, held in gone:
             if lost != key:
                 events.append(BlockRemoved([lost], tier.medium))

@@ -113,9 +113,9 @@ def test_events_are_those_that_vllm_publishes():
     for number in range(3):
         store.put(key(number), page(number), About(key(number - 1) if number else None, [1, 2], 2))
     assert told == [
-        BlockStored([key(0)], None, [1, 2], 2, None, "CPU"),
-        BlockStored([key(1)], key(0), [1, 2], 2, None, "CPU"),
-        BlockStored([key(2)], key(1), [1, 2], 2, None, "CPU"),
+        BlockStored([key(0)], None, [1, 2], 2, None, "CPU", None),
+        BlockStored([key(1)], key(0), [1, 2], 2, None, "CPU", None),
+        BlockStored([key(2)], key(1), [1, 2], 2, None, "CPU", None),
         BlockRemoved([key(0)], "CPU"),
     ]
     batch = msgspec.msgpack.decode(encode(told, rank=3))
@@ -128,6 +128,7 @@ def test_events_are_those_that_vllm_publishes():
         "block_size": 2,
         "lora_id": None,
         "medium": "CPU",
+        "lora_name": None,
     }
     assert msgspec.msgpack.decode(encode(told), type=EventBatch).events == told
 

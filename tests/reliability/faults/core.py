@@ -434,6 +434,15 @@ TABLE = {
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
         ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
     ],
+    "store/blocks.py": [
+        ("len(page) != self.page_bytes:", "False:", "pages of any size fill a block"),
+        (
+            "                break\n            pages.append",
+            "                continue\n            pages.append",
+            "blocks get the next one's rows",
+        ),
+        ("                first += rows * size\n", "", "all components get the first one's rows"),
+    ],
     "store/requests.py": [
         ("        if rings and not store.has(key):\n", "        if False:\n", "states are never stored"),
         (
