@@ -2,15 +2,16 @@
 
 from kvcore.spec import presets
 from kvcore.spec.codec import from_json, json_schema, to_json
-from kvcore.spec.components import KV, Component, Entries, IndexKeys, Part, Tail, Window
+from kvcore.spec.components import KV, Component, Entries, IndexKeys, KVTail, Part, Tail, Window
 from kvcore.spec.formats import FORMATS, Field, Format, tail_format
 from kvcore.spec.hf_config import from_hf_config
 from kvcore.spec.layout import LAYOUTS, BlockLayout, Place, address, block_layout
-from kvcore.spec.model import ROLES, TAIL_OF, CacheSpec, LayerSpec
+from kvcore.spec.model import DERIVED, ROLES, TAIL_OF, CacheSpec, LayerSpec
 from kvcore.spec.recurrent import Conv, State
 from kvcore.spec.rope import Rope, Yarn
 
 __all__ = [
+    "DERIVED",
     "FORMATS",
     "KV",
     "LAYOUTS",
@@ -24,6 +25,7 @@ __all__ = [
     "Field",
     "Format",
     "IndexKeys",
+    "KVTail",
     "LayerSpec",
     "Part",
     "Place",

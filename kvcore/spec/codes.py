@@ -22,6 +22,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
         bits: width of one element; 4-bit elements are packed two to a byte, the even one in the low nibble.
         largest: largest finite magnitude, to which encoders clamp finite values. 0 for codes without values.
         significand: significant bits of a value, used to work out whether decoding is exact in bf16.
+        signed: False where the smallest value is 0.
         nan: bits of the one NaN that encoders write, or None where the code has none.
     """
 
@@ -29,6 +30,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     bits: int
     largest: float = 0.0
     significand: int = 0
+    signed: bool = True
     nan: int | None = None
 
 
@@ -37,6 +39,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         power_of_two: the scale is a power of two, so that it neither rounds values nor limits bf16 decoding.
+        offset: a group has an offset beside its scale, in a field named ``offsets`` of the scales' code, and a value is
+            offset + code * scale.
         scales: codes that can hold such a scale.
         meaning: the rule as a formula; ``largest`` is the element code's.
     """
@@ -45,6 +49,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     power_of_two: bool
     scales: tuple[str, ...]
     meaning: str
+    offset: bool = False
 
 
 CODES: dict[str, Code] = {
@@ -58,6 +63,7 @@ CODES: dict[str, Code] = {
         Code(name="int8", bits=8, largest=127.0, significand=7),
         Code(name="e2m1", bits=4, largest=6.0, significand=2),
         Code(name="nf4", bits=4, largest=1.0, significand=24),
+        Code(name="uint4", bits=4, largest=15.0, significand=4, signed=False),
         Code(name="zero", bits=8),
     )
 }
@@ -79,6 +85,13 @@ RULES: dict[str, Rule] = {
             meaning="e4m3(clip(amax * fp32(1/largest) / global_scale, 2^-9, 448)), to nearest",
         ),
         Rule(name="absmax", power_of_two=False, scales=("fp32",), meaning="amax, in fp32"),
+        Rule(
+            name="range",
+            power_of_two=False,
+            scales=("bf16",),
+            meaning="offset: bf16(smallest), 0 below the floor; scale: bf16(max(largest - offset, floor) * fp32(1/15))",
+            offset=True,
+        ),
     )
 }
 
@@ -93,6 +106,9 @@ def largest_kept(code: str, rule: str | None) -> float:
     largest, most = CODES[code].largest, CODES["fp32"].largest
     if rule is None:
         return largest
+    if RULES[rule].offset:
+        # Far enough from the end of fp32 that neither the range of a group nor what is read of it leaves it.
+        return 2.0**126
     if RULES[rule].power_of_two:
         # The largest number below 2^128 of the code's significant bits, with a scale that is no more than 2^127.
         return min(largest * 2.0**127, 2.0**128 - 2.0 ** (128 - CODES[code].significand), most)
@@ -111,6 +127,10 @@ def _fp32(value: float) -> float:
     except OverflowError:
         return math.inf
 
+
+RANGE_SMALLEST = 2.0**-110
+"""Scales and offsets of the ``range`` rule that are nearer to zero are never written, and read as zero: no sum of an
+offset and a code's product is subnormal then."""
 
 E4M3_SCALE_SMALLEST = 2.0**-9
 """Smallest e4m3 scale that is not zero: the lower clip of the ``e4m3`` rule."""

@@ -74,6 +74,11 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return False
 
     @property
+    def given(self) -> tuple[Part, ...]:
+        """What a step's tokens give, one row each: the parts, unless rows are made of several tokens as they close."""
+        return self.parts
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """What a caller gives for a row, by name: one array for each part, unless a part holds several side by side."""
         return tuple(part.name for part in self.parts)
@@ -370,6 +375,10 @@ class KV(Component, frozen=True, kw_only=True):
 
     Storage: ``paged`` (blocks, ratio 1), ``slot`` (contiguous, row p of a slot), or ``ring`` (row p mod C of a slot,
     C = window or chunk, plus D).
+
+    Formats over tokens (``Format.tokens``): a row is ``ratio`` tokens, coded together as the last of them comes, and
+    those of the open group wait raw in the layer's ``kv_tail``. Such keys and values are ``paged``; values may then be
+    in a format over channels, of whose groups none holds channels of two tokens.
     """
 
     key_heads: int
@@ -397,9 +406,38 @@ class KV(Component, frozen=True, kw_only=True):
             "key_format" if self.value_format is None else "value_format",
             "key_dim" if self.value_dim is None else "value_dim",
         )
-        for part, at in zip(self._named_parts(), (("key_format", "key_dim"), value_at), strict=True):
-            _, _, name, dim = part
-            plain_row_format(name, dim, *at)
+        parts = list(zip(self._named_parts(), (("key_format", "key_dim"), value_at), strict=True))
+        for (_, _, name, dim), at in parts:
+            plain_row_format(name, dim, *at, over_tokens=True)
+        for (_, _, name, dim), at in parts:
+            self._check_over_tokens(FORMATS[name], dim, *at)
+
+    def _check_over_tokens(self, format: Format, dim: int, format_at: str, dim_at: str) -> None:
+        if self.ratio == 1:
+            return
+        over = f"{self.ratio} tokens are coded together"
+        if self.storage != "paged":
+            raise SpecError(got=self.storage, where="storage", allowed=f"paged: {over}")
+        if format.tokens not in (1, self.ratio):
+            allowed = f"a format over {self.ratio} tokens, as the other part's, or over channels"
+            raise SpecError(got=format.name, where=format_at, allowed=allowed)
+        groups = [field.group for field in format.fields if field.group is not None and format.tokens == 1]
+        if not all(group and dim % group == 0 for group in groups):
+            allowed = f"a multiple of {format.name}'s groups, which are smaller than a row: {over}"
+            raise SpecError(got=dim, where=dim_at, allowed=allowed)
+
+    @property
+    def ratio(self) -> int:
+        """Tokens that are coded together: 1 in formats over channels."""
+        return max(FORMATS[name].tokens for _, _, name, _ in self._named_parts())
+
+    @property
+    def tail(self) -> "KVTail | None":
+        """Where tokens wait until their group closes; None where each is a row of its own."""
+        if self.ratio == 1:
+            return None
+        keys, values = self._named_parts()
+        return KVTail(key_heads=keys[1], key_dim=keys[3], value_heads=values[1], value_dim=values[3], ratio=self.ratio)
 
     def _named_parts(self) -> tuple[tuple[str, int, str, int], ...]:
         """(part, heads, format's name, dim) of keys and of values, the values' defaults filled in."""
@@ -412,11 +450,27 @@ class KV(Component, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return tuple(Part(part, heads, FORMATS[name].for_dim(dim)) for part, heads, name, dim in self._named_parts())
+        ratio = self.ratio
+        return tuple(
+            Part(part, heads, FORMATS[name].for_dim(ratio * dim)) for part, heads, name, dim in self._named_parts()
+        )
+
+    @property
+    def given(self) -> tuple[Part, ...]:
+        tail = self.tail
+        return self.parts if tail is None else tail.parts
 
     @property
     def growth(self) -> Growth:
         return "block" if self.storage == "paged" else "slot"
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.ratio
+
+    @property
+    def written_by_step(self) -> bool:
+        return self.ratio == 1
 
     @property
     def span(self) -> int | None:
@@ -452,7 +506,7 @@ class KV(Component, frozen=True, kw_only=True):
 
     def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
         if self.storage != "ring":
-            return 0 * length, length
+            return 0 * length, length // self.ratio
         return maximum(self.first_visible(length - 1, 0, maximum), 0), length
 
     def first_visible(self, position: Any, padding: Any = 0, maximum: Maximum = max) -> Any:
@@ -466,6 +520,54 @@ class KV(Component, frozen=True, kw_only=True):
         if self.storage != "ring":
             return 0 * length, length
         return Component.visible_bounds(self, start, length, padding, maximum)
+
+
+class KVTail(Component, frozen=True, kw_only=True):
+    """Keys and values of the group that is open, raw, in a ring a slot at ``slot * R + p mod R``: see ``KV.ratio``.
+
+    A group of m tokens closes with position p where ``p mod m`` is m - 1, so what is raw depends on the length alone.
+    ``R = m - 1 + max(D, 1)``. No spec says it: it follows from the formats of its layer's ``kv``.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    ratio: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        raw = FORMATS["bf16"]
+        return (
+            Part("key", self.key_heads, raw.for_dim(self.key_dim)),
+            Part("value", self.value_heads, raw.for_dim(self.value_dim)),
+        )
+
+    @property
+    def span(self) -> int:
+        return self.ratio - 1
+
+    @property
+    def reach(self) -> int:
+        # A token that closes a group is coded with all the others of it.
+        return self.span
+
+    @property
+    def headed(self) -> bool:
+        return True
+
+    def label(self, role: str) -> str:
+        return f"{role}.m{self.ratio}"
+
+    def summary(self, role: str) -> str:
+        return f"{role} m={self.ratio}"
+
+    def live_bounds(self, length: Any, maximum: Maximum = max) -> tuple[Any, Any]:
+        del maximum
+        return length // self.ratio * self.ratio, length
+
+    def ring_rows(self, drafts: int, longest: int | None = None) -> int | None:
+        return Component.ring_rows(self, max(drafts, 1), longest)
 
 
 def _is_scale(value: object) -> bool:
@@ -487,12 +589,19 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
-    """The format sized for ``dim``; an error names the component's field that is at fault."""
+def row_format(
+    name: str, dim: int, format_at: str = "format", dim_at: str = "dim", *, over_tokens: bool = False
+) -> Format:
+    """The format sized for ``dim``; an error names the component's field that is at fault.
+
+    ``over_tokens``: rows may be of several tokens.
+    """
     try:
         format = FORMATS[name]
     except SpecError as error:
         raise SpecError(got=name, where=format_at, allowed=error.allowed, hint=error.hint) from None
+    if format.tokens > 1 and not over_tokens:
+        raise SpecError(got=name, where=format_at, allowed="a format over channels: each row is of one token")
     try:
         return format.for_dim(dim)
     except SpecError as error:
@@ -500,9 +609,11 @@ def row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "di
         raise SpecError(got=dim, where=dim_at, allowed=allowed, hint=error.hint) from None
 
 
-def plain_row_format(name: str, dim: int, format_at: str = "format", dim_at: str = "dim") -> Format:
+def plain_row_format(
+    name: str, dim: int, format_at: str = "format", dim_at: str = "dim", *, over_tokens: bool = False
+) -> Format:
     """The same for rows that are read as they were given: neither rotated nor of a scale that the component says."""
-    format = row_format(name, dim, format_at, dim_at)
+    format = row_format(name, dim, format_at, dim_at, over_tokens=over_tokens)
     if format.hadamard or format.global_scaled:
         raise SpecError(got=name, where=format_at, allowed="a format for K-V rows")
     return format

@@ -18,7 +18,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     """One field of a row.
 
     Attributes:
-        name: ``codes``, ``scales``, ``rope`` or ``pad`` wherever a format has them.
+        name: ``codes``, ``scales``, ``offsets``, ``rope`` or ``pad`` wherever a format has them.
         dims: elements in the field; None in a format that takes its size from the component.
         code: element code, a key of ``CODES``.
         group: consecutive channels that share a scale; 0 means all of the field's; None means no scale.
@@ -73,8 +73,13 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_value(self) -> bool:
-        """True if the field holds channels of the row, as opposed to scales or padding."""
-        return self.name not in ("scales", "pad")
+        """True if the field holds channels of the row, as opposed to scales, offsets or padding."""
+        return self.name not in ("scales", "offsets", "pad")
+
+    @property
+    def has_offsets(self) -> bool:
+        """True if every group has an offset beside its scale."""
+        return self.group is not None and RULES[self.rule or ""].offset
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -91,6 +96,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             there; a power-of-two scale is rounded up from it.
         hadamard: encode rotates the row by the orthonormal Hadamard matrix first (decode does not undo it).
         global_scaled: the e4m3 scales are relative to a global fp32 scale given by the component.
+        tokens: a row of more than one is that many tokens of a head, channel by channel: all tokens of the first
+            channel, then of the next. A group of ``tokens`` channels of the row is then one channel over time.
     """
 
     name: str
@@ -101,6 +108,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     scale_floor: float = 0.0
     hadamard: bool = False
     global_scaled: bool = False
+    tokens: int = 1
 
     def __post_init__(self) -> None:
         """Check the field list against itself: names, codes, scales, planes."""
@@ -110,6 +118,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
         if self.page_alignment < 1:
             raise SpecError(got=self.page_alignment, where=f"format {self.name}: page_alignment", allowed="1 or more")
+        if self.tokens < 1:
+            raise SpecError(got=self.tokens, where=f"format {self.name}: tokens", allowed="1 or more")
         for field in self.fields:
             self._check_field(field)
         if self.hadamard and self.dim is not None and self.dim & (self.dim - 1):
@@ -139,6 +149,19 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise SpecError(got=field.scale, where=f"{where}: scale", allowed="the code of a field named scales")
         if field.dims is not None and scales.dims != field.groups:
             raise SpecError(got=scales.dims, where=f"format {self.name}: scales: dims", allowed=f"{field.groups}")
+        offsets = [(other.code, other.dims) for other in self.fields if other.name == "offsets"]
+        wanted = [(scales.code, scales.dims)] if RULES[field.rule].offset else []
+        if offsets != wanted:
+            allowed = (
+                f"one of {scales.dims} {scales.code} for rule {field.rule}"
+                if wanted
+                else f"none, for rule {field.rule}"
+            )
+            raise SpecError(got=offsets, where=f"format {self.name}: fields named offsets", allowed=allowed)
+        if wanted and (sum(other.is_value for other in self.fields) > 1 or kind.signed):
+            raise SpecError(
+                got=field.code, where=where, allowed=f"one field of values, of codes from 0, for rule {field.rule}"
+            )
         if not 0 <= self.scale_floor < largest_kept("fp32", None):
             raise SpecError(got=self.scale_floor, where=f"format {self.name}: scale_floor", allowed="0 or more")
         if self.scale_floor and field.rule not in ("pow2", "fp32"):
@@ -171,6 +194,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if not field.is_value:
                 continue
             bits = field.element.significand
+            if field.has_offsets:
+                return "fp32"
             if field.group is not None and not RULES[field.rule or ""].power_of_two:
                 bits += field.scale_element.significand
             if bits > CODES["bf16"].significand or self.global_scaled:
@@ -240,7 +265,8 @@ def _sized(format: Format, dim: int) -> Format:
         return format
     fields = [msgspec.structs.replace(field, dims=dim) if field.is_value else field for field in format.fields]
     groups = sum(field.groups for field in fields if field.is_value)
-    fields = [msgspec.structs.replace(field, dims=groups) if field.name == "scales" else field for field in fields]
+    of_groups = ("scales", "offsets")
+    fields = [msgspec.structs.replace(field, dims=groups) if field.name in of_groups else field for field in fields]
     return msgspec.structs.replace(format, fields=tuple(fields))
 
 
@@ -294,6 +320,7 @@ def _scales(dims: int | None, code: str) -> Field:
 _ROPE = Field(name="rope", dims=64, code="bf16")
 _E4M3_FLOOR = 1e-4
 _E2M1_FLOOR = 6 * 2.0**-126
+_RANGE_FLOOR = 2.0**-100
 
 
 def _plain(name: str) -> Format:
@@ -313,6 +340,21 @@ def _index(
         global_scaled=global_scaled,
     )
     return plain, msgspec.structs.replace(plain, name=f"{name}_h", hadamard=True)
+
+
+def _int4(name: str, group: int, tokens: int = 1) -> Format:
+    """Four bits from the smallest of a group to its largest; the group is of channels, or of tokens of a channel."""
+    return Format(
+        name=name,
+        fields=(
+            _codes(None, "uint4", group, "bf16", "range"),
+            _scales(None, "bf16"),
+            Field(name="offsets", dims=None, code="bf16"),
+        ),
+        planes=(("codes",), ("scales", "offsets")),
+        amax_floor=_RANGE_FLOOR,
+        tokens=tokens,
+    )
 
 
 FORMATS = Formats(
@@ -408,6 +450,11 @@ FORMATS = Formats(
             planes=(("codes",), ("scales",)),
             amax_floor=_E2M1_FLOOR,
         ),
+        # Four bits with an offset. Over channels: 5.0 and 4.5 bits; over 32 or 64 tokens of one channel: the same.
+        _int4("int4_g32", 32),
+        _int4("int4_g64", 64),
+        _int4("int4_ch32", 32, tokens=32),
+        _int4("int4_ch64", 64, tokens=64),
     )
 )
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
-from kvcore.spec.components import KV, Component, Entries, IndexKeys, Tail, Window
+from kvcore.spec.components import KV, Component, Entries, IndexKeys, KVTail, Tail, Window
 from kvcore.spec.recurrent import Conv, State
 
 
@@ -36,10 +36,16 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The roles that the layer has a component for, in role order."""
         return tuple(role for role in self.every_role if getattr(self, role) is not None)
 
+    @cached_property
+    def kv_tail(self) -> KVTail | None:
+        """What follows from keys and values in a format over tokens: the ring of their open group."""
+        return self.kv.tail if isinstance(self.kv, KV) else None  # another's is refused with the spec
+
     @property
     def every_role(self) -> tuple[str, ...]:
         """The roles that a layer of this class can have, in role order."""
-        return self.__struct_fields__
+        before = self.__struct_fields__.index("kv")
+        return (*self.__struct_fields__[:before], *DERIVED, *self.__struct_fields__[before:])
 
     @cached_property
     def written(self) -> tuple[str, ...]:
@@ -61,6 +67,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 ROLES: tuple[str, ...] = LayerSpec.__struct_fields__
 """Every role there is, in canonical order: the fields of a LayerSpec."""
+
+DERIVED: dict[str, str] = {"kv_tail": "kv"}
+"""Roles that no spec names, since they follow from the component of another."""
 
 TAIL_OF: dict[str, str] = {"entries": "tail", "index_keys": "index_tail"}
 """The role whose rows are compressed into a paged role."""
@@ -146,13 +155,19 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _check_layer(self, number: int, layer: LayerSpec) -> None:
         path = self.path(number)
-        kinds = _kinds(type(layer))
+        kinds = _kinds(type(layer)) | {"kv_tail": KVTail}
         components = dict(layer.components())
         for role, component in components.items():
             # IndexKeys are Entries, but not in the place of entries: JSON could not tell them apart.
             if type(component) is not kinds[role]:
                 raise SpecError(got=component, where=f"{path}.{role}", allowed=f"a {kinds[role].__name__}")
             _check_declared(f"{path}.{role}", component)
+            if role in DERIVED and number >= len(self.layers):
+                raise SpecError(
+                    got=getattr(layer, DERIVED[role]),
+                    where=f"{path}.{DERIVED[role]}",
+                    allowed="formats over tokens in main layers: a step may leave draft layers out, and no group may",
+                )
             if component.recurrent and number >= len(self.layers):
                 raise SpecError(
                     got=component,

@@ -19,5 +19,15 @@ FIXED_DIM = {
     "index_nvfp4": 128,
     "index_nvfp4_h": 128,
 }
-ANY_DIM = {"bf16": 64, "fp16": 64, "fp32": 64, "int8_row": 64, "fp8_row": 64, "nf4_b64": 128, "mxfp4": 96}
+ANY_DIM = {
+    "bf16": 64,
+    "fp16": 64,
+    "fp32": 64,
+    "int8_row": 64,
+    "fp8_row": 64,
+    "nf4_b64": 128,
+    "mxfp4": 96,
+    "int4_g32": 80,
+    "int4_g64": 128,
+}
 DIM = {**FIXED_DIM, **ANY_DIM}

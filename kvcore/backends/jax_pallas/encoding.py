@@ -26,7 +26,7 @@ from kvcore.kernels.pallas.arithmetic import (
     within,
 )
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, RANGE_SMALLEST, unknown
 
 DTYPES = {
     "fp32": jnp.float32,
@@ -36,7 +36,7 @@ DTYPES = {
     "int8": jnp.int8,
 }
 BITS = {32: jnp.uint32, 16: jnp.uint16, 8: jnp.uint8}
-KNOWN = (*DTYPES, "e2m1", "nf4")
+KNOWN = (*DTYPES, "e2m1", "nf4", "uint4")
 """Element codes that these encoders know."""
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(DTYPES["e4m3"]).astype(np.float32)
@@ -44,6 +44,7 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(DTYPES["e4m3"]).astype(np.floa
 NF4 = np.array(NF4_LEVELS, np.float32)
 NF4_MIDPOINTS = (NF4[1:] + NF4[:-1]) / np.float32(2)
 E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
+OF_RANGES = ("scales", "offsets")
 
 
 def encode(format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
@@ -61,6 +62,8 @@ def encode(format: str | Format, values: Array, global_scale: float = 1.0) -> Ar
         channel += field.size
         if field.group is None:
             stored[field.name] = to_bytes(channels, field.code)
+        elif field.has_offsets:
+            stored[field.name], stored["scales"], stored["offsets"] = quantise_range(channels, field, format)
         else:
             stored[field.name], stored["scales"] = quantise(channels, field, format, global_scale)
     zeros = {field.name: jnp.zeros((len(values), field.nbytes), jnp.uint8) for field in format.fields}
@@ -81,6 +84,11 @@ def decode(format: str | Format, rows: Array, dim: int | None = None, global_sca
             stored = take(rows, format, "scales")
             if scale_code == "e8m0":
                 values = times_power(values, jnp.repeat(stored, width, axis=1)[:, : field.size])
+            elif field.has_offsets:
+                # Code times scale is exact, and nothing is subnormal, so the sum rounds once, fused or not.
+                scales, offsets = (large(from_bytes(take(rows, format, name), scale_code)) for name in OF_RANGES)
+                values = values * jnp.repeat(scales, width, axis=1)[:, : field.size]
+                values = values + jnp.repeat(offsets, width, axis=1)[:, : field.size]
             else:
                 values = times(values, jnp.repeat(from_bytes(stored, scale_code), width, axis=1)[:, : field.size])
                 # Code times scale is exact, so the product with the global scale rounds once.
@@ -135,6 +143,32 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     return codes, bytes_of(scale_bits)
 
 
+def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array, Array, Array]:
+    """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
+    rows, largest = len(channels), np.float32(field.element.largest)
+    # The last group may be short: repeating its last channel changes neither its smallest nor its largest.
+    groups = jnp.pad(channels, ((0, 0), (0, field.groups * field.width - field.size)), mode="edge")
+    groups = groups.reshape(rows, field.groups, field.width)
+    finite = jnp.max(bits_of(groups) & ~SIGN, axis=2) < INFINITY
+    groups = jnp.where(finite[:, :, None], clamp(groups, field.limit), 0)
+    # What is nearer to zero than a scale can tell is zero: told by bits, and no subnormal is left.
+    floor = np.float32(format.amax_floor)
+    groups = jnp.where((bits_of(groups) & ~SIGN) < bits_of(floor), 0, groups)
+    offsets = to_bf16(jnp.min(groups, axis=2))
+    reach = jnp.maximum(jnp.max(groups, axis=2) - offsets, floor)
+    scales = to_bf16(reach * np.float32(1 / largest))
+    above = jnp.maximum(groups - offsets[:, :, None], 0)
+    codes = jnp.minimum(jnp.rint(divide(above, scales[:, :, None])), largest).astype(jnp.uint8)
+    scale_bits = jnp.where(finite, bits_of(scales) >> 16, np.uint32(field.scale_element.nan or 0)).astype(jnp.uint16)
+    offset_bits = (bits_of(offsets) >> 16).astype(jnp.uint16)
+    return pack_nibbles(codes.reshape(rows, -1)[:, : field.size]), bytes_of(scale_bits), bytes_of(offset_bits)
+
+
+def large(values):
+    """Scales or offsets of the ``range`` rule, those below what encoders write as zero: told by bits."""
+    return jnp.where((bits_of(values) & ~SIGN) < bits_of(np.float32(RANGE_SMALLEST)), 0, values)
+
+
 def scale_of(amax: Array, field: Field, format: Format, global_scale: float) -> tuple[Array, Array]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
     if field.rule != "e4m3":
@@ -177,6 +211,8 @@ def from_bytes(stored: Array, code: str) -> Array:
         return jnp.asarray(NF4)[unpack_nibbles(stored)]
     if code == "e2m1":
         return jnp.asarray(E2M1)[unpack_nibbles(stored)]
+    if code == "uint4":
+        return unpack_nibbles(stored).astype(jnp.float32)
     size = CODES[code].bits // 8
     if size > 1:
         stored = stored.reshape(len(stored), stored.shape[1] // size, size)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
+from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, NF4_LEVELS, RANGE_SMALLEST, unknown
 
 DTYPES = {
     "fp32": np.dtype(np.float32),
@@ -21,7 +21,7 @@ DTYPES = {
     "e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
 }
 BITS = {32: np.uint32, 16: np.uint16, 8: np.uint8, 4: np.uint8}
-KNOWN = (*DTYPES, "nf4")
+KNOWN = (*DTYPES, "nf4", "uint4")
 """Element codes that these encoders know."""
 
 NF4 = np.array(NF4_LEVELS, np.float32)
@@ -44,7 +44,11 @@ def encode(format: str | Format, values: np.ndarray, global_scale: float = 1.0) 
         if field.group is None:
             put(rows, format, field.name, to_bytes(channels, field.code))
             continue
-        codes, scales = quantise(channels, field, format, global_scale)
+        if field.has_offsets:
+            codes, scales, offsets = quantise_range(channels, field, format)
+            put(rows, format, "offsets", offsets)
+        else:
+            codes, scales = quantise(channels, field, format, global_scale)
         put(rows, format, field.name, codes)
         put(rows, format, "scales", scales)
     return rows
@@ -59,9 +63,12 @@ def decode(format: str | Format, rows: np.ndarray, dim: int | None = None, globa
             continue
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
-            scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
+            scales, offsets = group_values(rows, format, field)
             with np.errstate(invalid="ignore", over="ignore"):
                 values = values * np.repeat(scales, field.width, axis=1)[:, : field.size]
+                if offsets is not None:
+                    # Code times scale is exact, so the sum rounds once.
+                    values = values + np.repeat(offsets, field.width, axis=1)[:, : field.size]
                 # Code times scale is exact, so the product with the global scale rounds once.
                 values = values * np.float32(global_scale) if format.global_scaled else values
         channels.append(values)
@@ -115,6 +122,27 @@ def quantise(channels: np.ndarray, field: Field, format: Format, global_scale: f
     return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
 
 
+def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
+    rows, limit = len(channels), np.float32(field.limit)
+    # The last group may be short: repeating its last channel changes neither its smallest nor its largest.
+    groups = np.pad(channels, ((0, 0), (0, field.groups * field.width - field.size)), mode="edge")
+    groups = groups.reshape(rows, field.groups, field.width)
+    finite = np.isfinite(groups).all(axis=2)
+    groups = np.where(finite[:, :, None], np.clip(groups, -limit, limit), np.float32(0))
+    floor = np.float32(format.amax_floor)
+    # What is nearer to zero than a scale can tell is zero.
+    groups = np.where(np.abs(groups) < floor, np.float32(0), groups)
+    offsets = to_bf16(groups.min(axis=2))
+    reach = np.maximum(groups.max(axis=2) - offsets, floor)
+    scales = to_bf16(reach * np.float32(1 / field.element.largest))
+    codes = np.rint((groups - offsets[:, :, None]) / scales[:, :, None])
+    codes = np.clip(codes, 0, field.element.largest).astype(np.uint8)
+    scale_bits = np.where(finite, scales.view(np.uint32) >> 16, np.uint32(field.scale_element.nan or 0))
+    stored = [bits.astype(np.uint16).view(np.uint8) for bits in (scale_bits, offsets.view(np.uint32) >> 16)]
+    return pack_nibbles(codes.reshape(rows, -1)[:, : field.size]), stored[0], stored[1]
+
+
 def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float) -> tuple[np.ndarray, np.ndarray]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
     product = np.maximum(amax * np.float32(1 / field.element.largest), np.float32(format.scale_floor))
@@ -131,6 +159,16 @@ def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float
         raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, scales.view(np.uint32)
+
+
+def group_values(rows: np.ndarray, format: Format, field: Field) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of canonical rows, a field's scales and its offsets, if it has any: [rows, groups] fp32 each."""
+    scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
+    if not field.has_offsets:
+        return scales, None
+    offsets = scale_values(take(rows, format, "offsets"), format.field("offsets").code)
+    scales, offsets = (np.where(np.abs(each) < RANGE_SMALLEST, np.float32(0), each) for each in (scales, offsets))
+    return scales, offsets
 
 
 def scale_values(stored: np.ndarray, code: str) -> np.ndarray:
@@ -170,6 +208,8 @@ def from_bytes(stored: np.ndarray, code: str) -> np.ndarray:
         return NF4[unpack_nibbles(stored)]
     if code == "e2m1":
         return unpack_nibbles(stored).view(DTYPES["e2m1"]).astype(np.float32)
+    if code == "uint4":
+        return unpack_nibbles(stored).astype(np.float32)
     return stored.view(dtype_of(code)).astype(np.float32)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kvcore.errors import SpecError
 from kvcore.spec import FORMATS, Field, Format, block_layout
-from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, unknown
+from kvcore.spec.codes import CODES, E2M1_LEVELS, E4M3_SCALE_SMALLEST, NF4_LEVELS, RANGE_SMALLEST, unknown
 
 DTYPES = {
     "fp32": torch.float32,
@@ -22,7 +22,7 @@ DTYPES = {
     "int8": torch.int8,
 }
 BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
-KNOWN = (*DTYPES, "e2m1", "nf4")
+KNOWN = (*DTYPES, "e2m1", "nf4", "uint4")
 """Element codes that these encoders know."""
 
 
@@ -45,7 +45,11 @@ def encode(format: str | Format, values: torch.Tensor, global_scale: float = 1.0
         if field.group is None:
             put(rows, format, field.name, to_bytes(channels, field.code))
             continue
-        codes, scales = quantise(channels, field, format, global_scale)
+        if field.has_offsets:
+            codes, scales, offsets = quantise_range(channels, field, format)
+            put(rows, format, "offsets", offsets)
+        else:
+            codes, scales = quantise(channels, field, format, global_scale)
         put(rows, format, field.name, codes)
         put(rows, format, "scales", scales)
     return rows
@@ -62,8 +66,11 @@ def decode(format: str | Format, rows: torch.Tensor, dim: int | None = None, glo
             continue
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
-            scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
+            scales, offsets = group_values(rows, format, field)
             values = values * spread(scales, field)
+            if offsets is not None:
+                # Code times scale is exact, so the sum rounds once.
+                values = values.add_(spread(offsets, field))
             # Code times scale is exact, so the product with the global scale rounds once.
             values = values * global_scale if format.global_scaled else values
         channels.append(values.to(DTYPES[format.value_code]))
@@ -113,6 +120,29 @@ def quantise(
     return codes, scale_bits.view(torch.uint8)
 
 
+def quantise_range(
+    channels: torch.Tensor, field: Field, format: Format
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
+    rows, limit, largest = len(channels), field.limit, field.element.largest
+    missing = field.groups * field.width - field.size
+    # The last group may be short: repeating its last channel changes neither its smallest nor its largest.
+    padded = torch.cat([channels, channels[:, -1:].expand(-1, missing)], dim=1) if missing else channels
+    groups = padded.reshape(rows, field.groups, field.width)
+    finite = groups.isfinite().all(dim=2)
+    groups = torch.where(finite[:, :, None], groups.clamp(-limit, limit), 0)
+    # What is nearer to zero than a scale can tell is zero.
+    groups = torch.where(groups.abs() < format.amax_floor, 0, groups)
+    offsets = groups.amin(dim=2).to(torch.bfloat16)
+    least = offsets.to(torch.float32)
+    reach = (groups.amax(dim=2) - least).clamp(min=format.amax_floor)
+    scales = (reach * (1 / largest)).to(torch.bfloat16)
+    ratios = (groups - least[:, :, None]) / scales.to(torch.float32)[:, :, None]
+    codes = ratios.round_().clamp_(0, largest).to(torch.uint8).reshape(rows, -1)[:, : field.size]
+    scale_bits = torch.where(finite, scales.view(torch.int16), field.scale_element.nan or 0).to(torch.int16)
+    return pack_nibbles(codes), scale_bits.view(torch.uint8), offsets.view(torch.uint8)
+
+
 def scale_of(
     amax: torch.Tensor, field: Field, format: Format, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +161,16 @@ def scale_of(
         raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, scales.view(torch.int32)
+
+
+def group_values(rows: torch.Tensor, format: Format, field: Field) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of canonical rows, a field's scales and its offsets, if it has any: [rows, groups] fp32 each."""
+    scales = scale_values(take(rows, format, "scales"), format.field("scales").code)
+    if not field.has_offsets:
+        return scales, None
+    offsets = scale_values(take(rows, format, "offsets"), format.field("offsets").code)
+    scales, offsets = (torch.where(each.abs() < RANGE_SMALLEST, 0, each) for each in (scales, offsets))
+    return scales, offsets
 
 
 def scale_values(stored: torch.Tensor, code: str) -> torch.Tensor:
@@ -185,6 +225,8 @@ def from_bytes(stored: torch.Tensor, code: str) -> torch.Tensor:
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
     if code in ("nf4", "e2m1"):
         return levels(code, stored.device)[unpack_nibbles(stored).int()]
+    if code == "uint4":
+        return unpack_nibbles(stored).to(torch.float32)
     if code not in DTYPES:
         raise unknown("element code", code, "decode")
     return reinterpret(stored, DTYPES[code]).to(torch.float32)
