@@ -36,6 +36,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         rows: positions or entries that one unit holds.
         layout: how a unit's rows are laid out.
         copies: how often a unit holds its rows, one after the other: 2 where a ring is to be read in one run.
+        tokens: positions from one row to the next.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rows: int
     layout: str
     copies: int = 1
+    tokens: int = 1
 
     @cached_property
     def places(self) -> int:
@@ -111,6 +113,7 @@ class LayerPlan:
     Attributes:
         number: of the layer.
         regions: role -> the regions of its parts, its own or those that it shares.
+        over_tokens: keys or values are in a format over tokens, and those of the open group in a ring.
         memo: what others worked out of the layer, once.
     """
 
@@ -119,6 +122,7 @@ class LayerPlan:
     ) -> None:
         self.number = number
         self.regions = regions
+        self.over_tokens = "kv_tail" in regions
         self.memo: dict[Any, Any] = {}
         self._components = components
         # What has no global scale is not scaled.
@@ -461,6 +465,7 @@ def _regions(
             rows=(rows := _unit_rows(spec, component, tokens, longest, drafts, layout)),
             layout=layout,
             copies=_copies(component, part.format, rows, longest, layout),
+            tokens=component.tokens_per_row,
         )
         for layer, role, component in spec.components()
         if component.shared_from is None

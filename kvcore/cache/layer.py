@@ -48,7 +48,7 @@ from kvcore.ops.arguments import (
     like,
 )
 from kvcore.plan import Region
-from kvcore.spec import KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
+from kvcore.spec import DERIVED, KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
 
 
 class LayerHandle:
@@ -156,7 +156,7 @@ class LayerHandle:
         checked: dict[str, tuple[Array, ...]] = {}
         for role, given in rows.items():
             component = self._component(role)
-            if not component.written_by_step:
+            if role in DERIVED or not (component.written_by_step or component.given != component.parts):
                 raise StepError(got=f"append({role}=...)", where=self._where, allowed="roles of a step's tokens")
             self._writes.check_new(role)
             checked[role] = self._rows(role, given if isinstance(given, tuple) else (given,))
@@ -425,7 +425,7 @@ class LayerHandle:
         or of a ring that has not wrapped between them or lies there twice (``by_head``).
         """
         kv = self._component("kv", KV)
-        if "kv" not in self._writes.own or "kv" in self._writes.waiting:
+        if "kv" not in self._writes.own or self._writes.unwritten("kv") is not None:
             return None
         columns = self._kv_columns(kv, ended=True)
         return self._ops.kv_view(self._context.pools, self._layer, self._index, columns=columns)
@@ -437,7 +437,8 @@ class LayerHandle:
         if context.traced is not None:
             context.check_outside("append_kv_view", (k, v))
         if key not in memo:
-            memo[key] = self._writes.writing("kv") == AT_ONCE, self._kv_columns(kv, ended=True), []
+            at_once = kv.tail is None and self._writes.writing("kv") == AT_ONCE
+            memo[key] = at_once, self._kv_columns(kv, ended=True), []
         at_once, columns, passed = memo[key]
         if not at_once or "kv" in self._writes.own:
             self.append_kv(k, v)
@@ -544,8 +545,9 @@ class LayerHandle:
             NonFiniteError: a value is NaN or infinite, under ``check=True``.
         """
         component = self._component(role)
-        if role in WRITERS or not component.written_by_step:
-            allowed = WRITERS[role] if role in self._spec.written else "a role whose rows are the step's tokens"
+        if role in WRITERS or role in DERIVED or not component.written_by_step:
+            writer = WRITERS.get(DERIVED.get(role, role))
+            allowed = writer if writer and role in self._spec.written else "a role whose rows are the step's tokens"
             raise StepError(got=f"append_rows({role!r})", where=self._where, allowed=allowed)
         self._append(role, *values)
 

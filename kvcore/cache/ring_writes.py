@@ -21,11 +21,14 @@ from kvcore.ops import Array, Ops, RawRows, StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
-from kvcore.spec import ROLES, TAIL_OF, Component
+from kvcore.spec import DERIVED, ROLES, TAIL_OF, Component
 from kvcore.step import StepNumbers, StepRequest, at_start
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
+
+RING_OF = {role: ring for ring, role in DERIVED.items()}
+"""Role -> the ring in which its rows wait, raw, until they are coded together."""
 
 ENTRIES_OF = {tail: role for role, tail in TAIL_OF.items()}
 """Tail -> the role whose flush reads it."""
@@ -166,6 +169,9 @@ class RingWrites:
         self.check_new(role)
         if role == "window":
             self._rotation = rotation
+        if role in RING_OF and RING_OF[role] in self._regions:
+            self._append_group_rows(role, RING_OF[role], arrays)
+            return
         if self.writing(role).waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self.waiting[role] = copy.deepcopy(arrays)
@@ -189,6 +195,18 @@ class RingWrites:
         if flushed:
             self.unflushed[role] = self.own[role]
             context.unflushed = self
+
+    def _append_group_rows(self, role: str, ring: str, arrays: tuple[Array, ...]) -> None:
+        """Take rows that are coded in groups: what closes is coded, and the ring written, at once or both at commit."""
+        waits = self.writing(ring).waits
+        kept = copy.deepcopy(arrays) if waits or isinstance(arrays[0], np.ndarray) else arrays
+        if waits:
+            self.waiting[ring] = kept
+        else:
+            self._keep_overwritten(ring)
+            self._write(ring, arrays)
+            self.stored.add(role)
+        self.own[role] = self.own[ring] = kept
 
     def check_new(self, role: str) -> None:
         """Refuse a second append."""
@@ -279,6 +297,7 @@ class RingWrites:
             (rows,), rotated = arrays, context.ops.append_rotated_window
             context.replace(rotated(context.pools, self.number, context.index, rows, **self._rotation))
             return
+        role = DERIVED.get(role, role)
         if role in WRITERS:
             append = getattr(context.ops, WRITERS[role])
             context.replace(append(context.pools, self.number, context.index, *arrays))
@@ -291,6 +310,8 @@ class RingWrites:
 
     def unwritten(self, role: str) -> tuple[Array, ...] | None:
         """The step's own rows where the ring does not hold them yet; None: the pools have everything."""
+        if RING_OF.get(role) in self.waiting:
+            return self.own[role]
         return self.own[role] if role in self.waiting else None
 
     def parts(self, role: str) -> tuple[Array, ...]:
@@ -314,7 +335,8 @@ class RingWrites:
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
         own, stored = self.own, "entries" in self.stored
-        return [role for role in self.spec.written if role not in own and not (stored and role == "tail")]
+        missing = [role for role in self.spec.written if role not in own and not (stored and role == "tail")]
+        return [DERIVED.get(role, role) for role in missing]
 
     def unstored(self) -> list[str]:
         """Own paged roles with entries that close in this step and were not stored yet."""

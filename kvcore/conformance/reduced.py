@@ -14,7 +14,7 @@ import msgspec
 from kvcore.conformance.shapes import SHAPES, TARGET, Shape, Sizes
 from kvcore.conformance.verb import Verb
 from kvcore.plan import CachePlan, plan_cache
-from kvcore.spec import CacheSpec, Component, LayerSpec
+from kvcore.spec import DERIVED, CacheSpec, Component, LayerSpec
 
 SLOTS = 6
 """Slots of such a cache: more than any shape has requests; the last one is never used."""
@@ -44,7 +44,7 @@ def reduced_layers(spec: CacheSpec, verb: Verb) -> Iterator[Reduced]:
     seen: set[CacheSpec] = set()
     labels: dict[str, int] = {}
     for layer in spec.all_layers:
-        kept = {role: component for role, component in layer.components() if role in verb.roles}
+        kept = {role: component for role, component in layer.components() if role in verb.roles and role not in DERIVED}
         shares = any(component.shared_from is not None for component in kept.values())
         if any(role not in kept for role in verb.needs) or any(role in layer.roles for role in verb.lacks):
             continue

@@ -16,9 +16,10 @@ GLOBAL_SCALE = 0.37
 
 def conformance_spec() -> CacheSpec:
     """All formats that are registered when it is called, so that a third party's format is checked like a built-in."""
-    latent = [format for format in FORMATS.values() if not _is_index(format)]
-    index = [format for format in FORMATS.values() if _is_index(format)]
-    classic = [format for format in FORMATS.values() if format.dim is None and not _is_index(format)]
+    over_channels = [format for format in FORMATS.values() if format.tokens == 1]
+    latent = [format for format in over_channels if not _is_index(format)]
+    index = [format for format in over_channels if _is_index(format)]
+    classic = [format for format in over_channels if format.dim is None and not _is_index(format)]
     layers = [
         *_shared_layers(),
         *(_latent_layer(number, format) for number, format in enumerate(latent)),

@@ -123,7 +123,7 @@ def prepare(plan: CachePlan) -> None:
     """Look them up for every layer of a plan, so that no step has to."""
     for number, layer in enumerate(plan.layers):
         for role, component in plan.spec.all_layers[number].components():
-            if component.written_by_step:
+            if component.written_by_step or component.given != component.parts:
                 inputs_of(layer, role)
 
 
@@ -135,7 +135,7 @@ def _inputs(component: Any, role: str) -> Iterator[Input]:
         yield Input("states", "append_state: states", component.shape)
     else:
         own = role in ROLES
-        for part in component.parts:
+        for part in component.given:
             name, dim = part.name or "rows", part.format.dim or 0
             where = f"append_{role}: {name}" if own else f"append_rows: {role}" + f".{part.name}" * bool(part.name)
             apart = component.headed or (part.heads > 1 and not own)

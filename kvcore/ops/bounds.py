@@ -25,3 +25,9 @@ def columns(plan: CachePlan, layer: int, role: str, index: StepIndex) -> int:
         return region.rows
     # A classic ring shows the step's own tokens and, of the older ones, what the first of them may see.
     return component.span + len(index.positions) if role == "kv" else region.rows
+
+
+def positions(plan: CachePlan, layer: int, role: str, index: StepIndex) -> int:
+    """The same in positions, where rows are of several: what readers of keys and values count by."""
+    component = getattr(plan.spec.all_layers[layer], role)
+    return columns(plan, layer, role, index) * component.tokens_per_row

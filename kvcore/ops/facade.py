@@ -51,12 +51,12 @@ SIZES = {
     "gather_all_entries": Size("columns", None, bounds.columns),
     "index_scores": Size("columns", "index_keys", bounds.columns),
     "index_select": Size("columns", "index_keys", bounds.columns),
-    "gather_kv": Size("columns", "kv", bounds.columns),
-    "kv_view": Size("columns", "kv", bounds.columns),
-    "append_kv_view": Size("columns", "kv", bounds.columns),
-    "mask": Size("columns", "kv", bounds.columns),
-    "visible_rows": Size("columns", "kv", bounds.columns),
-    "attend_kv": Size("columns", "kv", bounds.columns),
+    "gather_kv": Size("columns", "kv", bounds.positions),
+    "kv_view": Size("columns", "kv", bounds.positions),
+    "append_kv_view": Size("columns", "kv", bounds.positions),
+    "mask": Size("columns", "kv", bounds.positions),
+    "visible_rows": Size("columns", "kv", bounds.positions),
+    "attend_kv": Size("columns", "kv", bounds.positions),
     "gather_rows": Size("columns", None, bounds.columns),
 }
 """Verb -> the size that is filled in."""

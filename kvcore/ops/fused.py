@@ -177,7 +177,7 @@ class Ops(RequiredOps, Protocol):
 
     def visible_rows(self, layer: int, index: StepIndex, *, columns: int | None = None) -> VisibleRows:
         """``mask`` with the position of every row, [Q, columns] int32, for kernels that mask by themselves."""
-        columns = bounds.columns(self.plan, layer, "kv", index) if columns is None else columns
+        columns = bounds.positions(self.plan, layer, "kv", index) if columns is None else columns
         starts, lengths = to_numpy(index.starts), to_numpy(index.lengths)
         padding = 0 * starts if index.left_padding is None else to_numpy(index.left_padding)
         component = self.plan.layers[layer].component("kv")

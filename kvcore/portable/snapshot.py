@@ -36,7 +36,7 @@ from kvcore.portable.pages import Array, PageLayout
 from kvcore.portable.record import RequestRecord, check_spec
 from kvcore.portable.saved import Damage, Saved, Sizes, check_sizes
 from kvcore.requests.manager import Request
-from kvcore.spec import ROLES, CacheSpec, from_json, to_json
+from kvcore.spec import DERIVED, ROLES, CacheSpec, from_json, to_json
 
 FORM, VERSION = "kvcore.snapshot", 2
 
@@ -106,7 +106,7 @@ def write(path: str | PathLike[str], data: bytes | Sequence[Part], disk: Disk | 
 def _check_readable(spec: CacheSpec) -> None:
     """Refuse to write what nobody could read: a file says its spec as JSON, which knows the library's own roles."""
     for layer, role, _ in spec.components():
-        if role not in ROLES:
+        if role not in ROLES and role not in DERIVED:
             raise SnapshotError(
                 got=f"layers[{layer}].{role}, a component of outside code",
                 where="save",

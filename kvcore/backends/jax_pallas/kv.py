@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from kvcore.backends.jax_pallas import fused
+from kvcore.backends.jax_pallas import fused, groups
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
 from kvcore.backends.jax_pallas.calls import TILED
@@ -15,6 +15,8 @@ from kvcore.ops import Attention, StepIndex, VisibleRows
 
 def append_kv(layer: Layer, pools: Held, index: StepIndex, k: Array, v: Array) -> Held:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    if layer.over_tokens:
+        return groups.append(layer, pools, index, k, v)
     triton = verbs(pools.kernels)
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         if triton and triton.covers(region):
@@ -28,6 +30,9 @@ def gather_kv(
     layer: Layer, pools: Held, index: StepIndex, k: Array | None = None, v: Array | None = None, *, columns: int
 ) -> tuple[Array, Array, Array]:
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
+    if layer.over_tokens:
+        positions = place.numbered(place.visible(layer.component("kv"), index), columns)
+        return *groups.gather(layer, pools, index, positions, (k, v)), positions
     triton = verbs(pools.kernels)
     # The kernel's rings begin where the first query's window does, left padding or not.
     padded = layer.component("kv").span is not None and index.left_padding is not None
@@ -99,16 +104,20 @@ def attend_kv(
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     dim = q.shape[2]
     factor = jnp.float32(dim**-0.5 if scale is None else scale)
-    if k is None and v is None and index.block_table.size:
+    if k is None and v is None and index.block_table.size and not layer.over_tokens:
         blocks, first, last = seen_blocks(layer, index, columns)
         if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
             given = blocks, first, last, q.astype(jnp.float32) * factor
             out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
             return Attention(out.astype(q.dtype), lse)
-    elif pools.kernels in TILED and k is not None:
+    elif pools.kernels in TILED and k is not None and not layer.over_tokens:
         fall_back(pools.kernels, "attend_kv", "k and v are given")
-    keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
-    seen = mask(layer, index, columns=columns)
+    if layer.over_tokens:
+        keys, values, seen = groups.seen(layer, pools, index, (k, v), columns)
+        columns = keys.shape[1]
+    else:
+        keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
+        seen = mask(layer, index, columns=columns)
     value_dim = values.shape[3]
 
     def chunk(request, q, seen):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvcore.backends.reference import groups
 from kvcore.backends.reference import rows as place
 from kvcore.backends.reference.attention import softmax_sum
 from kvcore.backends.reference.encoding import DTYPES, decode
@@ -13,6 +14,8 @@ from kvcore.spec import Component
 
 def append_kv(layer: LayerPlan, pools: Pools, index: StepIndex, k: np.ndarray, v: np.ndarray) -> Pools:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    if layer.over_tokens:
+        return groups.append(layer, pools, index, k, v)
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         pools = place.append(pools, region, index, place.encode_rows(region, values))
     return pools
@@ -31,6 +34,10 @@ def gather_kv(
     component = layer.component("kv")
     requests = len(index.slots)
     positions = np.full((requests, columns), -1, np.int32)
+    if layer.over_tokens:
+        positions[:] = visible_rows(layer, index, columns=columns).positions
+        keys, values = (groups.gather(layer, pools, index, positions, part, own) for part, own in enumerate((k, v)))
+        return keys, values, positions
     gathered = []
     for region, values in zip(layer.regions["kv"], (k, v), strict=True):
         own = None if values is None else place.encode_rows(region, values)
@@ -100,19 +107,29 @@ def attend_kv(
     """Attend from q [T, H, key_dim] to the layer's K-V; H is a multiple of key_heads; out [T, H, value_dim]."""
     component = layer.component("kv")
     tokens, heads, dim = q.shape
-    keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
     seen = mask(layer, index, columns=columns)
+    if layer.over_tokens:
+        rows_of = groups.rows_of_queries(layer, pools, index, k, v, columns=columns)
+    else:
+        gathered = gather_kv(layer, pools, index, k, v, columns=columns)
+
+        def rows_of(token: int) -> tuple[np.ndarray, np.ndarray]:
+            keys, values, _ = gathered
+            return keys[index.request_index[token]], values[index.request_index[token]]
+
     factor = np.float32(dim**-0.5 if scale is None else scale)
-    out = np.zeros((tokens, heads, values.shape[3]), np.float32)
+    out = np.zeros((tokens, heads, component.given[1].format.dim or 0), np.float32)
     lse = np.full((tokens, heads), -np.inf, np.float32)
     for token, request in enumerate(index.request_index):
-        for head in range(heads if request >= 0 else 0):
-            rows = seen[token]
-            key_head, value_head = head * component.key_heads // heads, head * values.shape[2] // heads
+        if request < 0:
+            continue
+        keys, values = (held[seen[token]].astype(np.float32) for held in rows_of(token))
+        for head in range(heads):
+            key_head, value_head = (head * part.heads // heads for part in component.parts)
             out[token, head : head + 1], lse[token, head : head + 1] = softmax_sum(
                 q[token, head, None].astype(np.float32),
-                keys[request, rows, key_head].astype(np.float32),
-                values[request, rows, value_head].astype(np.float32),
+                keys[:, key_head],
+                values[:, value_head],
                 None if sink is None else sink[head, None],
                 factor,
             )

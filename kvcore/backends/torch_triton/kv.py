@@ -5,6 +5,7 @@ from itertools import accumulate
 import torch
 
 from kvcore.backends.torch_triton import cpu_views
+from kvcore.backends.torch_triton import groups as over_tokens
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
 from kvcore.backends.torch_triton.encoding import DTYPES
@@ -15,6 +16,8 @@ from kvcore.pools import Pools
 
 def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: torch.Tensor) -> Pools:
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    if layer.over_tokens:
+        return over_tokens.append(layer, pools, index, k, v)
     for region, values in cpu_views.append(layer.ops, pools, layer.regions["kv"], index, (k, v)):
         place.append(pools, region, index, place.encode_rows(region, values))
     return pools
@@ -22,6 +25,8 @@ def append_kv(layer: Layer, pools: Pools, index: StepIndex, k: torch.Tensor, v: 
 
 def kv_view(layer: Layer, pools: Pools, index: StepIndex, *, columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values [Q, columns, heads, dim] as they lie in the pools; None if not possible."""
+    if layer.over_tokens:
+        return None
     return cpu_views.view(layer.ops, pools, layer.regions["kv"], layer.component("kv"), index, columns)
 
 
@@ -32,7 +37,9 @@ def append_kv_view(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return append_kv_view(layer, pools, index, k, v, columns=columns)
-    views = cpu_views.append_and_view(layer.ops, pools, layer.number, index, k, v, columns)
+    views = None
+    if not layer.over_tokens:
+        views = cpu_views.append_and_view(layer.ops, pools, layer.number, index, k, v, columns)
     return (append_kv(layer, pools, index, k, v), None) if views is None else (pools, views)
 
 
@@ -47,6 +54,9 @@ def gather_kv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     component, regions = layer.component("kv"), layer.regions["kv"]
+    if layer.over_tokens:
+        positions = _positions_of(component, index, columns)
+        return *over_tokens.gather(layer, pools, index, positions, (k, v)), positions.int()
     if k is None and v is None and not index.slots.is_cuda:
         found = cpu_views.gather(layer.ops, pools, regions, component, index, columns)
         if found is not None:
@@ -158,15 +168,19 @@ def attend_kv(
     tokens, heads, dim = q.shape
     if not tokens or not heads:
         # torch's own attention divides by the number of heads.
-        out = q.new_zeros((tokens, heads, layer.regions["kv"][1].format.dim or 0))
+        out = q.new_zeros((tokens, heads, layer.component("kv").given[1].format.dim or 0))
         return Attention(out, torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device))
-    if k is None and not q.is_cuda:
+    if k is None and not q.is_cuda and not layer.over_tokens:
         factor = dim**-0.5 if scale is None else scale
         found = cpu_views.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
         if found is not None:
             return found
-    keys, values, _ = layer.ops.gather_kv(pools, layer.number, index, k, v, columns=columns)
-    seen = mask(layer, index, columns=columns)
+    if layer.over_tokens:
+        keys, values, seen = over_tokens.seen(layer, pools, index, (k, v), columns)
+        columns = keys.shape[1]
+    else:
+        keys, values, _ = layer.ops.gather_kv(pools, layer.number, index, k, v, columns=columns)
+        seen = mask(layer, index, columns=columns)
     scale = dim**-0.5 if scale is None else scale
     out = torch.zeros((tokens, heads, values.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)

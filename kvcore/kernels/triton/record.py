@@ -122,6 +122,8 @@ def recorded(region: Region, global_scale: float = 1.0) -> tuple[RowRecord, Regi
     scaled = [field for field in values if field.group is not None]
     plain = [field for field in values if field.group is None]
     named = f"format {region.format.name}"
+    if any(field.has_offsets for field in scaled) or (region.tokens > 1 and region.part):
+        return Declined(f"{named} has offsets beside its scales, or rows of several tokens")
     if len(scaled) > 1 or len(plain) > 1 or values != scaled + plain:
         return Declined(f"{named} is not one scaled field, then one plain field")
     _check_known(region, values)
