@@ -64,6 +64,8 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
         """Refuse what cannot be spread."""
         for axis in AXES:
             msgspec.structs.force_setattr(self, axis, check_count(SpecError, axis, getattr(self, axis), 1))
+        if self.heads > 1 or self.context > 1:
+            self._check_over_channels()
         if self.heads > 1:
             self._check_heads()
         if self.context > 1:
@@ -159,6 +161,16 @@ class ShardPlan(Shape, frozen=True, kw_only=True, dict=True):
             elif component.split_by_heads and self.heads > 1:
                 changes[role] = component.with_heads(tuple(heads.per_shard for heads in self.parts(number, role)))
         return msgspec.structs.replace(layer, **changes)
+
+    def _check_over_channels(self) -> None:
+        for number, layer in enumerate(self.spec.all_layers):
+            if layer.kv_tail is not None:
+                raise SpecError(
+                    got=f"heads={self.heads}, context={self.context}",
+                    where=f"{self.spec.path(number)}.kv",
+                    allowed="heads=1 and context=1 in a format over tokens",
+                    hint="Spread such a model by requests or by layers.",
+                )
 
     def _check_heads(self) -> None:
         for number, layer in enumerate(self.spec.all_layers):

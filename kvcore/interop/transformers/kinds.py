@@ -15,6 +15,7 @@ from kvcore.spec import CacheSpec, LayerSpec
 
 SHAPES = {
     ("kv",): "classic",
+    ("kv_tail", "kv"): "classic, coded in groups of tokens",
     ("entries",): "latent attention",
     ("entries", "index_keys"): "latent attention with an indexer",
     ("window",): "a window of latent rows",
@@ -89,6 +90,13 @@ def layer_of(owner: Owner, number: int, of: OfModel) -> Layer | RecurrentLayer |
         )
     if spec.conv is not None:
         return (RecurrentLayer if spec.kv is None else HybridLayer)(owner, number, spec)
+    if spec.kv_tail is not None and owner.static:
+        raise SpecError(
+            got="static=True",
+            where=path,
+            allowed="formats over channels with it",
+            hint="Rows of the open group lie elsewhere than those of closed ones, and how many there are changes.",
+        )
     if spec.kv is not None:
         return (StaticLayer if owner.static else KVLayer)(owner, number, spec.kv)
     if spec.entries is not None and spec.entries.share is not None:

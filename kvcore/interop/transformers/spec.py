@@ -131,6 +131,8 @@ def _adapted(layer: LayerSpec, choose: Mapping[str, str], storage: str, rings: b
 def _adapted_kv(kv: KV, choose: Mapping[str, str], storage: str, rings: bool) -> KV:
     kv = msgspec.structs.replace(kv, key_format=choose["key"], value_format=choose["value"])
     kept = kv.storage if kv.storage == "ring" and rings else storage
+    if kv.tail is not None:  # groups of tokens lie in blocks alone
+        return kv
     if kv.chunk is None:
         return msgspec.structs.replace(kv, storage=kept)
     # Left padding shifts where a row's chunks begin, and the cache is not told of padding. A window as long as a chunk
