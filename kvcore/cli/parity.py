@@ -74,11 +74,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the checks, print and write the report."""
     from kvcore import parity
-    from kvcore.conformance.specs import NAME, conformance_spec
+    from kvcore.conformance.specs import SPECS
     from kvcore.conformance.suite import checks_of
     from kvcore.environment import command
 
-    spec = load_spec(options.spec, "--spec", **{NAME: conformance_spec()})
+    spec = load_spec(options.spec, "--spec", **{name: make() for name, make in SPECS.items()})
     backends = _backends(options.backend, options.device)
     if options.out is not None:
         _check_writable(options.out)

@@ -15,7 +15,7 @@ from kvcore.conformance.shapes import TARGET, Shape, Sizes
 from kvcore.ops import Ops, StepIndex
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
-from kvcore.spec import TAIL_OF
+from kvcore.spec import DERIVED, TAIL_OF
 from kvcore.step import StepRequest, at_start, build_index
 
 
@@ -111,12 +111,17 @@ class Case:
         key = start, end
         if key not in self._images:
             image = poisoned(self.plan)
-            for role in start:
+            for role in self._with_rings(start):
                 self._fill(image, role, [row.start for row in self.rows])
-            for role in end:
+            for role in self._with_rings(end):
                 self._fill(image, role, [row.length for row in self.rows])
             self._images[key] = image
         return {name: array.copy() for name, array in self._images[key].items()}
+
+    def _with_rings(self, roles: tuple[str, ...]) -> list[str]:
+        """The roles, and those that follow from them: the ring of a group that is open."""
+        held = self.plan.layers[TARGET].regions
+        return [*roles, *(ring for ring, role in DERIVED.items() if role in roles and ring in held)]
 
     def closed(self, role: str) -> int:
         """Entries of ``role`` that the step completes; in a padded step, more rows than that, to be left alone."""
@@ -132,6 +137,9 @@ class Case:
     def holds(self, role: str) -> bool:
         """Whether the pool holds, after the step, every row that the step's queries see: a ring only if few are new."""
         component = self.component(role)
+        if self.plan.layers[TARGET].over_tokens and role == "kv":
+            # Queries before the last one see raw what is coded by the step's end.
+            return all(row.new <= 1 for row in self.rows)
         spare = None if component.span is None else self.plan.region(TARGET, role)[0].rows - component.span
         return spare is None or all(row.new <= spare + 1 for row in self.rows)
 

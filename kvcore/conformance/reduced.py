@@ -44,9 +44,11 @@ def reduced_layers(spec: CacheSpec, verb: Verb) -> Iterator[Reduced]:
     seen: set[CacheSpec] = set()
     labels: dict[str, int] = {}
     for layer in spec.all_layers:
-        kept = {role: component for role, component in layer.components() if role in verb.roles and role not in DERIVED}
+        wanted = {DERIVED.get(role, role) for role in verb.roles}
+        kept = {role: component for role, component in layer.components() if role in wanted and role not in DERIVED}
+        found = kept | {role: getattr(layer, role) for role in layer.roles if DERIVED.get(role) in kept}
         shares = any(component.shared_from is not None for component in kept.values())
-        if any(role not in kept for role in verb.needs) or any(role in layer.roles for role in verb.lacks):
+        if any(role not in found for role in verb.needs) or any(role in layer.roles for role in verb.lacks):
             continue
         # A writer has no business in a pool that belongs to another layer.
         if verb.writes and shares:
@@ -55,7 +57,7 @@ def reduced_layers(spec: CacheSpec, verb: Verb) -> Iterator[Reduced]:
         if small in seen:
             continue
         seen.add(small)
-        label = "+".join(kept[role].label(role) for role in verb.named or (verb.role,) if role in kept)
+        label = "+".join(found[role].label(role) for role in verb.named or (verb.role,) if role in found)
         # Layers may differ in what the label leaves out, a window's size say: number them in order.
         labels[label] = labels.get(label, 0) + 1
         yield Reduced(spec=small, label=label if labels[label] == 1 else f"{label}.{labels[label]}")

@@ -4,9 +4,12 @@ Sizes are odd on purpose: blocks of 24 tokens, ratios 1, 2, 3, 4 and 8, heads an
 shared pool, so that nothing passes because two numbers happen to be equal.
 """
 
+import math
+
 from kvcore.spec import FORMATS, KV, CacheSpec, Conv, Entries, Format, IndexKeys, LayerSpec, State, Tail, Window
 
 NAME = "conformance"
+OVER_TOKENS = "over_tokens"
 BLOCK_TOKENS = 24
 LATENT_DIM = 96
 INDEX_DIM = 128
@@ -29,6 +32,23 @@ def conformance_spec() -> CacheSpec:
         *_recurrent_layers(),
     ]
     return CacheSpec(layers=tuple(layers), block_tokens=BLOCK_TOKENS, name=NAME)
+
+
+def over_tokens_spec() -> CacheSpec:
+    """Keys and values in every format over tokens, whose groups need blocks of another size."""
+    over = [format for format in FORMATS.values() if format.tokens > 1]
+    layers = [
+        *(_kv_layer(format) for format in over),
+        *(
+            LayerSpec(kv=KV(key_heads=2, key_dim=32, value_heads=1, value_dim=64, window=window, **formats))
+            for window, formats in (
+                (None, {"key_format": "int4_ch32", "value_format": "int4_g32"}),
+                (7, {"key_format": "bf16", "value_format": "int4_ch32"}),
+                (45, {"key_format": "int4_ch32", "value_format": "mxfp4"}),
+            )
+        ),
+    ]
+    return CacheSpec(layers=layers, block_tokens=math.lcm(*(format.tokens for format in over)), name=OVER_TOKENS)
 
 
 def _is_index(format: Format) -> bool:
@@ -116,3 +136,7 @@ def _recurrent_layers() -> list[LayerSpec]:
         LayerSpec(state=State(heads=7, key_dim=4, format="bf16"), conv=Conv(dim=10, heads=3, width=2, format="fp32")),
         LayerSpec(state=State(heads=2, key_dim=8, value_dim=8, format="int8_row")),
     ]
+
+
+SPECS = {NAME: conformance_spec, OVER_TOKENS: over_tokens_spec}
+"""The kit's own specs by name."""

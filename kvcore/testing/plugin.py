@@ -37,7 +37,7 @@ class Kit:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        from kvcore.conformance.specs import NAME, conformance_spec
+        from kvcore.conformance.specs import SPECS
         from kvcore.errors import KvcoreError
         from kvcore.parity.run import Subject
         from kvcore.plugins import registry
@@ -45,7 +45,7 @@ class Kit:
 
         try:
             self.spec: CacheSpec = load_spec(
-                str(config.getoption("--kv-spec")), "--kv-spec", **{NAME: conformance_spec()}
+                str(config.getoption("--kv-spec")), "--kv-spec", **{name: make() for name, make in SPECS.items()}
             )
             known = registry()
         except KvcoreError as error:

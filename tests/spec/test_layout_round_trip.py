@@ -7,11 +7,13 @@ import kvcore
 from kvcore.spec import LAYOUTS, CacheSpec, Entries, LayerSpec
 from kvcore.step import StepRequest, build_index
 from tests.support.backends_under_test import Codec, poison
-from tests.support.built_in_formats import DIM
+from tests.support.built_in_formats import ANY_DIM, FIXED_DIM
+
+OVER_CHANNELS = {**FIXED_DIM, **ANY_DIM}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "dim"), DIM.items(), ids=DIM)
+@pytest.mark.parametrize(("name", "dim"), OVER_CHANNELS.items(), ids=OVER_CHANNELS)
 def test_stored_rows_come_back(build, name, dim, layout, rng):
     """Two requests in one step, blocks given out in turn; the last block is partly filled."""
     for rows in (1, 2, 3, 32, 64, 256):

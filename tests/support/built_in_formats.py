@@ -29,7 +29,6 @@ ANY_DIM = {
     "mxfp4": 96,
     "int4_g32": 80,
     "int4_g64": 128,
-    "int4_ch32": 64,
-    "int4_ch64": 128,
 }
-DIM = {**FIXED_DIM, **ANY_DIM}
+OVER_TOKENS = {"int4_ch32": 64, "int4_ch64": 128}
+DIM = {**FIXED_DIM, **ANY_DIM, **OVER_TOKENS}

@@ -147,7 +147,8 @@ def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array
     """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
     rows, largest = len(channels), np.float32(field.element.largest)
     # The last group may be short: repeating its last channel changes neither its smallest nor its largest.
-    groups = jnp.pad(channels, ((0, 0), (0, field.groups * field.width - field.size)), mode="edge")
+    missing = field.groups * field.width - field.size
+    groups = jnp.concatenate([channels, jnp.repeat(channels[:, -1:], missing, axis=1)], axis=1)
     groups = groups.reshape(rows, field.groups, field.width)
     finite = jnp.max(bits_of(groups) & ~SIGN, axis=2) < INFINITY
     groups = jnp.where(finite[:, :, None], clamp(groups, field.limit), 0)
@@ -161,7 +162,11 @@ def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array
     codes = jnp.minimum(jnp.rint(divide(above, scales[:, :, None])), largest).astype(jnp.uint8)
     scale_bits = jnp.where(finite, bits_of(scales) >> 16, np.uint32(field.scale_element.nan or 0)).astype(jnp.uint16)
     offset_bits = (bits_of(offsets) >> 16).astype(jnp.uint16)
-    return pack_nibbles(codes.reshape(rows, -1)[:, : field.size]), bytes_of(scale_bits), bytes_of(offset_bits)
+    return (
+        pack_nibbles(codes.reshape(rows, field.groups * field.width)[:, : field.size]),
+        bytes_of(scale_bits),
+        bytes_of(offset_bits),
+    )
 
 
 def large(values):

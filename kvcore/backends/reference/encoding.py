@@ -126,7 +126,8 @@ def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[
     """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
     rows, limit = len(channels), np.float32(field.limit)
     # The last group may be short: repeating its last channel changes neither its smallest nor its largest.
-    groups = np.pad(channels, ((0, 0), (0, field.groups * field.width - field.size)), mode="edge")
+    missing = field.groups * field.width - field.size
+    groups = np.concatenate([channels, np.repeat(channels[:, -1:], missing, axis=1)], axis=1)
     groups = groups.reshape(rows, field.groups, field.width)
     finite = np.isfinite(groups).all(axis=2)
     groups = np.where(finite[:, :, None], np.clip(groups, -limit, limit), np.float32(0))
@@ -140,7 +141,7 @@ def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[
     codes = np.clip(codes, 0, field.element.largest).astype(np.uint8)
     scale_bits = np.where(finite, scales.view(np.uint32) >> 16, np.uint32(field.scale_element.nan or 0))
     stored = [bits.astype(np.uint16).view(np.uint8) for bits in (scale_bits, offsets.view(np.uint32) >> 16)]
-    return pack_nibbles(codes.reshape(rows, -1)[:, : field.size]), stored[0], stored[1]
+    return pack_nibbles(codes.reshape(rows, field.groups * field.width)[:, : field.size]), stored[0], stored[1]
 
 
 def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -138,7 +138,9 @@ def quantise_range(
     reach = (groups.amax(dim=2) - least).clamp(min=format.amax_floor)
     scales = (reach * (1 / largest)).to(torch.bfloat16)
     ratios = (groups - least[:, :, None]) / scales.to(torch.float32)[:, :, None]
-    codes = ratios.round_().clamp_(0, largest).to(torch.uint8).reshape(rows, -1)[:, : field.size]
+    codes = (
+        ratios.round_().clamp_(0, largest).to(torch.uint8).reshape(rows, field.groups * field.width)[:, : field.size]
+    )
     scale_bits = torch.where(finite, scales.view(torch.int16), field.scale_element.nan or 0).to(torch.int16)
     return pack_nibbles(codes), scale_bits.view(torch.uint8), offsets.view(torch.uint8)
 

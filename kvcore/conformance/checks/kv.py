@@ -24,8 +24,8 @@ def append_edges(bench: Bench) -> list[Output]:
     """Keys and values of what encoders get wrong, encoded on the way."""
     case = bench.case
     k, v = (
-        edge_rows(case.id, region.format, case.tokens * region.heads).reshape(case.tokens, region.heads, -1)
-        for region in case.plan.region(bench.layer, "kv")
+        edge_rows(case.id, part.format, case.tokens * part.heads).reshape(case.tokens, part.heads, -1)
+        for part in case.component("kv").given
     )
     return bench.stored(bench.ops.append_kv(bench.pools(), bench.layer, bench.index, bench.put(k), bench.put(v)))
 

@@ -115,7 +115,7 @@ def tail_inputs(bench: Bench, role: str, *, wild: bool = False, dtype: np.dtype 
 
 def kv_inputs(bench: Bench, *, wild: bool = False) -> tuple[Any, Any]:
     """The step's keys [T, key_heads, key_dim] and values [T, value_heads, value_dim] on the device."""
-    parts = bench.case.component("kv").parts
+    parts = bench.case.component("kv").given
     k, v = (bench.case.token_floats(part.name, part.heads, part.format.dim or 0, wild=wild) for part in parts)
     return bench.put(k), bench.put(v)
 

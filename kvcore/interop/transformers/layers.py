@@ -3,8 +3,8 @@
 A model calls ``update`` once a layer and forward, and attends to what it returns: the rows that its new tokens may see,
 in position order, new ones last. How many there are and where they begin it asked before, through ``get_mask_sizes``;
 both answers come from the component's ``visible``. New rows come back as stored, so a quantised cache quantises them
-for the forward that writes them too, and a prompt's logits do not depend on how it was cut into chunks. In a format over
-tokens there is one row a position, too, as the forward leaves it: those of its groups that are whole by then are coded.
+for the forward that writes them too, and a prompt's logits do not depend on how it was cut into chunks. In a format
+over tokens there is one row a position, too, as the forward leaves it: coded in groups that are whole by then.
 """
 # ruff: noqa: ARG002 - the signatures are those that models call
 
