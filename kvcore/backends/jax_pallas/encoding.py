@@ -158,15 +158,11 @@ def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array
     offsets = to_bf16(jnp.min(groups, axis=2))
     reach = jnp.maximum(jnp.max(groups, axis=2) - offsets, floor)
     scales = to_bf16(reach * np.float32(1 / largest))
-    above = jnp.maximum(groups - offsets[:, :, None], 0)
-    codes = jnp.minimum(jnp.rint(divide(above, scales[:, :, None])), largest).astype(jnp.uint8)
+    ratios = divide(jnp.maximum(groups - offsets[:, :, None], 0), scales[:, :, None])
+    codes = to_bytes(ratios.reshape(rows, field.groups * field.width)[:, : field.size], field.code, clamp=True)
     scale_bits = jnp.where(finite, bits_of(scales) >> 16, np.uint32(field.scale_element.nan or 0)).astype(jnp.uint16)
     offset_bits = (bits_of(offsets) >> 16).astype(jnp.uint16)
-    return (
-        pack_nibbles(codes.reshape(rows, field.groups * field.width)[:, : field.size]),
-        bytes_of(scale_bits),
-        bytes_of(offset_bits),
-    )
+    return codes, bytes_of(scale_bits), bytes_of(offset_bits)
 
 
 def large(values):
@@ -195,6 +191,8 @@ def to_bytes(values: Array, code: str, clamp: bool = False) -> Array:
         return pack_nibbles(jnp.sum(values[:, :, None] > NF4_MIDPOINTS[None, None], axis=2, dtype=jnp.uint8))
     if code not in KNOWN:
         raise unknown("element code", code, "encode")
+    if code == "uint4":
+        return pack_nibbles(jnp.rint(jnp.clip(values, 0, np.float32(CODES[code].largest))).astype(jnp.uint8))
     values = within(values, code, keep=not clamp)
     if code == "int8":
         return lax.bitcast_convert_type(jnp.rint(values).astype(jnp.int8), jnp.uint8)

@@ -137,11 +137,11 @@ def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[
     offsets = to_bf16(groups.min(axis=2))
     reach = np.maximum(groups.max(axis=2) - offsets, floor)
     scales = to_bf16(reach * np.float32(1 / field.element.largest))
-    codes = np.rint((groups - offsets[:, :, None]) / scales[:, :, None])
-    codes = np.clip(codes, 0, field.element.largest).astype(np.uint8)
+    ratios = (groups - offsets[:, :, None]) / scales[:, :, None]
+    codes = to_bytes(ratios.reshape(rows, field.groups * field.width)[:, : field.size], field.code, clamp=True)
     scale_bits = np.where(finite, scales.view(np.uint32) >> 16, np.uint32(field.scale_element.nan or 0))
     stored = [bits.astype(np.uint16).view(np.uint8) for bits in (scale_bits, offsets.view(np.uint32) >> 16)]
-    return pack_nibbles(codes.reshape(rows, field.groups * field.width)[:, : field.size]), stored[0], stored[1]
+    return codes, stored[0], stored[1]
 
 
 def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -188,6 +188,8 @@ def to_bytes(values: np.ndarray, code: str, clamp: bool = False) -> np.ndarray:
     if code == "nf4":
         # A value on a midpoint takes the lower level: "left" counts the midpoints strictly below it.
         return pack_nibbles(np.searchsorted(NF4_MIDPOINTS, values, side="left").astype(np.uint8))
+    if code == "uint4":
+        return pack_nibbles(np.rint(np.clip(values, 0, CODES[code].largest)).astype(np.uint8))
     dtype = dtype_of(code)
     within = np.clip(values, -np.float32(CODES[code].largest), np.float32(CODES[code].largest))
     # Infinities stay what they are where the code has any: a plain field keeps them.

@@ -138,11 +138,9 @@ def quantise_range(
     reach = (groups.amax(dim=2) - least).clamp(min=format.amax_floor)
     scales = (reach * (1 / largest)).to(torch.bfloat16)
     ratios = (groups - least[:, :, None]) / scales.to(torch.float32)[:, :, None]
-    codes = (
-        ratios.round_().clamp_(0, largest).to(torch.uint8).reshape(rows, field.groups * field.width)[:, : field.size]
-    )
+    codes = to_bytes(ratios.reshape(rows, field.groups * field.width)[:, : field.size], field.code, clamp=True)
     scale_bits = torch.where(finite, scales.view(torch.int16), field.scale_element.nan or 0).to(torch.int16)
-    return pack_nibbles(codes), scale_bits.view(torch.uint8), offsets.view(torch.uint8)
+    return codes, scale_bits.view(torch.uint8), offsets.view(torch.uint8)
 
 
 def scale_of(
@@ -198,6 +196,8 @@ def to_bytes(values: torch.Tensor, code: str, clamp: bool = False) -> torch.Tens
         return pack_nibbles(torch.bucketize(values.contiguous(), edges, out_int32=True).to(torch.uint8))
     if code not in KNOWN:
         raise unknown("element code", code, "encode")
+    if code == "uint4":
+        return pack_nibbles(values.nan_to_num(nan=0.0).clamp(0, CODES[code].largest).round_().to(torch.uint8))
     values = values.clamp(-CODES[code].largest, CODES[code].largest) if clamp else within(values, code)
     if code == "int8":
         return values.nan_to_num(nan=0.0).round().to(torch.int8).view(torch.uint8)
