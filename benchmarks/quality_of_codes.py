@@ -300,7 +300,8 @@ def as_table(record: dict[str, Any]) -> str:
     ]
     lines += [
         f"| {each['method']} | {each['bits_per_element']:.2f} | {each['bits_at_a_window']:.2f} "
-        f"| {each['perplexity']:.3f} | {each['change']:+.2%} | {each['interval'][0]:+.1%} to {each['interval'][1]:+.1%} "
+        f"| {each['perplexity']:.3f} | {each['change']:+.2%} "
+        f"| {each['interval'][0]:+.1%} to {each['interval'][1]:+.1%} "
         f"| {each['best_token_agreement']:.1%} | {each['greedy_tokens_same']:.0%} |"
         for each in record["rows"]
     ]

@@ -83,6 +83,7 @@ _STEP = {
     "e4m3": (2.0**-3, 2 * 2.0**-9 / CODES["e4m3"].largest),
     "e2m1": (1 / 2, 2 * E2M1_LEVELS[1] / CODES["e2m1"].largest),
     "int8": (0.0, 2 / CODES["int8"].largest),
+    "uint4": (0.0, 3 / CODES["uint4"].largest),  # of a range that is twice the largest magnitude at most
     "nf4": (0.0, max(high - low for low, high in pairwise(NF4_LEVELS))),
 }
 

@@ -93,7 +93,7 @@ def digest_rows(role: str) -> Callable[[Bench], list[Output]]:
 
     def drive(bench: Bench) -> list[Output]:
         case = bench.case
-        size = sum(part.heads * part.format.row for part in case.component(role).parts)
+        size = sum(part.heads * part.format.row for part in case.component(role).given)
         shape = len(case.index.slots), case.columns(role) + 1
         positions = case.rng("positions").integers(-1, 2**20, shape, np.int32)
         positions[:, ::3] = -1
@@ -149,7 +149,7 @@ def padded_steps(role: str) -> Callable[[Bench], list[Output]]:
             elif role == "kv":
                 keys, values = (
                     bench.put(case.token_floats(f"{part.name} {step}", part.heads, part.format.dim or 0))
-                    for part in case.component(role).parts
+                    for part in case.component(role).given
                 )
                 pools = ops.append_kv(pools, layer, placed, keys, values)
             else:
