@@ -93,7 +93,7 @@ def digest_rows(role: str) -> Callable[[Bench], list[Output]]:
 
     def drive(bench: Bench) -> list[Output]:
         case = bench.case
-        size = sum(part.heads * part.format.row for part in case.component(role).given)
+        size = sum(part.heads * part.format.row for part in case.component(role).parts)
         shape = len(case.index.slots), case.columns(role) + 1
         positions = case.rng("positions").integers(-1, 2**20, shape, np.int32)
         positions[:, ::3] = -1
