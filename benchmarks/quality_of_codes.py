@@ -6,8 +6,8 @@ the library's encoders, others' by NumPy as they are published. A query sees wha
 formats over tokens the open group raw, in KIVI the residual. Weights and arithmetic are fp32; keys and values are
 bf16 before they are coded.
 
-The interval is that of the mean over windows, paired with bf16's: 1.96 standard errors. Bits are those of codes, scales
-and offsets; ``bits at a window`` counts what is still raw, on average over the tokens of a window.
+The interval is 1.96 standard errors of the mean over pieces of ``PIECE`` tokens, paired with bf16's. Bits are those of
+codes, scales and offsets; ``bits at a window`` counts what is still raw, on average over the tokens of a window.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
 TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
-WINDOW, ROWS = 1024, 2
+WINDOW, ROWS, PIECE = 1024, 2, 64  # tokens, windows side by side, tokens
 BASELINE = "bf16"
 RESIDUAL = 128  # tokens that KIVI keeps raw
 NAME = "kvcore_codes"
@@ -236,7 +236,8 @@ def measure(model: Any, windows: torch.Tensor, prompts: Any, new: int) -> Measur
 
 def row(name: str, sides: tuple[Side, Side], found: Measured, baseline: Measured) -> dict[str, Any]:
     """One line of the table."""
-    change = (found.losses - baseline.losses).mean(axis=1)
+    change = (found.losses - baseline.losses).reshape(-1)
+    change = change[: len(change) // PIECE * PIECE].reshape(-1, PIECE).mean(axis=1)
     error = 1.96 * change.std(ddof=1) / math.sqrt(len(change)) if len(change) > 1 else math.inf
     same = found.tokens == baseline.tokens
     raw = [side.raw_tokens(WINDOW) / WINDOW for side in sides]

@@ -6,7 +6,7 @@ from kvcore.spec import FORMATS, Format, block_layout
 
 WIDTH = 720
 ROW_HEIGHT = 34
-COLOURS = {"codes": "#4878a8", "rope": "#6a9e58", "scales": "#c98a3a", "pad": "#9a9a9a"}
+COLOURS = {"codes": "#4878a8", "rope": "#6a9e58", "scales": "#c98a3a", "offsets": "#a86a9a", "pad": "#9a9a9a"}
 EXAMPLE_DIM = 128
 """Channels shown for formats that take their size from the component."""
 

@@ -118,7 +118,7 @@ def seen(layer: Layer, pools: Held, index: StepIndex, given: Given, columns: int
     columns = held[0].shape[1] - opened.shape[1]
     coded_at = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (len(index.slots), columns))
     position = jnp.concatenate([coded_at, opened], axis=1)[jnp.maximum(request, 0)]
-    is_coded = jnp.arange(position.shape[1]) < columns
+    is_coded = jnp.arange(position.shape[1])[None] < columns
     left = 0 if index.left_padding is None else place.of(index.left_padding, request)[:, None]
     closed = (query + 1) // ratio * ratio
     mask = (position >= component.first_visible(query, left, jnp.maximum)) & (position <= query)

@@ -552,6 +552,8 @@ def decide(ops: Any, layer: Any, verb: str) -> Decision:
         return Decision(
             "views", "rows are read where they lie; none where requests see unevenly many, or not in one run"
         )
+    if ops.layers[layer].over_tokens:
+        return Decision("torch", "groups of tokens are coded and decoded whole, beside the raw rows of the open one")
     if verb == "attend_kv":
         why = unlike(*regions) or (
             "torch's fused attention over pieces of the rows; all rows are gathered first where k and v are given, in "
