@@ -197,15 +197,21 @@ class RingWrites:
             context.unflushed = self
 
     def _append_group_rows(self, role: str, ring: str, arrays: tuple[Array, ...]) -> None:
-        """Take rows that are coded in groups: what closes is coded, and the ring written, at once or both at commit."""
-        waits = self.writing(ring).waits
+        """Take rows that are coded in groups: what closes is coded at once, the ring is written when that is safe."""
+        context, waits = self.context, self.writing(ring).waits
         kept = copy.deepcopy(arrays) if waits or isinstance(arrays[0], np.ndarray) else arrays
         if waits:
+            # The verb writes both; the step's own queries still read the ring's old rows, which are put back.
+            context.undo.keep(context.pools, self.number, ring)
+            at = self.number, ring, context.index
+            saved = context.ops.read_ring(context.pools, *at)
+            self._write(role, arrays)
+            context.replace(context.ops.restore_ring(context.pools, *at, saved))
             self.waiting[ring] = kept
         else:
             self._keep_overwritten(ring)
-            self._write(ring, arrays)
-            self.stored.add(role)
+            self._write(role, arrays)
+        self.stored.add(role)
         self.own[role] = self.own[ring] = kept
 
     def check_new(self, role: str) -> None:
@@ -297,7 +303,6 @@ class RingWrites:
             (rows,), rotated = arrays, context.ops.append_rotated_window
             context.replace(rotated(context.pools, self.number, context.index, rows, **self._rotation))
             return
-        role = DERIVED.get(role, role)
         if role in WRITERS:
             append = getattr(context.ops, WRITERS[role])
             context.replace(append(context.pools, self.number, context.index, *arrays))

@@ -155,6 +155,20 @@ def tell_ids(told: kvcore.Cache, request: Any, ids: list[int]) -> None:
         step.layer(0).append_kv(K[start : len(ids)], V[start : len(ids)])
 
 
+def test_a_checkpoint_and_what_is_read_within_a_long_step_have_the_groups_that_it_closes(backend):
+    told = create(backend, prefix=kvcore.Periodic(50))
+    ids = list(range(TOKENS))
+    with told.step({told.admit(): ids[:50]}) as step:
+        step.layer(0).append_kv(K[:50], V[:50])
+        within, groups = step.layer(0).digest(), step.layer(0).gather_rows("kv")
+    hit = told.admit(ids)
+    assert hit.length == 50
+    assert told.digest([hit]) == digest_at(50)
+    with told.step({hit: 0}) as step:
+        assert step.layer(0).digest() == within
+    assert to_numpy(groups.positions).tolist() == [[0]]
+
+
 def test_what_is_read_is_the_open_group_exactly_and_closed_ones_to_half_a_code(backend):
     told = create(backend)
     request = told.admit()
