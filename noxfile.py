@@ -66,7 +66,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite; arguments after -- go to pytest."""
     session.install(*SHAPES)
-    install(session, "torch", "transformers", "report", "conformance", groups=("test",), torch=True)
+    install(session, "torch", "serve", "report", "conformance", groups=("test",), torch=True)
     install_language_model(session)
     # one thread for each of two workers: two pools of threads on two cores wait for one another
     # and a waiting thread that spins starves the other worker

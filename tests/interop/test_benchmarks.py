@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import beside_transformers, quality
+from benchmarks import beside_transformers, quality, serve
 
 
 def test_rows_are_added_to_a_record():
@@ -50,3 +50,18 @@ def test_decode_step_beside_transformers(tmp_path):
     caches = {row["cache"] for row in record["rows"]}
     assert {"DynamicCache", "StaticCache", "kvcore", "kvcore, paged", "kvcore, attend"} <= caches
     assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float32"}
+
+
+def test_serving_beside_transformers(tmp_path, capsys, monkeypatch):
+    """Every way gives the same tokens; how fast a tiny model is served says nothing and is not looked at."""
+    for name, tokens in {"SHARED": 32, "OWN": 4, "NEW": 3}.items():
+        monkeypatch.setattr(serve, name, tokens)
+    monkeypatch.setattr(serve, "PAGES", {serve.BLOCK: "generate_batch"})
+    serve.main(["--model", "tiny", "--concurrent", "2", "--rounds", "1", "--loads", "shared", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "serve_cpu.json").read_text())
+    ways = {row["way"] for row in record["rows"]}
+    assert {"engine", "engine, drafts", "generate, one batch", "generate, one by one", "generate_batch"} <= ways
+    assert {row["same_as_alone"] for row in record["rows"]} == {"2 of 2"}
+    assert set(record["times_the_tokens_per_cpu_second"]["shared: engine"]) == ways - {"engine"}
+    assert capsys.readouterr().out.startswith("tiny, float32, 2 requests of 32 + 4 tokens, 3 new each")
+    assert [serve.percentile([4.0, 1.0, 3.0, 2.0], percent) for percent in (50, 99)] == [2.0, 4.0]
