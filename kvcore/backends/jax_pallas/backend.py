@@ -16,6 +16,7 @@ import numpy as np
 from kvcore.arrays import host_view
 from kvcore.backends.jax_pallas import (
     attention,
+    canary,
     choice,
     encoding,
     entries,
@@ -167,6 +168,7 @@ class JaxOps(Decided, Ops):
     read_ring = reader(lifecycle.read_ring)
     restore_ring = writer(lifecycle.restore_ring)
 
+    watch = canary.watch
     rotated_rows = verbs.rotated_rows
     select = verbs.select
     store_entries = verbs.store_entries
