@@ -29,6 +29,9 @@ from kvcore.step import StepNumbers, StepRequest, build_index
 SAMPLE = 16
 """One row in so many, unless a cache is created with another number."""
 
+MOST_TURNS = 1 << 30
+"""Of looks, before their numbers begin anew."""
+
 MOST_NAMED = 5
 """Faults in one message."""
 
@@ -120,6 +123,11 @@ class Canary:
         self._kinds = tuple({watched.kind: watched for watched in plan.watched}.values())
         self._records: dict[Request, Record] = {}
         self._pending: list[tuple[Found, Sequence[Request]]] = []
+        self._turn = 0
+        # New tokens of a request up to which a step takes the place of no row that it reads.
+        self._spared = min(
+            (_spared(watched) for watched in self._kinds if watched.component.span is not None), default=None
+        )
         nothing = Asked(np.zeros((len(NUMBERS) + len(SPANS) * len(self._kinds), 0), np.int32), 0)
         if self._watch(pools, ops.index(build_index([], max_blocks=plan.max_blocks)), nothing) is None:
             raise BackendError(
@@ -158,7 +166,7 @@ class Canary:
             known = self._records.get(request)
             if known is not None and self._manager.is_live(request):
                 place = self._manager.place_of(request)
-                if place is known.place:
+                if place is known.place and (place.slot, place.length, place.blocks) != known[1:4]:
                     said = {"slot": place.slot, "length": place.length, "blocks": place.blocks}
                     found += [Fault(request, what) for what, now in said.items() if now != getattr(known, what)]
         return found
@@ -172,10 +180,11 @@ class Canary:
         Raises:
             FaultError: rows that are not as they were written, of this step or, on a device, of one before.
         """
-        rows = self._rows(requests, numbers.arrays, blocks)
-        asked = self._ask(rows, lambda watched: (_overwritten(watched, rows), None))
-        if asked.most:
-            pools = self._look(pools, requests, index, asked)
+        if self._spared is not None and numbers.most_new > self._spared:
+            rows = self._rows(requests, numbers.arrays, blocks)
+            asked = self._ask(rows, lambda watched: (_overwritten(watched, rows), None))
+            if asked.most:
+                pools = self._look(pools, requests, index, asked)
         self._refuse(self._known(), "step")
         return pools
 
@@ -192,7 +201,8 @@ class Canary:
         rows = self._rows(requests, numbers.arrays, blocks)
         if requests:
             asked = self._ask(rows, lambda watched: (_seen(watched, rows), _written(watched, rows)))
-            pools = self._look(pools, requests, index, asked)
+            self._turn = (self._turn + 1) % MOST_TURNS
+            pools = self._look(pools, requests, index, asked._replace(turn=self._turn))
         self._refuse(self._known(), "commit")
         return pools
 
@@ -282,6 +292,13 @@ class Canary:
                 hint="Release the requests that are named, and compute them anew; others are whole as far as was seen.",
                 faults=tuple(faults),
             )
+
+
+def _spared(watched: Watched) -> int:
+    """New tokens of a request up to which a step takes the place of no row in a ring that it reads."""
+    component = watched.component
+    # States are read by whoever writes the next.
+    return watched.regions[0].rows - ((component.span if component.recurrent else component.reach) or 0)
 
 
 def _least(watched: Watched, rows: Rows) -> Array:

@@ -155,7 +155,7 @@ class CacheState:
         except KvcoreError:
             self.under_way = ""
             raise
-        if self.canary is not None:
+        if self.canary is not None and self.step is None:
             self.canary.note()
         self.under_way = ""
         return done

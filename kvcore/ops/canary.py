@@ -34,10 +34,13 @@ class Asked(NamedTuple):
         numbers: [4 + 4 · kinds, requests] int32: NUMBERS, then for every kind of rows SPANS. Of the rows within the
             first span the sampled ones are compared with their words, then those in the second get theirs.
         most: most sampled rows of a request in one of the spans.
+        turn: a number that grows from look to look. A backend may then compare a part of the rows, in turns; of -1 it
+            compares all of them.
     """
 
     numbers: Array
     most: int
+    turn: int = -1
 
 
 class Found(Protocol):

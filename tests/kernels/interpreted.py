@@ -11,6 +11,8 @@ from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.check_words import table_hash
 from kvcore.conformance.specs import conformance_spec
 from kvcore.kernels.triton import shape
+from kvcore.kernels.triton.canary import ROWS
+from kvcore.kernels.triton.launches import canary as launches
 from kvcore.ops import canary
 from kvcore.ops.canary import Asked
 from kvcore.parity.show import failure_text
@@ -196,7 +198,29 @@ def check_words():
         yield f"{name}, index", "" if index_alone == known == [(-4, 1, 0), (-2, 0, 0)] else f"{found}, not {known}"
 
 
+def in_turns():
+    """Rows of a long request are looked at in turns: few at a time, all in the end."""
+    plan = plan_cache(CacheSpec(layers=[scene.classic()], block_tokens=8), max_requests=1, max_tokens=32, canary=1)
+    ops, held = TritonOps(plan), launches.PROGRAMS
+    pools = ops.allocate()
+    row = StepRequest(0, 21, 1, [2, 0, 1])
+    index = ops.index(build_index([row], max_blocks=plan.max_blocks))
+    numbers = np.array([[0], [21], [22], [table_hash(row.blocks)], [0], [21], [0], [0]], np.int64)
+    asked = Asked(numbers.astype(np.uint32).view(np.int32), 21)
+    # Nothing has a word yet: all is wrong.
+    for programs in (1, 4):
+        launches.PROGRAMS = programs
+        turns = [ops.watch(pools, index, asked._replace(turn=turn))[1].read() for turn in range(7, 13)]
+        most, rows = max(map(len, turns)), {fault[2] for turn in turns for fault in turn}
+        wrong = most != programs * ROWS or rows != {*range(21)}
+        yield f"turns of {programs} programs", f"{most} at once, {sorted(rows)}" if wrong else ""
+    found = ops.watch(pools, index, asked)[1].read()
+    yield "all at once", "" if {fault[2] for fault in found} == {*range(21)} else f"{found}"
+    launches.PROGRAMS = held
+
+
 GROUPS = {
+    "turns of check words": in_turns,
     "check words": check_words,
     "attention": lambda: check_attention.small("cpu"),
     "classic attention": lambda: check_classic.small("cpu"),

@@ -23,6 +23,7 @@ GROUPS = [
     "whole units",
     "aborted steps",
     "check words",
+    "turns of check words",
     "pages of exports",
     "strips in the kit",
     "merge of shards",

@@ -1,7 +1,6 @@
 """Sampled rows beside their check words where pools lie on a GPU: one launch looks at all layers, and nothing waits."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,30 +34,48 @@ class Tables(NamedTuple):
     narrow: bool
 
 
+class Room(NamedTuple):
+    """Where one look's numbers are: on the host, on the device, and on the host again what it tells; and when."""
+
+    given: torch.Tensor
+    numbers: torch.Tensor
+    told: torch.Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> "Room":
+        """A new one."""
+        with torch.inference_mode(False):
+            if device.type != "cuda":
+                numbers = torch.zeros(size + ROOM, dtype=torch.int32)
+                return cls(numbers, numbers, numbers[size:], None)
+            given, told = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for count in (size + ROOM, ROOM))
+            return cls(given, torch.zeros(size + ROOM, dtype=torch.int32, device=device), told, torch.cuda.Event())
+
+
 class Report:
     """What a launch tells, copied to the host once it has run.
 
     Args:
-        written: [ROOM] int32 where the launch wrote it.
+        room: where it is told; used again once that was read.
+        free: where it goes then.
     """
 
-    def __init__(self, written: torch.Tensor) -> None:
-        self._numbers, self._copied = written, None
-        if written.is_cuda:
-            self._numbers = torch.empty(len(written), dtype=written.dtype, pin_memory=True)
-            self._numbers.copy_(written, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def __init__(self, room: Room, free: list[Room]) -> None:
+        self._room, self._free = room, free
 
     def ready(self) -> bool:
         """Whether the launch has run."""
-        return self._copied is None or self._copied.query()
+        return self._room.done is None or self._room.done.query()
 
     def read(self) -> Sequence[tuple[int, int, int]]:
-        """(role's number, request, row) of the faults."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        count, *numbers = self._numbers.tolist()
+        """(role's number, request, row) of the faults; once."""
+        room = self._room
+        if room.done is not None:
+            room.done.synchronize()
+        count = int(room.told[0])
+        numbers = room.told[1:].tolist() if count else []
+        self._free.append(room)
         faults = [numbers[n : n + FAULT] for n in range(0, min(count, MOST) * FAULT, FAULT)]
         return sorted((role, request, row) for role, request, row in faults)
 
@@ -68,30 +85,37 @@ class Watcher:
 
     def __init__(self, plan: CachePlan, device: str) -> None:
         self._plan = plan
-        self._device = device
+        self._device = torch.device(device)
         self._tables: Tables | None = None
+        self._last: Pools | None = None
+        self._rooms: dict[int, list[Room]] = {}
         names = (name for region in plan.stored for name, _ in region.buffers.values())
         self._names = tuple(names) if plan.canary else ()
 
     def watch(self, pools: Pools, index: StepIndex, asked: Asked) -> tuple[Pools, Report]:
         """Queue the look; see ``kvcore.ops.canary.watch``."""
-        tables = self._tables_of(pools)
-        requests = asked.numbers.shape[1]
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            numbers = torch.zeros(
-                asked.numbers.size + ROOM, dtype=torch.int32, pin_memory=torch.device(self._device).type == "cuda"
-            )
-            numbers.numpy()[: asked.numbers.size] = asked.numbers.reshape(-1)
-            numbers = numbers.to(self._device, non_blocking=True)
+        tables, size = self._tables_of(pools), asked.numbers.size
+        free = self._rooms.setdefault(size, [])
+        room = free.pop() if free else Room.of(size, self._device)
+        given = room.given.numpy()
+        given[:size], given[size:] = asked.numbers.reshape(-1), 0
+        if room.done is not None:
+            room.numbers.copy_(room.given, non_blocking=True)
         arrays = index.slots, index.starts, index.lengths, index.block_table
-        sizes = requests, self._plan.canary, asked.most, tables.narrow
-        calls().watch_rows(numbers, *arrays, tables.roles, tables.pieces, *sizes)
-        return pools, Report(numbers[-ROOM:])
+        sizes = asked.numbers.shape[1], self._plan.canary, asked.most, asked.turn, tables.narrow
+        calls().watch_rows(room.numbers, *arrays, tables.roles, tables.pieces, *sizes)
+        if room.done is not None:
+            room.told.copy_(room.numbers[size:], non_blocking=True)
+            room.done.record()
+        return pools, Report(room, free)
 
     def _tables_of(self, pools: Pools) -> Tables:
+        if self._tables is not None and self._last is pools:
+            return self._tables
         addresses = tuple(pools[name].data_ptr() for name in self._names)
         if self._tables is None or self._tables.addresses != addresses:
             self._tables = self._new_tables(pools, addresses)
+        self._last = pools
         return self._tables
 
     def _new_tables(self, pools: Pools, addresses: tuple[int, ...]) -> Tables:

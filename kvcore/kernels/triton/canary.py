@@ -32,16 +32,16 @@ SEED = tl.constexpr(check_words.SEED)
 FACTORS = tl.constexpr((WORD_FACTOR, POSITION_FACTOR))
 
 
-@triton.jit(do_not_specialize=["requests", "columns", "roles", "splits", "sample", "found"])
+@triton.jit(do_not_specialize=["requests", "columns", "roles", "splits", "sample", "turn", "found"])
 def watch_kernel(
     asked_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, roles_ptr, pieces_ptr, requests, columns, roles, splits,
-    sample, found, NARROW: tl.constexpr, MOST: tl.constexpr, NUMBERS: tl.constexpr, SPANS: tl.constexpr,
+    sample, turn, found, NARROW: tl.constexpr, MOST: tl.constexpr, NUMBERS: tl.constexpr, SPANS: tl.constexpr,
     ROLE: tl.constexpr, PIECE: tl.constexpr, FAULT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Compare the sampled rows of a role of a request with their words, then give others theirs; or look at the index.
 
     What is wrong is counted at ``found`` of ``asked``, and the first MOST are named behind that. With NARROW words are
-    put together from bytes.
+    put together from bytes. With a ``turn`` a program compares ROWS rows and no more: the next ones with the next.
     """
     split = tl.program_id(0) % splits
     request = tl.program_id(0) // splits % requests
@@ -67,7 +67,12 @@ def watch_kernel(
             span = asked_ptr + (NUMBERS + SPANS * kind + 2 * sealing) * requests + request
             first = (tl.load(span) + sample - 1) // sample
             end = (tl.maximum(tl.load(span + requests), 0) + sample - 1) // sample
-            for some in range(first + split * ROWS, end, splits * ROWS):
+            together = splits * ROWS
+            in_turns = (turn >= 0) & (sealing == 0)
+            parts = tl.maximum((end - first + together - 1) // together, 1)
+            begin = first + split * ROWS + tl.where(in_turns, turn % parts * together, 0)
+            end = tl.where(in_turns, tl.minimum(end, begin + ROWS), end)
+            for some in range(begin, end, together):
                 inside = some + tl.arange(0, ROWS) < end
                 row = (some + tl.arange(0, ROWS)) * sample
                 column = row // rows

@@ -14,8 +14,9 @@ ROOM = 1 + MOST * canary.FAULT
 
 WARPS = 2
 
-PROGRAMS = 8192
-"""About as many are launched where rows of long requests are shared among several."""
+PROGRAMS = 4096
+"""About as many are launched where rows of long requests are shared among several, and more only where roles and
+requests are more."""
 
 
 @cache
@@ -30,7 +31,7 @@ def _watch(narrow: bool) -> Kernel:
 @launch("asked")
 def watch_rows(
     to: Framework, asked: Array, slots: Array, starts: Array, lengths: Array, block_table: Array, roles: Array,
-    pieces: Array, requests: int, sample: int, most: int, narrow: bool,
+    pieces: Array, requests: int, sample: int, most: int, turn: int, narrow: bool,
 ) -> None:  # fmt: skip
     """Compare sampled rows with their check words and give others theirs; both are found by addresses in tables.
 
@@ -40,7 +41,8 @@ def watch_rows(
         pieces: [pieces, PIECE] int64.
         requests: of the index, in order; padding behind them is left alone.
         sample: one row in so many.
-        most: rows of a request that are looked at, of the role that has most of them.
+        most: sampled rows of a request, of the role that has most of them.
+        turn: which part of them is compared, of as many parts as there are; -1: all are.
         narrow: whether pieces are of bytes, not of words of four.
     """
     count = roles.shape[0]
@@ -48,5 +50,5 @@ def watch_rows(
         splits = max(1, min(ceil_div(most, canary.ROWS), PROGRAMS // (requests * count)))
         arrays = asked, slots, starts, lengths, block_table, roles, pieces
         found = asked.shape[0] - ROOM
-        numbers = requests, block_table.shape[1], count, splits, sample, found
+        numbers = requests, block_table.shape[1], count, splits, sample, turn, found
         to.run(_watch(narrow), ((count + 1) * requests * splits,), arrays, numbers)
