@@ -35,7 +35,7 @@ class Findings:
         on_host: the arrays are computed where they are read: to wait is to compute.
     """
 
-    def __init__(self, index: Array, rows: list[tuple[int, Any, Any, Array]], *, on_host: bool) -> None:
+    def __init__(self, index: Any, rows: list[tuple[int, Any, Any, Any]], *, on_host: bool) -> None:
         self._index, self._rows, self._on_host = index, rows, on_host
 
     def ready(self) -> bool:
@@ -61,7 +61,7 @@ def watch(self: Any, pools: Pools, index: StepIndex, asked: Asked) -> tuple[Pool
     known = ~wrong.any(axis=0)
     spans = asked.numbers[len(NUMBERS) :]
     places: dict[tuple[int, int], Any] = {}
-    rows: list[tuple[int, Any, Any, Array]] = []
+    rows: list[tuple[int, Any, Any, Any]] = []
     for number, watched in enumerate(plan.watched):
         for first in (0, 2):
             key = watched.kind, first

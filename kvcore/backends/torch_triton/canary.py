@@ -35,11 +35,11 @@ class Tables(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where one look's numbers are: on the host, on the device, and on the host again what it tells; and when."""
+    """Where one look's numbers are: on the host, on the device, and on the host again what it reports; and when."""
 
     given: torch.Tensor
     numbers: torch.Tensor
-    told: torch.Tensor
+    report: torch.Tensor
     done: torch.cuda.Event | None
 
     @classmethod
@@ -49,8 +49,8 @@ class Room(NamedTuple):
             if device.type != "cuda":
                 numbers = torch.zeros(size + ROOM, dtype=torch.int32)
                 return cls(numbers, numbers, numbers[size:], None)
-            given, told = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for count in (size + ROOM, ROOM))
-            return cls(given, torch.zeros(size + ROOM, dtype=torch.int32, device=device), told, torch.cuda.Event())
+            given, report = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for count in (size + ROOM, ROOM))
+            return cls(given, torch.zeros(size + ROOM, dtype=torch.int32, device=device), report, torch.cuda.Event())
 
 
 class Report:
@@ -73,8 +73,8 @@ class Report:
         room = self._room
         if room.done is not None:
             room.done.synchronize()
-        count = int(room.told[0])
-        numbers = room.told[1:].tolist() if count else []
+        count = int(room.report[0])
+        numbers = room.report[1:].tolist() if count else []
         self._free.append(room)
         faults = [numbers[n : n + FAULT] for n in range(0, min(count, MOST) * FAULT, FAULT)]
         return sorted((role, request, row) for role, request, row in faults)
@@ -105,7 +105,7 @@ class Watcher:
         sizes = asked.numbers.shape[1], self._plan.canary, asked.most, asked.turn, tables.narrow
         calls().watch_rows(room.numbers, *arrays, tables.roles, tables.pieces, *sizes)
         if room.done is not None:
-            room.told.copy_(room.numbers[size:], non_blocking=True)
+            room.report.copy_(room.numbers[size:], non_blocking=True)
             room.done.record()
         return pools, Report(room, free)
 

@@ -260,8 +260,8 @@ TABLE = {
             "rows that a step takes the place of are not looked at",
         ),
         (
-            "                if place is known.place:\n",
-            "                if False:\n",
+            "                if place is known.place and (",
+            "                if False and (",
             "a place is believed whatever it says",
         ),
     ],
