@@ -81,6 +81,31 @@ def row_lanes(rows: Array, positions: Array, salt: int) -> Array:
     return lanes.astype(np.int64)
 
 
+def alike_lanes(rows: Array, positions: Array, salts: Sequence[int]) -> Array:
+    """The lanes of the rows of several regions at the same positions: ``row_lanes`` of each, in fewer passes.
+
+    Args:
+        rows: [regions, columns, bytes] uint8.
+        positions: [columns] integers, none of them negative.
+        salts: of the regions.
+
+    Returns:
+        [regions, 2] int64.
+    """
+    regions, columns, size = rows.shape
+    words = -(-size // WORD)
+    lanes = np.zeros((regions, 2), np.uint32)
+    step = AT_ONCE // max(1, columns * words)
+    if not step or not columns or not words:
+        each = (row_lanes(one[None], positions[None], salt) for one, salt in zip(rows, salts, strict=True))
+        return np.concatenate([*each]) if regions else lanes.astype(np.int64)
+    work = _work(max(AT_ONCE // words, 1), words)
+    for first in range(0, regions, step):
+        some = slice(first, first + step)
+        lanes[some] = work.lanes(rows[some], positions, np.array(salts[some], np.uint32)).T
+    return lanes.astype(np.int64)
+
+
 _kept = local()
 
 
@@ -109,9 +134,13 @@ class _Work:
         # (distance of positions, what a key has of the place in the pass).
         self._pattern: tuple[int, Array] | None = None
 
-    def lanes(self, rows: Array, positions: Array, salt: int) -> Array:
-        """[2, requests] of rows [requests, columns, bytes]."""
-        requests, count = len(rows), len(positions) * self.words
+    def lanes(self, rows: Array, positions: Array, salt: int | Array) -> Array:
+        """[2, requests] of rows [requests, columns, bytes].
+
+        ``positions`` are of all of them one after another under one salt, or of each alike under salts of their own.
+        """
+        requests, each = len(rows), len(positions) * self.words
+        count = each if isinstance(salt, int) else requests * each
         stored, value, shifted = self.arrays[:, :count]
         words = self._words_of(rows)
         # The word, one step on.
@@ -121,7 +150,11 @@ class _Work:
         pattern, first = self._keys(positions, holes := bool(missing.any()))
         found = np.empty((2, requests), np.uint32)
         for lane, seed in enumerate(LANE_SEEDS):
-            np.add(pattern, np.array((first + salt + seed) & MASK, np.uint32), value)
+            if isinstance(salt, int):
+                np.add(pattern, np.array((first + salt + seed) & MASK, np.uint32), value)
+            else:
+                added = salt + np.uint32((first + seed) & MASK)
+                np.add(pattern, added[:, None], value.reshape(requests, each))
             for shift, factor in zip((_FIRST, _SECOND), _FACTORS, strict=True):
                 np.right_shift(value, shift, shifted)
                 np.bitwise_xor(value, shifted, value)

@@ -8,7 +8,7 @@ first, a role before the index, and leave sizes out. What lies between the two i
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvcore.ops import bounds
 from kvcore.ops.fused import Ops
@@ -176,7 +176,12 @@ def reset_in_place(function: Any) -> Any:
 
     def reset_slots(self: Any, pools: Pools, slots: Array) -> Pools:
         slots = self.asarray(slots)
-        for name, fresh in fresh_slots(self.plan).items():
+        # Every request that is admitted asks.
+        kept = cast("dict[str, Any]", vars(self)).get("fresh_slots")
+        if kept is None:
+            kept = fresh_slots(self.plan)
+            self.fresh_slots = kept
+        for name, fresh in kept.items():
             function(pools[name], slots, fresh)
         return pools
 

@@ -179,7 +179,7 @@ def _together(region: Region, line: Lines) -> tuple[int, bool]:
 
 def _between(outside: Array, inside: Array, units: Array, line: Lines, *, store: bool) -> None:
     """Copy between units' rows and pages', whole runs of neighbouring units at a time."""
-    ends = np.flatnonzero(units[1:] - units[:-1] != 1) + 1
+    ends = (units[1:] - units[:-1] != 1).nonzero()[0] + 1 if len(units) > 1 else units[1:]
     if len(ends) > max(4, len(units) // 2) and units.min() >= 0 and not line.split:
         step = max(1, AT_ONCE // max(1, outside[0].size * outside.dtype.itemsize))
         for first in range(0, len(units), step):

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from kvcore.arrays import to_numpy
-from kvcore.digest import MASK, WORD, WORD_FACTOR, region_salt, row_lanes
+from kvcore.digest import MASK, WORD, WORD_FACTOR, alike_lanes, region_salt, row_lanes
 from kvcore.ops import Ops, Strip
 from kvcore.ops.host import rows_in_place
 from kvcore.plan import row_bytes
@@ -154,7 +154,13 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
     """
     found: list[tuple[int, int]] = []
     kept = np.empty(AT_ONCE, np.uint8)
+    small = _small_lanes(ops, pools, row, kept)
+    if small is None:
+        return None
     for layer, role, component in owned(ops.plan.spec):
+        if (layer, role) in small:
+            found.append(small[layer, role])
+            continue
         live, width = component.live(row.length), row_bytes(component)
         paged = component.growth == "block"
         rows = ops.plan.region(layer, role)[0].rows if paged else 1
@@ -180,6 +186,42 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
         found.append((int(lanes[0]) & MASK, int(lanes[1]) & MASK))
     return found
 
+
+def _small_lanes(
+    ops: Ops, pools: Pools, row: StepRequest, room: np.ndarray[Any, Any]
+) -> dict[tuple[int, str], tuple[int, int]] | None:
+    """The lanes of components of few rows, those of equal shape in one pass; None where the pools lie on a device."""
+    kinds: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    most = min(SMALL, len(room))
+    for layer, role, component in owned(ops.plan.spec):
+        live, width = component.live(row.length), row_bytes(component)
+        rows = ops.plan.region(layer, role)[0].rows if component.growth == "block" else max(1, len(live))
+        if len(live) and not width % WORD and -(-len(live) // rows) * rows * width <= most:
+            kind = component.growth, live, width, component.tokens_per_row, rows
+            kinds.setdefault(kind, []).append((layer, role))
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    for (growth, live, width, tokens_per_row, rows), members in kinds.items():
+        pages = -(-len(live) // rows)
+        size = pages * rows * width
+        units = row.blocks[live.start // rows :][:pages] if growth == "block" else (row.slot,)
+        positions = cast("np.ndarray[Any, Any]", np.arange(live.start, live.stop) * tokens_per_row)
+        at = np.array(units, np.int32)
+        step = len(room) // size
+        for first in range(0, len(members), step):
+            some = members[first : first + step]
+            for place, (layer, role) in enumerate(some):
+                strip = Strip(layer, role, 0, rows, width, live, tokens_per_row)
+                part = room[place * size : (place + 1) * size].reshape(pages, -1)
+                if not ops.move_strips(pools, part, (strip,), at):
+                    return None
+            held = room[: len(some) * size].reshape(len(some), -1, width)[:, : len(live)]
+            lanes = alike_lanes(held, positions, [region_salt(*one) for one in some])
+            found |= {one: (int(a) & MASK, int(b) & MASK) for one, (a, b) in zip(some, lanes, strict=True)}
+    return found
+
+
+SMALL = 1 << 17
+"""Bytes of a component's rows that are digested together with others of the same shape."""
 
 LEAST = 1 << 16
 """Bytes of rows that are worth a call of their own; fewer that are neighbours go through one place."""

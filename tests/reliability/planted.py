@@ -123,7 +123,7 @@ CORE_TESTS = {
     "store/tiers": ("store/test_store",),
     "adoption/regions": ("adoption/test_rings_and_pages", "adoption/test_layouts"),
     "ops/host": ("ops/test_host_moves",),
-    "digest": ("test_digest",),
+    "digest": ("test_digest", "ops/test_alike_lanes"),
     "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),
     "portable/manifest": (
         "portable/test_portable",

@@ -507,6 +507,11 @@ TABLE = {
     "digest.py": [
         ("np.right_shift(words, _FIRST", "np.right_shift(words, _SECOND", "a word is mixed otherwise"),
         (
+            "np.array(salts[some], np.uint32)",
+            "np.array(salts[:step], np.uint32)[: len(rows[some])]",
+            "salts are others'",
+        ),
+        (
             "                value.reshape(-1, self.words)[missing] = 0\n",
             "                pass\n",
             "rows that are not there count",
