@@ -65,6 +65,24 @@ def test_narrow_models_and_formats_of_their_own(dtype):
             assert (mine - theirs).abs().max() <= 0.05 * theirs.abs().max()
 
 
+def test_formats_over_tokens_do_not_depend_on_who_is_beside():
+    """Groups close where positions say, whatever the steps; compared with one request at a time."""
+    ran = PackedModel(models.multi_head())
+    ids = models.token_ids(2, 40).tolist()
+    options = {"block_tokens": 32, "max_requests": 2, "max_tokens": 128}
+    both = step_by_step(ran, ran.create_cache({"key": "int4_ch32"}, **options), ids)
+    cache = ran.create_cache({"key": "int4_ch32"}, **options)
+    for row, mine in zip(ids, both, strict=True):
+        request = cache.admit()
+        cuts = [counts[ids.index(row)] for counts in CUTS]
+        parts = [ran.logits(cache, {request: row[request.length :][:count]}, [count]).clone() for count in cuts]
+        assert (torch.cat(parts) - mine).abs().max() <= 1e-4 * mine.abs().max()
+    own_rows = own(ran.model, ids)
+    assert all(
+        (mine - theirs).abs().max() <= 0.4 * theirs.abs().max() for mine, theirs in zip(both, own_rows, strict=True)
+    )
+
+
 def test_wanted_rows_and_a_prefix():
     ran = PackedModel(model := models.multi_head())
     cache = ran.create_cache(block_tokens=8, max_requests=2, max_tokens=128, prefix="full")

@@ -35,6 +35,9 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor |
 RUNNING: ContextVar[Attend | None] = ContextVar("kvcore_packed", default=None)
 """How the forward that runs in this thread attends."""
 
+CLASSIC = (("kv",), ("kv_tail", "kv"))
+"""Components of a layer that is served."""
+
 UNKNOWN = ("softcap", "position_bias")
 """What some models ask of attention, and a cache's attention does not do."""
 
@@ -99,7 +102,7 @@ class PackedModel:
         config = decoder_of(self.model.config)
         spec = cache_spec(config, formats, default=DTYPES[self.model.dtype], block_tokens=block_tokens)
         for number, layer in enumerate(spec.layers):
-            if layer.roles != ("kv",):
+            if layer.roles not in CLASSIC:
                 raise SpecError(
                     got=", ".join(layer.roles) or "nothing",
                     where=spec.path(number),
@@ -215,6 +218,9 @@ class PackedModel:
     def _size(self, cache: Cache, counts: Sequence[int]) -> int | None:
         """The captured number of tokens that a step is padded to, or None where it runs as it is."""
         if not self.captures or not sum(counts):
+            return None
+        if any(layer.kv_tail is not None for layer in cache.spec.layers):
+            # Rows of the open group lie elsewhere than those of closed ones, and how many there are changes.
             return None
         rings = any(component.span is not None for _, _, component in cache.spec.components())
         if rings and max(counts) > 1 + cache.plan.max_draft_tokens:
