@@ -148,7 +148,7 @@ def attend_selected(
     fill(setting)
     q = setting.random(tokens, heads, DIM)
     sink = torch.randn(heads, device=device)
-    picks = [
+    selected = [
         torch.stack([torch.randperm(entries - 1, device=device)[:TOPK] for _ in range(tokens)]).int()
         for _ in range(setting.layers)
     ]
@@ -156,7 +156,7 @@ def attend_selected(
 
     def attend(n: int) -> None:
         inside = rope if turned == "inside" else None
-        found = setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], sink=sink, rope=inside)
+        found = setting.ops.attend(setting.pools, n, setting.index, q[n], selected[n], sink=sink, rope=inside)
         if turned == "after":
             launch.calls().inverse_rope_rows(found.out, setting.index.positions, rope)
 
@@ -195,12 +195,12 @@ def attend_chunk(device: str, ratio: int, new: int, tokens: int) -> Workload:
     fill(setting)
     q, rows = setting.random(new, HEADS, DIM), setting.random(new, DIM)
     sink = torch.randn(HEADS, device=device)
-    picks = [
+    selected = [
         torch.randint(0, entries - new // ratio, (new, TOPK), dtype=torch.int32, device=device) if ratio == 4 else None
         for _ in range(setting.layers)
     ]
     calls = [
-        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], picks[n], rows=rows[n], sink=sink)
+        lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], selected[n], rows=rows[n], sink=sink)
         for n in range(setting.layers)
     ]
     name = f"{'CSA' if ratio == 4 else 'HCA'} attend, {new:,} of {tokens:,} tokens"

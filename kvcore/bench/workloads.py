@@ -92,7 +92,7 @@ def all_workloads(device: str) -> Iterator[Callable[[], Workload]]:
             yield lambda a=(count, given, goal, peer): prefill(device, 128, False, *a)
             yield lambda a=(count, given, None, None): prefill(device, 128, False, *a, append=True)
     for count, goal, peer in ((64, 14.5, 18.6), (256, 57.0, 66.8)):
-        yield lambda a=(count, goal, peer): gather_picked(device, *a)
+        yield lambda a=(count, goal, peer): gather_selected(device, *a)
     yield lambda: gather_all(device, 32768, 14.5, 17.7)
     yield lambda: gather_ring(device, 256)
     for format, goals in (
@@ -237,7 +237,7 @@ def flush_calls(
     ]
 
 
-def gather_picked(device: str, count: int, goal: float, peer: float) -> Workload:
+def gather_selected(device: str, count: int, goal: float, peer: float) -> Workload:
     """512 picks of each of ``count`` queries, scattered over their requests' histories."""
     nbytes = count * 512 * (ENTRY_BYTES + 2 * DIM)
     per = 16
@@ -248,14 +248,15 @@ def gather_picked(device: str, count: int, goal: float, peer: float) -> Workload
     setting = Setting(LayerSpec(entries=Entries(dim=DIM, ratio=4)), rows, count * per, 3, device)
     fill(setting)
     entries = per * BLOCK // 4
-    picks = [
+    selected = [
         torch.from_numpy(np.stack([RANDOM.permutation(entries)[:512] for _ in range(count)]).astype(np.int32)).to(
             device
         )
         for _ in range(setting.layers)
     ]
     calls = [
-        lambda n=n: setting.ops.gather_entries(setting.pools, n, setting.index, picks[n]) for n in range(setting.layers)
+        lambda n=n: setting.ops.gather_entries(setting.pools, n, setting.index, selected[n])
+        for n in range(setting.layers)
     ]
     return Workload(f"gather {count} × 512 picks", nbytes, calls, goal, peer)
 

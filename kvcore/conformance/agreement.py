@@ -145,7 +145,9 @@ def _compare_selection(want: Output, got: Array) -> Agreement:
 
 def _repeated(selected: Array) -> Array:
     """True where an entry was already picked for the same token."""
-    return np.array([[pick >= 0 and pick in row[:k] for k, pick in enumerate(row)] for row in selected.tolist()], bool)
+    return np.array(
+        [[entry >= 0 and entry in row[:k] for k, entry in enumerate(row)] for row in selected.tolist()], bool
+    )
 
 
 def _outside(

@@ -23,7 +23,7 @@ class Exchange(Protocol):
         """The values where the condition holds, zeros of no sign elsewhere; it has their leading axes."""
         ...
 
-    def pick(self, values: Array) -> Array:
+    def from_owner(self, values: Array) -> Array:
         """Bit for bit the values of the one shard that has them; all others give zeros."""
         ...
 

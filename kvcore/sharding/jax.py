@@ -51,7 +51,7 @@ class JaxExchange:
         condition = condition.reshape(*condition.shape, *[1] * (values.ndim - condition.ndim))
         return jnp.where(condition, values, jnp.zeros((), values.dtype))
 
-    def pick(self, values):
+    def from_owner(self, values):
         """Bit for bit the values of the one shard that has them: a sum of bytes."""
         found = lax.psum(lax.bitcast_convert_type(values, jnp.uint8), self._axis)
         return lax.bitcast_convert_type(found, values.dtype)

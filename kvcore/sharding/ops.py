@@ -113,7 +113,7 @@ class ShardedOps:
         index = self._to_write(index)
         columns = bounds.columns(self.plan, layer, role, index) if columns is None else columns
         raw = self._base.gather_rows(pools, layer, role, index, rows, columns=columns)
-        return raw._replace(rows=self.exchange.pick(raw.rows)) if self._is_paged(layer, role) else raw
+        return raw._replace(rows=self.exchange.from_owner(raw.rows)) if self._is_paged(layer, role) else raw
 
     def gather_entries(self, pools: Pools, layer: int, index: StepIndex, indices: Array) -> SelectedEntries:
         """Entries by canonical number, from the shards that hold them."""
@@ -123,7 +123,7 @@ class ShardedOps:
         )
         counts = index.lengths[index.request_index.clip(0)] // ratio if len(index.lengths) else index.request_index
         valid = (index.request_index >= 0)[:, None] & (indices >= 0) & (indices < counts[:, None])
-        return SelectedEntries(self.exchange.pick(self.exchange.where(found.valid, found.values)), valid)
+        return SelectedEntries(self.exchange.from_owner(self.exchange.where(found.valid, found.values)), valid)
 
     def gather_all_entries(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None, role: str = "entries"
@@ -134,7 +134,7 @@ class ShardedOps:
         found = self._base.gather_all_entries(pools, layer, index, columns=columns, role=role)
         positions = self._positions(columns, index.lengths // self._ratio(layer, role), self._ratio(layer, role))
         mine = self._mine(columns, self._pages_of(layer, role)) & (positions >= 0)
-        values = self.exchange.pick(self.exchange.where(mine, found.values))
+        values = self.exchange.from_owner(self.exchange.where(mine, found.values))
         return found._replace(values=values, positions=positions)
 
     def index_scores(
@@ -151,8 +151,8 @@ class ShardedOps:
 
     def select(self, scores: Array, k: int) -> Array:
         """Top k over all shards' scores."""
-        picks = self._base.select(scores, k)
-        return self.exchange.top(scores, picks, picks)
+        indices = self._base.select(scores, k)
+        return self.exchange.top(scores, indices, indices)
 
     def index_select(
         self,
@@ -172,9 +172,9 @@ class ShardedOps:
         scores = self._pages.index_scores(
             pools, layer, self._to_read(index, layer, "index_keys"), q, weights, columns=few
         )
-        picks = self._base.select(scores, k)
-        entries = self.exchange.where(picks >= 0, pages.canonical(self.exchange.shard, picks) + 1) - 1
-        return self.exchange.top(scores, picks, entries)
+        indices = self._base.select(scores, k)
+        entries = self.exchange.where(indices >= 0, pages.canonical(self.exchange.shard, indices) + 1) - 1
+        return self.exchange.top(scores, indices, entries)
 
     def attend(
         self,
@@ -196,8 +196,8 @@ class ShardedOps:
         wide, once = self.exchange.widen(q), None
         if spec.window is not None:
             once = self._rings.attend(pools, layer, index, wide, None, rows=rows, scale=scale)
-        picks = None if selected is None else self._own(selected, self._pages_of(layer, "entries"))
-        parts = self._pages.attend(pools, layer, self._to_read(index, layer, "entries"), wide, picks, scale=scale)
+        indices = None if selected is None else self._own(selected, self._pages_of(layer, "entries"))
+        parts = self._pages.attend(pools, layer, self._to_read(index, layer, "entries"), wide, indices, scale=scale)
         found = self.exchange.merge(parts, once, sink, q)
         return (
             found if rope is None else found._replace(out=self.exchange.inverse_rope(found.out, index.positions, rope))
@@ -221,7 +221,7 @@ class ShardedOps:
             return keys, values, positions
         positions = self._positions(columns, index.lengths, 1)
         mine = self._mine(columns, self._pages_of(layer, "kv")) & (positions >= 0)
-        keys, values = (self.exchange.pick(self.exchange.where(mine, part)) for part in (keys, values))
+        keys, values = (self.exchange.from_owner(self.exchange.where(mine, part)) for part in (keys, values))
         return keys, values, positions
 
     def kv_view(self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None) -> None:

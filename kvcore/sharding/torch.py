@@ -40,7 +40,7 @@ class TorchExchange:
         """The values where the condition holds, zeros elsewhere."""
         return torch.where(condition.reshape(*condition.shape, *[1] * (values.ndim - condition.ndim)), values, 0)
 
-    def pick(self, values):
+    def from_owner(self, values):
         """Bit for bit the values of the one shard that has them: a sum of bytes, of which one at most is not zero."""
         # Bytes, since gloo knows no fp8 and NCCL no 16-bit integers; and no float sum, which would lose signs of zeros.
         data = values.contiguous().clone()

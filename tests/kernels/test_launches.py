@@ -18,7 +18,7 @@ from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Wind
 from tests.support.ahead_of_time import kernels
 
 T, Q, COLUMNS, HEADS, DIM, K = 300, 3, 7, 64, 512, 8
-"""Tokens, requests, columns of the block table, heads, channels, picks."""
+"""Tokens, requests, columns of the block table, heads, channels, selected entries."""
 CSA = LayerSpec(
     window=Window(dim=DIM, window=128),
     tail=Tail(dim=DIM, ratio=4, overlap=True),
@@ -121,7 +121,7 @@ GIVEN = {
         "records": [number_of("entries"), tail_of("tail"), number_of("index_keys"), tail_of("index_tail")],
     },
     "gather_window_rows": {"record": number_of("window"), "window": 128},
-    "gather_picked_rows": {"record": number_of("entries"), "ratio": 4},
+    "gather_selected_rows": {"record": number_of("entries"), "ratio": 4},
     "gather_all_rows": {"record": number_of("entries"), "ratio": 4, "columns": 16},
     "gather_kv_rows": {"record": number_of("kv", 1), "columns": 16, "ring": False, "window": 0, "chunk": 0},
     "put_own_rows": {"record": number_of("window"), "last": True, "ring": True, "window": 128, "chunk": 0},
@@ -179,7 +179,7 @@ ALSO = {
     ("attend_kv_rows", "frequencies"): ("positions",),
 }  # fmt: skip
 LENGTHS = {
-    "table_columns": COLUMNS, "requests": Q, "heads": HEADS, "picks": K, "k": K, "splits": 2,
+    "table_columns": COLUMNS, "requests": Q, "heads": HEADS, "topk": K, "k": K, "splits": 2,
 }  # fmt: skip
 """Numbers that are known by the shapes."""
 
@@ -272,7 +272,7 @@ def test_a_launch_with_too_few_or_other_arguments_is_seen(monkeypatch):
 
 def test_a_kernel_is_known_by_its_constants_and_what_it_writes():
     constants = {"BLOCK": 16, "OTHERS": 16}
-    assert Kernel(topk.rank_kernel, constants, writes=("picks",)).writes == ("picks_ptr",)
+    assert Kernel(topk.rank_kernel, constants, writes=("indices",)).writes == ("indices_ptr",)
     for wrong in ({"BLOCK": 16}, {**constants, "ROOM": 5}):
         with pytest.raises(TypeError, match="OTHERS"):
             Kernel(topk.rank_kernel, wrong)

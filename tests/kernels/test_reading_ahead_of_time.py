@@ -174,7 +174,7 @@ def test_scores_compile(name, given, arch, size, record):
 def test_best_compiles(lists, slots, arch, record):
     tile = tile_for(512, slots)
     constants = {
-        "PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room_for(512), "LIST": 512 * lists,
+        "TOPK": tile.topk, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room_for(512), "LIST": 512 * lists,
     }  # fmt: skip
     types = {"given": "i64" if lists else "fp32"}
     case = f"{slots} of {'lists' if lists else 'scores'}"

@@ -82,7 +82,7 @@ def attend(
             return state
         count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
         if selected is not None:
-            keys, valid = read(layer, pools, index, "entries", request, _picked(selected, count))
+            keys, valid = read(layer, pools, index, "entries", request, _existing(selected, count))
             return softmax_sum(state, logits_of, keys, keys, valid)
 
         def some(round, state):
@@ -127,7 +127,7 @@ def _sources(layer, index, selected):
         if selected is None:
             columns = index.block_table.shape[1] * layer.regions["entries"][0].rows
             selected = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[None], (len(request), columns))
-        numbers["entries"] = _picked(selected, count)
+        numbers["entries"] = _existing(selected, count)
     sources = []
     for role, wanted in numbers.items():
         (region,) = layer.regions[role]
@@ -142,7 +142,7 @@ def _in_window(window, position):
     return jnp.maximum(numbers, -1)
 
 
-def _picked(selected, count):
+def _existing(selected, count):
     """Selected entries [t, k], -1 where the token has no such entry."""
     return jnp.where((selected >= 0) & (selected < count[:, None]), selected, -1)
 

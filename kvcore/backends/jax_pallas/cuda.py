@@ -17,7 +17,7 @@ from kvcore.kernels.triton.launches.attention import config_of
 from kvcore.kernels.triton.launches.launching import BOUND, Bound, Part, bind, bind_ring, bind_rows
 from kvcore.kernels.triton.record import RowRecord, ceil_div, own_record
 from kvcore.kernels.triton.scores import score_parts, takes_codes
-from kvcore.kernels.triton.topk import MOST_PICKS, rows_at_once, tile_for
+from kvcore.kernels.triton.topk import LARGEST_K, rows_at_once, tile_for
 from kvcore.plan import Region
 
 ROLES = ("window", "entries")
@@ -190,7 +190,7 @@ def gather_entries(pools, region: Region, index, indices, ratio, global_scale=1.
     """Entries by index [T, k]: values [T, k, dim], and whether each exists."""
     number, names, _ = _bound(region, global_scale)
     place = index.request_index, index.lengths, index.block_table, [pools[name] for name in names]
-    (values, valid), _ = call("gather_picked_rows", indices.astype(jnp.int32), *place, number, ratio)
+    (values, valid), _ = call("gather_selected_rows", indices.astype(jnp.int32), *place, number, ratio)
     return _typed(region, values), valid != 0
 
 
@@ -246,7 +246,7 @@ def index_scores(pools, region: Region, index, q, weights, ratio, columns, globa
 
 def selects(scores_, k) -> bool:
     """True where the best k of scores [T, n] come from the kernels."""
-    return scores_.size > 0 and 0 < k <= MOST_PICKS
+    return scores_.size > 0 and 0 < k <= LARGEST_K
 
 
 def select(scores_, k):

@@ -48,12 +48,12 @@ def select(scores: Array, k: int, kernels: str = "portable") -> Array:
     columns = scores.shape[1]
     if scores.size and k:
         fall_back(kernels, "select", f"k = {k} of {columns} scores")
-    # NaN is never picked. The order that XLA sorts by has -0 below 0, but the two are a tie.
+    # NaN is never selected. The order that XLA sorts by has -0 below 0, but the two are a tie.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     scores = jnp.where(scores == 0, 0, scores)
-    best, picks = lax.top_k(scores, min(k, columns))
-    picks = jnp.where(best > -jnp.inf, picks.astype(jnp.int32), -1)
-    return jnp.pad(picks, ((0, 0), (0, k - picks.shape[1])), constant_values=-1)
+    best, indices = lax.top_k(scores, min(k, columns))
+    indices = jnp.where(best > -jnp.inf, indices.astype(jnp.int32), -1)
+    return jnp.pad(indices, ((0, 0), (0, k - indices.shape[1])), constant_values=-1)
 
 
 def _fused_scores(layer, pools, index, q, weights, *, columns):

@@ -61,9 +61,9 @@ def _triton(layer: Layer, verb: str) -> Decision:
         return NO_KERNEL
     but: tuple[str, ...] = ()
     if verb in ("select", "index_select"):
-        from kvcore.kernels.triton.topk import MOST_PICKS
+        from kvcore.kernels.triton.topk import LARGEST_K
 
-        but = (f"k > {MOST_PICKS}",)
+        but = (f"k > {LARGEST_K}",)
     elif verb == "gather_kv" and layer.component("kv").span is not None:
         but = ("the step has left padding",)
     elif verb == "attend":

@@ -41,8 +41,8 @@ def attend(
             keys += [_read(layer, pools, index, request, p, own, role="window") for p in window.live(int(position) + 1)]
         if entries is not None:
             visible = (int(position) + 1) // entries.ratio
-            picks = range(visible) if selected is None else [i for i in selected[token] if 0 <= i < visible]
-            keys += [_read(layer, pools, index, request, i, role="entries") for i in picks]
+            seen = range(visible) if selected is None else [i for i in selected[token] if 0 <= i < visible]
+            keys += [_read(layer, pools, index, request, i, role="entries") for i in seen]
         keys = np.concatenate(keys)
         out[token], lse[token] = softmax_sum(q[token].astype(np.float32), keys, keys, sink, factor)
         if rope is not None:

@@ -58,11 +58,11 @@ def gather_entries(layer: LayerPlan, pools: Pools, index: StepIndex, indices: np
         if request < 0:
             continue
         count = int(index.lengths[request]) // component.ratio
-        for pick, entry in enumerate(indices[token]):
+        for nth, entry in enumerate(indices[token]):
             if 0 <= entry < count:
                 stored = place.read(pools, region, index, int(request), int(entry))
-                values[token, pick] = decode(region.format, stored)[0]
-                valid[token, pick] = True
+                values[token, nth] = decode(region.format, stored)[0]
+                valid[token, nth] = True
     return SelectedEntries(values, valid)
 
 

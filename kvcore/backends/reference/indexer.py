@@ -29,11 +29,11 @@ def index_scores(
 
 def select(scores: np.ndarray, k: int) -> np.ndarray:
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    picks = np.full((len(scores), k), -1, np.int32)
+    indices = np.full((len(scores), k), -1, np.int32)
     for token, row in enumerate(scores):
-        # NaN is never picked: it compares as no score at all.
+        # NaN is never selected: it compares as no score at all.
         row = np.where(np.isnan(row), -np.inf, row)
         order = np.argsort(-row, kind="stable")[:k]
         order = order[row[order] > -np.inf]
-        picks[token, : len(order)] = order
-    return picks
+        indices[token, : len(order)] = order
+    return indices

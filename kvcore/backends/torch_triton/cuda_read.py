@@ -20,7 +20,7 @@ from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspac
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
 from kvcore.kernels.triton.scores import scored, takes_codes
-from kvcore.kernels.triton.topk import MOST_PICKS, select_workspace
+from kvcore.kernels.triton.topk import LARGEST_K, select_workspace
 from kvcore.ops import AllEntries, Attention, SelectedEntries, WindowRows, bounds
 from kvcore.ops.choices import Decision, Declined
 
@@ -34,7 +34,7 @@ PLAIN: Any = TorchOps
 """The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
 LEFT_PADDING = Declined("the step has left padding")
-TOO_MANY = Declined(f"k > {MOST_PICKS}")
+TOO_MANY = Declined(f"k > {LARGEST_K}")
 ALONE = Declined("k or v is given without the other")
 
 
@@ -98,7 +98,7 @@ def _put_own(out, values, index, number, *seen):
 def gather_entries(bound, ops, pools, layer, index, indices):
     """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
     (number, names, _), ratio = bound
-    found = launch.calls().gather_picked_rows(
+    found = launch.calls().gather_selected_rows(
         indices.contiguous(),
         index.request_index,
         index.lengths,
@@ -230,10 +230,10 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
     parts = parts[bf16]
     table = index.block_table
     if entries is None:
-        entry_buffers, picks = [], 0
+        entry_buffers, most = [], 0
     else:
         entry_buffers = [pools[name] for name in entries.names]
-        picks = table.shape[1] * block_rows if selected is None else selected.shape[1]
+        most = table.shape[1] * block_rows if selected is None else selected.shape[1]
         if parts.whole and _visits(index, entries.number, tokens, selected) >= ops.fewest_visits:
             number, entry_buffers, table = _decoded_entries(entry_buffers, index, entries.number, ratio)
             numbers = numbers[0], number
@@ -241,7 +241,7 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
     if rows is not None and window is not None:
         w, e = (None if number < 0 else launch.BOUND[number].record for number in numbers)
         own, own_number = _own_rows(ops, layer, window.number, rows, whole=takes_whole(w, e, parts))
-    keys = span + picks
+    keys = span + most
     splits = config_of(ops.props, *numbers, bf16, tokens, heads, keys, selected is not None).splits
     workspace = ops.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
     out, lse = launch.calls().attend_rows(
@@ -486,7 +486,7 @@ def bind_select(ops, layer):
 
 def select_covers(bound, scores, k):
     """All but long lists."""
-    return TOO_MANY if k > MOST_PICKS else bound
+    return TOO_MANY if k > LARGEST_K else bound
 
 
 def select(bound, ops, scores, k):

@@ -136,9 +136,9 @@ def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor
         # One launch where torch would take a dozen.
         from kvcore.backends.torch_triton import launch
 
-        picks = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
+        numbers = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
         sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, ALIGNED]
-        found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, picks, sizes)
+        found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, numbers, sizes)
         return *found, *caches
     window = aligned(window_indices(ring, positions, request, span))
     if paged is None or selected is None:

@@ -33,10 +33,10 @@ def index_scores(
 
 def select(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    # NaN is never picked: it compares as no score at all. Adding zero makes -0 and 0 tie on every device.
+    # NaN is never selected: it compares as no score at all. Adding zero makes -0 and 0 tie on every device.
     scores = torch.where(scores.isnan(), -torch.inf, scores.to(torch.float32)) + 0.0
     best, order = scores.sort(dim=1, descending=True, stable=True)
-    picks = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
+    indices = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
     found = min(k, scores.shape[1])
-    picks[:, :found] = torch.where(best > -torch.inf, order, -1)[:, :found]
-    return picks
+    indices[:, :found] = torch.where(best > -torch.inf, order, -1)[:, :found]
+    return indices

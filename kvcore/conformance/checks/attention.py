@@ -15,11 +15,11 @@ from kvcore.ops import Attention
 from kvcore.spec import Rope, Yarn
 
 HEADS = 3
-PICKS = 5
+TOPK = 5
 
 
 def attend(role: str, *, back: bool = False) -> Callable[[Bench], list[Output]]:
-    """Every visible row; picks in any order, some of them not visible; no entries at all; with a sink and a scale.
+    """Every visible row; some in any order, of which not all are visible; no entries at all; with a sink and a scale.
 
     With the step's own rows beside the pools, and from pools alone where the ring still holds all that is seen.
 
@@ -109,7 +109,7 @@ def _selected(bench: Bench) -> np.ndarray:
     case = bench.case
     rng = case.rng("picks")
     count = case.columns("entries") + 2
-    picks = np.stack([rng.permutation(count + PICKS)[:PICKS] for _ in range(case.tokens)] or [np.zeros(PICKS)])
-    picks = picks[: case.tokens].astype(np.int32)
-    picks[picks >= count] = -1
-    return picks
+    selected = np.stack([rng.permutation(count + TOPK)[:TOPK] for _ in range(case.tokens)] or [np.zeros(TOPK)])
+    selected = selected[: case.tokens].astype(np.int32)
+    selected[selected >= count] = -1
+    return selected

@@ -102,7 +102,7 @@ def window(line: Callable[[int], Any], count: int, first: int):
     return jnp.where(lanes(here.shape) < LANES - shift, here, after)
 
 
-def pick(line, lane: int):
+def at_lane(line, lane: int):
     """[K, 1] one lane of a line [K, 128]; a sum of zeros and it, since lanes cannot be addressed."""
     return jnp.sum(jnp.where(lanes(line.shape) == lane, line, 0), axis=1, keepdims=True)
 

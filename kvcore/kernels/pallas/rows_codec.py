@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import arithmetic, codes
-from kvcore.kernels.pallas.lines import Buffer, buffers_of, byte_line, lanes, pick, window
+from kvcore.kernels.pallas.lines import Buffer, at_lane, buffers_of, byte_line, lanes, window
 from kvcore.plan import Region
 from kvcore.spec import Field, Format
 from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, unknown
@@ -111,7 +111,7 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
         one = 0
         for byte in range(size):
             line, lane = divmod(scale.base + size * number + byte, LANES)
-            one = one | pick(at(scale, LANES * line - scale.base), lane) << 8 * byte
+            one = one | at_lane(at(scale, LANES * line - scale.base), lane) << 8 * byte
         one = jnp.broadcast_to(one, values.shape)
         stored = one if group is None else jnp.where(group == number, one, stored)
     if field.scale == "e8m0":

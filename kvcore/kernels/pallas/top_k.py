@@ -17,21 +17,21 @@ SMALLEST, LARGEST = 1024, 8192
 def top_k(scores, k: int, *, interpret: Any):
     """Indices of the k highest of scores [T, n] -> [T, k] int32: ties to the lowest index, -1 where a score is -inf.
 
-    NaN is never picked, and -0 ties with 0. n is at most ``LARGEST``.
+    NaN is never selected, and -0 ties with 0. n is at most ``LARGEST``.
     """
     tokens, columns = scores.shape
     size = max(SMALLEST, 1 << max(columns - 1, 0).bit_length())
     scores = jnp.pad(scores.astype(jnp.float32), ((0, 0), (0, size - columns)), constant_values=-jnp.inf)
-    picked = -(-min(k, size) // LANES)
+    lines = -(-min(k, size) // LANES)
     selected = pl.pallas_call(
         _sort,
-        out_shape=jax.ShapeDtypeStruct((tokens, picked, LANES), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((tokens, lines, LANES), jnp.int32),
         grid=(tokens,),
         in_specs=[pl.BlockSpec((1, size // LANES, LANES), lambda t: (t, 0, 0))],
-        out_specs=pl.BlockSpec((1, picked, LANES), lambda t: (t, 0, 0)),
+        out_specs=pl.BlockSpec((1, lines, LANES), lambda t: (t, 0, 0)),
         interpret=interpret,
     )(scores.reshape(tokens, size // LANES, LANES))
-    selected = selected.reshape(tokens, picked * LANES)[:, :k]
+    selected = selected.reshape(tokens, lines * LANES)[:, :k]
     return jnp.pad(selected, ((0, 0), (0, k - selected.shape[1])), constant_values=-1)
 
 

@@ -164,12 +164,12 @@ def config_for(props: DeviceProps, tokens: int, heads: int, keys: int, full: boo
 
 def attend_config(
     props: DeviceProps, tokens: int, heads: int, keys: int, parts: Parts, window: RowRecord | None,
-    entries: RowRecord | None, *, picked: bool,
+    entries: RowRecord | None, *, selected: bool,
 ) -> TileConfig:  # fmt: skip
-    """The cut of a call whose entries are ``picked``, or all that is visible."""
+    """The cut of a call whose entries are ``selected``, or all that is visible."""
     whole = takes_whole(window, entries, parts)
     config = config_for(props, tokens, heads, keys, parts.full, whole)
-    if not picked and not whole:
+    if not selected and not whole:
         # Only the block table decides where these rows lie: it is looked up ahead, which takes two stages.
         config = config._replace(stages=min(config.stages, 2))
     return config
@@ -299,7 +299,7 @@ def absorb(q, k, valid, scale, largest, total, out, S: tl.constexpr, NATIVE: tl.
 
 @triton.jit
 def place_of(
-    tile, windows, query, picked, W: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+    tile, windows, query, selection, W: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
     FRESH: tl.constexpr, KIND: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Places [KEYS] of a tile's keys as int64, unit above row; -1 where there is no key.
@@ -307,11 +307,11 @@ def place_of(
     The window's tiles come first, ``windows`` of them, then the entries'. KIND: "window" or "entries" where all tiles
     are of that kind, else "both". FRESH 1: of the window, the step's own rows; -1: only older ones, from the ring; 0:
     all, from the ring. Every place is found SPREAD times, by as many threads, and then handed around: else the compiler
-    would look it up anew for every layout that it is used in. ``query`` and ``picked`` are as
+    would look it up anew for every layout that it is used in. ``query`` and ``selection`` are as
     in ``attend_kernel``.
     """
     token, request, position, count, start, slot, visible = query
-    picks, selected_ptr, table_ptr, table_columns = picked
+    topk, selected_ptr, table_ptr, table_columns = selection
     n = tl.arange(0, KEYS)[:, None] + tl.zeros([1, SPREAD], tl.int32)
     if KIND != "entries":
         number = position + 1 - count + tile * KEYS + n
@@ -332,8 +332,8 @@ def place_of(
         if ALL:
             entry = n
         else:
-            at = selected_ptr + token.to(tl.int64) * picks + n
-            entry = tl.load(at, mask=asked & (n < picks), other=-1)
+            at = selected_ptr + token.to(tl.int64) * topk + n
+            entry = tl.load(at, mask=asked & (n < topk), other=-1)
         valid = asked & (entry >= 0) & (entry < visible)
         entry = tl.where(valid, entry, 0).to(tl.int32)
         column = entry // E.rows
@@ -379,18 +379,19 @@ def pointers_of(tile, windows, place, pools, entry_pools, W: tl.constexpr, E: tl
 
 @triton.jit
 def attend_tiles(
-    first, last, windows, q, scale, largest, total, out, query, picked, pools, entry_pools,
+    first, last, windows, q, scale, largest, total, out, query, selection, pools, entry_pools,
     W: tl.constexpr, E: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FRESH: tl.constexpr,
     KIND: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take tiles first .. last - 1 into the running softmax; with more than one stage, rows are loaded ahead."""
     ahead: tl.constexpr = ALL and STAGES == 2 and W.quant > 0
     if ahead:
-        place = place_of(first, windows, query, picked, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
+        place = place_of(first, windows, query, selection, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
     for tile in tl.range(first, last, num_stages=STAGES):
-        # The next tile's places are found while this one's keys are multiplied; with picks they would not be in time.
+        # The next tile's places are found while this one's keys are multiplied; those of selected entries would not be
+        # in time.
         ahead_by: tl.constexpr = 1 if ahead else 0
-        following = place_of(tile + ahead_by, windows, query, picked, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
+        following = place_of(tile + ahead_by, windows, query, selection, W, E, KEYS, ALL, FRESH, KIND, SPREAD)
         if not ahead:
             place = following
         valid = place >= 0
@@ -422,12 +423,12 @@ def store_heads(at, out, some, inside, S: tl.constexpr, NATIVE: tl.constexpr):
         tl.store(at[:, None] + channel, x.to(at.dtype.element_ty), mask=inside[:, None] & (channel < S.dim))
 
 
-@triton.jit(do_not_specialize=["tokens", "picks", "table_columns", "splits"])
+@triton.jit(do_not_specialize=["tokens", "topk", "table_columns", "splits"])
 def attend_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, q_ptr, sink_ptr, selected_ptr,
     codes_ptr, scales_ptr, plain_ptr, entry_codes_ptr, entry_scales_ptr, entry_plain_ptr, own_ptr,
     positions_ptr, request_ptr, slots_ptr, starts_ptr, table_ptr, frequencies_ptr,
-    tokens, heads, picks, table_columns, splits, scale,
+    tokens, heads, topk, table_columns, splits, scale,
     W: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, S: tl.constexpr, ENTRY_S: tl.constexpr,
     CHUNK_S: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
     ALL: tl.constexpr, SINK: tl.constexpr, OWN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
@@ -464,7 +465,7 @@ def attend_kernel(
     if RATIO:
         visible = (position + 1) // RATIO
         # Without a visible entry the selection need not be read.
-        wanted = visible if ALL else tl.where(visible > 0, picks, 0)
+        wanted = visible if ALL else tl.where(visible > 0, topk, 0)
         tiles += tl.cdiv(wanted, KEYS)
     each = tl.cdiv(tiles, splits)
     first = split * each
@@ -481,14 +482,14 @@ def attend_kernel(
         out = out + (tl.zeros([HEADS, S.panels[p] * S.chunk], tl.float32),)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    picked = picks, selected_ptr, table_ptr, table_columns
+    selection = topk, selected_ptr, table_ptr, table_columns
     pools, own_pools = (codes_ptr, scales_ptr, plain_ptr), (own_ptr, own_ptr, own_ptr)
     entry_pools = entry_codes_ptr, entry_scales_ptr, entry_plain_ptr
     if OWN:
         start = tl.load(starts_ptr + request)
         largest, total, out = attend_tiles(
             first, tl.minimum(last, windows), windows, q, scale, largest, total, out,
-            (token, request, position, count, start, slot, visible), picked, own_pools, own_pools,
+            (token, request, position, count, start, slot, visible), selection, own_pools, own_pools,
             CHUNK, CHUNK, CHUNK_S, KEYS, ALL, 1, "window", STAGES, SPREAD, NATIVE,
         )  # fmt: skip
         # The ring has nothing to add where the whole window is the step's own.
@@ -497,18 +498,18 @@ def attend_kernel(
     query = token, request, position, count, start, slot, visible
     if WINDOW and RATIO and ALIKE:
         largest, total, out = attend_tiles(
-            first, last, windows, q, scale, largest, total, out, query, picked, pools, entry_pools,
+            first, last, windows, q, scale, largest, total, out, query, selection, pools, entry_pools,
             W, E, S, KEYS, ALL, fresh, "both", STAGES, SPREAD, NATIVE,
         )  # fmt: skip
     else:
         if WINDOW:
             largest, total, out = attend_tiles(
-                first, tl.minimum(last, windows), windows, q, scale, largest, total, out, query, picked, pools, pools,
-                W, W, S, KEYS, ALL, fresh, "window", STAGES, SPREAD, NATIVE,
+                first, tl.minimum(last, windows), windows, q, scale, largest, total, out, query, selection, pools,
+                pools, W, W, S, KEYS, ALL, fresh, "window", STAGES, SPREAD, NATIVE,
             )  # fmt: skip
         if RATIO:
             largest, total, out = attend_tiles(
-                tl.maximum(first, windows), last, windows, q, scale, largest, total, out, query, picked, entry_pools,
+                tl.maximum(first, windows), last, windows, q, scale, largest, total, out, query, selection, entry_pools,
                 entry_pools, E, E, ENTRY_S, KEYS, ALL, 0, "entries", STAGES, SPREAD, NATIVE,
             )  # fmt: skip
 

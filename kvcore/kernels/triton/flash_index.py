@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["picks", "line", "table_columns"])
+@triton.jit(do_not_specialize=["topk", "line", "table_columns"])
 def flash_index_kernel(
-    window_ptr, entries_ptr, positions_ptr, request_ptr, slots_ptr, table_ptr, selected_ptr, picks, line, table_columns,
+    window_ptr, entries_ptr, positions_ptr, request_ptr, slots_ptr, table_ptr, selected_ptr, topk, line, table_columns,
     WINDOW: tl.constexpr, LINE: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One query: ring rows of its window -> [tokens, LINE], block rows of its picks -> [tokens, line]; -1 elsewhere."""
+    """One query: ring rows of its window -> [tokens, LINE], block rows of selected entries -> [tokens, line], or -1."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token)
     position = tl.where(request >= 0, tl.load(positions_ptr + token), -1)
@@ -23,10 +23,10 @@ def flash_index_kernel(
     if RATIO:
         visible = (position + 1) // RATIO
         for first in range(0, line, BLOCK):
-            pick = first + tl.arange(0, BLOCK)
-            entry = tl.load(selected_ptr + token * picks + pick, mask=pick < picks, other=-1)
+            nth = first + tl.arange(0, BLOCK)
+            entry = tl.load(selected_ptr + token * topk + nth, mask=nth < topk, other=-1)
             column = entry // ROWS
             known = (entry >= 0) & (entry < visible) & (column < table_columns)
             block = tl.load(table_ptr + request.to(tl.int64) * table_columns + column, mask=known, other=-1)
             row = tl.where(block >= 0, block * ROWS + entry % ROWS, -1)
-            tl.store(entries_ptr + token * line + pick, row, mask=pick < line)
+            tl.store(entries_ptr + token * line + nth, row, mask=nth < line)

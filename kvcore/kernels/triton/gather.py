@@ -27,15 +27,15 @@ def gather_window_kernel(
     tl.store(positions_out_ptr + row, tl.where(valid, position, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "picks", "table_columns"])
+@triton.jit(do_not_specialize=["count", "topk", "table_columns"])
 def gather_entries_kernel(
     out_ptr, valid_out_ptr, codes_ptr, scales_ptr, plain_ptr, indices_ptr, request_ptr, lengths_ptr, table_ptr, count,
-    picks, table_columns, RATIO: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    topk, table_columns, RATIO: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Entries by logical index: indices [tokens, picks] -> out [tokens, picks, dim] and valid bytes; count rows."""
+    """Entries by logical index: indices [tokens, topk] -> out [tokens, topk, dim] and valid bytes; count rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    request = tl.load(request_ptr + row // picks, mask=inside, other=-1)
+    request = tl.load(request_ptr + row // topk, mask=inside, other=-1)
     entry = tl.load(indices_ptr + row, mask=inside, other=-1)
     entries = tl.load(lengths_ptr + request, mask=request >= 0, other=0) // RATIO
     entry = tl.where((entry >= 0) & (entry < entries), entry, -1).to(tl.int32)

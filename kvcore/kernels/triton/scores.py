@@ -339,7 +339,7 @@ def best_scores_kernel(
     Those above a bound, at first all, are added to its list; before that might not take another round it is cut to its
     best, which raises the bound. What no other program of the query could use any more is not kept either: floors
     [tokens] are the highest bounds yet, less one, since equal scores of another run may come first. They decide how
-    long lists become, never what is picked in the end.
+    long lists become, never what is selected in the end.
     """
     token, part = tl.program_id(0) % tokens, tl.program_id(0) // tokens
     request, visible, weight, q = query_of(

@@ -21,8 +21,8 @@ import triton.language as tl
 from kvcore.kernels.triton.codes import float_bits
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 
-MOST_PICKS = 4096
-"""Lists of two tiles of more picks than this would not fit into one."""
+LARGEST_K = 4096
+"""Lists of two tiles of more entries than this would not fit into one."""
 TILE = 16384
 """Scores or pairs that a program holds: 64 KiB of registers and more would spill."""
 LISTS_AT_ONCE = 2048
@@ -34,7 +34,7 @@ RANKED, OTHERS = 32, 128
 class Tile(NamedTuple):
     """What a program of ``best_kernel`` takes: groups of hands, hands, columns of a hand; its warps."""
 
-    picks: int
+    topk: int
     hands: int
     deep: int
     warps: int
@@ -42,11 +42,11 @@ class Tile(NamedTuple):
 
 @cache
 def tile_for(k: int, slots: int) -> Tile:
-    """Four hands for every pick: then about k + k / 7 of random scores reach the k-th largest of the hands."""
-    picks = power_of_two(k)
-    size = min(TILE, max(power_of_two(slots), picks, 1024))
-    hands = min(size, max(4 * picks, 1024))
-    return Tile(picks, hands, size // hands, max(4, size // 1024))
+    """Four hands for every one of k: then about k + k / 7 of random scores reach the k-th largest of the hands."""
+    topk = power_of_two(k)
+    size = min(TILE, max(power_of_two(slots), topk, 1024))
+    hands = min(size, max(4 * topk, 1024))
+    return Tile(topk, hands, size // hands, max(4, size // 1024))
 
 
 def enough(k: int) -> int:
@@ -113,7 +113,7 @@ def shares_for(multiprocessors: int, rows: int, most: int) -> int:
 
 
 LOWEST = tl.constexpr(-2139095041)
-"""``order_of`` of -inf: what is never picked."""
+"""``order_of`` of -inf: what is never selected."""
 
 NO_PAIR = tl.constexpr(-9223372036854775808)
 """Below every pair."""
@@ -155,12 +155,12 @@ def bound_of(order, low, high, k, most):
 
 
 @triton.jit
-def hands_bound(hands, k, most, PICKS: tl.constexpr):
+def hands_bound(hands, k, most, TOPK: tl.constexpr):
     """A bound that at least k of the hands [n] reach; of all that are above -inf if those are fewer than k."""
     n: tl.constexpr = hands.shape[0]
     high = tl.max(hands, axis=0)
-    # Every one of PICKS >= k groups of hands has a best: the least of them is reached by as many.
-    low = tl.min(tl.max(tl.reshape(hands, (PICKS, n // PICKS)), axis=1), axis=0)
+    # Every one of TOPK >= k groups of hands has a best: the least of them is reached by as many.
+    low = tl.min(tl.max(tl.reshape(hands, (TOPK, n // TOPK)), axis=1), axis=0)
     if low <= LOWEST:
         low = tl.full([], LOWEST + 1, tl.int32)
         if tl.sum((hands >= low).to(tl.int32), axis=0) < k:
@@ -217,7 +217,7 @@ def reaching(orders, least, given_ptr, part, line, HANDS: tl.constexpr, DEEP: tl
 @triton.jit(do_not_specialize=["n", "line", "k", "most", "parts"])
 def best_kernel(
     pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts,
-    PICKS: tl.constexpr, HANDS: tl.constexpr, DEEP: tl.constexpr, ROOM: tl.constexpr, LIST: tl.constexpr,
+    TOPK: tl.constexpr, HANDS: tl.constexpr, DEEP: tl.constexpr, ROOM: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """The best k or somewhat more of part of a row -> pairs [rows, parts, ROOM], their numbers -> counts [rows, parts].
 
@@ -234,7 +234,7 @@ def best_kernel(
     hands = tl.full([HANDS], LOWEST, tl.int32)
     for d in tl.static_range(DEEP):
         hands = tl.maximum(hands, orders[d])
-    bound = hands_bound(hands, k, most, PICKS)
+    bound = hands_bound(hands, k, most, TOPK)
     count = tl.zeros([HANDS], tl.int32)
     for d in tl.static_range(DEEP):
         count += (orders[d] >= bound).to(tl.int32)
@@ -282,8 +282,8 @@ def truncate_list(list_ptr, count, bound, k, most, ROOM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["line", "k", "parts"])
-def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """Columns by rank -> picks [rows, k], -1 beyond the last; ``parts`` programs share a row's pairs.
+def rank_kernel(indices_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    """Columns by rank -> indices [rows, k], -1 beyond the last; ``parts`` programs share a row's pairs.
 
     Pairs are [rows, line], as many of them as counts [rows] say.
     """
@@ -301,8 +301,8 @@ def rank_kernel(picks_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.cons
             above += (other[:, None] > mine[None, :]).to(tl.int32)
         rank = tl.sum(above, axis=0)
         column = 0x7FFFFFFF - (mine & 0xFFFFFFFF).to(tl.int32)
-        tl.store(picks_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
+        tl.store(indices_ptr + token * k + rank, column, mask=(at < count) & (rank < k))
     if part == 0:
         for first in range(count, k, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            tl.store(picks_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
+            tl.store(indices_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)

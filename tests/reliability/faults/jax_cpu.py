@@ -221,8 +221,8 @@ TABLE = {
         ("    scores = jnp.where(scores == 0, 0, scores)\n", "", "-0 and 0 do not tie"),
         ("    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)\n", "", "NaN is picked"),
         (
-            "jnp.where(best > -jnp.inf, picks.astype(jnp.int32), -1)",
-            "picks.astype(jnp.int32)",
+            "jnp.where(best > -jnp.inf, indices.astype(jnp.int32), -1)",
+            "indices.astype(jnp.int32)",
             "invisible entries are picked",
         ),
         ("constant_values=-1)", "constant_values=0)", "entry 0 fills the end"),

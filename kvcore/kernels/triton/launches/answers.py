@@ -90,8 +90,8 @@ def join_shards(
 
 
 def _flash_out(to: Framework, positions: Array, selected: Array | None, sizes: list[int]) -> tuple[Array, Array]:
-    picks = 0 if selected is None else selected.shape[1]
-    lines = (ceil_div(size, sizes[-1]) * sizes[-1] for size in (sizes[0], picks))
+    topk = 0 if selected is None else selected.shape[1]
+    lines = (ceil_div(size, sizes[-1]) * sizes[-1] for size in (sizes[0], topk))
     window, entries = (to.empty((positions.shape[0], line), to.int32, positions) for line in lines)
     return window, entries
 
@@ -101,10 +101,10 @@ def flash_rows(
     to: Framework, positions: Array, request_index: Array, slots: Array, block_table: Array, selected: Array | None,
     sizes: list[int],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Physical rows [tokens, window] and [tokens, picks] int32, padded with -1.
+    """Physical rows [tokens, window] and [tokens, topk] int32, padded with -1.
 
     Args:
-        selected: [tokens, picks] entries, contiguous, or None.
+        selected: [tokens, topk] entries, contiguous, or None.
         sizes: window, rows of a ring, rows of a block, ratio, what lengths are multiples of.
     """
     window, entries = _flash_out(to, positions, selected, sizes)
@@ -112,11 +112,11 @@ def flash_rows(
     tokens, line = entries.shape
     if tokens:
         kernel = _flash(span, window.shape[1], ring, rows, ratio if line else 0, line)
-        picks = positions if selected is None else selected
+        numbers = positions if selected is None else selected
         to.run(
             kernel,
             (tokens,),
-            (window, entries, positions, request_index, slots, block_table, picks),
+            (window, entries, positions, request_index, slots, block_table, numbers),
             (0 if selected is None else selected.shape[1], line, block_table.shape[1]),
         )
     return window, entries

@@ -27,13 +27,13 @@ class Share(NamedTuple):
 
 @lru_cache(4096)
 def config_of(
-    props: DeviceProps, window: int, entries: int, bf16: bool, tokens: int, heads: int, keys: int, picked: bool
+    props: DeviceProps, window: int, entries: int, bf16: bool, tokens: int, heads: int, keys: int, selected: bool
 ) -> Share:
     """The cut of a call by numbers of records (-1: none) and sizes; see ``attend_config`` and ``splits_for``."""
     rows = bound_record(window), bound_record(entries)
     parts = parts_of(*rows, bf16=bf16)
     assert parts is not None
-    config = attend_config(props, tokens, heads, keys, parts, *rows, picked=picked)
+    config = attend_config(props, tokens, heads, keys, parts, *rows, selected=selected)
     return Share(config, splits_for(props, tokens, heads, keys, config))
 
 
@@ -77,7 +77,7 @@ def attend_rows(
     """Attention of q [tokens, heads, dim], contiguous: out like q and lse [tokens, heads].
 
     Args:
-        selected: [tokens, picks] entries, contiguous; None: every visible one.
+        selected: [tokens, topk] entries, contiguous; None: every visible one.
         own: [tokens, row_bytes] canonical rows of the step where the ring does not hold them yet.
         window, entries: the pools' buffers, empty where the layer lacks them.
         frequencies: fp32, of the pairs of last channels by which outputs are turned back; None: of none.
@@ -99,7 +99,7 @@ def attend_rows(
     if splits > 1:
         partial = to.part(workspace, 0, (splits, tokens, heads, dim), to.float32)
         sums = to.part(workspace, splits * tokens * heads * dim, (splits, tokens, heads), to.float32)
-    picks = 0 if selected is None else selected.shape[1]
+    topk = 0 if selected is None else selected.shape[1]
     seen = span if w else 0, ratio if e else 0, selected is None, sink is not None, splits > 1, pairs
     to.run(
         _attend(*records, config, bf16, *seen, native),
@@ -109,7 +109,7 @@ def attend_rows(
             *(w.given(window) if w else absent), *(e.given(entries) if e else absent),
             positions if own is None else own, positions, request_index, slots, starts, block_table, frequencies,
         ),
-        (tokens, heads, picks, block_table.shape[1], splits, scale * LOG2_E),
+        (tokens, heads, topk, block_table.shape[1], splits, scale * LOG2_E),
     )  # fmt: skip
     if splits > 1:
         to.run(

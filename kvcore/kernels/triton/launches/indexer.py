@@ -15,7 +15,7 @@ from kvcore.kernels.triton.topk import workspace
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
 RUNS_AT_ONCE = 2048
-"""Runs whose lists are kept at a time: 40 MiB for 512 picks, and programs for some waves."""
+"""Runs whose lists are kept at a time: 40 MiB for 512 entries, and programs for some waves."""
 ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}

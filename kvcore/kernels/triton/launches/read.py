@@ -45,27 +45,27 @@ def gather_window_rows(
     return out, positions
 
 
-def _picked_out(to: Framework, indices: Array, record: int) -> tuple[Array, Array]:
+def _selected_out(to: Framework, indices: Array, record: int) -> tuple[Array, Array]:
     return _dense(to, indices.shape, record, indices), to.empty(indices.shape, to.flag, indices)
 
 
-@launch(outputs=_picked_out)
-def gather_picked_rows(
+@launch(outputs=_selected_out)
+def gather_selected_rows(
     to: Framework, indices: Array, request_index: Array, lengths: Array, block_table: Array, buffers: list[Array],
     record: int, ratio: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Entries by index [tokens, k], contiguous: decoded [tokens, k, dim], and whether each exists."""
     bound = BOUND[record]
-    out, valid = _picked_out(to, indices, record)
-    tokens, picks = indices.shape
-    count = tokens * picks
+    out, valid = _selected_out(to, indices, record)
+    tokens, topk = indices.shape
+    count = tokens * topk
     if count:
         rows, warps = tile(bound.record, count)
         to.run(
             _gather(gather.gather_entries_kernel, record, rows, warps, to.native(out), "valid_out", RATIO=ratio),
             (ceil_div(count, rows),),
             (out, to.view(valid, to.int8), *bound.given(buffers), indices, request_index, lengths, block_table),
-            (count, picks, block_table.shape[1]),
+            (count, topk, block_table.shape[1]),
         )
     return out, valid
 

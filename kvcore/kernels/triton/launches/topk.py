@@ -32,13 +32,13 @@ class Lists(NamedTuple):
 
 @cache
 def _best(tile: Tile, room: int, most: int) -> Kernel:
-    constants = {"PICKS": tile.picks, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room, "LIST": most}
+    constants = {"TOPK": tile.topk, "HANDS": tile.hands, "DEEP": tile.deep, "ROOM": room, "LIST": most}
     return Kernel(topk.best_kernel, constants, tile.warps, writes=("pairs", "counts"), fused=True)
 
 
 @cache
 def _rank() -> Kernel:
-    return Kernel(topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}, writes=("picks",), fused=True)
+    return Kernel(topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}, writes=("indices",), fused=True)
 
 
 def _lists(to: Framework, room: tuple[Array, Array], pairs: int, counts: int, shape: tuple[int, int, int]):
@@ -52,7 +52,7 @@ def _select_out(to: Framework, scores: Array, k: int) -> Array:
 
 @launch("pairs", "counts", outputs=_select_out)
 def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: int) -> Array:
-    """The best k <= MOST_PICKS of scores [tokens, columns], contiguous -> [tokens, k].
+    """The best k <= LARGEST_K of scores [tokens, columns], contiguous -> [tokens, k].
 
     Args:
         pairs, counts: int64 and int32, as many as ``select_workspace`` says.
@@ -76,13 +76,13 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
             (best, numbers, rows, numbers),
             (columns, columns, k, enough(k), parts),
         )
-        picks = to.part(out, start, (some, k), to.int32)
-        rank_lists(to, picks, some, Lists(best, numbers, parts, room, room), (pairs, counts), k)
+        indices = to.part(out, start, (some, k), to.int32)
+        rank_lists(to, indices, some, Lists(best, numbers, parts, room, room), (pairs, counts), k)
     return out
 
 
-def rank_lists(to: Framework, picks: Array, rows: int, lists: Lists, space: tuple[Array, Array], k: int) -> None:
-    """The best k of every row's lists -> picks [rows, k]; lists of fewer lists are written behind them in ``space``."""
+def rank_lists(to: Framework, indices: Array, rows: int, lists: Lists, space: tuple[Array, Array], k: int) -> None:
+    """The best k of every row's lists -> indices [rows, k]; lists of fewer lists are written behind in ``space``."""
     pairs, counts, parts, room, most = lists
     before, counted = 0, 0
     for one in merges(parts, room, most, k):
@@ -95,5 +95,5 @@ def rank_lists(to: Framework, picks: Array, rows: int, lists: Lists, space: tupl
             (one.given, one.line, k, enough(k), one.parts),
         )
         pairs, counts, room, most = merged, numbers, one.room, one.room
-    shares = shares_for(to.props(picks).multiprocessors, rows, most)
-    to.run(_rank(), (rows * shares,), (picks, pairs, counts), (room, k, shares))
+    shares = shares_for(to.props(indices).multiprocessors, rows, most)
+    to.run(_rank(), (rows * shares,), (indices, pairs, counts), (room, k, shares))
