@@ -1,4 +1,4 @@
-"""The ``kvcore`` command: ``info``, ``plan``, ``parity``, ``bench`` and ``check``.
+"""The ``kvcore`` command: ``info``, ``plan``, ``parity``, ``bench``, ``check`` and ``describe``.
 
 Exit codes: 0 all well (backends agree), 1 backends disagree, 2 the command could not be carried out as it was typed.
 Every command has ``--json``. Tables are drawn by rich where it is installed; nothing else depends on it.
@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvcore.cli import bench, info, parity, plan
+from kvcore.cli import bench, describe, info, parity, plan
 from kvcore.errors import KvcoreError
 from kvcore.foreign import printable
 from kvcore.portable import checkfile
@@ -22,6 +22,7 @@ examples:
   kvcore parity run --backend torch_triton           compare a backend with the reference
   kvcore bench --only append                         time the verbs on a CUDA device
   kvcore check cache.kv                              is a snapshot whole, and if not, what is damaged
+  kvcore describe cache.kv                           what a blob, a snapshot or a descriptor says of itself
 """
 
 
@@ -51,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, plan, parity, bench, checkfile):
+    for command in (info, plan, parity, bench, checkfile, describe):
         command.add_to(commands)
     return parser
