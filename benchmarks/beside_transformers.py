@@ -20,8 +20,17 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig, QuantizedCache, StaticCache
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
@@ -35,11 +44,11 @@ HELD = ("keys", "values", "_quantized_keys", "_quantized_values")
 
 
 class Contender(NamedTuple):
-    """One cache: store a layer's k and v [1, heads, tokens, dim]; attend with q as well; go back; bytes held."""
+    """One cache: store a layer's k and v [1, heads, tokens, dim]; a step of all layers; go back; bytes held."""
 
     name: str
     fill: Callable[[int, torch.Tensor, torch.Tensor], Any]
-    step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     back: Callable[[int], None]
     nbytes: Callable[[], int]
     exact: bool
@@ -63,6 +72,35 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: i
     return sdpa_attention_forward(module, q, keys, values, mask, is_causal=mask is None)[0]
 
 
+class Stack(PreTrainedModel):
+    """The decoder of a model, of which only the layers' attention is left; it looks that up as models do."""
+
+    config_class = PreTrainedConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
+        self.layer = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, config=self.config)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        out = q
+        for layer in range(LAYERS):
+            keys, values = cache.update(k, v, layer)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, sdpa_attention_forward)
+            out = attend(self.layer, q, keys, values, None, scaling=DIM**-0.5)[0]
+        return out
+
+
+def of_model(name: str, cache: KVCache, model: Stack, *, exact: bool = True) -> Contender:
+    """What ``generate`` does: whoever the cache says attends."""
+
+    def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return cache.update(k, v, layer)
+
+    return Contender(name, fill, lambda q, k, v: model(q, k, v, cache=cache), cache.crop, lambda: cache.nbytes, exact)
+
+
 def of_transformers(name: str, cache: Any, rows: int, *, exact: bool = True) -> Contender:
     """The model attends to what the cache hands out, of which ``rows`` count."""
     cache.activate_past_recording()
@@ -70,8 +108,8 @@ def of_transformers(name: str, cache: Any, rows: int, *, exact: bool = True) -> 
     def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
         return cache.update(k, v, layer)
 
-    def step(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, *cache.update(k, v, layer), rows)
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return [attention(q, *cache.update(k, v, layer), rows) for layer in range(LAYERS)][-1]
 
     def nbytes() -> int:
         return sum(bytes_of(getattr(layer, name, None)) for layer in cache.layers for name in HELD)
@@ -95,19 +133,20 @@ def by_kvcore(name: str, cache: KVCache, *, exact: bool = True) -> Contender:
             handle.append_kv(k[0].transpose(0, 1), v[0].transpose(0, 1))
             cache.finish(layer)
 
-    def step(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with cache.forward(layer, k) as handle:
-            handle.append_kv(k[0].transpose(0, 1), v[0].transpose(0, 1))
-            out = handle.attend(q[0].transpose(0, 1)).out
-            cache.finish(layer)
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q
+        for layer in range(LAYERS):
+            with cache.forward(layer, k) as handle:
+                handle.append_kv(k[0].transpose(0, 1), v[0].transpose(0, 1))
+                out = handle.attend(q[0].transpose(0, 1)).out
+                cache.finish(layer)
         return out[None]
 
     return Contender(name, fill, step, cache.crop, lambda: cache.nbytes, exact)
 
 
 def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Contender]:
-    # The fields of a model that a cache reads.
-    model = SimpleNamespace(config=config(window), dtype=dtype, device=torch.device("cpu"))
+    model = Stack(config(window), dtype)
     options: dict[str, Any] = {"batch": 1, "max_length": context + 64, "max_draft_tokens": 4}
 
     def kv(**more: Any) -> KVCache:
@@ -120,16 +159,17 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
         found.append(of_transformers("StaticCache", StaticCache(config=model.config, max_cache_len=context + 64), rows))
         if find_spec("optimum"):
             found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), rows, exact=False))
-    own = kv()
-    found.append(of_transformers("kvcore", own, rows)._replace(nbytes=lambda: own.nbytes))
-    if window is None:
-        blocks = kv(storage="paged")
-        found.append(of_transformers("kvcore, paged", blocks, rows)._replace(nbytes=lambda: blocks.nbytes))
-    else:
-        whole = kv(storage="slot")
-        found.append(of_transformers("kvcore, slot", whole, rows)._replace(nbytes=lambda: whole.nbytes))
-    found.append(by_kvcore("kvcore, attend", kv()))
-    found.append(by_kvcore("kvcore int8_row, attend", kv(formats="int8_row"), exact=False))
+    own = kv(attention="model")
+    found += [
+        of_model("kvcore", kv(), model),
+        of_transformers("kvcore, attention=model", own, rows)._replace(nbytes=lambda: own.nbytes),
+        of_model(
+            "kvcore, paged" if window is None else "kvcore, slot", kv(storage="slot" if window else "paged"), model
+        ),
+        by_kvcore("kvcore, attend", kv(attention="model")),
+        of_model("kvcore int8_row", kv(formats="int8_row"), model, exact=False),
+        by_kvcore("kvcore int8_row, attend", kv(formats="int8_row", attention="model"), exact=False),
+    ]
     return found
 
 
@@ -154,7 +194,7 @@ def measure(context: int, dtype: torch.dtype, steps: int, window: int | None) ->
     for _ in range(steps):
         for each in found:
             start = time.process_time()
-            out = [each.step(layer, q, k, v) for layer in range(LAYERS)][-1]
+            out = each.step(q, k, v)
             times[each.name].append(time.process_time() - start)
             each.back(-1)
             wanted = out if wanted is None else wanted

@@ -39,8 +39,8 @@ MEASURED: dict[tuple[str, bool], Ways] = {
         Way("model", "over the same rows; as fast"),
     ),
     ("cpu", False): Ways(
-        Way("model", "over decoded rows; our attention decodes them as well"),
-        Way("model", "over decoded rows; our attention decodes them as well"),
+        Way("cache", "rows are decoded in pieces as they are read: 0.4 of the model's time in bf16, 0.9 in fp32"),
+        Way("model", "torch's attention over decoded rows"),
     ),
     ("cuda", True): Ways(
         Way("cache", "no copies of the rows, 0.2 to 0.9 of the model's time"),
