@@ -363,3 +363,25 @@ def test_a_cache_that_nobody_holds_gives_its_memory_back_at_once(asked):
         assert all(pool() is None for pool in pools)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("make", [models.gemma3, models.deepseek_v3], ids=["full and sliding", "latent"])
+def test_a_compiled_model_is_for_every_length(make):
+    """Compiled without ``generate``: masks and positions are made in compiled code, from a length it does not know."""
+    model, ids = make(), models.token_ids(ROWS, 16)
+    cache = KVCache(model, batch=ROWS, max_length=24, static=True)
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend=keep, dynamic=False)
+    with torch.no_grad():
+        own = model(ids).logits
+        pieces = [model(ids[:, :6], cache=cache).logits]
+        pieces += [compiled(ids[:, place : place + 1], cache=cache).logits for place in range(6, 16)]
+    torch.compiler.reset()
+    assert torch.allclose(own, torch.cat(pieces, dim=1), atol=1e-4)
+    assert len(graphs) == 1

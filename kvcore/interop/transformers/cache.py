@@ -11,7 +11,6 @@ comes next is refused, and ``abort`` (or ``reset``) says that the forward failed
 
 # pyright: reportPrivateUsage=false
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -32,7 +31,7 @@ from kvcore.interop.transformers.layers import KVLayer
 from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
-from kvcore.interop.transformers.static import CACHES, NUMBERS
+from kvcore.interop.transformers.static import CACHES, NUMBERS, stored_tokens
 from kvcore.interop.transformers.tensors import ACCEPTED, stored_as, to_torch, uses_torch
 from kvcore.interop.transformers.ways import Asked, explained, ways_of
 from kvcore.ops.results import Choice
@@ -50,6 +49,7 @@ class KVCache(Cache):
         rows: most rows of a batch.
         max_length: tokens that every row can hold; a forward that brings more is refused before it stores any.
         dtype: the model's, of what is handed out.
+        device: where the model is.
         layers: what the model calls, one for every layer of the spec.
     """
 
@@ -146,7 +146,7 @@ class KVCache(Cache):
         self.can_undo = settings.max_draft_tokens > 0 or not overwritten
         self.number = next(NUMBERS)
         CACHES[self.number] = self
-        self._device = settings.device
+        self.device = settings.device
         self._torch_pools = uses_torch(self.kv)
         self._step: Any = None
         self._shape = (0, 0)
@@ -156,9 +156,7 @@ class KVCache(Cache):
         self._refused: dict[int, str] = {}
         self.attending: Forward | None = None
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
-        # Layers do not keep their cache: its memory is free as soon as nobody holds it.
-        here = weakref.proxy(self)
-        layers: list[Any] = [layer_of(here, number, settings.of) for number in range(len(settings.spec.layers))]
+        layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
         self._ways = ways_of(self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device)
         components: dict[Any, int] = {}
@@ -219,9 +217,20 @@ class KVCache(Cache):
         self._settle()
         return self.requests[0].length if self.requests else 0
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The same, whichever layer is asked, recurrent ones too; 0 of a layer that the model does not have."""
-        return self.length if layer_idx < len(self.layers) else 0
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """The same, whichever layer is asked, recurrent ones too; 0 of a layer that the model does not have.
+
+        While it is compiled, with ``static``, a tensor: compiled code is for every length.
+        """
+        if layer_idx >= len(self.layers):
+            return 0
+        if self.static and torch.compiler.is_compiling():
+            return stored_tokens(self.number, self.device)
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Position of the first query: ``get_seq_length``."""
+        return self.get_seq_length(layer_idx)
 
     @property
     def kv(self) -> kvcore.Cache:
@@ -466,9 +475,9 @@ class KVCache(Cache):
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""
-        if self._torch_pools and array.dtype == dtype and array.device == self._device:
+        if self._torch_pools and array.dtype == dtype and array.device == self.device:
             return array
-        return to_torch(array, device=self._device, dtype=dtype)
+        return to_torch(array, device=self.device, dtype=dtype)
 
     def __enter__(self) -> "KVCache":
         return self

@@ -15,15 +15,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
 from kvcore.interop.transformers.handed import Handed
-from kvcore.interop.transformers.owner import Owner
-from kvcore.interop.transformers.static import padded, stored_keys_and_values
+from kvcore.interop.transformers.owner import Owned, Owner
+from kvcore.interop.transformers.static import padded, stored_keys_and_values, stored_tokens
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
 from kvcore.spec import KV, Entries, Window
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Layer(CacheLayerMixin):
+class Layer(Owned, CacheLayerMixin):
     """What all layers answer alike. B rows of the batch, S new tokens each."""
 
     is_compileable = False
@@ -222,10 +222,13 @@ class StaticLayer(KVLayer):
         keys, values = super().update(key_states, value_states)
         return padded(keys, columns), padded(values, columns)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(rows that ``update`` will return, position of the first)."""
-        window = self.component.span
-        return self._columns(query_length), 0 if window is None else max(self.owner.length - window + 1, 0)
+        window, owner = self.component.span, self.owner
+        if window is not None and torch.compiler.is_compiling():
+            first = (stored_tokens(owner.number, owner.device) - window + 1).clamp(min=0)
+            return self._columns(query_length), first
+        return self._columns(query_length), 0 if window is None else max(owner.length - window + 1, 0)
 
     def _first(self, new: int) -> int:
         """Whoever keeps every position hands out every one."""

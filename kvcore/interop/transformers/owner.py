@@ -1,11 +1,13 @@
 """What a layer of transformers needs of the ``KVCache`` that it belongs to."""
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 import kvcore
+from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import Forward
 
 
@@ -17,6 +19,7 @@ class Owner(Protocol):
         static: whether shapes stay the same over steps.
         zero_copy: whether layers may hand out the pools' own memory.
         dtype: of the model's keys and values.
+        device: where the model is.
         can_undo: whether ``crop`` can undo tokens.
         number: of the cache, among those of the process.
         attending: the model's forward that is under way, if the cache attends itself in it.
@@ -26,6 +29,7 @@ class Owner(Protocol):
     static: bool
     zero_copy: bool
     dtype: torch.dtype
+    device: torch.device
     can_undo: bool
     number: int
     attending: Forward | None
@@ -98,3 +102,25 @@ class Owner(Protocol):
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
         """Refused: pools are allocated once, on one device, and do not move."""
         ...
+
+
+class Owned:
+    """A part of a cache. It does not keep the cache: its memory is free as soon as nobody holds it."""
+
+    _owner: "weakref.ref[Any]"
+
+    @property
+    def owner(self) -> Owner:
+        """The cache.
+
+        Raises:
+            StepError: nobody has kept it.
+        """
+        found = self._owner()
+        if found is None:
+            raise StepError(got="a layer of a cache that nobody has kept", where="KVCache", allowed="the cache, kept")
+        return found
+
+    @owner.setter
+    def owner(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)

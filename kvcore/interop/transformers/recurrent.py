@@ -9,6 +9,7 @@ A forward stores the state after its last token. So ``crop`` goes back to the en
 """
 # ruff: noqa: ARG002 - the signatures are those that models call
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcore.errors import StepError
 from kvcore.interop.transformers.layers import KVLayer
-from kvcore.interop.transformers.owner import Owner
+from kvcore.interop.transformers.owner import Owned, Owner
 from kvcore.interop.transformers.tensors import check_inference
 from kvcore.spec import Conv, LayerSpec
 
@@ -43,7 +44,7 @@ def _version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class RecurrentLayer(LinearAttentionCacheLayerMixin):
+class RecurrentLayer(Owned, LinearAttentionCacheLayerMixin):
     """What a recurrent layer carries on. B rows of the batch, S new tokens each."""
 
     supports_early_init = False
@@ -190,7 +191,7 @@ class _Halves:
     """The owner of a layer that attends and is recurrent: its part of a forward ends when both halves have ended."""
 
     def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+        self._owner = weakref.proxy(owner)
         self.forget()
 
     def forget(self) -> None:

@@ -37,6 +37,21 @@ def _(
     )
 
 
+@torch.library.custom_op("kvcore::stored_tokens", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def stored_tokens(cache: int, device: torch.device) -> torch.Tensor:
+    """Tokens of every row before the forward, as a number that compiled code does not know beforehand.
+
+    Positions and masks are made from it, which the first layer's keys and attention need: it is asked before they are.
+    """
+    return torch.tensor(CACHES[cache].length, device=device)
+
+
+@stored_tokens.register_fake
+def _(cache: int, device: torch.device) -> torch.Tensor:
+    del cache
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
 def padded(rows: torch.Tensor, columns: int) -> torch.Tensor:
     """[B, heads, n, dim] with zeros after its n rows, up to ``columns``."""
     return torch.nn.functional.pad(rows, (0, 0, 0, columns - rows.shape[2]))
