@@ -101,7 +101,7 @@ def test_a_pool_that_is_read_as_it_was_is_seen_to_be_copied() -> None:
 
     def reads_first(views, new):
         found = appended(views[0], new)
-        old = jnp.sum(views[0].pools["0.kv.key_codes"].astype(jnp.float32)[:, ::7], axis=1)
+        old = jnp.sum(views[0].pools["0.kv.key_heads"].astype(jnp.float32)[:, ::7], axis=1)
         return found.view, view_kinds.attended(found, new[0]), jnp.sort(old)
 
     compiled = jax.jit(reads_first, donate_argnums=0).lower(views, given("full, paged", 1)).compile()

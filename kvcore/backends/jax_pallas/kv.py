@@ -1,9 +1,12 @@
 """Classic K-V layers: full, sliding and chunked attention over separate keys and values."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvcore.backends.jax_pallas import fused, groups
+from kvcore.backends.jax_pallas import blocks, fused, groups
 from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.attention import by_tokens, finish, no_keys, softmax_sum
 from kvcore.backends.jax_pallas.calls import TILED
@@ -112,12 +115,25 @@ def attend_kv(
             return Attention(out.astype(q.dtype), lse)
     elif pools.kernels in TILED and k is not None and not layer.over_tokens:
         fall_back(pools.kernels, "attend_kv", "k and v are given")
+    if pools.kernels == "portable" and not layer.over_tokens and len(q) and index.block_table.shape[1]:
+        out, lse = attend_in_place(q, factor, sink, layer, columns, (dict(pools), index, k, v, None))
+    else:
+        out, lse = _gathered(q, factor, sink, layer, columns, (pools, index, k, v, None))
+    return Attention(out.astype(q.dtype), lse)
+
+
+def _gathered(q, factor, sink, layer, columns, rest) -> Attention:
+    """Attention [T, H, d] fp32 to all rows that a query of the step may see, brought together."""
+    pools, index, k, v, floors = rest
     if layer.over_tokens:
         keys, values, seen = groups.seen(layer, pools, index, (k, v), columns)
         columns = keys.shape[1]
     else:
-        keys, values, _ = gather_kv(layer, pools, index, k, v, columns=columns)
+        keys, values, positions = gather_kv(layer, pools, index, k, v, columns=columns)
         seen = mask(layer, index, columns=columns)
+    if floors is not None and len(keys):
+        held = positions >= floors[:, None]
+        seen &= held[jnp.maximum(index.request_index, 0)]
     value_dim = values.shape[3]
 
     def chunk(request, q, seen):
@@ -128,8 +144,51 @@ def attend_kv(
         logits_of = q.astype(jnp.float32)[:, None] * factor
         return softmax_sum(state, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
 
-    each = columns * max(keys.shape[2] * dim, values.shape[2] * value_dim)
-    return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, q.dtype)
+    each = columns * max(keys.shape[2] * q.shape[2], values.shape[2] * value_dim)
+    return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def attend_in_place(q, factor, sink, layer, columns, rest) -> Attention:
+    """The same to rows where they lie.
+
+    Args:
+        q: [T, H, d], as it is given. ``factor`` and ``sink`` likewise.
+        layer: the layer.
+        columns: of all rows that a query may see, where they must be brought together after all.
+        rest: pools, index, keys and values of the step that are not stored yet or None, and [Q] first rows that a
+            ring still holds, or None.
+    """
+    del columns
+    pools, index, k, v, floors = rest
+    regions, component = layer.regions["kv"], layer.component("kv")
+    source = blocks.Source(Held(pools, layer.kernels), regions, (1.0, 1.0), regions[1].format.dim)
+    own = None
+    if k is not None and v is not None:
+        given = zip(regions, (k, v), strict=True)
+        own = tuple(place.decode_rows(region, place.encode_rows(region, rows)) for region, rows in given)
+        own = tuple(rows.astype(jnp.float32) for rows in own)
+
+    def seen(position, request):
+        left = jnp.zeros_like(request) if index.left_padding is None else place.of(index.left_padding, request)
+        first = component.first_visible(position, left, jnp.maximum)
+        first = first if floors is None else jnp.maximum(first, place.of(floors, request))
+        return first, jnp.where((request >= 0) & (position >= left), position, -1)
+
+    stop = index.lengths if own is None else index.starts
+    return blocks.attend(source, index, q.astype(jnp.float32) * factor, seen, own, stop=stop, sink=sink)
+
+
+@attend_in_place.defjvp
+def _differentiated(layer, columns, primals, tangents):
+    """A loop as long as a length is differentiated forwards only: where gradients are asked for, rows are gathered."""
+    q, factor, sink, (pools, *others) = primals
+    rest = Held(pools, layer.kernels), *others
+
+    def gathered(q, factor, sink):
+        return _gathered(q, factor, sink, layer, columns, rest)
+
+    return jax.jvp(gathered, (q, factor, sink), tangents[:3])
 
 
 def seen_blocks(layer, index, columns):

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
+from kvcore.backends.jax_pallas.gradients import constant
+from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError, StepError
-from kvcore.interop.jax.view_steps import Seen, State, append_kv, append_latents
-from kvcore.ops.arguments import check_float
+from kvcore.interop.jax.view_steps import (
+    Answer,
+    Asked,
+    Seen,
+    State,
+    append_kv,
+    append_latents,
+    attend_kv,
+    attend_latents,
+)
+from kvcore.ops.arguments import FLOATS, check_array, check_float
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +61,20 @@ class AppendedLatents(NamedTuple):
     positions: Int[Array, "batch columns"]
     view: LayerView
     index_keys: Float[Array, "batch columns index_dim"] | None
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+        out: [B, S, heads, value dim], of the queries' dtype; zeros for padding.
+        lse: [B, S, heads] fp32 log-sum-exp of the logits, without the sink; -inf where a query sees nothing.
+        view: the layer with the new rows.
+    """
+
+    out: Float[Array, "batch new heads value_dim"]
+    lse: Float[Array, "batch new heads"]
+    view: LayerView
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts", "floors"], meta_fields=["kind"])
@@ -136,18 +162,115 @@ class LayerView:
             OutOfBlocks: as ``append``.
             StepError: a layer of keys and values, which has ``append``.
         """
-        roles = self.kind.latent_roles
-        if not roles:
-            raise StepError(got="append_latents", where=repr(self), allowed="append")
-        given = {"rows": rows} if index_keys is None else {"rows": rows, "index_keys": index_keys}
-        if len(given) != len(roles):
-            allowed = "rows and index_keys" if len(roles) == 2 else "rows alone: the layer has no indexer"
-            raise ShapeError(got=", ".join(given), where="append_latents", allowed=allowed)
-        dims = [(component.parts[0].format.dim,) for _, component in self.kind.layer.components()]
-        arrays = self._given("append_latents", given, dims)
+        arrays = self._latents("append_latents", rows, index_keys)
         count = self._count("append_latents", arrays[0].shape[1], new)
         parts, mask, positions, view = _append(self, arrays, count)
         return AppendedLatents(parts[0], mask, positions, view, parts[1] if len(parts) == 2 else None)
+
+    def attend(
+        self,
+        query: Float[Array, "batch new heads key_dim"],
+        keys: Float[Array, "batch new key_heads key_dim"],
+        values: Float[Array, "batch new value_heads value_dim"],
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+        *,
+        sink: Float[Array, " heads"] | None = None,
+        scale: float | Array | None = None,
+    ) -> Attended:
+        """Store keys and values as ``append`` does, and attend to all that the queries may see, where it lies.
+
+        Blocks are read one after another as far as the longest sequence goes, and nothing of a pool's size is made. It
+        is causal, within the layer's window or chunk, and sees neither left padding nor padding on the right.
+
+        Args:
+            query: [B, S, H, key dim], fp32 or bf16, rotated already; H is a multiple of the heads of keys and values,
+                which are shared by neighbours.
+            keys: as for ``append``, and so are ``values`` and ``new``.
+            sink: [H] one logit a head in the denominator, or None.
+            scale: of the logits; 1 / √(key dim) unless given.
+
+        Raises:
+            ShapeError: as ``append``; also a query of another batch or dim, or heads that do not divide.
+            OutOfBlocks: as ``append``.
+            StepError: a latent layer, which has ``attend_latents``.
+        """
+        kv = self.kind.layer.kv
+        if kv is None:
+            raise StepError(got="attend", where=repr(self), allowed="attend_latents")
+        rows = [(part.heads, part.format.dim) for part in kv.parts]
+        given = self._given("attend", {"keys": keys, "values": values}, rows)
+        groups = [part.heads for part in kv.parts]
+        asked = self._asked("attend", query, given[0].shape[1], rows[0][1], groups, sink, scale, None)
+        return Attended(*_attend(self, given, self._count("attend", given[0].shape[1], new), asked))
+
+    def attend_latents(
+        self,
+        query: Float[Array, "batch new heads dim"],
+        rows: Float[Array, "batch new dim"],
+        index_keys: Float[Array, "batch new index_dim"] | None = None,
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+        *,
+        sink: Float[Array, " heads"] | None = None,
+        scale: float | Array | None = None,
+        value_dim: int | None = None,
+    ) -> Attended:
+        """``attend`` for latent attention: a query [B, S, H, dim] in the latents' own space, to all rows so far.
+
+        Args:
+            query: of H heads, each beside the same rows.
+            rows: as for ``append_latents``, and so are ``index_keys`` and ``new``.
+            sink: as for ``attend``.
+            scale: of the logits; 1 / √dim unless given: models say the one of the dim before it was compressed.
+            value_dim: channels that are values, from the first on (a model's ``kv_lora_rank``); all unless given.
+
+        Raises:
+            ShapeError: as ``append_latents``; a query of another batch or dim, or one that a gradient is asked of.
+            OutOfBlocks: as ``append``.
+            StepError: a layer of keys and values, which has ``attend``.
+        """
+        given = self._latents("attend_latents", rows, index_keys)
+        dim, columns = given[0].shape[2], given[0].shape[1]
+        if value_dim is not None:
+            value_dim = check_count(ShapeError, "attend_latents: value_dim", value_dim, 1)
+            if value_dim > dim:
+                raise ShapeError(got=value_dim, where="attend_latents: value_dim", allowed=f"1 to {dim}")
+        query = constant("attend_latents: query", query, "append_latents gives the rows, for attention of your own.")
+        asked = self._asked("attend_latents", query, columns, dim, [1], sink, scale, value_dim)
+        return Attended(*_attend(self, given, self._count("attend_latents", columns, new), asked))
+
+    def _latents(self, verb: str, rows: Any, index_keys: Any) -> tuple[Array, ...]:
+        """Latent rows, and index keys where the layer has them."""
+        roles = self.kind.latent_roles
+        if not roles:
+            raise StepError(got=verb, where=repr(self), allowed=verb.removesuffix("_latents"))
+        given = {"rows": rows} if index_keys is None else {"rows": rows, "index_keys": index_keys}
+        if len(given) != len(roles):
+            allowed = "rows and index_keys" if len(roles) == 2 else "rows alone: the layer has no indexer"
+            raise ShapeError(got=", ".join(given), where=verb, allowed=allowed)
+        dims = [(component.parts[0].format.dim,) for _, component in self.kind.layer.components()]
+        return self._given(verb, given, dims)
+
+    def _asked(
+        self,
+        verb: str,
+        query: Any,
+        columns: int,
+        dim: int | None,
+        groups: Sequence[int],
+        sink: Any,
+        scale: Any,
+        value_dim: int | None,
+    ) -> Asked:
+        """The queries' part of a step, looked at."""
+        query = check_array(self.kind.ops, query, f"{verb}: query", (self.kind.batch, columns, None, dim), FLOATS)
+        heads = query.shape[2]
+        if not heads or any(heads % group for group in groups):
+            allowed = f"a multiple of {' and '.join(map(str, dict.fromkeys(groups)))}"
+            raise ShapeError(got=f"{heads} heads", where=f"{verb}: query", allowed=allowed)
+        if sink is not None:
+            sink = check_array(self.kind.ops, sink, f"{verb}: sink", (heads,), FLOATS).astype(jnp.float32)
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        return Asked(query, jnp.asarray(factor, jnp.float32), sink, value_dim)
 
     def _given(self, verb: str, arrays: dict[str, Any], rows: Sequence[tuple[int | None, ...]]) -> tuple[Array, ...]:
         """Arrays [B, S, *row], all of the first one's S."""
@@ -273,3 +396,27 @@ def _append(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array) -> 
     with jax.named_scope("kvcore.LayerView.append"):
         seen = run(view.pools, view.lengths, view.starts, view.floors, count, *given)
     return seen._replace(state=view.replace(**seen.state._asdict()))
+
+
+@jax.jit
+def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, asked: Asked) -> Answer:
+    """The same with attention."""
+    kind = view.kind
+    step = attend_latents if kind.latent_roles else attend_kv
+    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
+    heads = kind.partition("heads")
+
+    def local(
+        pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, query: Any, scale: Any, sink: Any, *given: Any
+    ) -> Answer:
+        state = State(pools, lengths, starts, floors)
+        return step(kind.local, state, given, count, Asked(query, scale, sink, asked.value_dim))
+
+    lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]
+    outs = Answer(rows, rows, lies)  # type: ignore[arg-type]
+    inputs = kind.pools, each, each, each, each, rows, PartitionSpec(), heads, *[rows] * len(given)
+    run = kind.on_shards(local, inputs, outs)
+    with jax.named_scope("kvcore.LayerView.attend"):
+        arrays = view.lengths, view.starts, view.floors, count, asked.query, asked.scale, asked.sink, *given
+        found = run(view.pools, *arrays)
+    return found._replace(state=view.replace(**found.state._asdict()))

@@ -50,12 +50,16 @@ class Kind:
             return
         backend = choose_backend("jax_pallas", None)
         paged = any(component.growth == "block" for _, component in layer.components())
+        layout = backend.default_layout(None)
+        if layout == "planar" and layer.kv is not None and layer.kv.span is None:
+            # As attention reads them; a ring would lie twice, for views that JAX does not have.
+            layout = "by_head"
         plan = plan_cache(
             CacheSpec(layers=(layer,), block_tokens=block_tokens),
             max_requests=batch,
             # Blocks are planned for all sequences together, contiguous rows for each slot.
             max_tokens=self.blocks * block_tokens * (batch if paged else 1),
-            layout=backend.default_layout(None),
+            layout=layout,
             max_request_tokens=self.blocks * block_tokens,
         )
         self.ops = backend.create(plan)

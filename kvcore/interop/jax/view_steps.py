@@ -7,13 +7,17 @@ read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas.kv import in_order
-from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas import blocks
+from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.attention import finish, no_keys, softmax_sum
+from kvcore.backends.jax_pallas.kv import attend_in_place, in_order
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.interop.jax.view_kinds import Kind, index_of
@@ -39,6 +43,25 @@ class Seen(NamedTuple):
     parts: tuple[jax.Array, ...]
     mask: jax.Array
     positions: jax.Array
+    state: State
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["query", "scale", "sink"], meta_fields=["value_dim"])
+@dataclass(frozen=True)
+class Asked:
+    """Queries [B, S, H, d], their scale, one logit a head [H] or None, and channels of a latent row's value or None."""
+
+    query: jax.Array
+    scale: jax.Array
+    sink: jax.Array | None
+    value_dim: int | None
+
+
+class Answer(NamedTuple):
+    """Outs [B, S, H, e], log-sum-exps [B, S, H], and the state after the step."""
+
+    out: jax.Array
+    lse: jax.Array
     state: State
 
 
@@ -83,6 +106,93 @@ def append_latents(kind: Kind, state: State, given: tuple[jax.Array, ...], count
     return Seen(tuple(one.values for one in found), mask, positions, after._replace(pools=dict(pools)))
 
 
+def attend_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax.Array, asked: Asked) -> Answer:
+    """Store keys and values as ``append_kv`` does, and attend to all that the queries may see, where it lies."""
+    ops, new, ring = kind.ops, given[0].shape[1], kind.ring_rows
+    if ring is not None and ops.kernels != "portable":
+        return _attend_to(append_kv(kind, state, given, count), asked)
+    span = kind.length if ring is None else kind.layer.kv.span  # type: ignore[union-attr]
+    index, after = _step(kind, state, new, count)
+    rows = [ops.from_batch(index, array) for array in given]
+    query, most = ops.from_batch(index, asked.query), min(kind.length, span + new)
+    floors = None if state.floors is None else jnp.minimum(state.floors, index.starts)
+
+    def attend(pools: Pools, index: StepIndex, *own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if ops.kernels != "portable":
+            options = {"sink": asked.sink, "scale": asked.scale}
+            out, lse = ops.attend_kv(pools, 0, index, query.astype(jnp.float32), *own, columns=most, **options)
+            return out, lse
+        k, v = own or (None, None)
+        layer = ops.layers[0].only("kv")
+        held = {name: pools[layer.names[name]] for name in layer.names}
+        return attend_in_place(query, asked.scale, asked.sink, layer, most, (held, index, k, v, floors))
+
+    if ring is None or min(span - 1 + new, kind.length) <= ring:
+        pools = ops.append_kv(state.pools, 0, index, *rows)
+        out, lse = attend(pools, index)
+    else:
+        (out, lse), later = read_first(lambda pools: attend(pools, index, *rows), state.pools, index)
+        pools = ops.append_kv(state.pools, 0, later, *rows)
+    if floors is not None and ring is not None:
+        after = after._replace(floors=jnp.maximum(floors, index.lengths - ring))
+    return Answer(
+        ops.to_batch(index, out, new).astype(asked.query.dtype),
+        _without_rows(index, ops.to_batch(index, lse, new)),
+        after._replace(pools=dict(pools)),
+    )
+
+
+def attend_latents(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax.Array, asked: Asked) -> Answer:
+    """The same for latent rows, which are keys and, as far as ``value_dim``, values."""
+    ops, new = kind.ops, given[0].shape[1]
+    if ops.kernels != "portable":
+        return _attend_to(append_latents(kind, state, given, count), asked)
+    index, after = _step(kind, state, new, count)
+    rows = [ops.from_batch(index, array) for array in given]
+    pools = ops.store_entries(state.pools, 0, index, *rows)
+    layer = ops.layers[0].only("entries")
+    held = place.Held({name: pools[layer.names[name]] for name in layer.names}, layer.kernels)
+    dim = layer.regions["entries"][0].format.dim
+    value_dim = dim if asked.value_dim is None else asked.value_dim
+    source = blocks.Source(held, layer.regions["entries"], (layer.global_scale("entries"),), value_dim)
+
+    def seen(position: jax.Array, request: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return place.of(state.starts, request), position
+
+    query = ops.from_batch(index, asked.query).astype(jnp.float32) * asked.scale
+    out, lse = blocks.attend(source, index, query, seen, stop=index.lengths, sink=asked.sink)
+    return Answer(
+        ops.to_batch(index, out, new).astype(asked.query.dtype),
+        _without_rows(index, ops.to_batch(index, lse, new)),
+        after._replace(pools=dict(pools)),
+    )
+
+
+def _without_rows(index: StepIndex, lse: jax.Array) -> jax.Array:
+    """Log-sum-exps [B, S, H], -inf for padding."""
+    new = (index.lengths - index.starts)[:, None]
+    real = jnp.arange(lse.shape[1], dtype=jnp.int32)[None] < new
+    return jnp.where(real[:, :, None], lse, -jnp.inf)
+
+
+def _attend_to(seen: Seen, asked: Asked) -> Answer:
+    """Attention to rows that were brought together."""
+    batch, _, heads, _ = asked.query.shape
+    keys, values = (seen.parts[number].astype(jnp.float32) for number in (0, -1))
+    if keys.ndim == 3:
+        keys = keys[:, :, None]
+        values = keys if asked.value_dim is None else keys[..., : asked.value_dim]
+
+    def one(query: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of every sequence's query [B, H, d] of one column."""
+        state = no_keys(batch, heads, values.shape[3])
+        found = softmax_sum(state, query.astype(jnp.float32)[:, None] * asked.scale, keys, values, mask)
+        return finish(found, asked.sink, jnp.float32)
+
+    out, lse = jax.lax.map(lambda some: one(*some), (jnp.swapaxes(asked.query, 0, 1), jnp.swapaxes(seen.mask, 0, 1)))
+    return Answer(jnp.swapaxes(out, 0, 1).astype(asked.query.dtype), jnp.swapaxes(lse, 0, 1), seen.state)
+
+
 def _step(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepIndex, State]:
     """The index of a step, and the state after it but for pools and floors: columns that have no room are counted."""
     start = jnp.minimum(state.lengths, kind.length)
@@ -97,7 +207,7 @@ def _in_order(kind: Kind, pools: Pools, index: StepIndex) -> tuple[jax.Array, ja
     """
     if kind.ring_rows is not None:
         return None
-    layer = Layer(kind.ops.plan, 0, kind.ops.kernels, ("kv",))
+    layer = kind.ops.layers[0].only("kv")
     found = in_order(layer, Held(pools, layer.kernels), requests=kind.batch, columns=kind.length)
     if found is None:
         return None

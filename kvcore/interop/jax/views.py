@@ -23,6 +23,7 @@ from kvcore.errors import ShapeError, SnapshotError, SpecError
 from kvcore.interop.jax.layer_view import (
     Appended,
     AppendedLatents,
+    Attended,
     LayerView,
     check_lengths,
     check_range,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-__all__ = ["Appended", "AppendedLatents", "CacheViews", "LayerView", "init_views"]
+__all__ = ["Appended", "AppendedLatents", "Attended", "CacheViews", "LayerView", "init_views"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["views"], meta_fields=["spec"])
