@@ -188,6 +188,7 @@ JAX_CHECKS = {
     "tail": sampled("flush or compress or append_rotated"),
     "entries": sampled("entries or flush or closed"),
     "kv": sampled("kv or mask or batch", shapes="(ragged or padded)"),
+    "blocks": f"{sampled('attend_kv', shapes='(ragged or padded)')} or (attend_kv and unseen and bf16)",
     "lifecycle": sampled("reset_slots or poison or copy_ or digest_rows or gather_rows or store_rows"),
     "indexer": sampled("index_scores or select"),
     "attention": f"{sampled('attend and not attend_kv')} or (attend_kv and unseen and bf16)",

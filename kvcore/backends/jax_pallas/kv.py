@@ -216,5 +216,9 @@ def in_order(layer, pools, *, requests, columns):
         stored = place.load_in_order(pools, region, requests)
         if stored is None:
             return None
-        found.append(place.decode_rows(region, stored[:, :columns]))
+        if region.steps[1] == 1:
+            found.append(place.decode_rows(region, stored[:, :columns]))
+            continue
+        values = jnp.swapaxes(place.decode_rows(region, stored), 1, 2)
+        found.append(values.reshape(requests, -1, *values.shape[2:])[:, :columns])
     return found

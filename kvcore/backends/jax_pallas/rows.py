@@ -75,7 +75,7 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
 def load_in_order(pools: Held, region: Region, requests: int):
     """Canonical rows [Q, rows, heads, row_bytes] of requests whose units lie one after another, as they lie there.
 
-    None where a ring lies twice, or kernels move rows.
+    Where heads lie apart, [units, heads, rows, row_bytes]. None where a ring lies twice, or kernels move rows.
     """
     if pools.kernels != "portable" or region.copies != 1:
         return None
@@ -85,10 +85,8 @@ def load_in_order(pools: Held, region: Region, requests: int):
         pool = pools[region.buffers[run.buffer][0]]
         stored = to_bytes(pool).reshape(pool.shape[0], -1)
         stored = stored[:, run.base : run.base + region.rows * region.heads * run.stride]
-        if by_head:
-            stored = stored.reshape(len(stored), region.heads, region.rows, run.stride)
-            stored = jnp.swapaxes(stored, 1, 2)
-        stored = stored.reshape(requests, -1, region.heads, run.stride)[..., : run.nbytes]
+        shape = (len(stored), region.heads, -1) if by_head else (requests, -1, region.heads)
+        stored = stored.reshape(*shape, run.stride)[..., : run.nbytes]
         pieces.append(jnp.zeros((*stored.shape[:3], run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes

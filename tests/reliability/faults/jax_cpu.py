@@ -150,6 +150,38 @@ TABLE = {
             "entries say their number for a position",
         ),
     ],
+    "blocks.py": [
+        (
+            "table = lax.dynamic_slice_in_dim(index.block_table, number, 1)",
+            "table = lax.dynamic_slice_in_dim(index.block_table, 0 * number, 1)",
+            "every request attends to the first one's rows",
+        ),
+        (
+            "index.block_table[safe], q[:, :, None]",
+            "index.block_table[0 * safe], q[:, :, None]",
+            "every token attends to the first request's rows",
+        ),
+        (
+            "newest - (newest - held) % region.rows, -1)",
+            "held, -1)",
+            "a ring's rows are taken for the first positions",
+        ),
+        (
+            "        bounds = least // count, -(-most_seen // count)\n",
+            "        bounds = least // count, most_seen // count\n",
+            "the last piece is not read unless it is whole",
+        ),
+        (
+            "rows[:, None] >= seen.first[:, :, None]",
+            "rows[:, None] > seen.first[:, :, None]",
+            "a window's first row is not seen",
+        ),
+        (
+            "(rows.position[None] <= position[:, None])",
+            "(rows.position[None] < position[:, None])",
+            "a query does not see its own row among the step's",
+        ),
+    ],
     "kv.py": [
         ("(rows <= query)\n", "(rows < query)\n", "a query does not see its own row"),
         ("    return seen & (index.request_index >= 0)[:, None]\n", "    return seen\n", "padding tokens see rows"),
@@ -172,11 +204,6 @@ TABLE = {
             "        gathered.append(jnp.where((positions >= 0)[:, :, None, None], dense, 0))\n",
             "        gathered.append(dense)\n",
             "rows that are not there are no zeros",
-        ),
-        (
-            "        mine = jnp.maximum(request, 0)\n",
-            "        mine = jnp.zeros_like(request)\n",
-            "every request attends to the first one's rows",
         ),
         (
             "factor = jnp.float32(dim**-0.5 if scale is None else scale)",
