@@ -21,6 +21,7 @@ from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, StepIndex
 from kvcore.ops.arguments import check_constant
 from kvcore.portable.rows import Content, Own, owned, state_at
+from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Opening, Request, RequestState
 from kvcore.spec import CacheSpec
 from kvcore.step import StepNumbers, StepRequest
@@ -165,13 +166,21 @@ class Step(Generic[C]):
             raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
         return self._state.layer(found)
 
-    def commit(self) -> None:
+    def commit(self, tokens: Mapping[Request, int] | None = None) -> None:
         """Make the step's tokens part of their requests; refused, and rolled back, if a layer did not get them.
 
+        Args:
+            tokens: how many of each request, where outside code put fewer into the pools than the step had reserved
+                (a loop on the device that ended sooner): the first ones, of every request of the step. Blocks that
+                they do not need are free again. None: all.
+
         Raises:
-            StepError: new tokens reached no window, tail or kv of some layer, or the step has ended.
+            StepError: new tokens reached no window, tail or kv of some layer, or the step has ended; fewer tokens of a
+                step whose ``cache.pools`` were not assigned, which stays open.
+            ShapeError: numbers that are not 0 to what the step has, or not of its requests; it stays open.
         """
-        self._state.cache.take_turn("commit", self._state.commit, ends=True)
+        act = self._state.commit if tokens is None else partial(_commit_some, self._state, tokens)
+        self._state.cache.take_turn("commit", act, ends=True)
 
     def abort(self) -> None:
         """Give everything back: lengths, blocks, and the bytes of every row that can still be read.
@@ -221,6 +230,11 @@ def _entered(step: "Step[C]") -> "Step[C]":
     # Whoever enters without a ``with`` statement has nothing that ends with the block.
     step._state.block = step._leaving if step._leaving is not None and step._leaving() is not None else None
     return step
+
+
+def _commit_some(state: "StepState", tokens: Mapping[Request, int]) -> None:
+    state.context.check_open()
+    state.commit(state.counts_of(tokens))
 
 
 def _abort(state: "StepState") -> None:
@@ -311,12 +325,47 @@ class StepState:
             self._handles[number] = LayerHandle(self._layers, number)
         return self._handles[number]
 
-    def commit(self) -> None:
-        """Make the step's tokens part of their requests: all of it, or nothing. In the cache's turn."""
+    def counts_of(self, tokens: Mapping[Request, int]) -> list[int]:
+        """Fewer tokens of the requests than the step has, checked."""
+        if not self.pools_replaced:
+            raise StepError(
+                got="fewer tokens than the step has",
+                where="commit: tokens",
+                allowed="of a step whose cache.pools were assigned what functional verbs returned",
+                hint="What handles were given is all of the step's: commit it, then cache.truncate(request, length).",
+            )
+        if set(tokens) != set(self.requests):
+            got = f"{len(tokens)} requests"
+            raise ShapeError(got=got, where="commit: tokens", allowed=f"the step's {len(self.requests)} requests")
+        counts: list[int] = []
+        for request, most in zip(self.requests, self._opening.counts, strict=True):
+            count = as_count(tokens[request])
+            if count is None or count > most:
+                where = f"commit: tokens of request {request.id}"
+                raise ShapeError(got=tokens[request], where=where, allowed=f"0 to {most}")
+            counts.append(count)
+        return counts
+
+    def _shorten(self, counts: list[int]) -> None:
+        """Have the step bring fewer tokens, and its requests keep the blocks that these need."""
+        opening = self._opening
+        ids = [None if some is None else some[:count] for some, count in zip(opening.ids, counts, strict=True)]
+        opening.counts, opening.ids = counts, ids
+        old = self._numbers
+        self._numbers = StepNumbers(old.slots, old.starts, counts, old.stored, old.blocks, old.left_padding)
+
+    def commit(self, counts: list[int] | None = None) -> None:
+        """Make the step's tokens, or the first ``counts`` of them, part of their requests: all of it, or nothing.
+
+        In the cache's turn.
+        """
         self.context.check_open()
         self.ending = True
         cache, manager, prefix = self.cache, self.cache.manager, self.cache.prefix
+        grants = self.grants
         try:
+            if counts is not None:
+                self._shorten(counts)
             self._check_complete()
             self.context.settle()
             if not self.pools_replaced:
@@ -324,6 +373,8 @@ class StepState:
                     self._writes(number).fill_unwritten()
             states = self._states()
             places = manager.after(self._opening, self._touched(), every=self._every)
+            if counts is not None:
+                grants = {request: self._needed(grant, places[request]) for request, grant in grants.items()}
             keys = self._new_keys(places) if prefix.on else {}
             for writes in self._layers.values():
                 writes.store_waiting()
@@ -342,7 +393,7 @@ class StepState:
         # Until here nothing has happened; from here on all of it has.
         manager.become(self.table)
         cache.end_step()
-        freed = manager.release_replaced(self.grants)
+        freed = manager.release_replaced(grants)
         for request, more in keys.items():
             prefix.publish(places[request], len(places[request].keys) - len(more))
         for request, kept in states.items():
@@ -350,6 +401,13 @@ class StepState:
                 if length <= places[request].complete:
                     prefix.keep(places[request], length, state)
         cache.poison([], freed)
+
+    def _needed(self, grant: BlockGrant, place: RequestState) -> BlockGrant:
+        """A grant, and its request's place, without the blocks that a shorter step does not need."""
+        kept = self.cache.plan.blocks_for(max(place.length, place.stored))
+        surplus = tuple(enumerate(grant.blocks))[kept:]
+        place.blocks = grant.blocks[:kept]
+        return grant._replace(blocks=place.blocks, replaced=(*grant.replaced, *surplus))
 
     def _writes(self, number: int) -> RingWrites:
         """What a layer got; one that the step left out stays one that it did not touch."""

@@ -8,12 +8,12 @@ def test_views_on_eight_devices_hold_and_show_what_views_on_one_do() -> None:
     for one in running:
         assert finished(one).splitlines() == [
             "appended: 60 arrays",
-            "pure form: 15 arrays",
-            "donated: 15 of 15 arrays",
-            "inserted one: 37 arrays",
-            "what they were inserted into: 15 arrays",
-            "inserted all, other starts and lengths: 37 arrays",
-            "pure form of no mesh: 15 arrays",
-            "pure form of another mesh: 15 arrays",
-            "pure form of the batch over all: 15 arrays",
+            "pure form: 13 arrays",
+            "donated: 13 of 13 arrays",
+            "inserted one: 35 arrays",
+            "what they were inserted into: 13 arrays",
+            "inserted all, other starts and lengths: 35 arrays",
+            "pure form of no mesh: 13 arrays",
+            "pure form of another mesh: 13 arrays",
+            "pure form of the batch over all: 13 arrays",
         ]

@@ -77,7 +77,11 @@ class Attended(NamedTuple):
     view: LayerView
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pools", "lengths", "starts", "floors"], meta_fields=["kind"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pools", "lengths", "starts", "floors", "number"],
+    meta_fields=["kind"],
+)
 class LayerView:
     """One layer's cache of a batch of B sequences.
 
@@ -88,6 +92,7 @@ class LayerView:
             chunks begin with it.
         floors: [B] int32 first column whose row a ring still holds, which a shorter length does not bring back; None
             where no column's row is ever overwritten by another's.
+        number: which layer of a stack it is; None outside of one.
         kind: what the layer is; static.
     """
 
@@ -98,8 +103,10 @@ class LayerView:
         starts: Int[Array, " batch"],
         kind: Kind,
         floors: Int[Array, " batch"] | None = None,
+        number: Int[Array, ""] | None = None,
     ) -> None:
         self.pools, self.lengths, self.starts, self.floors, self.kind = pools, lengths, starts, floors, kind
+        self.number = number
 
     @property
     def component(self) -> KV | Entries:
@@ -300,7 +307,8 @@ class LayerView:
 
     def replace(self, **changed: Any) -> LayerView:
         """The view with some of ``pools``, ``lengths``, ``starts``, ``floors`` exchanged; nothing is looked at."""
-        now = {"pools": self.pools, "lengths": self.lengths, "starts": self.starts, "floors": self.floors}
+        names = "pools", "lengths", "starts", "floors", "number"
+        now = {name: getattr(self, name) for name in names}
         return LayerView(**{**now, "kind": self.kind, **changed})
 
     def __repr__(self) -> str:
@@ -388,7 +396,8 @@ def _append(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array) -> 
     each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
 
     def local(pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, *given: Any) -> Seen:
-        return step(kind.local, State(pools, lengths, starts, floors), given, count)
+        # A stack lies on no mesh: there the number needs no partition.
+        return step(kind.local, State(pools, lengths, starts, floors, view.number), given, count)
 
     lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]
     outs = Seen((rows,) * len(given), each, each, lies)  # type: ignore[arg-type]
@@ -409,7 +418,7 @@ def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, ask
     def local(
         pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, query: Any, scale: Any, sink: Any, *given: Any
     ) -> Answer:
-        state = State(pools, lengths, starts, floors)
+        state = State(pools, lengths, starts, floors, view.number)
         return step(kind.local, state, given, count, Asked(query, scale, sink, asked.value_dim))
 
     lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]

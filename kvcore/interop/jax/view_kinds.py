@@ -26,12 +26,20 @@ class Kind:
 
     Attributes:
         rules: of the mesh that the arrays lie on, or None. A batch or heads that do not divide are on every shard.
+        layers: how many layers' sequences the pools hold, one layer's after another's; see ``LayerStack``.
         local: the kind of one shard; itself without a mesh.
     """
 
     def __init__(
-        self, layer: LayerSpec, batch: int, length: int, block_tokens: int, rules: Rules | None = None
+        self,
+        layer: LayerSpec,
+        batch: int,
+        length: int,
+        block_tokens: int,
+        rules: Rules | None = None,
+        layers: int = 1,
     ) -> None:
+        self.layers = layers
         self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens
         self.rules = rules
         self.blocks = -(-length // block_tokens)
@@ -56,9 +64,9 @@ class Kind:
             layout = "by_head"
         plan = plan_cache(
             CacheSpec(layers=(layer,), block_tokens=block_tokens),
-            max_requests=batch,
+            max_requests=batch * layers,
             # Blocks are planned for all sequences together, contiguous rows for each slot.
-            max_tokens=self.blocks * block_tokens * (batch if paged else 1),
+            max_tokens=self.blocks * block_tokens * (batch * layers if paged else 1),
             layout=layout,
             max_request_tokens=self.blocks * block_tokens,
         )
@@ -82,7 +90,7 @@ class Kind:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.batch, self.length, self.block_tokens, self.rules
+        return self.layer, self.batch, self.length, self.block_tokens, self.rules, self.layers
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kind) and self._key == other._key
@@ -147,19 +155,30 @@ class Kind:
         return _shared_out(self, pools) if self._over["heads"] else pools
 
 
-def index_of(kind: Kind, starts: jax.Array, lengths: jax.Array, left_padding: jax.Array, columns: int) -> StepIndex:
-    """The index of a step that brings up to ``columns`` tokens of every sequence: tokens first, padding last."""
+def index_of(
+    kind: Kind,
+    starts: jax.Array,
+    lengths: jax.Array,
+    left_padding: jax.Array,
+    columns: int,
+    number: jax.Array | None = None,
+) -> StepIndex:
+    """The index of a step that brings up to ``columns`` tokens of every sequence: tokens first, padding last.
+
+    ``number`` is which layer's sequences they are, where the pools hold several layers'.
+    """
     batch = len(starts)
     valid = (jnp.arange(columns, dtype=jnp.int32)[None] < (lengths - starts)[:, None]).reshape(-1)
     order = jnp.argsort(~valid, stable=True)
     request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
     position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
     kept = valid[order]
-    table = jnp.arange(batch * kind.blocks, dtype=jnp.int32).reshape(batch, kind.blocks)
+    slots = jnp.arange(batch, dtype=jnp.int32) + (0 if number is None else number * batch)
+    table = slots[:, None] * kind.blocks + jnp.arange(kind.blocks, dtype=jnp.int32)[None]
     return StepIndex(
         positions=jnp.where(kept, position[order], -1),
         request_index=jnp.where(kept, request[order], -1),
-        slots=jnp.arange(batch, dtype=jnp.int32),
+        slots=slots,
         starts=starts,
         lengths=lengths,
         block_table=table,

@@ -29,12 +29,13 @@ Pools = dict[str, jax.Array]
 
 
 class State(NamedTuple):
-    """A view's arrays: pools, lengths [B], starts [B], and floors [B] where the layer is a ring."""
+    """A view's arrays: pools, lengths [B], starts [B], floors [B] of a ring, and the layer's number in a stack."""
 
     pools: Pools
     lengths: jax.Array
     starts: jax.Array
     floors: jax.Array | None
+    number: jax.Array | None = None
 
 
 class Seen(NamedTuple):
@@ -197,7 +198,7 @@ def _step(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepInd
     """The index of a step, and the state after it but for pools and floors: columns that have no room are counted."""
     start = jnp.minimum(state.lengths, kind.length)
     end = jnp.minimum(state.lengths + count, kind.length)
-    return index_of(kind, start, end, state.starts, new), state._replace(lengths=state.lengths + count)
+    return index_of(kind, start, end, state.starts, new, state.number), state._replace(lengths=state.lengths + count)
 
 
 def _in_order(kind: Kind, pools: Pools, index: StepIndex) -> tuple[jax.Array, jax.Array, jax.Array] | None:
@@ -205,7 +206,7 @@ def _in_order(kind: Kind, pools: Pools, index: StepIndex) -> tuple[jax.Array, ja
 
     What was never written is zeros, as there.
     """
-    if kind.ring_rows is not None:
+    if kind.ring_rows is not None or kind.layers != 1:
         return None
     layer = kind.ops.layers[0].only("kv")
     found = in_order(layer, Held(pools, layer.kernels), requests=kind.batch, columns=kind.length)
