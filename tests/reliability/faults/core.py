@@ -217,7 +217,7 @@ TABLE = {
             "checkpoints are of the first request's rows",
         ),
         (
-            "        freed = manager.release_replaced(self.grants)\n",
+            "        freed = manager.release_replaced(grants)\n",
             "        freed = []\n",
             "shared blocks that were replaced are lost",
         ),
