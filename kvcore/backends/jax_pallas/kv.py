@@ -131,9 +131,9 @@ def _gathered(q, factor, sink, layer, columns, rest) -> Attention:
     else:
         keys, values, positions = gather_kv(layer, pools, index, k, v, columns=columns)
         seen = mask(layer, index, columns=columns)
-    if floors is not None and len(keys):
-        held = positions >= floors[:, None]
-        seen &= held[jnp.maximum(index.request_index, 0)]
+        if floors is not None and len(keys):
+            held = positions >= floors[:, None]
+            seen &= held[jnp.maximum(index.request_index, 0)]
     value_dim = values.shape[3]
 
     def chunk(request, q, seen):
