@@ -69,7 +69,7 @@ def bind_to_nothing() -> None:
     run_triton.driver = SimpleNamespace(active=stream)
     run_triton.props_of = lambda _: props
     run_triton.is_native = lambda _: True
-    torch_triton.ops_for = lambda _: partial(triton_ops.TritonOps, props=props)
+    torch_triton.ops_for = lambda *_: partial(triton_ops.TritonOps, props=props)
 
 
 def launching_nothing(*_: Any) -> Any:

@@ -275,6 +275,21 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         main, draft = (tuple(RingKind(*key, rings=tuple(rings)) for key, rings in kinds.items()) for kinds in found)
         return main, draft
 
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """``main`` and ``draft`` -> numbers of such layers; without those that keep nothing, and get nothing."""
+        main, keeping = len(self.spec.layers), [n for n, layer in enumerate(self.spec.all_layers) if layer.roles]
+        return {"main": tuple(n for n in keeping if n < main), "draft": tuple(n for n in keeping if n >= main)}
+
+    @cached_property
+    def kinds(self) -> dict[tuple[int, str], int]:
+        """(layer, role) -> a number that components of one kind, in pools of so many rows a unit, have in common."""
+        numbers: dict[tuple[Component, int], int] = {}
+        return {
+            (layer, role): numbers.setdefault((component, self.region(layer, role)[0].rows), len(numbers))
+            for layer, role, component in self.spec.components()
+        }
+
     def __repr__(self) -> str:
         name, blocks = printable(self.spec.name) or "unnamed", f"{self.blocks} blocks × {self.block_tokens} tokens"
         return f"CachePlan({name}: {blocks}, {self.slots} slots, {self.nbytes / 2**30:.3f} GiB)"

@@ -45,7 +45,6 @@ from kvcore.ops.arguments import (
     check_rows,
     check_weight,
     inputs_of,
-    like,
 )
 from kvcore.plan import Region
 from kvcore.spec import DERIVED, KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
@@ -204,32 +203,58 @@ class LayerHandle:
             >>> entries.counts.tolist(), entries.positions.tolist()  # tokens 0 to 3; 4 and 5 wait in the tail
             ([1], [[0]])
         """
-        entries = self._own_entries("flush")
-        self._context.check_outside("flush", (norm_weight, rope, index_norm_weight))
-        self._component("tail", Tail)
-        weights = {"entries": norm_weight, "index_keys": index_norm_weight}
+        context = self._context
+        context.check_open()
+        how = norm_weight, eps, rope, index_norm_weight
+        key = context.key_of("flush", self._layer, how)
+        if key not in context.passed:
+            entries = self._own_entries("flush")
+            context.check_outside("flush", (norm_weight, rope, index_norm_weight))
+            self._component("tail", Tail)
+            checked = self._flush_options(entries, *how)
+            context.passes(key, how, checked)
+            how = checked
+        flushed, tails = self._flushed
         streams: list[Array | None] = []
-        flushed: list[str] = []
-        for role, tail in TAIL_OF.items():
-            if getattr(self._spec, tail) is None or getattr(self._spec, role) is None:
-                streams += [None, None]
-                continue
-            streams += self._tail_rows(tail, "flush")
-            flushed.append(role)
-            if weights[role] is not None:
-                dim = getattr(self._spec, role).dim
-                weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
-        narrowest = min(getattr(self._spec, role).dim for role in flushed)
+        for tail in TAIL_OF.values():
+            streams += self._tail_rows(tail, "flush") if tail in tails else (None, None)
         self._writes.flush(
-            [TAIL_OF[role] for role in flushed],
+            tails,
             streams,
-            closed=self._context.closed_count(entries.ratio),
-            norm_weight=weights["entries"],
-            eps=check_number(eps, "flush: eps"),
-            rope=check_rope(self._ops, rope, "flush: rope", narrowest),
-            index_norm_weight=weights["index_keys"],
+            closed=context.closed_count(self._spec.entries.ratio),  # type: ignore[union-attr]
+            norm_weight=how[0],
+            eps=how[1],
+            rope=how[2],
+            index_norm_weight=how[3],
         )
         self._writes.stored.update(flushed)
+
+    @property
+    def _flushed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Roles that a flush stores, and the tails that it reads."""
+        memo = self._plan.memo
+        if "flushed" not in memo:
+            roles = tuple(
+                role
+                for role, tail in TAIL_OF.items()
+                if getattr(self._spec, tail) is not None and getattr(self._spec, role) is not None
+            )
+            memo["flushed"] = roles, tuple(TAIL_OF[role] for role in roles)
+        return memo["flushed"]
+
+    def _flush_options(
+        self, entries: Entries, norm_weight: Any, eps: Any, rope: Any, index_norm_weight: Any
+    ) -> tuple[Any, ...]:
+        """The same as ``flush`` passes on, checked."""
+        weights = {"entries": norm_weight, "index_keys": index_norm_weight}
+        narrowest = entries.dim
+        for role in self._flushed[0]:
+            dim = getattr(self._spec, role).dim
+            narrowest = min(narrowest, dim)
+            if weights[role] is not None:
+                weights[role] = check_weight(self._ops, weights[role], f"flush: norm weight of {role}", dim)
+        eps, rope = check_number(eps, "flush: eps"), check_rope(self._ops, rope, "flush: rope", narrowest)
+        return weights["entries"], eps, rope, weights["index_keys"]
 
     def store_entries(self, entries: Given, index_keys: Given | None = None) -> None:
         """Encode and store entries that the caller compressed: [closed, d], in the order of ``closed``.
@@ -309,7 +334,7 @@ class LayerHandle:
         the weights.
         """
         _, q, weights, columns = self._indexed("index_scores", q, weights)
-        return self._ops.index_scores(self._context.pools, self._layer, self._index, q, weights, columns=columns)
+        return self._ops.index_scores(self._context.held, self._layer, self._index, q, weights, columns=columns)
 
     def index_select(self, q: Given, weights: Given, k: int | None = None) -> Array:
         """``select(index_scores(q, weights), k)`` in one go, without all scores at once where the backend can: [T, k].
@@ -320,8 +345,9 @@ class LayerHandle:
             k: entries for every token; as many as the spec says (``topk``) unless given.
         """
         keys, q, weights, columns = self._indexed("index_select", q, weights)
-        k = keys.topk if k is None else check_count(ShapeError, "index_select: k", k, 0)
-        return self._ops.index_select(self._context.pools, self._layer, self._index, q, weights, k, columns=columns)
+        if type(k) is not int or k < 0:
+            k = keys.topk if k is None else check_count(ShapeError, "index_select: k", k, 0)
+        return self._ops.index_select(self._context.held, self._layer, self._index, q, weights, k, columns=columns)
 
     def select(self, scores: Given, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end.
@@ -332,10 +358,15 @@ class LayerHandle:
             [1, 2, 0, -1]
             >>> step.abort()
         """
-        self._context.check_open()
-        # No gradient comes from an order.
-        scores = check_array(self._ops, scores, "select: scores", (self._tokens, None), FLOATS)
-        k = check_count(ShapeError, "select: k", k, 0)
+        context = self._context
+        context.check_open()
+        key = context.key_of("select", self._layer, (scores, k))
+        if key not in context.passed:
+            # No gradient comes from an order.
+            found = check_array(self._ops, scores, "select: scores", (self._tokens, None), FLOATS)
+            count = check_count(ShapeError, "select: k", k, 0)
+            context.passes(key, (scores, k), (found, count))
+            scores, k = found, count
         return self._ops.select(scores, k)
 
     def attend(
@@ -371,30 +402,38 @@ class LayerHandle:
             >>> out.shape, lse.shape
             ((6, 32, 128), (6, 32))
         """
-        self._context.check_open()
-        if self._spec.kv is not None:
-            return self._attend_kv(q, selected, sink, scale, rope)
+        context, spec, given = self._context, self._spec, (q, selected, sink, scale, rope)
+        context.check_open()
+        classic = spec.kv is not None
+        key = context.key_of("attend", self._layer, given)
+        if key not in context.passed:
+            checked = self._attend_kv_arguments(*given) if classic else self._attend_arguments(*given)
+            context.passes(key, given, checked)
+            given = checked
+        q, selected, sink, scale, rope = given
+        at = context.held, self._layer, self._index
+        if classic:
+            self._require("kv", "attend")
+            k, v = self._writes.unwritten("kv") or (None, None)
+            columns = self._kv_columns(spec.kv, ended=True)  # type: ignore[arg-type]
+            return self._ops.attend_kv(*at, q, k, v, columns=columns, sink=sink, scale=scale)
+        if spec.window is not None:
+            self._require("window", "attend")
+        if spec.entries is not None:
+            self._require_entries("entries", "attend")
+        rows = self._writes.unwritten("window")
+        return self._ops.attend(*at, q, selected, rows=rows[0] if rows else None, sink=sink, scale=scale, rope=rope)
+
+    def _attend_arguments(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> tuple[Any, ...]:
+        """Arguments of ``attend`` of a latent layer, checked."""
         component = self._spec.window or self._component("entries", Entries)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, component.dim))
         if selected is not None:
             self._component("entries", Entries)
             selected = check_indices(self._ops, selected, "attend: selected", self._tokens)
-        if self._spec.window is not None:
-            self._require("window", "attend")
-        if self._spec.entries is not None:
-            self._require_entries("entries", "attend")
-        rows = self._writes.unwritten("window")
-        return self._ops.attend(
-            self._context.pools,
-            self._layer,
-            self._index,
-            q,
-            selected,
-            rows=rows[0] if rows else None,
-            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (q.shape[1],)),
-            scale=None if scale is None else check_number(scale, "attend: scale"),
-            rope=check_rope(self._ops, rope, "attend: rope", component.dim),
-        )
+        sink = None if sink is None else check_float(self._ops, sink, "attend: sink", (q.shape[1],))
+        scale = None if scale is None else check_number(scale, "attend: scale")
+        return q, selected, sink, scale, check_rope(self._ops, rope, "attend: rope", component.dim)
 
     def append_kv(self, k: Given, v: Given) -> None:
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim].
@@ -438,17 +477,15 @@ class LayerHandle:
             context.check_outside("append_kv_view", (k, v))
         if key not in memo:
             at_once = kv.tail is None and self._writes.writing("kv") == AT_ONCE
-            memo[key] = at_once, self._kv_columns(kv, ended=True), []
-        at_once, columns, passed = memo[key]
+            memo[key] = at_once, self._kv_columns(kv, ended=True)
+        at_once, columns = memo[key]
         if not at_once or "kv" in self._writes.own:
             self.append_kv(k, v)
             return self.kv_view()
-        # Arrays like those that passed as they are for another layer pass here: a decode step is many small ones.
-        likes = like(k), like(v)
-        if likes not in passed or context.check:
+        passes = None if context.check else context.key_of("kv", self._layer, (k, v))
+        if passes not in context.passed:
             checked = self._rows("kv", (k, v))
-            if checked[0] is k and checked[1] is v and self._ops.in_place:
-                passed.append(likes)
+            context.passes(passes, (k, v), checked)
             k, v = checked
         pools, views = self._ops.append_kv_view(context.pools, self._layer, self._index, k, v, columns=columns)
         context.replace(pools)
@@ -604,7 +641,7 @@ class LayerHandle:
     @property
     def _tokens(self) -> int:
         """Token rows of every input, padding included."""
-        return self._index.positions.shape[0]
+        return self._context.tokens
 
     @property
     def _where(self) -> str:
@@ -629,7 +666,7 @@ class LayerHandle:
     def _require_entries(self, role: str, verb: str) -> None:
         """Verbs that let a query see the entries it completes need those stored first."""
         owner = self._owner(role)
-        if owner.awaits_entries(role):
+        if role not in owner.stored and owner.awaits_entries(role):
             raise StepError(
                 got=f"{verb} while entries that close in this step are not stored",
                 where=self._where,
@@ -650,19 +687,30 @@ class LayerHandle:
         return found
 
     def _append(self, role: str, *values: Given) -> None:
-        self._component(role)
-        self._writes.append(role, self._rows(role, values))
+        context = self._context
+        context.check_open()
+        key = None if context.check else context.key_of(role, self._layer, values)
+        if key not in context.passed:
+            self._component(role)
+            found = self._rows(role, values)
+            context.passes(key, values, found)
+            values = found
+        self._writes.append(role, values)
 
     def _indexed(self, verb: str, q: Given, weights: Given) -> tuple[IndexKeys, Array, Array, int]:
         """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""
-        keys: IndexKeys = self._component("index_keys", IndexKeys)
+        context = self._context
+        context.check_open()
+        key = context.key_of("index_scores", self._layer, (q, weights))
+        if key not in context.passed:
+            keys: IndexKeys = self._component("index_keys", IndexKeys)
+            given = q, weights
+            q = check_index_query(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
+            weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
+            context.passes(key, given, (q, weights))
+        keys = self._spec.index_keys  # type: ignore[assignment]
         self._require_entries("index_keys", verb)
-        q = check_index_query(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
-        weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
-        memo, key = self._context.memo, ("keys", keys.ratio)
-        if key not in memo:
-            memo[key] = max((row.length // keys.ratio for row in self._context.rows), default=0)
-        return keys, q, weights, memo[key]
+        return keys, q, weights, context.longest(keys.ratio)
 
     def _own_entries(self, verb: str) -> Entries:
         entries: Entries = self._component("entries", Entries)
@@ -697,9 +745,8 @@ class LayerHandle:
             memo[key] = max((len(kv.visible(*span)) for span in spans), default=0)
         return memo[key]
 
-    def _attend_kv(
-        self, q: Array, selected: Array | None, sink: Array | None, scale: float | None, rope: Rope | Array | None
-    ) -> Attention:
+    def _attend_kv_arguments(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> tuple[Any, ...]:
+        """The same of a classic layer."""
         kv = self._component("kv", KV)
         q = check_float(self._ops, q, "attend: q", (self._tokens, None, kv.key_dim))
         heads = q.shape[1]
@@ -710,19 +757,8 @@ class LayerHandle:
             raise ShapeError(got="selected entries", where="attend: selected", allowed="None on a classic layer")
         if rope is not None:
             raise ShapeError(got="a rotation", where="attend: rope", allowed="None on a classic layer")
-        self._require("kv", "attend")
-        k, v = self._writes.unwritten("kv") or (None, None)
-        return self._ops.attend_kv(
-            self._context.pools,
-            self._layer,
-            self._index,
-            q,
-            k,
-            v,
-            columns=self._kv_columns(kv, ended=True),
-            sink=None if sink is None else check_float(self._ops, sink, "attend: sink", (heads,)),
-            scale=None if scale is None else check_number(scale, "attend: scale"),
-        )
+        sink = None if sink is None else check_float(self._ops, sink, "attend: sink", (heads,))
+        return q, None, sink, None if scale is None else check_number(scale, "attend: scale"), None
 
     def _paged_view(self, role: str) -> PagedView:
         component = self._component(role, Entries)

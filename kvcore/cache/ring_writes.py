@@ -18,6 +18,7 @@ from kvcore.cache.state import CacheState
 from kvcore.cache.undo import Undo
 from kvcore.errors import StepError
 from kvcore.ops import Array, Ops, RawRows, StepIndex
+from kvcore.ops.arguments import likes
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
@@ -43,6 +44,9 @@ class Writing(NamedTuple):
 
 AT_ONCE = Writing(waits=False, undone=False)
 
+MOST_PASSED = 1 << 13
+"""Calls whose arguments are known to pass, at a time."""
+
 LAST_WRITERS = {"state": "write_state"}
 """The verbs that write of every request's new rows the last one alone."""
 
@@ -54,11 +58,13 @@ class StepContext:
         ops, plan, check: of the cache.
         index: the step's, on the device.
         numbers: the step as host integers.
-        traced: see ``CacheState``.
+        tokens: rows of every input, padding included.
+        traced, passed: see ``CacheState``.
         undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
         unflushed: the layer whose tails' rows wait for its flush; one at a time.
+        writings: when rows are stored, by ``CachePlan.kinds``.
     """
 
     def __init__(self, cache: CacheState, opening: Opening, numbers: StepNumbers, index: StepIndex) -> None:
@@ -69,7 +75,10 @@ class StepContext:
         self.index = index
         self.numbers = numbers
         self.memo: dict[Any, Any] = {}
+        self.passed = cache.passed
+        self.tokens: int = index.positions.shape[0]
         self.unflushed: RingWrites | None = None
+        self.writings: dict[int, Writing] = {}
         self._cache = cache
         self._opening = opening
         self.undo = Undo(cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places))
@@ -80,6 +89,18 @@ class StepContext:
         if step is None or step.context is not self:
             raise StepError(got="a step that has ended", where="step", allowed="verbs between open and commit")
 
+    def key_of(self, verb: str, layer: int, values: Sequence[Any]) -> tuple[Any, ...] | None:
+        """What ``passed`` knows a call of a layer's verb by, None where it cannot."""
+        like = likes(values) if self.ops.in_place else None
+        return None if like is None else (verb, layer, self.tokens, like)
+
+    def passes(self, key: tuple[Any, ...] | None, values: Sequence[Any], found: Any) -> None:
+        """Note that a call's arguments passed its checks, where the values are what was given."""
+        if key is not None and all(one is other for one, other in zip(values, found, strict=True)):
+            if len(self.passed) >= MOST_PASSED:
+                self.passed.clear()
+            self.passed[key] = True
+
     def check_outside(self, verb: str, arrays: tuple[Any, ...]) -> None:
         """Refuse what changes the cache while it is only being traced; see ``CacheState.check_outside``."""
         if self.traced is not None:
@@ -89,6 +110,13 @@ class StepContext:
     def pools(self) -> Pools:
         """The cache's pools, while the step is open; never as constants of a function that is traced."""
         self.check_open()
+        if self.traced is not None:
+            self._cache.check_outside("a layer's rows")
+        return self._cache.pools
+
+    @property
+    def held(self) -> Pools:
+        """The same for a verb that has looked whether the step is open."""
         if self.traced is not None:
             self._cache.check_outside("a layer's rows")
         return self._cache.pools
@@ -111,6 +139,13 @@ class StepContext:
     def most_new(self) -> int:
         """Most new tokens of a request."""
         return self.numbers.most_new
+
+    def longest(self, ratio: int) -> int:
+        """Most entries of ``ratio`` tokens that a request has at the end of the step."""
+        key = "longest", ratio
+        if key not in self.memo:
+            self.memo[key] = max((row.length for row in self.rows), default=0) // ratio
+        return self.memo[key]
 
     @cached_property
     def stateless(self) -> list[Request]:
@@ -163,16 +198,19 @@ class RingWrites:
     def append(self, role: str, arrays: tuple[Array, ...], **rotation: Any) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe; a tail's with the flush."""
         context = self.context
-        context.check_outside(f"append_{role}", arrays)
-        if context.unflushed is not self:
+        if context.traced is not None:
+            context.check_outside(f"append_{role}", arrays)
+        if context.unflushed is not None and context.unflushed is not self:
             context.settle()
-        self.check_new(role)
+        if role in self.own:
+            self.check_new(role)
         if role == "window":
             self._rotation = rotation
         if role in RING_OF and RING_OF[role] in self._regions:
             self._append_group_rows(role, RING_OF[role], arrays)
             return
-        if self.writing(role).waits:
+        waits, undone = self.writing(role)
+        if waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
             self.waiting[role] = copy.deepcopy(arrays)
             self.own[role] = self.waiting[role]
@@ -184,7 +222,8 @@ class RingWrites:
         entries = ENTRIES_OF.get(role)
         flushed = entries is not None and getattr(self.spec, entries) is not None
         if not flushed:
-            self._keep_overwritten(role)
+            if undone:
+                context.undo.keep(context.pools, self.number, role)
             self._write(role, arrays)
         if role in LAST_WRITERS:
             self.own[role] = arrays
@@ -237,8 +276,8 @@ class RingWrites:
             how: options of ``Ops.flush``.
         """
         context = self.context
-        at = context.pools, self.number, context.index
-        if self.unflushed and set(self.unflushed) == set(tails):
+        at = context.held, self.number, context.index
+        if len(self.unflushed) == len(tails) and all(role in self.unflushed for role in tails):
             for role in tails:
                 self._keep_overwritten(role)
             context.replace(context.ops.append_flush(*at, *streams, newest=context.most_new, **how))
@@ -276,12 +315,12 @@ class RingWrites:
 
     def writing(self, role: str) -> Writing:
         """When the step's rows of a role are written."""
-        component: Component = getattr(self.spec, role)
-        rows = self._regions[role][0].rows
-        memo, key = self.context.memo, ("writing", component, rows)
-        if key not in memo:
-            memo[key] = self._new_writing(component, rows)
-        return memo[key]
+        context = self.context
+        kind = context.plan.kinds[self.number, role]
+        found = context.writings.get(kind)
+        if found is None:
+            found = context.writings[kind] = self._new_writing(getattr(self.spec, role), self._regions[role][0].rows)
+        return found
 
     def _new_writing(self, component: Component, rows: int) -> Writing:
         """When rows may go to a pool of ``rows`` a unit."""
@@ -301,11 +340,11 @@ class RingWrites:
         context = self.context
         if role == "window" and self._rotation:
             (rows,), rotated = arrays, context.ops.append_rotated_window
-            context.replace(rotated(context.pools, self.number, context.index, rows, **self._rotation))
+            context.replace(rotated(context.held, self.number, context.index, rows, **self._rotation))
             return
         if role in WRITERS:
             append = getattr(context.ops, WRITERS[role])
-            context.replace(append(context.pools, self.number, context.index, *arrays))
+            context.replace(append(context.held, self.number, context.index, *arrays))
             return
         component: Component = getattr(self.spec, role)
         pools = store_own(

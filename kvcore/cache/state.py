@@ -96,6 +96,7 @@ class CacheState:
         canary: what looks after the rows, of a plan with check words; else None.
         follow: what copies a request's rows from a position on to where somebody else finds them: called with the
             state, the request and its new place once the rows are stored, before the request has them; None: nobody.
+        passed: calls of layers' verbs whose arguments passed as they are, by all that is checked of them.
     """
 
     def __init__(self, plan: CachePlan, ops: Ops, *, prefix: Policy, check: bool) -> None:
@@ -117,6 +118,7 @@ class CacheState:
         self.filling: Request | None = None
         self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
         self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
+        self.passed: dict[Any, bool] = {}
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.

@@ -513,13 +513,9 @@ class StepState:
 
     def _touched(self) -> Mapping[str, bool]:
         """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
-        main = len(self.cache.spec.layers)
-        layers = {"main": range(main), "draft": range(main, len(self.cache.spec.all_layers))}
         used = self._layers
         touched = {"main": True} if self.pools_replaced else {}
-        for group, every in layers.items():
-            # Layers that keep nothing get nothing.
-            numbers = [number for number in every if self.cache.spec.all_layers[number].roles]
+        for group, numbers in self.cache.plan.groups.items() if used else ():
             if any(number in used for number in numbers):
                 touched[group] = self.pools_replaced or all(
                     number in used and not used[number].missing() for number in numbers

@@ -85,8 +85,23 @@ class Undo:
         # The newest token takes the place of position length - 1 - rows; what is live begins no earlier at a greater
         # length. A request without tokens has nothing to lose.
         _, starts, lengths, _ = self._numbers.arrays
+        longest = self._longest
+        if longest is not None:  # which in most steps tells
+            length, deepest = longest
+            if length - rows > component.live_bounds(deepest)[0]:
+                return True
         first, _ = component.live_bounds(self._deepest, np.maximum)
         return bool(((lengths > starts) & (starts > 0) & (lengths - rows > first)).any())
+
+    @cached_property
+    def _longest(self) -> tuple[int, int] | None:
+        """Of the request that is the longest at the end of the step, and is not new: that length, and ``deepest``."""
+        numbers = self._numbers
+        lengths = [
+            start + new if start and new else 0 for start, new in zip(numbers.starts, numbers.counts, strict=True)
+        ]
+        length = max(lengths, default=0)
+        return (length, int(self._deepest[lengths.index(length)])) if length else None
 
     @cached_property
     def _deepest(self) -> np.ndarray[Any, Any]:

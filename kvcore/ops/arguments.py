@@ -32,12 +32,32 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def like(array: Array) -> tuple[Any, ...]:
-    """All that ``check_array`` looks at: what is equal in it passes or fails alike."""
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    # A tensor's class does not say that it is sparse; other frameworks mean something else by a layout.
-    layout = array.layout if hasattr(array, "is_nested") else None
-    return array.__class__, shape, dtype, getattr(array, "device", None), layout, getattr(array, "requires_grad", None)
+NUMBERS = frozenset({type(None), bool, int, float, Rope})
+"""Classes of what is told by its value, of all that verbs are given."""
+
+
+def likes(values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that checks of arguments look at: calls that are equal in it pass or fail alike.
+
+    None where an array does not even say what it is.
+    """
+    found: list[Any] = []
+    try:
+        for value in values:
+            kind = value.__class__
+            found.append(kind)
+            if kind in NUMBERS:
+                found.append(value)
+            elif hasattr(value, "is_neg"):  # a tensor, whose class does not say all of it
+                found += value.shape, value.dtype, value.device, value.layout, value.requires_grad, value.is_neg()
+            else:
+                shape = getattr(value, "shape", None)
+                if shape.__class__ is not tuple:
+                    return None
+                found += shape, getattr(value, "dtype", None), getattr(value, "device", None)
+    except (AttributeError, RuntimeError, TypeError, NotImplementedError):  # nested, or of a framework of its own
+        return None
+    return tuple(found)
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:

@@ -121,6 +121,62 @@ def check_captured(device):
     )
 
 
+def by_handles(step, spec, inputs, weights):
+    """One step through the handles of all layers."""
+    for number, layer in enumerate(spec.layers):
+        handle, (window, q, *streams) = step.layer(number), inputs[number]
+        handle.append_window(window)
+        if layer.index_keys is not None:
+            index_q, head_weights, *streams = streams
+        if layer.tail is not None:
+            handle.append_tail(*streams[:2])
+            if layer.index_tail is not None:
+                handle.append_index_tail(*streams[2:])
+            index_weight = weights[1] if layer.index_tail is not None else None
+            handle.flush(norm_weight=weights[0], rope=ROPE, index_norm_weight=index_weight)
+        selected = None
+        if layer.index_keys is not None:
+            scores = handle.index_scores(index_q, head_weights)
+            selected = handle.select(scores, layer.index_keys.topk)
+        handle.attend(q, selected, sink=torch.zeros_like(q[0, :, 0]), rope=ROPE)
+        handle.gather_window()
+
+
+def check_waiting(device):
+    """Yield (what, problem): no verb of a decode step, and neither its end, waits for the device."""
+    spec = CacheSpec(layers=presets.deepseek_v4_flash().layers[:4])
+    cache = kvcore.create_cache(spec, backend="torch_triton", device=device, max_requests=LIVE, max_tokens=LIVE * 512)
+    requests = [cache.admit() for _ in range(LIVE)]
+    weights = torch.rand(512, device=device) + 0.5, torch.rand(128, device=device) + 0.5
+    picks = torch.randint(-1, 8, (LIVE, 4), dtype=torch.int32, device=device)
+    inputs = inputs_for(spec, LIVE, device)
+    # Past the windows' rings, so that every step keeps what an abort needs.
+    with cache.step(dict.fromkeys(requests, 150)):
+        cache.pools = cache.pools
+    for padding in ({}, {"pad_tokens": LIVE, "pad_requests": LIVE}):
+        for way in ("handles", "verbs"):
+            for turn in range(14):
+                torch.cuda.synchronize()
+                if turn > 5:
+                    torch.cuda.set_sync_debug_mode("error")
+                problem = ""
+                try:
+                    step = cache.step(dict.fromkeys(requests, 1), **padding)
+                    if way == "handles":
+                        by_handles(step, spec, inputs, weights)
+                    else:
+                        decode(cache.ops, cache.pools, step.index, inputs, weights, picks)
+                        cache.pools = cache.pools
+                    step.abort() if turn % 3 == 1 else step.commit()
+                except RuntimeError as error:
+                    problem = str(error)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                if problem:
+                    break
+            yield f"steps do not wait: {way}{', padded' * bool(padding)}", problem
+
+
 def check_compiled(device, backend="inductor"):
     """Yield (what, problem): verbs inside ``torch.compile(fullgraph=True)`` leave the same bytes and outputs."""
     from kvcore.plan import plan_cache

@@ -140,3 +140,22 @@ def test_triton_has_what_a_launcher_calls():
         "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata" in source
     )
     assert isinstance(CompiledKernel.run, property)
+
+
+def run_of(**others):
+    """What Triton 3.6 makes of a compiled kernel: a launcher with a function in C."""
+    sizes = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "launch_pdl": True}
+    run = SimpleNamespace(launch="the function", **(sizes | others))
+    return SimpleNamespace(run=run, function="handle", packed_metadata="metadata")
+
+
+def test_the_function_behind_a_launcher_is_called_of_the_release_that_is_known(monkeypatch):
+    monkeypatch.setattr(run_triton, "RELEASE", "3.6")
+    found = run_triton.called(run_of())
+    assert found == ("the function", ("handle", False, True, None, None, "metadata", None, None, None))
+    for other in ({"global_scratch_size": 64}, {"profile_scratch_size": 8}, {"profile_scratch_size": None}):
+        compiled = run_of(**other)
+        assert run_triton.called(compiled) == (compiled.run, ("handle", "metadata", None, None, None))
+    monkeypatch.setattr(run_triton, "RELEASE", "3.9")
+    compiled = run_of()
+    assert run_triton.called(compiled) == (compiled.run, ("handle", "metadata", None, None, None))

@@ -91,6 +91,7 @@ class World:
             props=DeviceProps(90, 132, 227 << 10),
         )
         self.pools = self.ops.allocate()
+        self.ops.scratch.take(1, 1)
 
     def index(self, news=(1, 1, 1), starts=(20, 37, 5), columns=4):
         rows = [

@@ -104,6 +104,8 @@ CORE_TESTS = {
     "ops/canary": ("cache/test_canary",),
     "check_words": ("cache/test_canary",),
     "cache/undo": ("cache/test_rollback",),
+    "ops/arguments": ("cache/test_known_calls",),
+    "ops/functional": ("cache/test_known_calls",),
     "cache/layer": ("cache/test_rollback", "requests/test_prefix"),
     "cache/ring_writes": ("cache/test_rollback", "requests/test_prefix"),
     "portable/rows": (

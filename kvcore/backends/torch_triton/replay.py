@@ -213,8 +213,8 @@ class Program:
         for place, offset in self._offsets:
             places += (places[place] + offset,)
         stream = active.get_current_stream(device)
-        for take, run, width, height, function, metadata, rest in ready[3]:
-            run(width, height, 1, stream, function, metadata, None, None, None, *take(places), *rest)
+        for take, run, told, width, height, rest in ready[3]:
+            run(width, height, 1, stream, *told, *take(places), *rest)
         return new
 
     def _allocate(self, like: Any) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The rows of many rings that a step takes the place of, kept and put back in one launch; see ``cache.undo``."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +35,12 @@ class Tables(NamedTuple):
 class Rings:
     """Rings of one plan on one device, several at a time."""
 
-    def __init__(self, plan: CachePlan, device: str) -> None:
+    def __init__(self, plan: CachePlan, device: str, move: Callable[..., None]) -> None:
         self._plan = plan
         self._device = device
+        self._move = move
+        # One step is open at a time: what it keeps, the next one may write over. Of every set of rings.
+        self._held: dict[tuple[tuple[int, str], ...], torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
         self._in_slots: dict[tuple[tuple[int, str], ...], bool] = {}
         self._last: tuple[Any, Any, Any] = None, None, None
@@ -48,14 +50,21 @@ class Rings:
         if rings is not self._last[1] and not self._all_in_slots(rings):
             return None
         tables = self._tables_of(pools, rings)
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            held = torch.empty((len(index.positions), tables.line), dtype=WORDS[tables.width], device=self._device)
-        _move(held, index, tables.read, back=False)
+        tokens, held = index.positions.shape[0], self._held.get(rings)
+        if held is None or held.shape[0] < tokens or held.shape[1] != tables.line or held.dtype != WORDS[tables.width]:
+            with torch.inference_mode(False):
+                held = torch.empty((tokens, tables.line), dtype=WORDS[tables.width], device=self._device)
+            self._held[rings] = held
+        held = held if held.shape[0] == tokens else held[:tokens]
+        self._launch(held, index, tables.read, back=False)
         return held
 
     def restore(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex, held: torch.Tensor) -> None:
         """Put them back."""
-        _move(held, index, self._tables_of(pools, rings).back, back=True)
+        self._launch(held, index, self._tables_of(pools, rings).back, back=True)
+
+    def _launch(self, held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool):
+        self._move(None, held, index.positions, index.request_index, index.slots, index.lengths, *table, back)
 
     def _all_in_slots(self, rings: tuple[tuple[int, str], ...]) -> bool:
         found = self._in_slots.get(rings)
@@ -111,5 +120,6 @@ class Rings:
             return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _move(held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool) -> None:
-    calls().move_rings(held, index.positions, index.request_index, index.slots, index.lengths, *table, back)
+def move(_: Any, *given: Any) -> None:
+    """The launch, as a verb of no layer."""
+    calls().move_rings(*given)

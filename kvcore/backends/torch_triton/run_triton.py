@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -26,6 +27,9 @@ _ADDRESS, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
 MOST_INT32 = (1 << 31) - 1
 ALIGNED = 16
 """Bytes that Triton asks whether an address, or an integer, is a multiple of."""
+
+RELEASE = ".".join(triton.__version__.split(".")[:2])
+"""Of Triton, major and minor."""
 
 float32, bfloat16, e4m3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 int64, int32, int8, flag = torch.int64, torch.int32, torch.int8, torch.bool
@@ -180,7 +184,7 @@ class Launcher:
         return kind
 
     def bound(self, device: int, grid: tuple[int, ...], dtypes: Sequence[Any], numbers: tuple[Any, ...]) -> Any:
-        """What launches that on addresses of whole 16 bytes: (function, width, height, handle, metadata, what follows).
+        """What launches that on addresses of whole 16 bytes: (function, width, height, behind the stream, last of all).
 
         None where it was not compiled yet, or must go to Triton.
         """
@@ -191,7 +195,22 @@ class Launcher:
             return None
         width, height = grid if len(grid) == 2 else (grid[0], 1)
         rest = *numbers, *self._constants
-        return compiled.run, width, height, compiled.function, compiled.packed_metadata, rest
+        return *called(compiled), width, height, rest
+
+
+def called(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(function, what it is given behind the grid and the stream) that launches a compiled kernel without hooks.
+
+    Triton's launcher is a class around a function in C, which asks on every call for scratch memory that our kernels
+    have none of. Of the release that this was read of, the function is called itself.
+    """
+    run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if RELEASE == "3.6" and all(
+        getattr(run, name, None) == 0 for name in ("global_scratch_size", "profile_scratch_size")
+    ):
+        cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (handle, cooperative, dependent, None, None, metadata, None, None, None)
+    return run, (handle, metadata, None, None, None)
 
 
 def watched() -> bool:

@@ -15,7 +15,7 @@ from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.canary import Watcher
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.replay import Replayed, Seen
-from kvcore.backends.torch_triton.rings import Rings
+from kvcore.backends.torch_triton.rings import Rings, move
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
@@ -99,7 +99,7 @@ class TritonOps(TorchOps):
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
         self.seen = Seen(self.torch_device)
-        self._rings = Rings(plan, device)
+        self._rings = Rings(plan, device, Replayed("move_rings", self, None, move, None, ()).of_none)
         self._watcher = Watcher(plan, device)
         self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)

@@ -345,6 +345,11 @@ TABLE = {
             "nothing is kept for an abort",
         ),
         (
+            "            if undone:\n",
+            "            if False:\n",
+            "nothing is kept of rows that are written at once",
+        ),
+        (
             "            for role in tails:\n                self._keep_overwritten(role)\n",
             "",
             "nothing is kept of tails that are written with their flush",
@@ -355,14 +360,53 @@ TABLE = {
             "tails are read without the rows that wait for the flush",
         ),
         (
-            '(f"append_{role}", arrays)\n        if context.unflushed is not self:\n            context.settle()\n',
-            '(f"append_{role}", arrays)\n',
+            "        if context.unflushed is not None and context.unflushed is not self:\n            context.settle()\n",
+            "",
             "a layer's tails are forgotten when the next one's wait",
         ),
         (
             "        return self.own[role] if role in self.waiting else None\n",
             "        return None\n",
             "a long step's own rows are read from the ring",
+        ),
+    ],
+    "ops/arguments.py": [
+        (
+            "                found += value.shape, value.dtype, value.device, value.layout, value.requires_grad, value.is_neg()\n",
+            "                found += value.shape, value.device, value.layout, value.requires_grad, value.is_neg()\n",
+            "any dtype passes once one of them did",
+        ),
+        (
+            "value.layout, value.requires_grad, value.is_neg()\n",
+            "value.layout, value.is_neg()\n",
+            "gradients are lost in silence once a tensor without passed",
+        ),
+        (
+            "value.requires_grad, value.is_neg()\n",
+            "value.requires_grad\n",
+            "a tensor that stands for its negative is stored as what it is not",
+        ),
+        (
+            "            if kind in NUMBERS:\n                found.append(value)\n",
+            "            if kind in NUMBERS:\n                pass\n",
+            "any number passes once one did",
+        ),
+    ],
+    "ops/functional.py": [
+        (
+            "    if index.paging is not door.paging or any(",
+            "    if any(",
+            "another cache's index passes",
+        ),
+        (
+            " or any(pools[name].shape != shape for name, shape in door.shapes(layer)):\n",
+            ":\n",
+            "another cache's pools pass",
+        ),
+        (
+            "    return name, layer, index.positions.shape[0], index.slots.shape[0], len(given), *options, like\n",
+            "    return name, layer, index.slots.shape[0], len(given), *options, like\n",
+            "rows for other tokens pass",
         ),
     ],
     "portable/rows.py": [
