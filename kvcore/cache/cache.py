@@ -1,6 +1,6 @@
 """A cache: the door to a plan, its pools, a backend's verbs, and the requests that live in them.
 
-Map: ``create_cache``; what there is (``pools``, ``requests``, ``free_blocks`` ...); requests through steps (``admit``,
+Map: what there is (``pools``, ``requests``, ``free_blocks`` ...); requests through steps (``admit``,
 ``step``, ``truncate``, ``release``); what they share (``fork``, ``checkpoint``, ``restorable``); what a scheduler asks
 (``fits``, ``blocks_needed``) and says (``reset_prefix_cache``); what leaves (``export_request``, ``import_request``,
 ``save``, ``digest``). What each verb does, it does in ``CacheState``.
@@ -10,20 +10,18 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, SupportsIndex, TypeVar, cast
 
 from kvcore import digest
-from kvcore.cache.canary import Fault, sample_of
-from kvcore.cache.state import CacheState
+from kvcore.cache.canary import Fault
+from kvcore.cache.state import CacheState, verb
 from kvcore.cache.step import Step, StepState
 from kvcore.counts import as_count, check_count
 from kvcore.errors import RequestError, ShapeError, SnapshotError, SpecError
 from kvcore.ops import Backend, Ops
 from kvcore.ops.arguments import prepare
 from kvcore.ops.functional import FunctionalOps
-from kvcore.ops.fused import created
-from kvcore.plan import CachePlan, plan_cache
-from kvcore.plugins import Needs, choose_backend
+from kvcore.plan import CachePlan
 from kvcore.pools import Pools, check_same_tree
 from kvcore.portable import blob as blobs
 from kvcore.portable import snapshot
@@ -31,76 +29,12 @@ from kvcore.portable.rows import state_at
 from kvcore.requests.blocks import BlockStatistics
 from kvcore.requests.manager import Request
 from kvcore.requests.padding import left_padding_of
-from kvcore.requests.prefix import Policy, Restorable, check_policy
+from kvcore.requests.prefix import Policy, Restorable
 from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
-from kvcore.spec import CacheSpec
 from kvcore.step import StepNumbers
 from kvcore.turns import owner
 
-P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def create_cache(
-    spec: CacheSpec,
-    *,
-    backend: str = "auto",
-    device: str | None = None,
-    max_requests: int,
-    max_tokens: int | None = None,
-    budget_bytes: int | None = None,
-    max_draft_tokens: int = 0,
-    prefix: Policy = "off",
-    layout: str = "auto",
-    check: bool = False,
-    max_request_tokens: int | None = None,
-    canary: bool | int = False,
-) -> "Cache":
-    """Plan, allocate and return a cache.
-
-    Args:
-        spec: what each layer holds; see ``kvcore.spec``.
-        backend: a backend's name, or ``auto``: the best one that runs here (never the reference).
-        device: where the pools live, in the backend's words; None for its default.
-        max_requests: requests that can be live at once.
-        max_tokens: tokens that the paged pools hold over all requests.
-        budget_bytes: bytes for all pools, instead of ``max_tokens``.
-        max_draft_tokens: tokens that ``truncate`` can always undo.
-        prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
-            ends, and semantic points); ``zero`` (blocks only, rings are replayed).
-        layout: ``packed``, ``planar``, ``tpu_tile``, ``by_head``, or ``auto`` for the backend's own choice.
-        check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
-        max_request_tokens: the most tokens that one request can hold, so that no ring, slot or block table is larger
-            than such a request needs; a step that would exceed it is refused. None: no bound but the pools.
-        canary: hold what steps read against what was written: True for one row in 16, or one in how many. A step that
-            meets rows, slots, lengths or blocks that are not as they were raises ``FaultError``; see ``Cache.faults``.
-
-    Raises:
-        SpecError: the spec or the figures cannot be planned. BackendError: no backend fits; every candidate's reason.
-        OutOfBlocks: the budget is too small.
-
-    Example:
-        >>> import kvcore
-        >>> spec = kvcore.spec.presets.classic(layers=2, key_heads=1, key_dim=4)
-        >>> cache = kvcore.create_cache(spec, backend="reference", max_requests=2, max_tokens=512)
-        >>> cache.plan
-        CachePlan(classic: 2 blocks × 256 tokens, 2 slots, 0.000 GiB)
-        >>> kvcore.create_cache(spec, backend="reference", max_requests=2, budget_bytes=100_000).nbytes
-        98304
-    """
-    policy = check_policy(prefix)
-    chosen = choose_backend(backend, device, Needs.of(spec, layout))
-    plan = plan_cache(
-        spec,
-        max_requests=max_requests,
-        max_tokens=max_tokens,
-        budget_bytes=budget_bytes,
-        max_draft_tokens=max_draft_tokens,
-        layout=chosen.default_layout(device) if layout == "auto" else layout,
-        max_request_tokens=max_request_tokens,
-        canary=sample_of(canary),
-    )
-    return Cache(plan, chosen, created(chosen, plan, device=device), prefix=policy, check=check)
 
 
 def _asked(verb: str, tokens: Tokens, new_tokens: SupportsIndex, salt: str | None) -> tuple[list[int], int, str | None]:
@@ -118,27 +52,6 @@ def _faults(state: CacheState, requests: Sequence[Request] | None) -> tuple[Faul
     rows = {request: state.row_of(state.manager.place_of(request)) for request in chosen}
     state.pools, found = state.canary.faults(state.pools, rows)
     return found
-
-
-def _verb(
-    name: str, *, in_step: bool = False
-) -> Callable[[Callable[Concatenate["Cache", P], R]], Callable[Concatenate["Cache", P], R]]:
-    """Make a method of a cache a verb: it waits for its turn; see ``CacheState.take_turn``.
-
-    Args:
-        name: for messages.
-        in_step: whether the thread that has a step open may call it.
-    """
-
-    def decorate(method: Callable[Concatenate["Cache", P], R]) -> Callable[Concatenate["Cache", P], R]:
-        @functools.wraps(method)
-        def turn(self: "Cache", /, *args: P.args, **kwargs: P.kwargs) -> R:
-            act = functools.partial(method, self, *args, **kwargs)
-            return self._state.take_turn(name, act, in_step=in_step)  # pyright: ignore[reportPrivateUsage]
-
-        return turn
-
-    return decorate
 
 
 class Cache:
@@ -274,7 +187,7 @@ class Cache:
         salt = check_salt(salt, "admit: salt")
         return self._admit(ids, salt)
 
-    @_verb("admit", in_step=True)
+    @verb("admit", in_step=True)
     def _admit(self, ids: list[int], salt: str | None) -> Request:
         request, place = self._state.admit(salt)
         place.prompt = ids
@@ -289,7 +202,7 @@ class Cache:
         self._state.prefix.publish(place)
         return request
 
-    @_verb("step")
+    @verb("step")
     def step(
         self,
         tokens: Mapping[Request, Tokens],
@@ -349,7 +262,7 @@ class Cache:
         held.step = state
         return step
 
-    @_verb("truncate")
+    @verb("truncate")
     def truncate(self, request: Request, length: int) -> None:
         """Shorten a request to ``length`` tokens, exactly, for every component; blocks beyond it are freed.
 
@@ -367,7 +280,7 @@ class Cache:
         """
         self._state.poison([], self._state.manager.truncate(self._state.manager.check(request), length))
 
-    @_verb("release")
+    @verb("release")
     def release(self, request: Request) -> None:
         """End a request: its slot and blocks become free.
 
@@ -385,7 +298,7 @@ class Cache:
         place = self._state.manager.place_of(self._state.manager.check(request, lost=True))
         self._state.poison([place.slot], self._state.manager.release(request))
 
-    @_verb("fork")
+    @verb("fork")
     def fork(self, request: Request) -> Request:
         """A second request with the same history: blocks are shared until one of them writes, the slot is copied.
 
@@ -413,7 +326,7 @@ class Cache:
         self._state.manager.adopt(fork, place)
         return fork
 
-    @_verb("checkpoint")
+    @verb("checkpoint")
     def checkpoint(self, request: Request) -> None:
         """Make the request's present length a semantic point: later prompts that start with its tokens can begin there.
 
@@ -481,7 +394,7 @@ class Cache:
             raise ShapeError(got=n, where="restorable: n", allowed=f"0 to {len(ids)}, or None")
         return self._restorable(ids[:most], salt)
 
-    @_verb("restorable", in_step=True)
+    @verb("restorable", in_step=True)
     def _restorable(self, ids: list[int], salt: str | None) -> Restorable:
         hit = self._state.prefix.find(ids, limit=len(ids), salt=salt)
         return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
@@ -528,7 +441,7 @@ class Cache:
         asked = _asked("blocks_needed", tokens, new_tokens, salt)
         return self.exclusive("blocks_needed", lambda state: state.blocks_needed(*asked), in_step=True)
 
-    @_verb("reset_prefix_cache")
+    @verb("reset_prefix_cache")
     def reset_prefix_cache(self) -> None:
         """Forget every published prefix and checkpoint, as after an update of the model's weights.
 
@@ -540,7 +453,7 @@ class Cache:
         """
         self._state.poison([], self._state.prefix.reset())
 
-    @_verb("export_request")
+    @verb("export_request")
     def export_request(self, request: Request, *, checkpoints: bool = True) -> bytes:
         """All that a request holds, as one self-contained blob: a finished copy that any backend can import.
 
@@ -564,7 +477,7 @@ class Cache:
         """
         return blobs.export(self._state, self._state.manager.check(request), checkpoints=checkpoints)
 
-    @_verb("import_request")
+    @verb("import_request")
     def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
         """Take in an exported request; generation goes on where it was.
 
@@ -614,7 +527,7 @@ class Cache:
         # The bytes are a finished copy: others need not wait for the disk.
         snapshot.write(path, self._snapshot(requests, checkpoints))
 
-    @_verb("save")
+    @verb("save")
     def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> list[bytes | memoryview]:
         chosen = [self._state.manager.check(request) for request in (self.requests if requests is None else requests)]
         return snapshot.to_parts(self._state, chosen, checkpoints=checkpoints)

@@ -6,7 +6,8 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from kvcore.cache.cache import Cache, create_cache
+from kvcore.cache.cache import Cache
+from kvcore.cache.create import create_cache
 from kvcore.cache.state import CacheState
 from kvcore.counts import as_count
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError

@@ -7,10 +7,11 @@ Map: whose turn it is (``take_turn``, ``mend``); requests that come and go (``ad
 ``take_prefix``); their parts in steps (``row``, ``index_of``); blocks and slots of the pools (``poison``).
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +32,9 @@ from kvcore.requests.prefix import Policy
 from kvcore.step import BlockTables, IndexShape, StepNumbers, StepRequest, build_index, columns_for, kept_index
 from kvcore.turns import Owner, locked, owner
 
+P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 LOOK_SECONDS = 0.05
 """How often a verb that waits for another thread's step looks whether somebody can still end it."""
@@ -446,3 +449,24 @@ def _allocated(ops: Ops) -> Pools:
             allowed=f"what {ops.device} has room for",
             hint=(str(error).splitlines() or [""])[0][:200],
         ) from error
+
+
+def verb(
+    name: str, *, in_step: bool = False
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Make a method of a cache a verb: it waits for its turn; see ``CacheState.take_turn``.
+
+    Args:
+        name: for messages.
+        in_step: whether the thread that has a step open may call it.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(method)
+        def turn(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            act = functools.partial(method, self, *args, **kwargs)
+            return self._state.take_turn(name, act, in_step=in_step)
+
+        return turn
+
+    return decorate
