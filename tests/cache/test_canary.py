@@ -199,6 +199,27 @@ def test_every_copy_of_a_row_is_looked_at():
         pool[request.slot, (row + copy * region.rows) * region.unit.places[0].stride] ^= 1
 
 
+@pytest.mark.parametrize("prefix", ["zero", "full", kvcore.Periodic(8)], ids=str)
+def test_rows_that_come_from_elsewhere_have_their_words(prefix, tmp_path):
+    cache = create(stories.MIXED, prefix=prefix)
+    prompt = list(range(100, 129))
+    first = cache.admit(prompt)
+    stories.tell(cache, {first: prompt[:16]})
+    stories.tell(cache, {first: prompt[16:]})
+    hit = cache.admit(prompt)
+    assert hit.length
+    stories.tell(cache, {hit: prompt[hit.length :]})
+    cache.save(tmp_path / "requests.kv")
+    loaded = kvcore.load(tmp_path / "requests.kv", backend="torch_triton", canary=1, prefix=prefix)
+    for one in (cache, loaded):
+        one.import_request(cache.export_request(first))
+        assert one.faults() == ()
+        stories.tell(one, {request: [1, 2, 3] for request in one.requests})
+        assert one.faults() == ()
+    perturbed(loaded, 0, "entries", loaded.requests[1], 8)
+    assert {fault.request for fault in loaded.faults()} == {loaded.requests[1]}
+
+
 def test_a_device_tells_later_and_the_next_step_hears_of_it(monkeypatch):
     class Late(Known):
         def ready(self):
