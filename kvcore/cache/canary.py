@@ -253,8 +253,9 @@ class Canary:
                     first = len(NUMBERS) + len(SPANS) * number + 2 * place
                     numbers[first : first + 2] = span
         bounds = -(-numbers[len(NUMBERS) :] // self._plan.canary)
-        most = int((bounds[1::2] - bounds[0::2]).max(initial=0))
-        return Asked(numbers.astype(np.uint32).view(np.int32), max(most, 0))
+        counts = bounds[1::2] - bounds[0::2]
+        most, sealed = (int(some.max(initial=0)) for some in (counts, counts[1::2]))
+        return Asked(numbers.astype(np.uint32).view(np.int32), most, seals=sealed > 0)
 
     def _watched(self, pools: Pools, index: StepIndex, asked: Asked) -> tuple[Pools, Found]:
         found = self._watch(pools, index, asked)

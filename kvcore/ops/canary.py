@@ -36,11 +36,13 @@ class Asked(NamedTuple):
         most: most sampled rows of a request in one of the spans.
         turn: a number that grows from look to look. A backend may then compare a part of the rows, in turns; of -1 it
             compares all of them.
+        seals: whether rows are to get words, which are never put off.
     """
 
     numbers: Array
     most: int
     turn: int = -1
+    seals: bool = True
 
 
 class Found(Protocol):

@@ -214,6 +214,34 @@ def in_turns():
         most, rows = max(map(len, turns)), {fault[2] for turn in turns for fault in turn}
         wrong = most != programs * ROWS or rows != {*range(21)}
         yield f"turns of {programs} programs", f"{most} at once, {sorted(rows)}" if wrong else ""
+    # Of several roles and requests some have their turn, the others the next; what is sealed is never put off.
+    requests = [StepRequest(0, 21, 1, [2, 0, 1]), StepRequest(1, 18, 1, [3, 5, 4]), StepRequest(2, 19, 1, [8, 7, 6])]
+    plan = plan_cache(CacheSpec(layers=[scene.classic()] * 5, block_tokens=8), max_requests=3, max_tokens=80, canary=1)
+    several = TritonOps(plan)
+    pools_of = several.allocate()
+    step = several.index(build_index(requests, max_blocks=plan.max_blocks))
+    starts = [row.start for row in requests]
+    numbers = np.array(
+        [[0, 1, 2], starts, [row.length for row in requests], [table_hash(row.blocks) for row in requests], [0] * 3,
+         starts, [0] * 3, [0] * 3], np.int64,
+    )  # fmt: skip
+    looked = Asked(numbers.astype(np.uint32).view(np.int32), 21)
+    launches.PROGRAMS = 4
+    seen = []
+    for seals in (False, True):
+        # 15 pairs in four parts, six rounds each.
+        turns = [several.watch(pools_of, step, looked._replace(turn=turn, seals=seals))[1].read() for turn in range(24)]
+        seen.append([{fault[:2] for fault in turn} for turn in turns])
+        rows = {fault for turn in turns for fault in turn}
+        every = {(role, request, row) for role in range(5) for request in range(3) for row in range(starts[request])}
+        wrong = rows != every or max(map(len, turns)) > 4 * ROWS
+        yield f"pairs in turns, seals {seals}", f"{len(rows)} rows, {sorted(map(len, turns))}" if wrong else ""
+    yield "the same with seals", "" if seen[0] == seen[1] else f"{seen}"
+    numbers[6:8] = [0] * 3, starts
+    sealing = Asked(numbers.astype(np.uint32).view(np.int32), 21, turn=5)
+    several.watch(pools_of, step, sealing)[1].read()
+    found = several.watch(pools_of, step, looked)[1].read()
+    yield "sealed at once", "" if found == [] else f"{found}"
     found = ops.watch(pools, index, asked)[1].read()
     yield "all at once", "" if {fault[2] for fault in found} == {*range(21)} else f"{found}"
     launches.PROGRAMS = held

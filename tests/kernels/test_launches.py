@@ -154,8 +154,8 @@ GIVEN = {
     "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},
     "join_shards": {},
     "watch_rows": {
-        "asked": Named("asked", (4096,)), "requests": Q, "sample": 16, "most": 8, "turn": 3, "narrow": False,
-        "roles": Named("roles", (5, 11)), "pieces": Named("pieces", (9, 10)),
+        "asked": Named("asked", (4096,)), "requests": Q, "sample": 16, "most": 8, "turn": 3, "seals": True,
+        "narrow": False, "roles": Named("roles", (5, 11)), "pieces": Named("pieces", (9, 10)),
     },
     "flash_rows": {"sizes": [128, 130, 64, 4, 64]},
 }  # fmt: skip

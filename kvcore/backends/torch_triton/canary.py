@@ -102,7 +102,7 @@ class Watcher:
         if room.done is not None:
             room.numbers.copy_(room.given, non_blocking=True)
         arrays = index.slots, index.starts, index.lengths, index.block_table
-        sizes = asked.numbers.shape[1], self._plan.canary, asked.most, asked.turn, tables.narrow
+        sizes = asked.numbers.shape[1], self._plan.canary, asked.most, asked.turn, asked.seals, tables.narrow
         calls().watch_rows(room.numbers, *arrays, tables.roles, tables.pieces, *sizes)
         if room.done is not None:
             room.report.copy_(room.numbers[size:], non_blocking=True)

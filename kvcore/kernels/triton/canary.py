@@ -32,28 +32,33 @@ SEED = tl.constexpr(check_words.SEED)
 FACTORS = tl.constexpr((WORD_FACTOR, POSITION_FACTOR))
 
 
-@triton.jit(do_not_specialize=["requests", "columns", "roles", "splits", "sample", "turn", "found"])
+@triton.jit(do_not_specialize=["requests", "columns", "pairs", "splits", "step", "parts", "sample", "turn", "found"])
 def watch_kernel(
-    asked_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, roles_ptr, pieces_ptr, requests, columns, roles, splits,
-    sample, turn, found, NARROW: tl.constexpr, MOST: tl.constexpr, NUMBERS: tl.constexpr, SPANS: tl.constexpr,
-    ROLE: tl.constexpr, PIECE: tl.constexpr, FAULT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    asked_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, roles_ptr, pieces_ptr, requests, columns, pairs, splits,
+    step, parts, sample, turn, found, NARROW: tl.constexpr, MOST: tl.constexpr, NUMBERS: tl.constexpr,
+    SPANS: tl.constexpr, ROLE: tl.constexpr, PIECE: tl.constexpr, FAULT: tl.constexpr, ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Compare the sampled rows of a role of a request with their words, then give others theirs; or look at the index.
 
     What is wrong is counted at ``found`` of ``asked``, and the first MOST are named behind that. With NARROW words are
-    put together from bytes. With a ``turn`` a program compares ROWS rows and no more: the next ones with the next.
+    put together from bytes. Of a ``turn`` a program compares ROWS rows and no more, and of every ``parts`` pairs of a
+    role and a request one does: the next ones with the next. ``pairs`` have programs, one in ``step``.
     """
-    split = tl.program_id(0) % splits
-    request = tl.program_id(0) // splits % requests
-    role = tl.program_id(0) // splits // requests
     found_ptr = asked_ptr + found
-    if role == roles:
-        if split == 0:
-            _look_at_index(
-                asked_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, found_ptr, request, requests, columns, MOST,
-                FAULT, WORDS,
-            )  # fmt: skip
+    number = tl.program_id(0) // splits
+    if number >= pairs:
+        request = tl.program_id(0) - pairs * splits
+        _look_at_index(
+            asked_ptr, slots_ptr, starts_ptr, lengths_ptr, table_ptr, found_ptr, request, requests, columns, MOST,
+            FAULT, WORDS,
+        )  # fmt: skip
     else:
+        split = tl.program_id(0) % splits
+        part = tl.maximum(turn, 0) % parts
+        pair = number * step + tl.where(step > 1, part, 0)
+        request, role = pair % requests, pair // requests
+        its_turn = pair % parts == part
         entry = roles_ptr + role * ROLE
         kind = tl.load(entry + 2).to(tl.int32)
         in_slots, rows = tl.load(entry + 3) != 0, tl.load(entry + 4).to(tl.int32)
@@ -69,9 +74,9 @@ def watch_kernel(
             end = (tl.maximum(tl.load(span + requests), 0) + sample - 1) // sample
             together = splits * ROWS
             in_turns = (turn >= 0) & (sealing == 0)
-            parts = tl.maximum((end - first + together - 1) // together, 1)
-            begin = first + split * ROWS + tl.where(in_turns, turn % parts * together, 0)
-            end = tl.where(in_turns, tl.minimum(end, begin + ROWS), end)
+            cycle = tl.maximum((end - first + together - 1) // together, 1)
+            begin = first + split * ROWS + tl.where(in_turns, turn // parts % cycle * together, 0)
+            end = tl.where(in_turns, tl.minimum(end, begin + tl.where(its_turn, ROWS, 0)), end)
             for some in range(begin, end, together):
                 inside = some + tl.arange(0, ROWS) < end
                 row = (some + tl.arange(0, ROWS)) * sample
