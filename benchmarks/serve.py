@@ -233,7 +233,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def compared(
     model: Any, count: int, rounds: int, rate: float, budget: int, wanted: Sequence[str] = LOADS
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for every load and way."""
     vocabulary, longest = model.config.vocab_size, SHARED + OWN + NEW
     together = [0.0] * count
@@ -249,7 +249,7 @@ def compared(
         ALONE: partial(by_generate, model, 1),
         **{name: partial(by_batching, model, count, longest, page) for page, name in PAGES.items()},
     }
-    rows, alone = list[dict[str, Any]](), list[list[int]]()
+    alone = list[list[int]]()
     for load, (prompts, apart) in ((load, loads[load]) for load in LOADS if load in wanted):
         found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         answers: dict[str, list[list[int]]] = {}
@@ -259,16 +259,14 @@ def compared(
                 if name == ALONE and (number or load == "arrivals"):
                     continue
                 some = FEW if name == ALONE else count
-                before = [] if number or rows else warm[:some]
+                before = [] if number or load != wanted[0] else warm[:some]
                 one, answers[name] = measured(open_way, prompts[:some], apart[:some], before)
                 found[name].append(one)
         # The prompts of ``arrivals`` are those of ``shared``, before it.
         alone = answers.get(ALONE, alone)
         for name, several in found.items():
             if several:
-                rows.append(row_of(load, name, several, answers[name], alone))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+                yield row_of(load, name, several, answers[name], alone)
 
 
 def row_of(
@@ -298,14 +296,14 @@ def ratios(rows: Sequence[dict[str, Any]], measure: str) -> dict[str, dict[str, 
     }
 
 
-def in_fp32(name: str, device: str, count: int, budget: int) -> str:
-    """How many of the first answers are those of one by one, by the model in fp32, where rounding decides little."""
+def in_fp32(name: str, device: str) -> str:
+    """How many answers are those of one by one, by the model in fp32, where rounding decides little."""
     model = model_of(name, device).float()
-    prompts = prompts_of(model.config.vocab_size, count, SHARED, OWN)
-    longest, at_once = SHARED + OWN + NEW, [0.0] * count
-    _, served = measured(partial(by_engine, model, count, longest, budget, DRAFTS), prompts, at_once)
-    _, alone = measured(partial(by_generate, model, 1), prompts[:FEW], at_once[:FEW])
-    return f"{sum(one == two for one, two in zip(served, alone, strict=False))} of {len(alone)}"
+    prompts, at_once = prompts_of(model.config.vocab_size, FEW, SHARED, OWN), [0.0] * FEW
+    way = partial(by_engine, model, FEW, SHARED + OWN + NEW, BUDGETS[device], DRAFTS)
+    _, served = measured(way, prompts, at_once)
+    _, alone = measured(partial(by_generate, model, 1), prompts, at_once)
+    return f"{sum(one == two for one, two in zip(served, alone, strict=True))} of {FEW}"
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -353,20 +351,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rounds": chosen.rounds,
         "arrivals_per_second": rate,
     }
-    record["rows"] = compared(model, chosen.concurrent, chosen.rounds, rate, BUDGETS[chosen.device], chosen.loads)
-    for measure in ("tokens_per_second", "tokens_per_cpu_second"):
-        record[f"times_the_{measure}"] = ratios(record["rows"], measure)
+    record["rows"] = rows = list[dict[str, Any]]()
+
+    def write() -> str:
+        """What there is so far, into the files; a run that is cut off leaves what it had."""
+        for measure in ("tokens_per_second", "tokens_per_cpu_second"):
+            record[f"times_the_{measure}"] = ratios(rows, measure)
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        if chosen.out is not None:
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            (chosen.out / f"serve_{chosen.device}.json").write_text(text, encoding="utf-8")
+            (chosen.out / f"serve_{chosen.device}.md").write_text(as_table(record), encoding="utf-8")
+        return text
+
+    for row in compared(model, chosen.concurrent, chosen.rounds, rate, BUDGETS[chosen.device], chosen.loads):
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        write()
     if model.dtype != torch.float32:
         del model
-        record["same_as_alone_in_fp32"] = in_fp32(
-            chosen.model, chosen.device, chosen.concurrent, BUDGETS[chosen.device]
-        )
-    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        engine_for.cache_clear()
+        record["same_as_alone_in_fp32"] = in_fp32(chosen.model, chosen.device)
+    text = write()
     print(text if chosen.json else as_table(record))
-    if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        (chosen.out / f"serve_{chosen.device}.json").write_text(text, encoding="utf-8")
-        (chosen.out / f"serve_{chosen.device}.md").write_text(as_table(record), encoding="utf-8")
 
 
 if __name__ == "__main__":
