@@ -9,6 +9,7 @@ from kvcore.portable.importer import decode_handle, encode_handle, pull
 from kvcore.portable.manifest import Manifest, Staged, stage
 from kvcore.portable.memory_regions import MemoryRegion, region_table
 from kvcore.portable.transport import Direct, FileTransport, Transport, publish
+from kvcore.sharding.regroup import import_shards
 
 # The names that they had first.
 Desk = Exporter
@@ -29,6 +30,7 @@ __all__ = [
     "Transport",
     "decode_handle",
     "encode_handle",
+    "import_shards",
     "publish",
     "pull",
     "region_table",

@@ -167,7 +167,12 @@ HANDOFF = (
     "tests/portable/test_hostile_peers.py",
     "tests/portable/test_moved_checkpoints.py",
 )
-SHARDS = ("tests/sharding/test_plans.py", "tests/sharding/test_digest.py", "tests/sharding/test_torch_distributed.py")
+SHARDS = (
+    "tests/sharding/test_plans.py",
+    "tests/sharding/test_regroup.py",
+    "tests/sharding/test_digest.py",
+    "tests/sharding/test_torch_distributed.py",
+)
 
 TRITON_CHECKS = {
     "address": sampled("append_window or store_entries or gather_all or append_kv"),

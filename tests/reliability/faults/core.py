@@ -637,6 +637,16 @@ TABLE = {
             "pages beyond the last are asked for",
         ),
     ],
+    "sharding/regroup.py": [
+        ("owner = theirs.owner(head)", "owner = 0", "all heads are the first shard's"),
+        ("                starts = [start + theirs.per_shard * size for start in starts]\n", "", "values are keys"),
+        (
+            "        if any((one.record.length,",
+            "        if False and any((one.record.length,",
+            "parts of two requests are one",
+        ),
+        ("    if bad:\n", "    if False:\n", "damaged parts are taken"),
+    ],
     "sharding/pages.py": [
         (
             "        return row // self.rows % self.shards\n",
