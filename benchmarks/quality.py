@@ -29,6 +29,7 @@ import language_model
 TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
 CONTEXT, STRIDE, CHUNK = 1024, 768, 128  # tokens
 ROWS = 4  # windows that are read side by side
+BLOCK = 64  # tokens
 BASELINE = "bf16"
 FORMATS: dict[str, str | dict[str, str]] = {
     "bf16": "bf16",
@@ -38,6 +39,9 @@ FORMATS: dict[str, str | dict[str, str]] = {
     "int8_row": "int8_row",
     "nf4_b64": "nf4_b64",
     "mxfp4": "mxfp4",
+    "int4_g32": "int4_g32",
+    "int4_ch64 keys, int4_g64 values": {"key": "int4_ch64", "value": "int4_g64"},
+    "int4_ch32 keys, int4_g32 values": {"key": "int4_ch32", "value": "int4_g32"},
     "int8_row keys, nf4_b64 values": {"key": "int8_row", "value": "nf4_b64"},
     "fp8_row keys, mxfp4 values": {"key": "fp8_row", "value": "mxfp4"},
 }
@@ -90,7 +94,7 @@ def score(model: Any, text: torch.Tensor, formats: str | dict[str, str]) -> Iter
     for some in range(0, len(found), ROWS):
         group = found[some : some + ROWS]
         ids = torch.stack([text[first : first + length] for first, _ in group])
-        with KVCache(model, batch=len(group), max_length=length, formats=formats, block_tokens=32) as cache:
+        with KVCache(model, batch=len(group), max_length=length, formats=formats, block_tokens=BLOCK) as cache:
             pieces = [model(piece, cache=cache).logits for piece in ids.split(CHUNK, dim=1)]
         for row, (first, scored) in enumerate(group):
             logits = torch.cat([piece[row] for piece in pieces])  # not of all rows: a window's take 200 MB
@@ -105,17 +109,19 @@ def measure(model: Any, text: torch.Tensor, prompts: Any, new: int, formats: str
         loss += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
         best.append(logits.argmax(-1))
     rows, length = prompts.input_ids.shape
-    cache = KVCache(model, batch=rows, max_length=length + new, formats=formats, block_tokens=32)
+    cache = KVCache(model, batch=rows, max_length=length + new, formats=formats, block_tokens=BLOCK)
     options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
     tokens = model.generate(**prompts, cache=cache, **options)[:, length:]
     size = float(bytes_per_token(cache.kv.spec))
-    parts = [part for _, _, component in cache.kv.spec.components() for part in component.parts]
+    # What is raw for a while, in rings, costs no bytes a token.
+    kept = [component for _, _, component in cache.kv.spec.components() if component.span is None]
+    elements = sum(part.heads * (part.format.dim or 0) / one.tokens_per_row for one in kept for part in one.parts)
     return Measured(
         perplexity=float(torch.tensor(loss / (len(text) - 1)).exp()),
         best=torch.cat(best),
         tokens=tokens,
         bytes_per_token=size,
-        bits=8 * size / sum(part.heads * (part.format.dim or 0) for part in parts),
+        bits=8 * size / elements,
         seconds=time.perf_counter() - start,
     )
 
