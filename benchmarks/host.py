@@ -417,7 +417,7 @@ def main() -> None:
     """Measure, print as JSON by line, and write all of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scenes", default="1x4096,8x4096,64x4096,256x4096")
+    parser.add_argument("--scenes", default="1x4096,8x4096,64x4096,256x4096,8x4096@64,1x1048576")
     parser.add_argument("--ways", default="", help="only these, separated by semicolons")
     parser.add_argument("--classic", action="store_true", help="classic models on the CPU, and nothing else")
     parser.add_argument("--steps", type=int, default=7)
