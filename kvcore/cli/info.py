@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from glob import glob
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvcore.cli.tables import print_table, say
@@ -45,6 +47,13 @@ ENVIRONMENT = (
     "TRITON_INTERPRET",
     "JAX_PLATFORMS",
 )
+
+JAX_DEVICES = (
+    ("tpu", ("libtpu",), "/dev/accel*"),
+    ("tpu", ("libtpu",), "/dev/vfio/[0-9]*"),
+    ("cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"), "/dev/nvidia[0-9]*"),
+)
+"""Platform of JAX, in its order -> the modules that serve it, and where its devices are seen."""
 
 EXAMPLES = """\
 examples:
@@ -114,6 +123,7 @@ def gather(*, probe: bool = False, timeout: float = PROBE_SECONDS, needs: "Needs
 
     found: dict = {**environment.describe(), "executable": sys.executable}
     found["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    found["jax_device"] = _jax_device()
     found["backends"], found["failed"] = [], {}
     try:
         from kvcore.plugins import CAPABILITIES, registry
@@ -169,6 +179,23 @@ def _probe(name: str, timeout: float) -> tuple[str | None, str]:
     return (None if reason is None else str(reason)), str(how)
 
 
+def _jax_device() -> str | None:
+    """Which device JAX would use, and why, as far as that is seen without importing it; None where it is not there."""
+    if find_spec("jax") is None:
+        return None
+    said = os.environ.get("JAX_PLATFORMS")
+    if said:
+        return f"{said.split(',')[0]} (JAX_PLATFORMS)"
+    for platform, modules, device in JAX_DEVICES:
+        there = [name for name in modules if find_spec(name) is not None]
+        nodes = sorted(glob(device))
+        if there and nodes:
+            return f"{platform} ({there[0]}, {nodes[0]})"
+        if nodes:
+            return f"cpu ({nodes[0]} is there, but none of {', '.join(modules)} is installed)"
+    return "cpu (no accelerator is seen)"
+
+
 def _without(words: list[str]) -> str:
     return f" (without {', '.join(words)})" if words else ""
 
@@ -177,6 +204,8 @@ def _print(found: dict) -> None:
     commit = f", commit {found['commit'][:12]}{found['commit'][40:]}" if found["commit"] else ""
     say(f"kvcore {found['kvcore']}{commit}, Python {found['python']}, {found['platform']}")
     say(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    if found["jax_device"]:
+        say(f"JAX would use: {found['jax_device']}")
     for name, value in found["environment"].items():
         say(f"{name}={value}")
     print()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 
@@ -346,6 +347,33 @@ def test_info(capsys, with_backends) -> None:
     text = capsys.readouterr().out
     assert "bad_plugin" in text
     assert "no_such_module is not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("modules", "nodes", "said", "wanted"),
+    [
+        pytest.param((), (), None, None, id="no jax"),
+        pytest.param(("jax",), (), None, "cpu (no accelerator is seen)", id="nothing"),
+        pytest.param(("jax",), ("/dev/nvidia0",), None, "cpu (/dev/nvidia0 is there, but none of ", id="no plug-in"),
+        pytest.param(
+            ("jax", "jax_cuda12_plugin"), ("/dev/nvidia0",), None, "cuda (jax_cuda12_plugin, /dev/nvidia0)", id="cuda"
+        ),
+        pytest.param(("jax", "libtpu"), ("/dev/accel0",), None, "tpu (libtpu, /dev/accel0)", id="tpu"),
+        pytest.param(("jax", "libtpu"), (), None, "cpu (no accelerator is seen)", id="a compiler alone"),
+        pytest.param(("jax", "libtpu"), ("/dev/accel0",), "cpu,tpu", "cpu (JAX_PLATFORMS)", id="said"),
+    ],
+)
+def test_info_says_which_device_jax_would_use(monkeypatch, capsys, modules, nodes, said, wanted) -> None:
+    from kvcore.cli import info
+
+    monkeypatch.setattr(info, "find_spec", lambda name: name in modules or None)
+    monkeypatch.setattr(info, "glob", lambda pattern: [node for node in nodes if fnmatch(node, pattern)])
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if said:
+        monkeypatch.setenv("JAX_PLATFORMS", said)
+    assert main(["info"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("JAX would use: ")]
+    assert lines == [] if wanted is None else lines[0].startswith(f"JAX would use: {wanted}")
 
 
 def test_info_probe_runs_each_backend_by_itself(capsys) -> None:
