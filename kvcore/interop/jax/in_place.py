@@ -28,7 +28,7 @@ TOPOLOGIES = {
 """Chip -> the smallest topology by which libtpu knows it."""
 
 MOVES = ("copy", "copy-start", "transpose")
-DTYPES = {"uint8": "u8", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "int8": "s8"}
+DTYPES = {"uint8": "u8", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8"}
 
 
 class InPlace(NamedTuple):
@@ -119,6 +119,8 @@ def _compile_for(chip: str, jitted: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _moves(text: str, pools: Sequence[Any]) -> list[str]:
+    # Integers are lengths and starts of views, of a few bytes for each sequence.
+    pools = [pool for pool in pools if str(pool.dtype) != "int32"]
     shapes = {f"{DTYPES.get(str(pool.dtype), pool.dtype)}[{','.join(map(str, pool.shape))}]" for pool in pools}
     found = []
     for line in text.splitlines():
