@@ -11,7 +11,7 @@ from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
-from kvcore.ops.arguments import like
+from kvcore.ops.arguments import likes
 
 
 class Alike:
@@ -37,15 +37,15 @@ class Alike:
 
     def append(self, handle: Any, k: Any, v: Any) -> None:
         """``append_kv``; rows like those of a layer before are not looked at again: a step is many small ones."""
-        context, writes, likes = handle._context, handle._writes, (like(k), like(v))
-        if self.at_once and likes in self.passed and not context.check and "kv" not in writes.own:
+        context, writes, found = handle._context, handle._writes, likes((k, v))
+        if self.at_once and found in self.passed and not context.check and "kv" not in writes.own:
             context.replace(handle._ops.append_kv(context.pools, handle._layer, context.index, k, v))
             writes.own["kv"] = k, v
             return
         checked = handle._rows("kv", (k, v))
         writes.append("kv", checked)
-        if checked[0] is k and checked[1] is v:
-            self.passed.append(likes)
+        if checked[0] is k and checked[1] is v and found is not None:
+            self.passed.append(found)
 
 
 class Handed:
