@@ -31,6 +31,8 @@ JAX_VERSIONS = {"0.10": "python3.11", "0.11": "python3.12", "0.12": "python3.13"
 """Version of JAX -> an interpreter that it runs on."""
 JAX_SAMPLE = ("requests", "device_loop", "stack", "view_attention", "mesh_modes", "shards")
 """Modules of the JAX suite that each version runs; ``tests_jax`` runs all of them on one."""
+JAX_CRASHES = {"0.11": ("mesh_modes", "shards")}
+"""What a version of JAX itself dies of: 0.11.2 of a segmentation fault on forced devices; 0.10.2 and 0.12.0 pass."""
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 # nox id -> (backend, extras, needs torch, which checks: an expression of pytest's -k, all of them if empty)
@@ -120,7 +122,8 @@ def tests_jax_versions(session: nox.Session, jax: str) -> None:
         *tests,
         external=True,
     )
-    chosen = [f"tests/jax_pallas/test_{name}.py" for name in JAX_SAMPLE]
+    names = [name for name in JAX_SAMPLE if name not in JAX_CRASHES.get(jax, ())]
+    chosen = [f"tests/jax_pallas/test_{name}.py" for name in names]
     session.run(inside, "-m", "pytest", "-q", *chosen, *session.posargs, env=QUICK_COMPILES, external=True)
 
 
