@@ -304,13 +304,13 @@ def mask(*, config: Any = None, allow_is_causal_skip: bool = True, **given: Any)
     )
 
 
-def facts_of(mask: Any, base: str, new: int, start: int) -> Facts | str:
+def facts_of(mask: Any, base: str, start: int) -> Facts | str:
     """What a mask says; else why that is not known."""
     if type(mask) is Deferred:
         return mask.source
     if mask is not None:
         return "a mask that is not known to be causal with padding at the left"
-    if new == 1 or (base == "sdpa" and not start):
+    if base == "sdpa" and not start:
         return PLAIN
     return "no mask for several tokens"
 

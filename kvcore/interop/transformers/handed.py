@@ -8,7 +8,7 @@ import torch
 
 from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import StepError
-from kvcore.interop.transformers.attention import Facts, Forward, facts_of, unknown
+from kvcore.interop.transformers.attention import PLAIN, Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
 from kvcore.ops.arguments import likes
@@ -146,7 +146,9 @@ class Handed:
             return f"{query.shape[2]} queries for {self._new} new tokens"
         if query.dtype not in ACCEPTED and query.dtype != torch.float16:
             return f"queries in {query.dtype}"
-        facts = facts_of(mask, forward.base, self._new, forward.start)
+        if mask is None and self._new == 1:
+            return PLAIN  # it sees what was handed out, which is what the layer keeps for it
+        facts = facts_of(mask, forward.base, forward.start)
         if isinstance(facts, str):
             return forward.memo.get("refused", facts)
         seen = facts.window if facts.window is not None and facts.window < end else None
