@@ -6,46 +6,28 @@ from typing import Any
 
 import torch
 
-from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import PLAIN, Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
-from kvcore.ops.arguments import likes
 
 
 class Alike:
     """What layers of equal components share in a forward.
 
     Attributes:
-        at_once: whether their rows are written as they come, and nothing is kept for an abort.
         columns: most keys that a query sees.
         outlines: of their keys and values.
-        passed: what the new rows of layers were like that needed no conversion.
     """
 
-    __slots__ = ("at_once", "columns", "outlines", "passed")
+    __slots__ = ("columns", "outlines")
 
     def __init__(self, layer: Any, handle: Any, keys: torch.Tensor) -> None:
         kv, (batch, _, new, _) = layer.component, keys.shape
-        self.at_once: bool = handle._writes.writing("kv") == AT_ONCE and handle._ops.in_place
         self.columns: int = handle._kv_columns(kv, ended=True)
         seen = len(layer._visible(new))
         key, value = (outline((batch, part.heads, seen, part.format.dim or 0), keys.dtype) for part in kv.parts)
         self.outlines = key, value
-        self.passed: list[Any] = []
-
-    def append(self, handle: Any, k: Any, v: Any) -> None:
-        """``append_kv``; rows like those of a layer before are not looked at again: a step is many small ones."""
-        context, writes, found = handle._context, handle._writes, likes((k, v))
-        if self.at_once and found in self.passed and not context.check and "kv" not in writes.own:
-            context.replace(handle._ops.append_kv(context.pools, handle._layer, context.index, k, v))
-            writes.own["kv"] = k, v
-            return
-        checked = handle._rows("kv", (k, v))
-        writes.append("kv", checked)
-        if checked[0] is k and checked[1] is v and found is not None:
-            self.passed.append(found)
 
 
 class Handed:
@@ -58,7 +40,7 @@ class Handed:
         alike = forward.memo.get(layer.kind)
         if alike is None:
             alike = forward.memo[layer.kind] = Alike(layer, handle, keys)
-        alike.append(handle, owner.give(by_token(keys)), owner.give(by_token(values)))
+        handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
         owner.hand_out(layer.number)
         self._layer = layer
         self._handle = handle
