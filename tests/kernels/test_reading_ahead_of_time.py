@@ -17,7 +17,7 @@ from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
-from kvcore.kernels.triton.topk import room_for, tile_for
+from kvcore.kernels.triton.topk import OTHERS, RANKED, room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from tests.support.ahead_of_time import AMD, ARCHITECTURES, check, kernels
@@ -164,8 +164,8 @@ def test_scores_compile(name, given, arch, size, record):
         found = check(
             record, f"{name}, {given}{f', size {size}' * codes}", kernel, arch, {**constants, **more}, **options
         )
-        # A tile of 256 keys takes all registers there are, and is the fastest all the same.
-        assert found.spilled_bytes <= (128 if codes else 64), found
+        # Tiles of 256 keys, and fp32 queries, take all registers there are, and are the fastest all the same.
+        assert found.spilled_bytes <= 128, found
 
 
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
@@ -188,7 +188,8 @@ def test_best_compiles(lists, slots, arch, record):
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (topk.rank_kernel, {"BLOCK": 64, "OTHERS": 64}),
+        (topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}),
+        (topk.sort_kernel, {"SLOTS": 1024}),
         (
             flash_index.flash_index_kernel,
             {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "WIDTH": 128, "BLOCK": 512},
@@ -196,7 +197,7 @@ def test_best_compiles(lists, slots, arch, record):
         *((attend.merge_kernel, {**MERGE, "PAIRS": pairs}) for pairs in (0, 32)),
         (attend.inverse_rope_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS}),
     ],
-    ids=["rank", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
+    ids=["rank", "sort", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
 )
 def test_small_kernels_compile(kernel, constants, arch, record, request):
     if "NATIVE" in inspect.signature(kernel.fn).parameters:

@@ -104,8 +104,14 @@ def check(
     assert found.shared_bytes <= shared, f"{kernel.fn.__name__}: {found}"
     _compare(record, case, kernel, f"sm_{arch}", found)
     for other in OTHERS.get(arch, ()):
-        _compare(record, case, kernel, other, resources_of_amd(compiled(kernel, other, constants, **options)))
+        known = {name: _without_tf32x3(value) for name, value in constants.items()}
+        _compare(record, case, kernel, other, resources_of_amd(compiled(kernel, other, known, **options)))
     return found
+
+
+def _without_tf32x3(constant: Any) -> Any:
+    """A constant for AMD's compiler, which has no products of fp32 in three tf32 ones."""
+    return constant._replace(precision="ieee") if getattr(constant, "precision", "") == "tf32x3" else constant
 
 
 def _compare(record: Record, case: str, kernel: Any, arch: str, found: Resources) -> None:

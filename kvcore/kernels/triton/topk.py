@@ -3,8 +3,8 @@
 1. A program holds a tile of a row in its threads. The tile's columns are dealt out to many hands; the k-th largest of
    the hands' best is a lower bound of the tile's k-th largest score, and mostly a close one. What reaches it is kept.
 2. Lists of a row are taken together in the same way until one is left.
-3. Each score of that list is ranked by counting those above it. Equal scores rank by column, so ranks are distinct and
-   the order in lists does not matter.
+3. Each score of that list is ranked by counting those above it, by several programs; where rows are so many that each
+   has but one, it sorts. Equal scores rank by column, so ranks are distinct and the order in lists does not matter.
 
 A score and its column are one 64-bit number, a pair: scores as integers of the same order, then columns, lowest first.
 
@@ -29,6 +29,8 @@ LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
 RANKED, OTHERS = 32, 128
 """Pairs that a program ranks at a time, and pairs that it compares them with."""
+MOST_SORTED = 2048
+"""Pairs that a program sorts in its registers."""
 
 
 class Tile(NamedTuple):
@@ -105,6 +107,11 @@ def merges(parts: int, room: int, most: int, k: int) -> tuple[Merge, ...]:
         found.append(Merge(parts, room, most, ceil_div(parts, fan), kept, tile_for(k, min(parts, fan) * most)))
         parts, room, most = found[-1].parts, kept, kept
     return tuple(found)
+
+
+def sorts(multiprocessors: int, rows: int, most: int) -> bool:
+    """True where a program a row fills the device, and lists of at most ``most`` pairs fit into its registers."""
+    return 3 * rows >= multiprocessors and most <= MOST_SORTED
 
 
 def shares_for(multiprocessors: int, rows: int, most: int) -> int:
@@ -306,3 +313,16 @@ def rank_kernel(indices_ptr, pairs_ptr, counts_ptr, line, k, parts, BLOCK: tl.co
         for first in range(count, k, BLOCK):
             at = first + tl.arange(0, BLOCK)
             tl.store(indices_ptr + token * k + at, tl.full([BLOCK], -1, tl.int32), mask=at < k)
+
+
+@triton.jit(do_not_specialize=["line", "k"])
+def sort_kernel(indices_ptr, pairs_ptr, counts_ptr, line, k, SLOTS: tl.constexpr):
+    """Columns by rank -> indices [rows, k <= SLOTS], -1 beyond the last; a program sorts a row's pairs.
+
+    Pairs are [rows, line], as many of them as counts [rows] say, SLOTS at most.
+    """
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    count = tl.load(counts_ptr + token)
+    pair = tl.sort(tl.load(pairs_ptr + token * line + at, mask=at < count, other=NO_PAIR), descending=True)
+    column = 0x7FFFFFFF - (pair & 0xFFFFFFFF).to(tl.int32)
+    tl.store(indices_ptr + token * k + at, tl.where(at < count, column, -1), mask=at < k)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
-from kvcore.kernels.triton.record import ceil_div
+from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.topk import (
     OTHERS,
     RANKED,
@@ -16,6 +16,7 @@ from kvcore.kernels.triton.topk import (
     room_for,
     rows_at_once,
     shares_for,
+    sorts,
     tile_for,
 )
 
@@ -39,6 +40,11 @@ def _best(tile: Tile, room: int, most: int) -> Kernel:
 @cache
 def _rank() -> Kernel:
     return Kernel(topk.rank_kernel, {"BLOCK": RANKED, "OTHERS": OTHERS}, writes=("indices",), fused=True)
+
+
+@cache
+def _sort(slots: int) -> Kernel:
+    return Kernel(topk.sort_kernel, {"SLOTS": slots}, 16, writes=("indices",))
 
 
 def _lists(to: Framework, room: tuple[Array, Array], pairs: int, counts: int, shape: tuple[int, int, int]):
@@ -95,5 +101,9 @@ def rank_lists(to: Framework, indices: Array, rows: int, lists: Lists, space: tu
             (one.given, one.line, k, enough(k), one.parts),
         )
         pairs, counts, room, most = merged, numbers, one.room, one.room
-    shares = shares_for(to.props(indices).multiprocessors, rows, most)
-    to.run(_rank(), (rows * shares,), (indices, pairs, counts), (room, k, shares))
+    multiprocessors = to.props(indices).multiprocessors
+    if sorts(multiprocessors, rows, most):
+        to.run(_sort(max(16, power_of_two(most))), (rows,), (indices, pairs, counts), (room, k))
+    else:
+        shares = shares_for(multiprocessors, rows, most)
+        to.run(_rank(), (rows * shares,), (indices, pairs, counts), (room, k, shares))
