@@ -244,9 +244,18 @@ def test_what_is_absent_has_a_stand_in(name):
         assert all(isinstance(value, Named) == key.endswith("_ptr") for key, value in given.items())
 
 
+def of_few_rows():
+    """A choice from few rows, whose lists several programs share."""
+    return recorded("select_rows", scores=Named("scores", (1, 100)))
+
+
+def test_few_rows_are_given_what_many_are():
+    assert not faults("select_rows", of_few_rows())
+
+
 def test_every_kernel_is_launched():
-    launched = {one.kernel.fn.__name__ for name in LAUNCHES for one, _, _ in recorded(name)}
-    assert launched == {*kernels()}
+    every = [*of_few_rows(), *(one for name in LAUNCHES for one in recorded(name))]
+    assert {one.kernel.fn.__name__ for one, _, _ in every} == {*kernels()}
 
 
 def test_a_launch_that_mixes_arrays_up_is_seen(monkeypatch):
