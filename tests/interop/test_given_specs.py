@@ -89,7 +89,7 @@ REFUSED = {
     "components that no model fills": (
         models.llama,
         CacheSpec(layers=[LayerSpec(index_tail=Tail(dim=8, ratio=4, overlap=False))] * 3),
-        "got index_tail; allowed: kv; entries;",
+        "got index_tail; allowed: kv; kv_tail, kv; entries;",
     ),
     "compression that the model does not do": (
         models.sliding,

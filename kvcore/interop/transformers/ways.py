@@ -108,7 +108,7 @@ def ways_of(kv: Cache, asked: Asked, against: str, *, dtype: torch.dtype, device
 
 def _of_layer(layer: LayerSpec, choice: Choice | None, dtype: torch.dtype, device: torch.device, asked: Asked) -> Ways:
     kv = layer.kv
-    if kv is None or layer.roles != ("kv",):
+    if kv is None or layer.conv is not None:
         reason = LATENT if layer.entries is not None or layer.window is not None else "a recurrent state, or nothing"
         if kv is not None:
             reason = "a recurrent part beside attention, which ends the layer's forward"
