@@ -16,13 +16,22 @@ FILES = ("encoding", "rows", "window", "tail", "entries", "indexer", "attention"
 
 BESIDE = {
     "reference": {
-        "encoding": {"scale_values", "dtype_of", "put"},
+        "encoding": {"group_values", "scale_values", "dtype_of", "put"},
         "rows": {"split_bytes", "join_bytes"},
         "tail": {"pool"},
     },
     "torch_triton": {
         # Of tensors what NumPy has, or what asks a GPU for nothing.
-        "encoding": {"scale_values", "spread", "within", "levels", "nf4_midpoints", "e2m1_edges", "plain_code"}
+        "encoding": {
+            "group_values",
+            "scale_values",
+            "spread",
+            "within",
+            "levels",
+            "nf4_midpoints",
+            "e2m1_edges",
+            "plain_code",
+        }
         | {"put", "reinterpret"},
         "rows": {"field", "split_bytes", "join_bytes", "of_request", "own_token", "numbers_from", "maximum", "blank"}
         | {"portions"},
@@ -33,14 +42,14 @@ BESIDE = {
         "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
-        "encoding": {"sylvester", "bytes_of"},
+        "encoding": {"large", "sylvester", "bytes_of"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
         | {"of", "visible", "numbered", "requests_like"},
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},
         "attention": {"inverse_rope", "read", "by_tokens", "no_keys", "finish"},
-        "kv": {"in_order", "seen_blocks"},
+        "kv": {"attend_in_place", "in_order", "seen_blocks"},
         "lifecycle": {"mix"},
     },
 }
