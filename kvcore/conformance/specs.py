@@ -40,11 +40,21 @@ def over_tokens_spec() -> CacheSpec:
     layers = [
         *(_kv_layer(format) for format in over),
         *(
-            LayerSpec(kv=KV(key_heads=2, key_dim=32, value_heads=1, value_dim=64, window=window, **formats))
-            for window, formats in (
-                (None, {"key_format": "int4_ch32", "value_format": "int4_g32"}),
-                (7, {"key_format": "bf16", "value_format": "int4_ch32"}),
-                (45, {"key_format": "int4_ch32", "value_format": "mxfp4"}),
+            LayerSpec(
+                kv=KV(
+                    key_heads=2,
+                    key_dim=32,
+                    value_heads=1,
+                    value_dim=64,
+                    window=window,
+                    key_format=of_keys,
+                    value_format=of_values,
+                )
+            )
+            for window, of_keys, of_values in (
+                (None, "int4_ch32", "int4_g32"),
+                (7, "bf16", "int4_ch32"),
+                (45, "int4_ch32", "mxfp4"),
             )
         ),
     ]

@@ -268,16 +268,16 @@ def _owned(own: Own | None, q: Array, request: Array, position: Array, first: Ar
     if own is None or not len(own.request):
         return state
     tokens, size = len(own.request), min(len(own.request), MOST_ROWS)
-    own, real = jax.tree.map(
+    padded, real = jax.tree.map(
         lambda array: jnp.pad(array, ((0, -tokens % size), *((0, 0),) * (array.ndim - 1))),
         (own, jnp.ones(tokens, jnp.bool_)),
     )
 
     def piece(number: Array, state: Softmax) -> Softmax:
-        rows, exist = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, number * size, size), (own, real))
+        rows, exist = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, number * size, size), (padded, real))
         valid = (rows.request[None] == request[:, None]) & (request >= 0)[:, None] & exist[None]
         valid &= (rows.position[None] >= jnp.maximum(first, 0)[:, None]) & (rows.position[None] <= position[:, None])
         keys, values = (jnp.swapaxes(part, 0, 1)[None] for part in (rows.keys, rows.values))
         return _more(state, q, keys, values, valid[None])
 
-    return lax.fori_loop(0, len(own.request) // size, piece, state)
+    return lax.fori_loop(0, len(padded.request) // size, piece, state)

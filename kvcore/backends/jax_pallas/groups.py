@@ -4,6 +4,8 @@ A query at position p sees what a request of p + 1 tokens holds. A trace knows s
 as could close in a step of its shape, and those that do not are read as zeros and written nowhere.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -20,7 +22,7 @@ Given = tuple[Array | None, Array | None]
 def append(layer: Layer, pools: Held, index: StepIndex, k: Array, v: Array) -> Held:
     """Code every group that the step completes, then store the step's rows raw at slot·R + p mod R."""
     ratio, tails, found = layer.component("kv").ratio, layer.regions["kv_tail"], closing(layer, index)
-    own = own_rows(layer, (k, v))
+    own: list[Any] = own_rows(layer, (k, v))
     before = pools
     if len(found.entry_index):
         groups = entries.untaken(index, found.request_index, found.entry_index, ratio)

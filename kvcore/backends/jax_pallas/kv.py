@@ -35,7 +35,8 @@ def gather_kv(
     """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
     if layer.over_tokens:
         positions = place.numbered(place.visible(layer.component("kv"), index), columns)
-        return *groups.gather(layer, pools, index, positions, (k, v)), positions
+        keys, values = groups.gather(layer, pools, index, positions, (k, v))
+        return keys, values, positions
     triton = verbs(pools.kernels)
     # The kernel's rings begin where the first query's window does, left padding or not.
     padded = layer.component("kv").span is not None and index.left_padding is not None

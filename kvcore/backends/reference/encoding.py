@@ -129,7 +129,7 @@ def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[
     missing = field.groups * field.width - field.size
     groups = np.concatenate([channels, np.repeat(channels[:, -1:], missing, axis=1)], axis=1)
     groups = groups.reshape(rows, field.groups, field.width)
-    finite = np.isfinite(groups).all(axis=2)
+    finite = np.asarray(np.isfinite(groups).all(axis=2))
     groups = np.where(finite[:, :, None], np.clip(groups, -limit, limit), np.float32(0))
     floor = np.float32(format.amax_floor)
     # What is nearer to zero than a scale can tell is zero.

@@ -6,6 +6,7 @@ no scale tells it anything of later tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from kvcore.pools import Pools
 
 def append(layer: LayerPlan, pools: Pools, index: StepIndex, k: np.ndarray, v: np.ndarray) -> Pools:
     """Code every group that the step completes, then store the step's rows raw at slot·R + p mod R."""
-    ratio, own = layer.component("kv").ratio, own_rows(layer, k, v)
+    ratio = layer.component("kv").ratio
+    own: list[Any] = own_rows(layer, k, v)
     for request, (start, length) in enumerate(zip(index.starts, index.lengths, strict=True)):
         for group in range(start // ratio, length // ratio):
             if (group + 1) * ratio <= index.stored[request]:

@@ -113,9 +113,11 @@ def attend_kv(
     else:
         gathered = gather_kv(layer, pools, index, k, v, columns=columns)
 
-        def rows_of(token: int) -> tuple[np.ndarray, np.ndarray]:
+        def all_rows(token: int) -> tuple[np.ndarray, np.ndarray]:
             keys, values, _ = gathered
             return keys[index.request_index[token]], values[index.request_index[token]]
+
+        rows_of = all_rows
 
     factor = np.float32(dim**-0.5 if scale is None else scale)
     out = np.zeros((tokens, heads, component.given[1].format.dim or 0), np.float32)

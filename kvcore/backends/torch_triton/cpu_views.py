@@ -507,7 +507,8 @@ def one_token_places(stored, regions, component, host) -> list[list[tuple[Any, A
     if key not in host.kept:
         found: list[list[tuple[Any, Any]]] | None = []
         for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
-            places = []
+            places: list[Any] = []
+            at: Any
             if length == start + 1 and length > host.padding[request]:
                 first = component.first_visible(start, host.padding[request])
                 for low, high, at in pieces(regions, stored, host, request, first, length):
@@ -528,7 +529,8 @@ def piece_place(stored: Lines, line: int, count: int) -> Place:
 
 def one_token(stored, places, q, scale):
     """As ``one_request`` for one token q [1, key heads, group, dim], whose numbers are looked at by the caller."""
-    total = logs = None
+    total: Any = None
+    logs: Any = None
     for place_of_keys, place_of_values in places:
         k, v = stored[0].rows.as_strided(*place_of_keys), stored[1].rows.as_strided(*place_of_values)
         part, part_logs = fused(q, k.to(torch.float32), v.to(torch.float32), scale=scale)

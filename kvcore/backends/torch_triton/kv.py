@@ -56,7 +56,8 @@ def gather_kv(
     component, regions = layer.component("kv"), layer.regions["kv"]
     if layer.over_tokens:
         positions = _positions_of(component, index, columns)
-        return *over_tokens.gather(layer, pools, index, positions, (k, v)), positions.int()
+        keys, values = over_tokens.gather(layer, pools, index, positions, (k, v))
+        return keys, values, positions.int()
     if k is None and v is None and not index.slots.is_cuda:
         found = cpu_views.gather(layer.ops, pools, regions, component, index, columns)
         if found is not None:

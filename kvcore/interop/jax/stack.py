@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SpecError
@@ -92,7 +93,7 @@ def init_stack(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
     first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
     if first.shape != (batch,):
         raise ShapeError(got=list(first.shape), where="init_stack: starts", allowed=f"shape {[batch]}")
-    if not isinstance(first, jax.core.Tracer):
+    if not isinstance(first, Tracer):
         check_range("init_stack: starts", first, max_length)
     shape = len(spec.layers), batch
     own = {"lengths": jnp.zeros(shape, jnp.int32), "starts": jnp.tile(first[None], (shape[0], 1))}

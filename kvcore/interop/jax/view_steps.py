@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def attend_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
     ops, new, ring = kind.ops, given[0].shape[1], kind.ring_rows
     if ring is not None and ops.kernels != "portable":
         return _attend_to(append_kv(kind, state, given, count), asked)
-    span = kind.length if ring is None else kind.layer.kv.span  # type: ignore[union-attr]
+    span: Any = kind.length if ring is None else kind.layer.kv.span  # type: ignore[union-attr]
     index, after = _step(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
     query, most = ops.from_batch(index, asked.query), min(kind.length, span + new)
