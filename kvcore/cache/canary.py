@@ -52,7 +52,8 @@ class Fault(NamedTuple):
         request: whose.
         what: ``row``: bytes of a row, or which row lies there; ``slot``, ``length`` or ``blocks``: what says where the
             request's rows lie, in the cache's table or in a step's index.
-        layer, role: of the row, in the layer that owns the pool; None where it is no row.
+        layer: of the row, the one that owns the pool; None where it is no row.
+        role: of the row; None likewise.
         position: of the row's token, or of an entry's first; None likewise.
     """
 

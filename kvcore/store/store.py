@@ -30,6 +30,7 @@ class BlockStore:
         damaged: keys of pages that did not verify, and are gone.
 
     Example:
+        >>> from kvcore.store import BlockStore, HostTier
         >>> store = BlockStore([HostTier(1 << 20)])
         >>> store.put(b"a" * 32, b"a page")
         >>> bytes(store.get(b"a" * 32)), store.get(b"b" * 32), store.longest([b"a" * 32, b"b" * 32])
