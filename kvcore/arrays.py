@@ -10,7 +10,7 @@ from kvcore.errors import ShapeError
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """Copy an array of any backend to the host as NumPy; bf16 comes as ml_dtypes' bfloat16.
+    """Copy an array of any backend to the host as NumPy; bf16 and e4m3 come as ml_dtypes'.
 
     Raises:
         ShapeError: an array that means more than its values: masked, sparse, quantised, without data.
@@ -28,6 +28,10 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
             import ml_dtypes
 
             return array.view(torch.int16).numpy().copy().view(ml_dtypes.bfloat16)
+        if array.dtype == torch.float8_e4m3fn:
+            import ml_dtypes
+
+            return array.view(torch.uint8).numpy().copy().view(ml_dtypes.float8_e4m3fn)
         return array.numpy().copy()
     return np.array(array)
 

@@ -211,7 +211,14 @@ def test_bf16_arrays_come_back_to_the_bit() -> None:
     assert np.array_equal(kvcore.to_numpy(tensor).view(np.uint16), array.view(np.uint16))
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, object, "U3"], ids=["fp8", "objects", "text"])
+def test_e4m3_arrays_come_back_to_the_bit() -> None:
+    array = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    tensor = create().asarray(array)
+    assert tensor.dtype == torch.float8_e4m3fn
+    assert np.array_equal(kvcore.to_numpy(tensor).view(np.uint8), array.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3, object, "U3"], ids=["fp8", "objects", "text"])
 def test_a_dtype_that_torch_does_not_have_is_refused(dtype: object) -> None:
     with pytest.raises(ShapeError, match="dtype"):
         create().asarray(np.zeros(3).astype(dtype))

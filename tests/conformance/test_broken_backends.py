@@ -3,7 +3,7 @@
 import pytest
 
 from kvcore import parity
-from kvcore.conformance.specs import conformance_spec
+from kvcore.conformance.specs import conformance_spec, over_tokens_spec
 from kvcore.spec import KV, CacheSpec, Conv, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from tests.conformance import broken
 
@@ -191,5 +191,6 @@ def test_every_mistake_is_used() -> None:
 def test_suite_spec_holds_every_registered_format() -> None:
     from kvcore.spec import FORMATS
 
-    held = {part.format.name for _, _, component in conformance_spec().components() for part in component.parts}
+    specs = conformance_spec(), over_tokens_spec()
+    held = {part.format.name for spec in specs for _, _, component in spec.components() for part in component.parts}
     assert held >= set(FORMATS)

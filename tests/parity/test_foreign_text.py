@@ -142,6 +142,7 @@ def test_plug_ins_are_shown_and_not_obeyed(capsys):
             "platform": EVIL,
             "commit": None,
             "versions": {EVIL: EVIL},
+            "jax_device": EVIL,
             "environment": {"KVCORE_BACKEND": EVIL},
             "backends": [{**backend, "devices": [EVIL], "can_run": None, "priority": None, "not_declared": [EVIL]}],
             "failed": {EVIL: EVIL},

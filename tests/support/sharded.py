@@ -179,7 +179,7 @@ FAULTS = {
     "the sink on every shard": ("merge", _sink_twice),
     "no merge of picks": ("top", _own_picks),
     "the window of every shard": ("merge", _window_everywhere),
-    "rows of others missing": ("pick", _not_from_others),
+    "rows of others missing": ("from_owner", _not_from_others),
 }
 
 
