@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.codes import float_bits
+from kvcore.kernels.triton.device import INTERPRETED
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 
 LARGEST_K = 4096
@@ -29,8 +30,8 @@ LISTS_AT_ONCE = 2048
 """Lists that are kept at a time: the workspace need not grow with a prompt."""
 RANKED, OTHERS = 32, 128
 """Pairs that a program ranks at a time, and pairs that it compares them with."""
-MOST_SORTED = 2048
-"""Pairs that a program sorts in its registers."""
+MOST_SORTED = 64 if INTERPRETED else 2048
+"""Pairs that a program sorts in its registers; the interpreter compares them one by one, in Python."""
 
 
 class Tile(NamedTuple):
