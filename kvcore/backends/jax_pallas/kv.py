@@ -116,7 +116,7 @@ def attend_kv(
             return Attention(out.astype(q.dtype), lse)
     elif pools.kernels in TILED and k is not None and not layer.over_tokens:
         fall_back(pools.kernels, "attend_kv", "k and v are given")
-    if pools.kernels == "portable" and not layer.over_tokens and len(q) and index.block_table.shape[1]:
+    if pools.kernels == "portable" and not layer.over_tokens and q.size and index.block_table.shape[1]:
         out, lse = attend_in_place(q, factor, sink, layer, columns, (dict(pools), index, k, v, None))
     else:
         out, lse = _gathered(q, factor, sink, layer, columns, (pools, index, k, v, None))

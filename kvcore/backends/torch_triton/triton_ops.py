@@ -66,6 +66,9 @@ def of_none(name: str) -> Any:
 
     def run(self: Any, *given: Any, **options: Any) -> Any:
         way = self.ways[name][None]
+        if torch.compiler.is_compiling():
+            # What it launches are operators that a compiler knows; how calls are replayed is not.
+            way = getattr(getattr(way, "__self__", None), "way", way)
         if not torch.is_grad_enabled():
             return way(self, *given, **options)
         with torch.no_grad():
