@@ -8,6 +8,9 @@ import numpy as np
 
 from kvcore.errors import ShapeError
 
+BITS_OF = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+"""Dtypes that torch and ml_dtypes have by these names, and NumPy has not -> those by which their bits are exchanged."""
+
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """Copy an array of any backend to the host as NumPy; bf16 and e4m3 come as ml_dtypes'.
@@ -24,14 +27,11 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         array = array.detach().cpu()
-        if array.dtype == torch.bfloat16:
+        name = str(array.dtype).removeprefix("torch.")
+        if name in BITS_OF:
             import ml_dtypes
 
-            return array.view(torch.int16).numpy().copy().view(ml_dtypes.bfloat16)
-        if array.dtype == torch.float8_e4m3fn:
-            import ml_dtypes
-
-            return array.view(torch.uint8).numpy().copy().view(ml_dtypes.float8_e4m3fn)
+            return array.view(getattr(torch, BITS_OF[name])).numpy().copy().view(getattr(ml_dtypes, name))
         return array.numpy().copy()
     return np.array(array)
 

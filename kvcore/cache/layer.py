@@ -35,10 +35,10 @@ from kvcore.ops import (
 )
 from kvcore.ops.arguments import (
     FLOATS,
+    INDEX_QUERIES,
     check_array,
     check_finite,
     check_float,
-    check_index_query,
     check_indices,
     check_number,
     check_rope,
@@ -705,7 +705,7 @@ class LayerHandle:
         if key not in context.passed:
             keys: IndexKeys = self._component("index_keys", IndexKeys)
             given = q, weights
-            q = check_index_query(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim))
+            q = check_float(self._ops, q, f"{verb}: q", (self._tokens, None, keys.dim), dtypes=INDEX_QUERIES)
             weights = check_float(self._ops, weights, f"{verb}: weights", (self._tokens, q.shape[1]))
             context.passes(key, given, (q, weights))
         keys = self._spec.index_keys  # type: ignore[assignment]

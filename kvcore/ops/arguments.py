@@ -21,8 +21,10 @@ from kvcore.spec.codes import CODES, RULES
 from kvcore.spec.components import Component
 
 Array = Any
-FLOATS = ("float32", "bfloat16")
-E4M3 = "float8_e4m3fn"
+FP32 = ("float32",)
+FLOATS = (*FP32, "bfloat16")
+INDEX_QUERIES = (*FLOATS, "float8_e4m3fn")
+"""Of an indexer's queries: those in e4m3 come without scales, which are part of the weights."""
 INTEGERS = ("int32", "int64")
 
 
@@ -97,18 +99,12 @@ def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
     return len(got) == len(shape) and all(want in (None, size) for size, want in zip(got, shape, strict=True))
 
 
-def check_float(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, only_fp32: bool = False) -> Array:
-    """A float input to be stored or attended with, that no gradient is asked of: fp32, or bf16 unless ``only_fp32``."""
-    found = check_array(ops, array, where, shape, FLOATS[:1] if only_fp32 else FLOATS)
+def check_float(
+    ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], *, dtypes: tuple[str, ...] = FLOATS
+) -> Array:
+    """A float input to be stored or attended with, that no gradient is asked of."""
+    found = check_array(ops, array, where, shape, dtypes)
     if found is not array:  # a backend's own array passes through, unless something is recorded of it
-        check_constant(array, where)
-    return found
-
-
-def check_index_query(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...]) -> Array:
-    """Queries of an indexer, fp32, bf16 or e4m3 without scales: what those were is part of the weights."""
-    found = check_array(ops, array, where, shape, (*FLOATS, E4M3))
-    if found is not array:
         check_constant(array, where)
     return found
 
@@ -175,7 +171,7 @@ def check_rows(ops: Ops, layer: LayerPlan, role: str, values: Sequence[Any], tok
             got=f"{len(values)} arrays", where=f"{where}: {role}", allowed=f"{len(inputs)}, one for each part"
         )
     return tuple(
-        check_float(ops, value, given.where, (tokens, *given.shape), only_fp32=given.exact)
+        check_float(ops, value, given.where, (tokens, *given.shape), dtypes=FP32 if given.exact else FLOATS)
         for given, value in zip(inputs, values, strict=True)
     )
 

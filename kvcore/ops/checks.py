@@ -17,10 +17,10 @@ from kvcore.errors import ShapeError, StepError
 from kvcore.ops import Ops, Paging, RawRows, StepIndex
 from kvcore.ops.arguments import (
     FLOATS,
+    INDEX_QUERIES,
     check_array,
     check_constant,
     check_float,
-    check_index_query,
     check_integers,
     check_number,
     check_rope,
@@ -190,8 +190,9 @@ def _query(call: Call, value: Any) -> Any:
     """Queries [T, H, d] against the keys of the verb's role."""
     component: Any = call.component(*LAYERS[call.verb])
     classic = component is call.spec.kv
-    check = check_index_query if component is call.spec.index_keys else check_float
-    q = check(call.ops, value, call.where, (call.tokens, None, component.key_dim if classic else component.dim))
+    dtypes = INDEX_QUERIES if component is call.spec.index_keys else FLOATS
+    shape = call.tokens, None, component.key_dim if classic else component.dim
+    q = check_float(call.ops, value, call.where, shape, dtypes=dtypes)
     call.heads = q.shape[1]
     for part in component.parts if classic else ():
         if q.shape[1] % part.heads:

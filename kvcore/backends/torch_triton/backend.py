@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcore.arrays import BITS_OF
 from kvcore.backends.torch_triton import (
     attention,
     cpu_views,
@@ -36,8 +37,6 @@ WITHOUT_KERNEL = (
 """Verbs that are torch operations on every device."""
 
 
-OF_BITS = {"bfloat16": (np.int16, torch.bfloat16), "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn)}
-"""Dtypes of ml_dtypes -> NumPy's of the same width, by which torch takes them, and torch's own."""
 OF_VIEWS = ("append_kv", "gather_kv", "kv_view", "append_kv_view", "attend_kv")
 """Verbs that read, on the CPU, rows where they lie if they can."""
 
@@ -199,14 +198,15 @@ class TorchOps(Decided, Ops):
             # A kernel reads what lies there; a tensor may say that it is the negative of that.
             return array.resolve_neg() if array.is_neg() else array
         host = np.array(array, order="C")
-        bits, dtype = OF_BITS.get(host.dtype.name, (None, None))
+        name = host.dtype.name
+        bits = BITS_OF.get(name)
         # Like the pools: an array made in inference mode may become a pool that is written to outside it.
         with torch.inference_mode(False):
             try:
                 tensor = torch.from_numpy(host.view(bits) if bits else host)
             except TypeError:
                 raise ShapeError(got=f"dtype {host.dtype}", where="array", allowed="a dtype that torch has") from None
-            return (tensor.view(dtype) if bits else tensor).to(self.device)
+            return (tensor.view(getattr(torch, name)) if bits else tensor).to(self.device)
 
     def index(self, host):
         """The step index on the device, moved there as one buffer, without waiting for the device."""
