@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -211,18 +212,33 @@ class Line(NamedTuple):
     time: int
 
 
+FINALIZE = weakref.finalize.__call__.__code__
+
+
 class Lines:
-    """Watches the lines of kvcore that something comes to; raises at one of them."""
+    """Watches the lines of kvcore that something comes to; raises at one of them.
+
+    What a finaliser runs is left alone: nobody is told of what is raised there.
+    """
 
     def __init__(self, at: int | None = None) -> None:
         self.seen: list[Line] = []
         self._at = at
         self._count = 0
         self._times: Counter[tuple[str, int]] = Counter()
+        self._finalisers = 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         del event, argument
-        return self._line if frame.f_code.co_filename.startswith(KVCORE) else None
+        if frame.f_code is FINALIZE:
+            self._finalisers += 1
+            return self._finaliser
+        return self._line if frame.f_code.co_filename.startswith(KVCORE) and not self._finalisers else None
+
+    def _finaliser(self, frame: FrameType, event: str, argument: Any) -> Any:
+        del frame, argument
+        self._finalisers -= event == "return"
+        return self._finaliser
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         del argument
@@ -239,7 +255,8 @@ class Lines:
 
 def watched(act: Callable[[], Any], lines: Lines) -> bool:
     """Run something under a watch; True if it was interrupted."""
-    before = sys.gettrace()
+    before, torch = sys.gettrace(), sys.modules.get("torch")
+    recorded = torch is not None and torch.is_grad_enabled()
     with warnings.catch_warnings():
         # Between the last line of a ``with`` and the end of it, a file is left to be closed as it goes, which warns.
         warnings.simplefilter("ignore", ResourceWarning)
@@ -258,6 +275,9 @@ def watched(act: Callable[[], Any], lines: Lines) -> bool:
             return True
         finally:
             sys.settrace(before)
+            if torch is not None:
+                # Between the last line of a ``with torch.no_grad()`` and its end, nobody ends it.
+                torch.set_grad_enabled(recorded)
     return False
 
 
