@@ -136,18 +136,27 @@ class GivenManager(Manager):
                 self.check_writable("step")
                 self.pages.check(self.pages.tables_of(request), place.length, place.length + count, "step")
                 self.pages.check_alone(request, place.length, place.length + count)
+        taken: set[int] = set()
         for number, (request, place) in enumerate(zip(opening.requests, opening.places, strict=True)):
             column, held = place.length // self.plan.block_tokens, len(place.blocks)
             if opening.counts[number] and column < held and self.blocks.holders(place.blocks[column]) > 1:
-                raise RequestError(
-                    got=f"tokens of request {request.id} in block {place.blocks[column]}, which others have too",
-                    where="step",
-                    allowed="blocks of its own for what is written",
-                    hint="Let the engine copy the block and admit the request with the copy.",
-                )
-            coming += self.blocks_given(request)[held : held + opening.more.get(number, 0)]
+                raise _of_others(request, place.blocks[column], "step")
+            more = self.blocks_given(request)[held : held + opening.more.get(number, 0)]
+            self._check_alone(request, more, taken, "step")
+            coming += more
         self._given_blocks.coming = coming
         return super().grow(opening)
+
+    def _check_alone(self, request: Request, blocks: Sequence[int], taken: set[int], where: str) -> None:
+        """Refuse new blocks that somebody has already, or that are ``taken`` on the way; then these are, too.
+
+        Raises:
+            RequestError: naming the block.
+        """
+        for block in blocks:
+            if self.blocks.holders(block) or block in taken:
+                raise _of_others(request, block, where)
+            taken.add(block)
 
     def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
         """In the blocks that it was given."""
@@ -155,7 +164,10 @@ class GivenManager(Manager):
         if self.pages.coming is None:
             self.check_writable("import_request")
         given = self.given.get(request, self.coming)
-        self._given_blocks.coming = list(given[len(taken.blocks) :])
+        coming = given[len(taken.blocks) :]
+        if self.pages.coming is None:
+            self._check_alone(request, coming[: self.plan.blocks_for(taken.length)], set(), "import_request")
+        self._given_blocks.coming = list(coming)
         super().take_over(request, place, taken)
 
     def release(self, request: Request) -> list[int]:
@@ -163,3 +175,12 @@ class GivenManager(Manager):
         self.given.pop(request, None)
         self.pages.tables.pop(request, None)
         return super().release(request)
+
+
+def _of_others(request: Request, block: int, where: str) -> RequestError:
+    return RequestError(
+        got=f"tokens of request {request.id} in block {block}, which others have too",
+        where=where,
+        allowed="blocks of its own for what is written",
+        hint="Let the engine copy the block and admit the request with the copy.",
+    )

@@ -15,7 +15,7 @@ from kvcore.adoption.descriptor import Stretch
 from kvcore.adoption.memory import Tensor
 from kvcore.adoption.regions import field_view
 from kvcore.arrays import to_numpy
-from kvcore.counts import as_count
+from kvcore.counts import as_integer
 from kvcore.errors import OutOfBlocks, RequestError, ShapeError
 from kvcore.plan import CachePlan
 from kvcore.portable.rows import HostRows, read_rows
@@ -132,8 +132,9 @@ class Pages:
         found: dict[Key, Table] = {}
         for (layer, role), kind in self.kinds.items():
             pages = given.get(f"{layer}.{role}", given.get(role, ()))
-            table = tuple(-1 if (count := as_count(page)) is None else count for page in pages)
-            wrong = [page for page, count in zip(pages, table, strict=True) if count < 0 and int(page) != -1]
+            numbers = [as_integer(page) for page in pages]
+            table = tuple(-1 if number is None else number for number in numbers)
+            wrong = None in numbers or min(table, default=0) < -1
             there = [count for count in table if count >= 0]
             if wrong or max(there, default=0) >= kind.units or len(set(there)) < len(there):
                 raise ShapeError(

@@ -64,6 +64,36 @@ def test_blocks_that_two_requests_have_are_read_by_both_and_written_by_none(cach
     tell(cache, third, 1)
 
 
+def test_blocks_that_are_given_and_another_s_are_not_written(cache):
+    first = cache.admit(blocks=[1, 2], length=20)
+    second = cache.admit(blocks=[3, 2], length=10)
+    before = cache.digest([first])
+    with pytest.raises(RequestError, match="block 2, which others have too"):
+        tell(cache, second, 16)
+    other = cache.admit(blocks=[4, 2])
+    with pytest.raises(RequestError, match="block 2, which others have too"):
+        cache.import_request(cache.export_request(first), into=other)
+    assert (second.length, cache.digest([first])) == (10, before)
+    tell(cache, second, 6)
+    cache.release(first)
+    tell(cache, second, 10)
+    # One block in two places of a history, or in two requests of a step.
+    cache.give(second, [3])
+    with pytest.raises(RequestError, match="block 3, which others have too"):
+        tell(cache, second, 10)
+    cache.release(second)
+    one = cache.admit(blocks=[5])
+    cache.give(other, [5])
+    cache.give(one, [6])
+    cache.give(one, [6])
+    with pytest.raises(RequestError, match="block 6, which others have too"):
+        tell(cache, one, 40)
+    assert (one.length, one.blocks) == (0, ())
+    with pytest.raises(RequestError, match="block 5, which others have too"), cache.step({one: 16, other: 33}):
+        pass
+    tell(cache, one, 16)
+
+
 def test_a_fork_reads_and_does_not_write(cache):
     request = cache.admit(blocks=[1, 2], length=20)
     fork = cache.fork(request)

@@ -172,7 +172,16 @@ def test_a_rollback_goes_no_further_than_is_known_to_be_there():
         cache.truncate(request, 39)
 
 
-WRONG = ({"kv": [1]}, {"window": [20]}, {"window": [-2]}, {"window": [1, 1]}, {"window": [1.5]})
+WRONG = (
+    {"kv": [1]},
+    {"window": [20]},
+    {"window": [-2]},
+    {"window": [1, 1]},
+    {"window": [1.5]},
+    {"window": [-1.5]},
+    {"window": ["-1"]},
+    {"window": [None]},
+)
 
 
 @pytest.mark.parametrize("pages", WRONG)

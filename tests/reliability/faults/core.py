@@ -474,6 +474,7 @@ TABLE = {
     ],
     "adoption/given.py": [
         ("self.blocks.holders(place.blocks[column]) > 1", "False", "a block of two is written"),
+        ("if self.blocks.holders(block) or block in taken:", "if False:", "another's block is taken"),
         ("        if len(taken) < count:\n", "        if False:\n", "nobody says that blocks are missing"),
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
         ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
