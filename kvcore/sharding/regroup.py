@@ -123,7 +123,8 @@ def _regrouped(whole: CacheSpec, shares: Sequence[Share], rank: int, ranks: int)
     content: Rows = {}
     for layer, role, component in owned(whole):
         key = layer, role
-        rows, positions = shares[0].rows[key]
+        held = _common([share.rows[key] for share in shares])
+        rows, positions = held[0]
         if component.split_by_heads:
             parts: list[np.ndarray[Any, Any]] = []
             starts = [0] * len(shares)
@@ -132,8 +133,21 @@ def _regrouped(whole: CacheSpec, shares: Sequence[Share], rank: int, ranks: int)
                 for head in Heads(part.heads, ranks).on(rank):
                     owner = theirs.owner(head)
                     begin = starts[owner] + theirs.local(head) * size
-                    parts.append(shares[owner].rows[key].rows[:, begin : begin + size])
+                    parts.append(held[owner].rows[:, begin : begin + size])
                 starts = [start + theirs.per_shard * size for start in starts]
             rows = np.concatenate(parts, axis=1)
         content[key] = HostRows(rows, positions)
     return content
+
+
+def _common(held: list[HostRows]) -> list[HostRows]:
+    """The rows that all shards have: one that can be rolled back further has more of a ring."""
+    positions = held[0].positions
+    if all(np.array_equal(one.positions, positions) for one in held[1:]):
+        return held
+    there = {*positions}.intersection(*(one.positions for one in held))
+    found: list[HostRows] = []
+    for one in held:
+        kept = [number for number, position in enumerate(one.positions) if position in there]
+        found.append(HostRows(one.rows[kept], [one.positions[number] for number in kept]))
+    return found

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.errors import OutOfBlocks, ShapeError, SnapshotError, SpecError
+from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SnapshotError, SpecError
 from kvcore.handoff import import_shards
 from kvcore.sharding import Heads
 from kvcore.spec import presets
@@ -54,6 +54,17 @@ def test_every_shard_has_the_rows_of_its_heads(sources, targets):
         request = import_shards(cache, blobs, whole=WHOLE, rank=rank, ranks=targets)
         own = cache_of(targets, 8)
         assert cache.digest([request]) == own.digest([told(own, targets, rank)])
+
+
+@pytest.mark.parametrize("drafts", [(0, 4), (4, 0)])
+def test_shards_that_can_be_rolled_back_differently_give_what_all_of_them_have(drafts):
+    sources = [cache_of(2, max_draft_tokens=count) for count in drafts]
+    blobs = [cache.export_request(told(cache, 2, rank)) for rank, cache in enumerate(sources)]
+    cache, own = cache_of(1, max_draft_tokens=4), cache_of(1)
+    request = import_shards(cache, blobs, whole=WHOLE)
+    assert cache.digest([request]) == own.digest([told(own, 1, 0)])
+    with pytest.raises(RollbackError):
+        cache.truncate(request, TOKENS - 1)
 
 
 def test_what_is_refused_changes_nothing():
