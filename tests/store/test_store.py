@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -193,4 +192,3 @@ def test_processes_that_are_killed_tear_nothing(tmp_path):
             # The last one that was acknowledged, or the next one, which was being written.
             assert store.get(key(place)) in (page(newest, 5000), page(newest + 7, 5000))
         assert store.damaged == []
-    assert isinstance(tmp_path, Path)
