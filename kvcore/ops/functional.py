@@ -199,7 +199,9 @@ def _key(door: FunctionalOps, name: str, arguments: tuple[Any, ...], options: di
     pools, layer, index, *given = arguments
     if type(layer) is not int or pools.__class__ is not Pools or index.__class__ is not StepIndex:
         return None
-    if index.paging is not door.paging or any(pools[name].shape != shape for name, shape in door.shapes(layer)):
+    if index.paging is not door.paging or any(
+        name not in pools or pools[name].shape != shape for name, shape in door.shapes(layer)
+    ):
         return None
     like = likes((*given, *options.values()))
     if like is None:

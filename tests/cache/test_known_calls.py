@@ -6,6 +6,7 @@ import torch
 
 import kvcore
 from kvcore.errors import ShapeError, StepError
+from kvcore.pools import Pools
 from kvcore.spec import presets
 
 LAYERS = {
@@ -217,7 +218,7 @@ def test_functional_verbs_look_at_what_differs():
     strange = world.other.step({world.other.admit(): TOKENS}).index
     wrong = {
         "k": [change(some(2, 8)) for change in WRONG.values()] + [some(2, 8).requires_grad_()],
-        "pools": [world.other.pools, {}, None],
+        "pools": [world.other.pools, Pools(), {}, None],
         "index": [strange, None],
         "layer": [1, -1, "0", None],
     }

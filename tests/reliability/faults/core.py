@@ -399,10 +399,11 @@ TABLE = {
             "another cache's index passes",
         ),
         (
-            " or any(pools[name].shape != shape for name, shape in door.shapes(layer)):\n",
-            ":\n",
+            "        name not in pools or pools[name].shape != shape for name, shape in door.shapes(layer)\n",
+            "        name not in pools for name, _ in door.shapes(layer)\n",
             "another cache's pools pass",
         ),
+        ("        name not in pools or pools[name]", "        pools[name]", "pools of other names raise KeyError"),
         (
             "    return name, layer, index.positions.shape[0], index.slots.shape[0], len(given), *options, like\n",
             "    return name, layer, index.slots.shape[0], len(given), *options, like\n",
