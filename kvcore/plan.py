@@ -22,6 +22,9 @@ from kvcore.spec.model import TAIL_OF, CacheSpec
 MOST_SLOTS = (1 << 31) - 1
 """Numbers of slots are int32 in a step's index."""
 
+MOST_SAMPLE = 1 << 30
+"""Of rows, one in which has a check word: numbers of rows, rounded up to that, are int32."""
+
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The pool of one stream of rows.
@@ -346,6 +349,8 @@ def plan_cache(
     if max_request_tokens is not None:
         max_request_tokens = check_count(SpecError, "max_request_tokens", max_request_tokens, 1)
     canary = check_count(SpecError, "canary", canary, 0)
+    if canary > MOST_SAMPLE:
+        raise SpecError(got=canary, where="canary", allowed=f"one row in how many: {MOST_SAMPLE} at most")
     if layout not in LAYOUTS:
         raise SpecError(got=layout, where="layout", allowed=", ".join(LAYOUTS))
     _check_drafts(spec, max_draft_tokens)

@@ -76,7 +76,7 @@ def test_words_are_planned_to_the_byte_and_only_where_they_are_asked_for():
     assert budget.nbytes <= 40_000
 
 
-@pytest.mark.parametrize("canary", [0, -1, 1.5, "reads", None])
+@pytest.mark.parametrize("canary", [0, -1, 1.5, "reads", None, (1 << 30) + 1, 1 << 70])
 def test_what_is_no_sample_is_refused(canary):
     with pytest.raises(SpecError, match="canary"):
         create(stories.PAGED, canary=canary)
