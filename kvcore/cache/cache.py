@@ -240,7 +240,7 @@ class Cache:
             (None, None)
         """
         held, manager = self._state, self._state.manager
-        asked = as_mapping(tokens)
+        asked = as_mapping(tokens, "step")
         if held.canary is not None:
             held.canary.check_places(asked, "step")
         opening = manager.read(asked)

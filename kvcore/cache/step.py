@@ -23,6 +23,7 @@ from kvcore.ops.arguments import check_constant
 from kvcore.portable.rows import Content, Own, owned, state_at
 from kvcore.requests.grants import BlockGrant
 from kvcore.requests.manager import Opening, Request, RequestState
+from kvcore.requests.tokens import as_mapping
 from kvcore.spec import CacheSpec
 from kvcore.step import StepNumbers, StepRequest
 from kvcore.turns import owner
@@ -334,15 +335,16 @@ class StepState:
                 allowed="of a step whose cache.pools were assigned what functional verbs returned",
                 hint="What handles were given is all of the step's: commit it, then cache.truncate(request, length).",
             )
-        if set(tokens) != set(self.requests):
-            got = f"{len(tokens)} requests"
+        given = as_mapping(tokens, "commit: tokens")
+        if set(given) != set(self.requests):
+            got = f"{len(given)} requests"
             raise ShapeError(got=got, where="commit: tokens", allowed=f"the step's {len(self.requests)} requests")
         counts: list[int] = []
         for request, most in zip(self.requests, self._opening.counts, strict=True):
-            count = as_count(tokens[request])
+            count = as_count(given[request])
             if count is None or count > most:
                 where = f"commit: tokens of request {request.id}"
-                raise ShapeError(got=tokens[request], where=where, allowed=f"0 to {most}")
+                raise ShapeError(got=given[request], where=where, allowed=f"0 to {most}")
             counts.append(count)
         return counts
 

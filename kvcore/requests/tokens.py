@@ -80,8 +80,8 @@ def is_salt(salt: object) -> bool:
         return False
 
 
-def as_mapping(value: object) -> Mapping[object, object]:
-    """The argument of ``cache.step``, if it is a mapping."""
+def as_mapping(value: object, where: str) -> Mapping[object, object]:
+    """The argument of ``cache.step``, or of ``Step.commit``, if it is a mapping."""
     if not isinstance(value, Mapping):
-        raise ShapeError(got=type(value).__name__, where="step", allowed="a mapping {request: new tokens}")
+        raise ShapeError(got=type(value).__name__, where=where, allowed="a mapping {request: new tokens}")
     return cast("Mapping[object, object]", value)

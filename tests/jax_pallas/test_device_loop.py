@@ -101,7 +101,7 @@ def test_fewer_tokens_are_committed_only_as_they_can_be() -> None:
         with pytest.raises(StepError, match=r"commit: tokens: got fewer tokens.*cache\.pools were assigned"):
             step.commit(dict.fromkeys(requests, 1))
         cache.pools = dict(cache.pools)
-        for wrong in ({requests[0]: 1}, dict.fromkeys(requests, 3), dict.fromkeys(requests, -1)):
+        for wrong in (1, list(requests), {requests[0]: 1}, dict.fromkeys(requests, 3), dict.fromkeys(requests, -1)):
             with pytest.raises(ShapeError, match="commit: tokens"):
                 step.commit(wrong)
         step.commit(dict.fromkeys(requests, 0))
