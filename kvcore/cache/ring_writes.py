@@ -18,7 +18,7 @@ from kvcore.cache.state import CacheState
 from kvcore.cache.undo import Undo
 from kvcore.errors import StepError
 from kvcore.ops import Array, Ops, RawRows, StepIndex
-from kvcore.ops.arguments import likes
+from kvcore.ops.arguments import likes, note_passed
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
@@ -43,9 +43,6 @@ class Writing(NamedTuple):
 
 
 AT_ONCE = Writing(waits=False, undone=False)
-
-MOST_PASSED = 1 << 13
-"""Calls whose arguments are known to pass, at a time."""
 
 LAST_WRITERS = {"state": "write_state"}
 """The verbs that write of every request's new rows the last one alone."""
@@ -96,10 +93,8 @@ class StepContext:
 
     def passes(self, key: tuple[Any, ...] | None, values: Sequence[Any], found: Any) -> None:
         """Note that a call's arguments passed its checks, where the values are what was given."""
-        if key is not None and all(one is other for one, other in zip(values, found, strict=True)):
-            if len(self.passed) >= MOST_PASSED:
-                self.passed.clear()
-            self.passed[key] = True
+        if key is not None:
+            note_passed(self.passed, key, values, found)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...]) -> None:
         """Refuse what changes the cache while it is only being traced; see ``CacheState.check_outside``."""
@@ -110,9 +105,7 @@ class StepContext:
     def pools(self) -> Pools:
         """The cache's pools, while the step is open; never as constants of a function that is traced."""
         self.check_open()
-        if self.traced is not None:
-            self._cache.check_outside("a layer's rows")
-        return self._cache.pools
+        return self.held
 
     @property
     def held(self) -> Pools:

@@ -121,7 +121,7 @@ class CacheState:
         self.filling: Request | None = None
         self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
         self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
-        self.passed: dict[Any, bool] = {}
+        self.passed: set[Any] = set()
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.

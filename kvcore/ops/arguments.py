@@ -5,7 +5,7 @@ Which arrays a step gives a role of a layer is one table (``inputs_of``), for ha
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,6 +37,9 @@ def dtype_name(dtype: Any) -> str:
 NUMBERS = frozenset({type(None), bool, int, float, Rope})
 """Classes of what is told by its value, of all that verbs are given."""
 
+MOST_PASSED = 1 << 13
+"""Calls whose arguments are known to pass, at a time."""
+
 
 def likes(values: Sequence[Any]) -> tuple[Any, ...] | None:
     """All that checks of arguments look at: calls that are equal in it pass or fail alike.
@@ -60,6 +63,14 @@ def likes(values: Sequence[Any]) -> tuple[Any, ...] | None:
     except (AttributeError, RuntimeError, TypeError, NotImplementedError):  # nested, or of a framework of its own
         return None
     return tuple(found)
+
+
+def note_passed(passed: set[Any], key: Any, given: Iterable[Any], found: Iterable[Any]) -> None:
+    """Note that a call's arguments passed its checks, where what those found is what was given."""
+    if all(one is other for one, other in zip(given, found, strict=True)):
+        if len(passed) >= MOST_PASSED:
+            passed.clear()
+        passed.add(key)
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:

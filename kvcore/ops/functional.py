@@ -7,7 +7,7 @@ compiles is not, for its tracer has no arrays to look at.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -16,13 +16,10 @@ import numpy as np
 from kvcore.arrays import check_plain
 from kvcore.errors import ShapeError
 from kvcore.ops import Array, Ops, Paging, StepIndex
-from kvcore.ops.arguments import likes
+from kvcore.ops.arguments import likes, note_passed
 from kvcore.ops.checks import CHECKS, Call, Check
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
-
-MOST_PASSED = 1 << 13
-"""Calls whose arguments are known to pass, at a time."""
 
 
 class FunctionalOps:
@@ -36,7 +33,7 @@ class FunctionalOps:
 
     plan: CachePlan
     paging: Paging
-    passed: dict[Any, bool]
+    passed: set[Any]
     in_place: bool
     _verbs: Ops
 
@@ -46,7 +43,7 @@ class FunctionalOps:
         own["plan"] = verbs.plan
         own["paging"] = Paging.of(verbs.plan)
         own["_shapes"] = {}
-        own["passed"] = {}
+        own["passed"] = set()
         own["in_place"] = verbs.in_place
         for name, checks in CHECKS.items():
             verb = getattr(verbs, name, None)
@@ -172,10 +169,8 @@ def _checked(door: FunctionalOps, name: str, verb: Any, checks: Mapping[str, Che
                 options[parameter] = check(call, options[parameter])
         if call.format is not None:
             _size_format(call, given, options)
-        if key is not None and _same(arguments, given) and _same(named.values(), options.values()):
-            if len(door.passed) >= MOST_PASSED:
-                door.passed.clear()
-            door.passed[key] = True
+        if key is not None:
+            note_passed(door.passed, key, (*arguments, *named.values()), (*given, *options.values()))
         return verb(*given, **options)
 
     return run
@@ -207,10 +202,6 @@ def _key(door: FunctionalOps, name: str, arguments: tuple[Any, ...], options: di
     if like is None:
         return None
     return name, layer, index.positions.shape[0], index.slots.shape[0], len(given), *options, like
-
-
-def _same(given: Iterable[Any], found: Iterable[Any]) -> bool:
-    return all(one is other for one, other in zip(given, found, strict=True))
 
 
 def _never() -> bool:
