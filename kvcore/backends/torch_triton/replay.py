@@ -23,12 +23,11 @@ from kvcore.backends.torch_triton import run_triton
 from kvcore.backends.torch_triton.run_triton import ALIGNED, INTERPRETED
 from kvcore.backends.torch_triton.symbols import New, Symbol, Trace, Unbound
 from kvcore.ops import StepIndex
+from kvcore.ops.arguments import NUMBERS
 from kvcore.pools import Pools
-from kvcore.spec import Rope
 
 TENSORS = frozenset({Tensor, Parameter})
-NUMBERS = frozenset({type(None), int, float, bool, Rope})
-"""Classes of arguments: tensors without more to them, and what programs may depend on the value of."""
+"""Classes of arguments that are tensors without more to them; programs may depend on the value of ``NUMBERS``."""
 
 MOST_KINDS = 512
 """Kinds of calls that are known at a time."""
@@ -396,9 +395,8 @@ class Replayed:
         if at:
             pools, layer, index = at
             named = NamedPools(trace, pools, self._names)
-            arrays = [None if array is None else array for array in index[:-1]]
             symbols = []
-            for array in arrays:
+            for array in index[:-1]:
                 symbols.append(None if array is None else trace.symbol(("index", fields), array.shape, array.dtype))
                 fields += array is not None
             place = named, layer, StepIndex(*symbols, paging=index.paging)
