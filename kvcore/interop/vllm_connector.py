@@ -15,15 +15,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.adoption import adopt
+from kvcore.interop.stores import GIB, store_of
 from kvcore.interop.vllm_config import spec_from
 from kvcore.requests.prefix import chain, seed_of
-from kvcore.store import BlockStore, DiskTier, HostTier
 from kvcore.store.blocks import Blocks
 from kvcore.store.store import About
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-
-GIB = 1 << 30
 
 
 class Move(NamedTuple):
@@ -49,15 +47,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def store_of(extra: dict[str, Any]) -> BlockStore:
-    """The store of a connector's extra configuration: ``host_bytes``, ``folder``, ``bytes``, ``secret`` (hex)."""
-    tiers: list[Any] = [HostTier(extra.get("host_bytes", 4 * GIB))]
-    if "folder" in extra:
-        tiers.append(DiskTier(extra["folder"], extra.get("bytes", 64 * GIB)))
-    secret = extra.get("secret")
-    return BlockStore(tiers, secret=None if secret is None else bytes.fromhex(secret))
-
-
 @cache
 def connector() -> Any:
     """The class, over vLLM's ``KVConnectorBase_V1``."""
@@ -77,7 +66,7 @@ def connector() -> Any:
             super().__init__(vllm_config, role, kv_cache_config)
             extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
             self.spec = spec_from(kv_cache_config, index=extra.get("index"), formats=extra.get("formats"))
-            self.store: BlockStore = extra.get("store") or store_of(extra)
+            self.store = store_of(extra, host_bytes=4 * GIB)
             self._known: dict[str, Known] = {}
             self._saved: dict[str, int] = {}
             self._loads: list[Move] = []
