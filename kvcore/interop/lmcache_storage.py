@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvcore.store import BlockStore, DiskTier, HostTier
+from kvcore.interop.stores import store_of
 
 BASE = "lmcache.v1.storage_backend.abstract_backend"
 MEMORY = "lmcache.v1.memory_management"
@@ -55,10 +55,7 @@ def storage() -> Any:
         ) -> None:
             super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
             extra: dict[str, Any] = getattr(config, "extra_config", None) or {}
-            tiers: list[Any] = [HostTier(extra.get("kvcore.host_bytes", 1 << 30))]
-            if "kvcore.folder" in extra:
-                tiers.append(DiskTier(extra["kvcore.folder"], extra.get("kvcore.bytes", 64 << 30)))
-            self.store: BlockStore = extra.get("kvcore.store") or BlockStore(tiers)
+            self.store = store_of(extra, "kvcore.")
 
         def contains(self, key: Any, pin: bool = False) -> bool:
             """Whether a chunk is there; none is pinned: what goes meanwhile is a miss."""
@@ -110,10 +107,7 @@ def storage() -> Any:
         def remove(self, key: Any, force: bool = True) -> bool:
             """Let a chunk go."""
             del force
-            there = self.contains(key)
-            for tier in self.store.tiers:
-                tier.remove(_key(key))
-            return there
+            return self.store.remove(_key(key))
 
         def get_allocator_backend(self) -> Any:
             """Whose memory chunks are in."""

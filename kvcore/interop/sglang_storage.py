@@ -12,7 +12,7 @@ import json
 from functools import cache
 from typing import Any
 
-from kvcore.store import BlockStore, DiskTier, HostTier
+from kvcore.interop.stores import store_of
 
 BASE = "sglang.srt.mem_cache.hicache_storage"
 
@@ -35,17 +35,14 @@ def storage() -> Any:
         """See the module.
 
         Args:
-            storage_config: SGLang's, with ``extra_config`` of ``folder``, ``bytes`` and ``host_bytes``, or a ``store``.
+            storage_config: SGLang's, with an ``extra_config`` as ``store_of`` reads it.
         """
 
         def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
             del kwargs
             extra: Any = storage_config.extra_config or {}
             extra = json.loads(extra) if isinstance(extra, str) else extra
-            tiers: list[Any] = [HostTier(extra.get("host_bytes", 1 << 30))]
-            if "folder" in extra:
-                tiers.append(DiskTier(extra["folder"], extra.get("bytes", 64 << 30)))
-            self.store: BlockStore = extra.get("store") or BlockStore(tiers)
+            self.store = store_of(extra)
             config = storage_config
             # Pages of latent rows are the same on all ranks of a tensor-parallel group, but for context shards.
             heads = (0, 1) if config.is_mla_model else (config.tp_rank, config.tp_size)
@@ -127,8 +124,6 @@ def storage() -> Any:
 
         def clear(self) -> None:
             """Let all pages go."""
-            for tier in self.store.tiers:
-                for key in tier.held():
-                    tier.remove(key)
+            self.store.clear()
 
     return KvcoreStorage

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcore.errors import ShapeError
-from kvcore.store.events import BlockRemoved, BlockStored, Event
+from kvcore.store.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.store.seal import Seal
 from kvcore.store.tiers import Sealed, Tier
 
@@ -89,6 +89,25 @@ class BlockStore:
                 events.append(BlockRemoved([key], tier.medium))
         self._tell(events)
         return found
+
+    def remove(self, key: bytes) -> bool:
+        """Let a page go, wherever it lies; whether it was there."""
+        with self._lock:
+            holding = [tier for tier in self.tiers if tier.has(key)]
+            for tier in holding:
+                tier.remove(key)
+            self._about.pop(key, None)
+        self._tell([BlockRemoved([key], tier.medium) for tier in holding])
+        return bool(holding)
+
+    def clear(self) -> None:
+        """Let all pages go."""
+        with self._lock:
+            for tier in self.tiers:
+                for key in tier.held():
+                    tier.remove(key)
+            self._about.clear()
+        self._tell([AllBlocksCleared()])
 
     def flush(self) -> None:
         """Copy what only the first tiers have to the last one, durably."""

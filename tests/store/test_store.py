@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvcore.errors import ShapeError
-from kvcore.store import BlockRemoved, BlockStore, BlockStored, DiskTier, EventBatch, HostTier
+from kvcore.store import AllBlocksCleared, BlockRemoved, BlockStore, BlockStored, DiskTier, EventBatch, HostTier
 from kvcore.store.events import encode
 from kvcore.store.seal import HEAD
 from kvcore.store.store import About
@@ -130,6 +130,19 @@ def test_events_are_those_that_vllm_publishes():
         "lora_name": None,
     }
     assert msgspec.msgpack.decode(encode(told), type=EventBatch).events == told
+
+
+def test_what_is_removed_is_said(tmp_path):
+    told = []
+    store = BlockStore([HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)], events=told.extend)
+    for number in range(2):
+        store.put(key(number), page(number), About(None, [1, 2], 2))
+    store.flush()
+    told.clear()
+    assert (store.remove(key(0)), store.remove(key(0)), store.get(key(0))) == (True, False, None)
+    assert told == [BlockRemoved([key(0)], "CPU"), BlockRemoved([key(0)], "STORAGE")]
+    store.clear()
+    assert (store.has(key(1)), told[2:], store._about) == (False, [AllBlocksCleared()], {})
 
 
 @pytest.mark.parametrize("fault", ["crash before", "crash during", "crash after"])

@@ -505,7 +505,7 @@ TABLE = {
         ("        if self._secret is not None:\n", "        if False:\n", "nobody needs the secret"),
     ],
     "store/store.py": [
-        ("                tier.remove(key)\n", "                pass\n", "damaged pages stay"),
+        ("tier.remove(key)\n                self.damaged", "self.damaged", "damaged pages stay"),
         (
             "                    events += self._put(number + 1, lost, held)\n",
             "                    pass\n",
