@@ -106,7 +106,7 @@ def connector() -> Any:
             computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
             computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             saves = [
-                self._save(name, count + computed.get(name, 0))
+                self._save(name, computed.get(name, 0), count)
                 for name, count in scheduler_output.num_scheduled_tokens.items()
                 if name in self._known
             ]
@@ -134,11 +134,11 @@ def connector() -> Any:
                 self._known[name] = Known(tokens, list(keys), [])
             return self._known[name]
 
-        def _save(self, name: str, computed: int) -> Move:
-            """The blocks that a step fills."""
+        def _save(self, name: str, computed: int, count: int) -> Move:
+            """The blocks that a step of so many tokens fills: once more those that are computed again."""
             known, size = self._known[name], self.spec.block_tokens
-            first = self._saved.get(name, 0)
-            last = min(computed // size, len(known.keys), len(known.blocks))
+            first = min(self._saved.get(name, 0), computed // size)
+            last = min((computed + count) // size, len(known.keys), len(known.blocks))
             self._saved[name] = max(first, last)
             about = [
                 About(known.keys[at - 1] if at else None, known.tokens[at * size : (at + 1) * size], size)

@@ -129,20 +129,22 @@ class Engine:
         middle = max(matched, len(tokens) // 2)
         new = SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=matched)
         none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-        again = SimpleNamespace(
-            req_ids=[name], new_block_ids=[None], num_computed_tokens=[middle], resumed_req_ids=set()
-        )
-        steps = [([new], none, matched, middle), ([], again, middle, len(tokens))]
-        for news, cached, start, end in steps:
+        start, failed = matched, set()
+        for end in (middle, len(tokens)):
+            again = SimpleNamespace(
+                req_ids=[name], new_block_ids=[None], num_computed_tokens=[start], resumed_req_ids=set()
+            )
             output = SimpleNamespace(
-                scheduled_new_reqs=news, scheduled_cached_reqs=cached, num_scheduled_tokens={name: end - start}
+                scheduled_new_reqs=[new] if end == middle else [],
+                scheduled_cached_reqs=none if end == middle else again,
+                num_scheduled_tokens={name: end - start},
             )
             self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
             self.worker.start_load_kv(None)
             bad = self.worker._bad.copy()
-            # vLLM computes again what was not loaded.
-            first = min([start, *(blocks.index(block) * ROWS for block in bad)])
-            for position in range(first, end):
+            # vLLM throws away what a step computes behind a block that was not loaded, and goes on from there.
+            stop = min([end, *(blocks.index(block) * ROWS for block in bad)])
+            for position in range(start, stop):
                 for layer, tensor in enumerate(self.tensors.values()):
                     self.worker.wait_for_layer_load("")
                     tensor[blocks[position // ROWS], :, position % ROWS] = self.rows(tokens, position, layer)
@@ -151,8 +153,9 @@ class Engine:
             assert self.worker.get_block_ids_with_load_errors() == bad
             assert self.worker.get_block_ids_with_load_errors() == set()
             self.worker.clear_connector_metadata()
+            start, failed = stop, failed | bad
         self.scheduler.request_finished(request, blocks)
-        return blocks, bad
+        return blocks, failed
 
     def check(self, tokens, blocks):
         """All rows are those of the model."""
@@ -184,9 +187,12 @@ def test_a_connector_saves_and_loads_blocks_and_uses_none_that_is_damaged():
     damaged[300] ^= 1
     tier.put(key, bytes(damaged))
     third = Engine(BlockStore([tier]))
-    blocks, _ = third.run("d", tokens)
+    blocks, failed = third.run("d", tokens)
     third.check(tokens, blocks)
-    assert third.computed == 70 - 16
+    assert (third.computed, failed) == (70 - 16, set(blocks[1:4]))
+    fourth = Engine(BlockStore([tier]))
+    fourth.check(tokens, fourth.run("e", tokens)[0])
+    assert fourth.computed == 6
     cache = kvcore.adopt(SPEC, list(third.tensors.values()), layout=LAYOUT)
     own = kvcore.create_cache(SPEC, backend="reference", max_requests=1, max_tokens=128)
     request = cache.admit(blocks=blocks, length=70)
