@@ -5,13 +5,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kvcore.cache.cache import Cache
 from kvcore.errors import SpecError
-from kvcore.plan import row_bytes
-from kvcore.portable.rows import HostRows, owned, read_rows, write_rows
+from kvcore.portable.rows import owned, read_rows, write_rows
 from kvcore.step import StepRequest
+from kvcore.store.pages import BlockPages
 from kvcore.store.store import About, BlockStore
 
 
@@ -29,7 +27,6 @@ class Blocks:
     def __init__(self, cache: Cache, store: BlockStore) -> None:
         self.cache = cache
         self.store = store
-        self._parts: list[tuple[tuple[int, str], int, int, int]] = []
         for layer, role, component in owned(cache.spec):
             if component.growth != "block":
                 raise SpecError(
@@ -38,9 +35,8 @@ class Blocks:
                     allowed="components in blocks",
                     hint="Use store.save.",
                 )
-            rows, step = cache.spec.block_tokens // component.tokens_per_row, component.tokens_per_row
-            self._parts.append(((layer, role), rows, row_bytes(component), step))
-        self.page_bytes = sum(rows * size for _, rows, size, _ in self._parts)
+        self._pages = BlockPages(cache.spec)
+        self.page_bytes = self._pages.nbytes
 
     def save(self, blocks: Sequence[int], keys: Sequence[bytes], about: Sequence[About | None] = ()) -> None:
         """Put full blocks under their keys, those that are not there yet."""
@@ -52,10 +48,7 @@ class Blocks:
             "save", lambda state: read_rows(state.ops, state.pools, row, row.start), in_step=True
         )
         for place, number in enumerate(new):
-            page = b"".join(
-                read[key].rows[place * rows : (place + 1) * rows].tobytes() for key, rows, _, _ in self._parts
-            )
-            self.store.put(keys[number], page, about[number] if about else None)
+            self.store.put(keys[number], self._pages.page(read, place), about[number] if about else None)
 
     def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Fill blocks with the pages of their keys, as far as those verify.
@@ -70,12 +63,7 @@ class Blocks:
                 break
             pages.append(page)
         if pages:
-            row, content, first = self._row(blocks[: len(pages)]), {}, 0
-            for key, rows, size, step in self._parts:
-                parts = [np.frombuffer(page, np.uint8, rows * size, first).reshape(rows, size) for page in pages]
-                whole = np.concatenate(parts)
-                content[key] = HostRows(whole, range(0, len(whole) * step, step))
-                first += rows * size
+            row, content = self._row(blocks[: len(pages)]), self._pages.rows(pages)
 
             def write(state: Any) -> None:
                 state.pools = write_rows(state.ops, state.pools, row, content)

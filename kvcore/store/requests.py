@@ -20,9 +20,8 @@ from kvcore.requests.manager import Request
 from kvcore.requests.prefix import chain, point_key, seed_of
 from kvcore.requests.tokens import check_salt, token_ids
 from kvcore.spec import CacheSpec, Component
+from kvcore.store.pages import BlockPages, Key
 from kvcore.store.store import About, BlockStore
-
-Key = tuple[int, str]
 
 
 def keys_of(spec: CacheSpec, tokens: Sequence[int], salt: str | None = None) -> list[bytes]:
@@ -65,12 +64,12 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
 
     length, rows, states = cache.exclusive("store.save", read)
     keys = keys_of(spec, ids[:length], salt)
-    paged, rings = _components(spec)
+    form, rings = BlockPages(spec), _rings(spec)
     block = spec.block_tokens
     for number, key in enumerate(keys):
         if not store.has(key):
             about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
-            store.put(key, b"".join(_block(spec, rows, paged, number)), about)
+            store.put(key, form.page(rows, number), about)
     for at, content in states.items():
         key = point_key(keys[at // block - 1], [], salt)
         if rings and not store.has(key):
@@ -104,13 +103,11 @@ def load(
     spec, salt = cache.spec, check_salt(salt, "store.load: salt")
     ids = token_ids(tokens, "store.load: tokens")
     keys = keys_of(spec, ids, salt)
-    paged, rings = _components(spec)
+    form, rings = BlockPages(spec), _rings(spec)
     pages: list[memoryview] = []
     count = _found(store, spec, keys, salt)
     while count:
-        while (
-            len(pages) < count and (page := _sized(store.get(keys[len(pages)]), _page_bytes(spec, paged))) is not None
-        ):
+        while len(pages) < count and (page := _sized(store.get(keys[len(pages)]), form.nbytes)) is not None:
             pages.append(page)
         held: Any = b""
         if rings and len(pages) == count:
@@ -122,7 +119,7 @@ def load(
     else:
         return None
     length = count * spec.block_tokens
-    content = {**_blocks(spec, paged, pages[:count]), **_state(rings, held, length)}
+    content = {**form.rows(pages[:count]), **_state(rings, held, length)}
     state = cache._state
     left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
     return cache.exclusive("store.load", lambda held: held.restore(left, content, into, salt=salt))
@@ -132,17 +129,15 @@ def _aligned(spec: CacheSpec, length: int) -> bool:
     return length > 0 and length % spec.block_tokens == 0
 
 
-def _components(spec: CacheSpec) -> tuple[dict[Key, Component], dict[Key, Component]]:
-    """(those in blocks, those in slots) by (layer, role)."""
-    each = {(layer, role): component for layer, role, component in owned(spec)}
-    paged = {key: component for key, component in each.items() if component.growth == "block"}
-    return paged, {key: component for key, component in each.items() if key not in paged}
+def _rings(spec: CacheSpec) -> dict[Key, Component]:
+    """Components in slots by (layer, role)."""
+    return {(layer, role): component for layer, role, component in owned(spec) if component.growth != "block"}
 
 
 def _found(store: BlockStore, spec: CacheSpec, keys: Sequence[bytes], salt: str | None) -> int:
     """Blocks that can be restored, as far as can be said without reading a page."""
     count = store.longest(keys)
-    if _components(spec)[1]:
+    if _rings(spec):
         while count and not store.has(point_key(keys[count - 1], [], salt)):
             count -= 1
     return count
@@ -153,34 +148,8 @@ def _sized(page: memoryview | None, size: int) -> memoryview | None:
     return page if page is not None and len(page) == size else None
 
 
-def _page_bytes(spec: CacheSpec, paged: Mapping[Key, Component]) -> int:
-    return sum(spec.block_tokens // one.tokens_per_row * row_bytes(one) for one in paged.values())
-
-
 def _state_bytes(spec: CacheSpec, rings: Mapping[Key, Component], blocks: int) -> int:
     return sum(len(one.live(blocks * spec.block_tokens)) * row_bytes(one) for one in rings.values())
-
-
-def _block(spec: CacheSpec, rows: Mapping[Key, HostRows], paged: Mapping[Key, Component], number: int) -> list[bytes]:
-    found: list[bytes] = []
-    for key, component in paged.items():
-        each = spec.block_tokens // component.tokens_per_row
-        found.append(rows[key].rows[number * each : (number + 1) * each].tobytes())
-    return found
-
-
-def _blocks(spec: CacheSpec, paged: Mapping[Key, Component], pages: Sequence[memoryview]) -> dict[Key, HostRows]:
-    """Rows of all components of some blocks."""
-    content: dict[Key, HostRows] = {}
-    first = 0
-    for key, component in paged.items():
-        each, size = spec.block_tokens // component.tokens_per_row, row_bytes(component)
-        parts = [np.frombuffer(page, np.uint8, each * size, first).reshape(each, size) for page in pages]
-        rows = np.concatenate(parts) if parts else np.empty((0, size), np.uint8)
-        step = component.tokens_per_row
-        content[key] = HostRows(rows, range(0, len(rows) * step, step))
-        first += each * size
-    return content
 
 
 def _state(rings: Mapping[Key, Component], held: Any, length: int) -> dict[Key, HostRows]:

@@ -120,6 +120,7 @@ CORE_TESTS = {
     "adoption/pages": ("adoption/test_rings_and_pages",),
     "store/requests": ("store/test_requests",),
     "store/blocks": ("store/test_blocks",),
+    "store/pages": ("store/test_requests", "store/test_blocks"),
     "store/seal": ("store/test_store",),
     "store/store": ("store/test_store", "store/test_requests"),
     "store/tiers": ("store/test_store",),

@@ -487,7 +487,10 @@ TABLE = {
             "                continue\n            pages.append",
             "blocks get the next one's rows",
         ),
-        ("                first += rows * size\n", "", "all components get the first one's rows"),
+    ],
+    "store/pages.py": [
+        ("            first += rows * size\n", "", "all components get the first one's rows"),
+        ("rows[number * rows : (number + 1) * rows]", "rows[:rows]", "every page is the first block's"),
     ],
     "store/requests.py": [
         ("        if rings and not store.has(key):\n", "        if False:\n", "states are never stored"),
@@ -497,7 +500,6 @@ TABLE = {
             "windows of another length are taken",
         ),
         ("if page is not None and len(page) == size else None", "", "pages of any size are taken"),
-        ("        first += each * size\n", "", "all components get the first one's rows"),
     ],
     "store/seal.py": [
         ("        plain = xxhash.xxh3_128(key)\n", "        plain = xxhash.xxh3_128()\n", "another's page is taken"),
