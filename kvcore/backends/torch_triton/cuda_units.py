@@ -192,12 +192,7 @@ class Run(NamedTuple):
 
 def runs(region: Region) -> tuple[Run, ...] | None:
     """Runs of a region's rows, which together are the whole row; None where bytes of an element lie apart."""
-    return None if any(place.split for place in region.unit.places) else _runs(region.unit)
-
-
-def stored_runs(region: Region) -> list[Run]:
-    """Those that are in a pool, as the bytes lie there: elements whose bytes lie apart are not put together."""
-    return [run for run in _runs(region.unit) if run.buffer]
+    return _runs(region.unit)
 
 
 @cache
@@ -206,6 +201,8 @@ def _runs(unit):
     end = 0
     for place in sorted(unit.places, key=lambda place: unit.format.byte_range(place.field)):
         first, last = unit.format.byte_range(place.field)
+        if place.split:
+            return None
         if first > end:
             found.append(Run("", 0, 0, end, first - end))
         run = Run(place.buffer, place.base, place.stride, first, place.nbytes)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcore.backends.torch_triton.cuda_units import WORDS, stored_runs
+from kvcore.backends.torch_triton.cuda_units import WORDS
 from kvcore.backends.torch_triton.launch import calls
 from kvcore.kernels.triton.rings import ENTRY
 from kvcore.ops import StepIndex
+from kvcore.ops.host import lines_of
 from kvcore.plan import CachePlan, Region
 from kvcore.pools import Pools
 
@@ -91,7 +92,8 @@ class Rings:
         line = 0
         for region in regions:
             row_step, head_step = region.steps
-            for run in stored_runs(region):
+            # As the bytes lie there: elements whose bytes lie apart are not put together.
+            for run in lines_of(region):
                 pool = pools[region.buffers[run.buffer][0]]
                 inside = run.base, row_step * run.stride, head_step * run.stride, run.nbytes
                 outside = line + run.first, region.format.row, region.heads
