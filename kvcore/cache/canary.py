@@ -235,8 +235,7 @@ class Canary:
             numbers = np.array([(row.slot, row.length, row.length, row.stored) for row in rows.values()], np.int32).T
             now = self._rows(requests, numbers, [row.blocks for row in rows.values()])
             asked = self._ask(now, lambda watched: (_seen(watched, now), None))
-            pools, seen = self._watched(pools, index, asked)
-            self._pending.append((seen, requests))
+            pools = self._look(pools, requests, index, asked)
         return pools, tuple(dict.fromkeys([*found, *self._known(wait=True)]))
 
     def _rows(self, requests: Sequence[Request], numbers: Array, blocks: Sequence[Sequence[int]]) -> Rows:

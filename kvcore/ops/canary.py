@@ -146,8 +146,8 @@ def _rows(
     words = held[watched.words.buffers["word"][0]].view(np.dtype("<u4"))
     there = (unit >= 0) & (unit < len(words))
     if not there.all():
-        lost = np.flatnonzero(~there)
-        if not seal and len(lost):
+        if not seal:
+            lost = np.flatnonzero(~there)
             some = there.nonzero()[0]
             found = _rows(held, index, watched, number, request[some], rows[some], seal=False) if len(some) else []
             return [*found, *((number, int(request[n]), int(rows[n])) for n in lost)]
