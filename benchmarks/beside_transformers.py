@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,15 +112,17 @@ def of_transformers(name: str, cache: Any, rows: int, *, exact: bool = True) -> 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return [attention(q, *cache.update(k, v, layer), rows) for layer in range(LAYERS)][-1]
 
-    def nbytes() -> int:
-        return sum(bytes_of(getattr(layer, name, None)) for layer in cache.layers for name in HELD)
+    return Contender(name, fill, step, cache.crop, partial(bytes_of_layers, cache), exact)
 
-    return Contender(name, fill, step, cache.crop, nbytes, exact)
+
+def bytes_of_layers(cache: Any) -> int:
+    """Of a cache of transformers, whether it quantises or not."""
+    return sum(bytes_of(getattr(layer, name, None)) for layer in cache.layers for name in HELD)
 
 
 def bytes_of(tensor: Any) -> int:
-    """Of a tensor; of one made of others, as a quantised one is, of those."""
-    if tensor is None:
+    """Of a tensor; of one made of others, as a quantised one is, of those; none of anything else."""
+    if not isinstance(tensor, torch.Tensor):
         return 0
     parts = getattr(tensor, "__tensor_flatten__", None)
     return tensor.nbytes if parts is None else sum(bytes_of(getattr(tensor, name)) for name in parts()[0])

@@ -1,6 +1,6 @@
 """A whole model's decode step and prompt beside the caches of transformers, in one process, on a GPU.
 
-``python benchmarks/beside_transformers_model.py --out FOLDER [--seconds N]``. A random Llama-like model in bf16; every
+``python -m benchmarks.beside_transformers_model --out FOLDER [--seconds N]``. A random Llama-like model in bf16; every
 cache gets the same keys and values, as a prompt would leave them, and the model then runs step after step. What counts
 is the median time of a step that nothing waits for but the next, the host's part of it (until the last launch), bytes
 that the cache holds, and the most that were in use beyond the weights. A prompt is timed alone, from an empty cache.
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
+from benchmarks.beside_transformers import bytes_of_layers
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -46,8 +47,6 @@ LARGE = {
 TINY = LARGE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 FILLED_AT_ONCE = 1 << 29
 """Bytes of keys that a context is filled with at a time."""
-
-HELD = ("keys", "values", "_quantized_keys", "_quantized_values")
 
 
 class Contender(NamedTuple):
@@ -192,15 +191,7 @@ class Bench:
 def bytes_held(cache: Any) -> int:
     if isinstance(cache, KVCache):
         return cache.nbytes
-    return sum(bytes_of(getattr(layer, name, None)) for layer in cache.layers for name in HELD)
-
-
-def bytes_of(tensor: Any) -> int:
-    """Of a tensor; of one made of others, as a quantised one is, of those."""
-    if not isinstance(tensor, torch.Tensor):
-        return 0
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    return tensor.nbytes if parts is None else sum(bytes_of(getattr(tensor, name)) for name in parts()[0])
+    return bytes_of_layers(cache)
 
 
 def contenders(bench: Bench, formats: Sequence[str], *, only: str = "") -> Iterator[Contender]:

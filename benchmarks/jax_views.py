@@ -214,9 +214,8 @@ def main() -> None:
     contexts = {}
     for context in options.contexts:
         found = run(sys.executable, "--part", str(context))
-        beyond = {name: found[f"{side} {name}"] - found[f"floor {name}"] for name in ("bf16",) for side in ("plain",)}
-        ours = found["views bf16"] - found["floor bf16"]
-        contexts[str(context)] = {**found, "views beyond the floor, of plain": round(ours / beyond["bf16"], 2)}
+        ours, plains = (found[f"{side} bf16"] - found["floor bf16"] for side in ("views", "plain"))
+        contexts[str(context)] = {**found, "views beyond the floor, of plain": round(ours / plains, 2)}
         print(context, json.dumps(contexts[str(context)]))
     layer = run(sys.executable, "--part", "one")
     if options.peer:

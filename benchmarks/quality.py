@@ -148,11 +148,7 @@ def run(names: Sequence[str], tokens: int | None, prompts: int, new: int, say: A
     model, tokenizer = language_model.load()
     model = model.float()
     text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0][:tokens]
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        for prompt in PROMPTS[:prompts]
-    ]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    batch = language_model.asked(tokenizer, PROMPTS[:prompts])
     record: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
         "text": f"{TEXT.name}: {len(text)} tokens, windows of {CONTEXT}, {STRIDE} apart, chunks of {CHUNK}",

@@ -264,11 +264,7 @@ def run(names: Sequence[str], windows: int, tokens: int, prompts: int, new: int)
     count = min(windows, len(text) // tokens)
     starts = [number * (len(text) - tokens) // max(count - 1, 1) for number in range(count)]
     ids = torch.stack([text[start : start + tokens] for start in starts])
-    asked = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        for prompt in language_model.PROMPTS[:prompts]
-    ]
-    batch = tokenizer(asked, return_tensors="pt", padding=True)
+    batch = language_model.asked(tokenizer, language_model.PROMPTS[:prompts])
     record: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
         "text": f"{TEXT.name}: {count} windows of {tokens} tokens, of which the last {tokens - tokens // 4 - 1} count",

@@ -5,6 +5,7 @@ packed, a CPU spends two seconds on a token. The model runs in bf16, so that its
 """
 
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,13 +64,18 @@ def load() -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def compare(model: Any, tokenizer: Any, say: Any) -> list[Row]:
-    """The model's own cache, then kvcore's in every format: tokens and perplexity."""
+def asked(tokenizer: Any, prompts: Sequence[str]) -> Any:
+    """Prompts as a chat asks them, in one batch: ids and mask [prompts, S], padded on the left."""
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        for prompt in PROMPTS
+        for prompt in prompts
     ]
-    prompts = tokenizer(texts, return_tensors="pt", padding=True)
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+def compare(model: Any, tokenizer: Any, say: Any) -> list[Row]:
+    """The model's own cache, then kvcore's in every format: tokens and perplexity."""
+    prompts = asked(tokenizer, PROMPTS)
     text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     say(f"{len(PROMPTS)} prompts × {NEW_TOKENS} tokens, greedy")
     say(f"perplexity over {text.shape[1] - 1} tokens of {TEXT.name}")
