@@ -339,6 +339,22 @@ def check_range(where: str, given: jax.Array, most: int) -> None:
         raise ShapeError(got=f"{least} to {largest}", where=where, allowed=f"0 to {most}")
 
 
+def first_columns(where: str, starts: Any, batch: int, max_length: int) -> jax.Array:
+    """[B] int32 first column that is a token, 0 unless given; a range is looked at where it is known: not in ``jit``.
+
+    Raises:
+        ShapeError: another shape, or a column that is not 0 to ``max_length``.
+    """
+    if starts is None:
+        return jnp.zeros(batch, jnp.int32)
+    first = jnp.asarray(starts, jnp.int32)
+    if first.shape != (batch,):
+        raise ShapeError(got=list(first.shape), where=where, allowed=f"shape {[batch]}")
+    if not isinstance(first, Tracer):
+        check_range(where, first, max_length)
+    return first
+
+
 def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
     """Whether a view's sequences may be so long [B], where that is known: not inside ``jit``.
 

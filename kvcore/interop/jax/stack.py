@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SpecError
-from kvcore.interop.jax.layer_view import LayerView, check_range, component_of, numbers
+from kvcore.interop.jax.layer_view import LayerView, component_of, first_columns, numbers
 from kvcore.interop.jax.view_kinds import Kind
 
 if TYPE_CHECKING:
@@ -90,11 +89,7 @@ def init_stack(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
     (layer,) = kinds
     component_of(layer, spec.path(0))
     kind = Kind(layer, batch, max_length, spec.block_tokens, layers=len(spec.layers))
-    first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
-    if first.shape != (batch,):
-        raise ShapeError(got=list(first.shape), where="init_stack: starts", allowed=f"shape {[batch]}")
-    if not isinstance(first, Tracer):
-        check_range("init_stack: starts", first, max_length)
+    first = first_columns("init_stack: starts", starts, batch, max_length)
     shape = len(spec.layers), batch
     own = {"lengths": jnp.zeros(shape, jnp.int32), "starts": jnp.tile(first[None], (shape[0], 1))}
     if kind.ring_rows is not None:

@@ -28,6 +28,7 @@ from kvcore.interop.jax.layer_view import (
     check_lengths,
     check_range,
     component_of,
+    first_columns,
     numbers,
 )
 from kvcore.interop.jax.rules import RULES, Rules, Table
@@ -217,11 +218,7 @@ def init_views(
     """
     batch = check_count(SpecError, "init_views: batch", batch, 1)
     max_length = check_count(SpecError, "init_views: max_length", max_length, 1)
-    first = jnp.zeros(batch, jnp.int32) if starts is None else jnp.asarray(starts, jnp.int32)
-    if first.shape != (batch,):
-        raise ShapeError(got=list(first.shape), where="init_views: starts", allowed=f"shape {[batch]}")
-    if starts is not None and not isinstance(first, Tracer):
-        check_range("init_views: starts", first, max_length)
+    first = first_columns("init_views: starts", starts, batch, max_length)
     views = []
     for kind in _kinds(spec, batch, max_length, mesh, rules):
         # Arrays of its own for every layer, so that each can be donated.
