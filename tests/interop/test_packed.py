@@ -11,14 +11,7 @@ from kvcore.errors import BackendError, OutOfBlocks, ShapeError, SpecError, Step
 from kvcore.interop.transformers import PackedModel, packed
 from tests.support import tiny_models as models
 
-MODELS = [
-    pytest.param(models.llama, id="Llama: full, grouped heads"),
-    pytest.param(models.sliding, id="Mistral: sliding"),
-    pytest.param(models.qwen2, id="Qwen2: full, then sliding"),
-    pytest.param(models.gemma3, id="Gemma-3: sliding and full mixed"),
-    pytest.param(models.gpt_oss, id="gpt-oss: sinks"),
-    pytest.param(models.llama4, id="Llama-4: chunked and full mixed"),
-]
+MODELS = models.llama, models.sliding, models.qwen2, models.gemma3, models.gpt_oss, models.llama4
 CUTS = [(13, 1), (1, 9), (1, 1), (20, 1), (1, 20), (4, 8)]
 """New tokens of two requests, step by step: chunks and single tokens side by side."""
 

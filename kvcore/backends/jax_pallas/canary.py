@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import Array, lax
 
@@ -97,14 +98,10 @@ def _given(ops: Any, watched: Watched) -> tuple[Layer, str, Region, int, int]:
     memo = ops.layers[watched.layer].memo
     key = "canary", watched.role
     if key not in memo:
-        words = Region(**{**_fields(watched.words), "layer": 0})
+        words = msgspec.structs.replace(watched.words, layer=0)
         units = ops.plan.units(watched.words)
         memo[key] = ops.layers[watched.layer].only(watched.role), watched.role, words, watched.stride, units
     return memo[key]
-
-
-def _fields(region: Region) -> dict[str, Any]:
-    return {name: getattr(region, name) for name in region.__struct_fields__}
 
 
 def _salt(watched: Watched) -> Any:

@@ -23,8 +23,9 @@ NAME = "kvcore"
 OURS = ("sdpa", "eager", NAME)
 """Implementations of a model that ours may take the place of; any other is somebody's wish."""
 
-IGNORED = frozenset(
-    {"sliding_window", "position_ids", "use_cache", "cache", "is_causal", "s_aux", "sinks", "layer_idx"}
+KNOWN = frozenset(
+    {"dropout", "scaling", "output_attentions", "output_hidden_states", "return_dict", "is_causal", "s_aux", "sinks"}
+    | {"sliding_window", "position_ids", "use_cache", "cache", "layer_idx"}
 )
 """Options of attention functions that are looked at elsewhere, or that say what the mask says."""
 
@@ -34,6 +35,10 @@ class Attending(Protocol):
 
     def begin_attending(self, config: Any, asked: dict[str, Any]) -> "Forward | None":
         """What its layers and masks share in the forward; None: the model attends."""
+        ...
+
+    def defers(self, new: int) -> bool:
+        """Whether it attends itself to some layer, to ``new`` tokens a row."""
         ...
 
     def end_attending(self, forward: "Forward", *, finished: bool) -> None:
@@ -69,7 +74,7 @@ class Forward:
 
     __slots__ = ("base", "cache", "config", "memo", "start")
 
-    def __init__(self, cache: Any, config: Any, base: str, start: int) -> None:
+    def __init__(self, cache: Attending, config: Any, base: str, start: int) -> None:
         self.cache = cache
         self.config = config
         self.base = base
@@ -268,12 +273,9 @@ def _packed(
 def unknown(options: dict[str, Any]) -> str | None:
     """The name of an option that our attention does not know; None: there is none."""
     for name, value in options.items():
-        if name not in KNOWN and value is not None and value is not False and name not in IGNORED:
+        if name not in KNOWN and value is not None and value is not False:
             return name
     return None
-
-
-KNOWN = frozenset({"dropout", "scaling", "output_attentions", "output_hidden_states", "return_dict"})
 
 
 def mask(*, config: Any = None, allow_is_causal_skip: bool = True, **given: Any) -> torch.Tensor | None:

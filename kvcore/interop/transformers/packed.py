@@ -20,9 +20,8 @@ from kvcore import Cache, Request
 from kvcore.cache import Step
 from kvcore.counts import as_count
 from kvcore.errors import BackendError, ShapeError, SpecError, StepError
-from kvcore.interop.transformers.settings import DTYPES
 from kvcore.interop.transformers.spec import Formats, cache_spec, decoder_of
-from kvcore.interop.transformers.tensors import ACCEPTED, to_torch
+from kvcore.interop.transformers.tensors import ACCEPTED, DTYPES, to_torch
 from kvcore.requests.tokens import token_ids
 from kvcore.spec import CacheSpec, from_hf_config
 
