@@ -202,7 +202,7 @@ class AdoptedCache(Cache):
             finally:
                 manager.coming, manager.wanted, held.coming = (), None, None
             manager.given[request] = given
-            held.tables[request] = tables
+            held.add(request, tables)
             return request
 
         return self.exclusive("admit", take, in_step=True)

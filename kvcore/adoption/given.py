@@ -105,9 +105,8 @@ class GivenManager(Manager):
 
     def give(self, request: Request, blocks: Sequence[int], pages: Mapping[tuple[int, str], Table]) -> None:
         """More of them, and of pages."""
-        held = self.pages.tables_of(request)
         self.given[request] = (*self.blocks_given(request), *blocks)
-        self.pages.tables[request] = {key: (*table, *pages.get(key, ())) for key, table in held.items()}
+        self.pages.add(request, pages)
 
     def check_writable(self, where: str) -> None:
         """Refuse to write into memory of an array that cannot be written to.
@@ -173,7 +172,7 @@ class GivenManager(Manager):
     def release(self, request: Request) -> list[int]:
         """Forget it; its blocks stay the engine's."""
         self.given.pop(request, None)
-        self.pages.tables.pop(request, None)
+        self.pages.forget(request)
         return super().release(request)
 
 

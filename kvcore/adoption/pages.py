@@ -6,6 +6,7 @@ into the pages before the request is known to have them: an engine that looks no
 all of them or none. There are few: as many as a window has.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class Pages:
 
     Attributes:
         kinds: by (layer, role).
-        tables: of live requests, by (layer, role).
+        tables: of live requests, by (layer, role); ``add`` and ``forget`` change them.
         coming: those of a request that is being admitted.
     """
 
@@ -97,6 +98,7 @@ class Pages:
         self.kinds: dict[Key, Paged] = {}
         self.tables: dict[Request, dict[Key, Table]] = {}
         self.coming: dict[Key, Table] | None = None
+        self._holders: dict[Key, Counter[int]] = defaultdict(Counter)
         components = {(layer, role): component for layer, role, component in plan.spec.components()}
         for stretch in stretches.values():
             if stretch.lines.kind != "page":
@@ -145,6 +147,18 @@ class Pages:
             found[layer, role] = table
         return found
 
+    def add(self, request: Request, more: Mapping[Key, Table]) -> None:
+        """A request has these pages too now, behind those that it had."""
+        held = self.tables.setdefault(request, {})
+        for key, table in more.items():
+            held[key] = (*held.get(key, ()), *table)
+            self._holders[key].update(table)
+
+    def forget(self, request: Request) -> None:
+        """A request has no pages any more."""
+        for key, table in self.tables.pop(request, {}).items():
+            self._holders[key].subtract(table)
+
     def tables_of(self, request: Request) -> dict[Key, Table]:
         """Those of a request, or of the one that is being admitted."""
         found = self.tables.get(request)
@@ -177,8 +191,10 @@ class Pages:
         """
         own = self.tables_of(request)
         for key, kind in self.kinds.items():
-            wanted = {own[key][column] for column in kind.needed(start, length)}
-            for other, tables in self.tables.items():
+            holders = self._holders[key]
+            wanted = {page for column in kind.needed(start, length) if holders[page := own[key][column]] > 1}
+            # Twice in a table of its own is nobody else's.
+            for other, tables in self.tables.items() if wanted else ():
                 if other != request and (both := wanted.intersection(tables[key])):
                     raise RequestError(
                         got=f"tokens of request {request.id} in page {min(both)} of layers[{key[0]}].{key[1]}, which "

@@ -540,6 +540,11 @@ TABLE = {
             "                if False and (both :=",
             "a page of two is written",
         ),
+        (
+            "            self._holders[key].subtract(table)\n",
+            "            pass\n",
+            "pages that were let go stay another's",
+        ),
         ("begin = field.first + head * field.row", "begin = field.first", "all heads get the first one's rows"),
     ],
     "adoption/regions.py": [
