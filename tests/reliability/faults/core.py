@@ -540,11 +540,7 @@ TABLE = {
             "                if False and (both :=",
             "a page of two is written",
         ),
-        (
-            "            self._holders[key].subtract(table)\n",
-            "            pass\n",
-            "pages that were let go stay another's",
-        ),
+        ("            self._holders[key].update(table)\n", "", "nobody knows which pages others have"),
         ("begin = field.first + head * field.row", "begin = field.first", "all heads get the first one's rows"),
     ],
     "adoption/regions.py": [
