@@ -31,6 +31,10 @@ NO_DETOUR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is not followed, a pipe is not waited for."""
 
 
+WRITER = re.compile(r"\d+\.\d+\.tmp")
+"""The end of a temporary file's name: process and thread."""
+
+
 class NotAFile(OSError):
     """A folder, a pipe or a device in the place of a file: it may have no end, and nobody waits for it."""
 
@@ -79,8 +83,12 @@ class Disk:
 
     def sweep(self, path: Path) -> None:
         """Remove temporary files of saves to ``path`` whose writers are gone; those in use are locked."""
-        temporary = re.compile(rf"\.{re.escape(path.name)}\.\d+\.\d+\.tmp")
-        for left in [file for file in path.parent.glob(".*.tmp") if temporary.fullmatch(file.name)]:
+        prefix, names = f".{path.name}.", list[str]()
+        with contextlib.suppress(OSError):  # whoever writes next is told why
+            names = os.listdir(path.parent)
+        # Most names of a large folder are of other files: nothing is made of them.
+        found = [name for name in names if name.startswith(prefix) and WRITER.fullmatch(name, len(prefix))]
+        for left in map(path.parent.joinpath, found):
             with contextlib.suppress(OSError):
                 if not stat.S_ISREG(left.lstat().st_mode):
                     # No writer makes such a thing.
