@@ -18,6 +18,7 @@ import torch
 from kvcore import Cache, OutOfBlocks, Request, RequestError, ShapeError
 from kvcore.interop.transformers import PackedModel
 from kvcore.interop.transformers.spec import Formats
+from kvcore.requests.tokens import check_salt, token_ids
 
 
 @dataclass(eq=False)
@@ -219,7 +220,9 @@ class Engine:
         longest, wanted = self.lanes[ask.lane].cache.plan.longest, len(ask.prompt) + ask.new
         if longest is not None and wanted > longest:
             raise OutOfBlocks(got=f"{wanted} tokens", where="submit", allowed=f"{longest} tokens in one request")
-        ask.known = list(ask.prompt)
+        # A step that fails is everybody's, so what its cache would refuse is refused here.
+        check_salt(ask.salt, "submit: salt")
+        ask.known = token_ids(ask.prompt, "submit: prompt")
         self.lanes[ask.lane].waiting.append(ask)
         return ask
 

@@ -149,9 +149,12 @@ def test_what_cannot_be_served_is_refused(made):
         (ShapeError, Ask([], new=1)),
         (ShapeError, Ask([1], new=0)),
         (RequestError, Ask([1], lane="other")),
+        (ShapeError, Ask([1], new=1, salt="")),
+        (ShapeError, Ask([-1], new=1)),
     ]:
         with pytest.raises(error):
             engine.submit(ask)
+        assert not engine.busy
     done = engine.submit(Ask([1], new=1))
     engine.run()
     with pytest.raises(RequestError):

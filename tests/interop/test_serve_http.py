@@ -74,7 +74,10 @@ def test_completions_chat_and_streams(packed, engine):
 
 def test_what_is_wrong_is_said(engine):
     with TestClient(create_app(engine, Letters(), "tiny")) as client:
-        for given in ({}, {"prompt": ""}, {"prompt": "a", "max_tokens": 999}, {"prompt": "a", "kv_format": "x"}, [1]):
+        wrong = [{}, {"prompt": ""}, {"prompt": "a", "max_tokens": 999}, {"prompt": "a", "kv_format": "x"}, [1]]
+        # These would fail the step, and with it everybody.
+        wrong += [{"prompt": "a", "user": 5}, {"prompt": "a", "user": ""}, {"prompt": [1 << 70]}]
+        for given in wrong:
             response = client.post("/v1/completions", json=given)
             assert response.status_code == 400
             assert response.json()["error"]["message"]
