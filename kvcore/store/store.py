@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcore.errors import ShapeError
+from kvcore.foreign import shortened
 from kvcore.store.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvcore.store.seal import Seal
 from kvcore.store.tiers import Sealed, Tier
+
+LONGEST_KEY = 64
+"""Bytes: a file of a disk's tier is named by them."""
 
 
 class About(NamedTuple):
@@ -62,11 +66,18 @@ class BlockStore:
         return next((number for number, key in enumerate(keys) if not self.has(key)), len(keys))
 
     def put(self, key: bytes, page: bytes | memoryview, about: About | None = None) -> None:
-        """Keep a page; what it is about is said to whoever listens."""
+        """Keep a page; what it is about is said to whoever listens.
+
+        Raises:
+            ShapeError: a key that is not 1 to 64 bytes. Nothing is changed.
+        """
+        if not (isinstance(key, bytes) and 0 < len(key) <= LONGEST_KEY):
+            raise ShapeError(got=shortened(key), where="BlockStore.put: key", allowed=f"1 to {LONGEST_KEY} bytes")
+        sealed = self._seal.close(key, memoryview(page).cast("B"))
         with self._lock:
             if about is not None:
                 self._about[key] = about
-            events = self._put(0, key, self._seal.close(key, page))
+            events = self._put(0, key, sealed)
         self._tell(events)
 
     def get(self, key: bytes) -> memoryview | None:

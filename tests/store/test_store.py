@@ -132,6 +132,19 @@ def test_events_are_those_that_vllm_publishes():
     assert msgspec.msgpack.decode(encode(told), type=EventBatch).events == told
 
 
+@pytest.mark.parametrize("wrong", [b"", bytes(65), "text", 7, None, bytearray(32)])
+def test_keys_are_bytes_that_a_file_can_be_named_by(tmp_path, wrong):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    store = BlockStore([host, disk])
+    with pytest.raises(ShapeError, match="1 to 64 bytes"):
+        store.put(wrong, b"a page", About(None, [1, 2], 2))
+    assert (host.held(), store._about) == ([], {})
+    # A page of wider elements is its bytes.
+    store.put(bytes(64), memoryview(bytes(range(8))).cast("I"))
+    store.flush()
+    assert (disk.held(), store.get(bytes(64))) == ([bytes(64)], bytes(range(8)))
+
+
 def test_what_is_removed_is_said(tmp_path):
     told = []
     store = BlockStore([HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)], events=told.extend)
