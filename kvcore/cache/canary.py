@@ -191,9 +191,11 @@ class Canary:
 
     def ended(
         self, pools: Pools, requests: Sequence[Request], numbers: StepNumbers, blocks: Sequence[Sequence[int]],
-        index: StepIndex,
+        index: StepIndex, kept: StepNumbers,
     ) -> Pools:  # fmt: skip
         """Check what else a step could see, and what told it where that lies; seal what it wrote.
+
+        ``numbers`` are those of the index; of what it wrote, the rows up to the lengths of ``kept`` stay.
 
         Raises:
             FaultError: as ``opened``. Words of the step's rows are written all the same: ``take_back`` undoes that.
@@ -201,7 +203,8 @@ class Canary:
         self.check_places(requests, "commit")
         rows = self._rows(requests, numbers.arrays, blocks)
         if requests:
-            asked = self._ask(rows, lambda watched: (_seen(watched, rows), _written(watched, rows)))
+            ends = kept.arrays[2].astype(np.int64)
+            asked = self._ask(rows, lambda watched: (_seen(watched, rows), _written(watched, rows, ends)))
             self._turn = (self._turn + 1) % MOST_TURNS
             pools = self._look(pools, requests, index, asked._replace(turn=self._turn))
         self._refuse(self._known(), "commit")
@@ -223,7 +226,9 @@ class Canary:
             [[row.slot], [0], [row.length], [first], [table_hash(row.blocks)]], np.int64
         )
         rows = Rows(slot, start, length, stored, hash)
-        asked = self._ask(rows._replace(starts=rows.lengths), lambda watched: (None, _written(watched, rows)))
+        asked = self._ask(
+            rows._replace(starts=rows.lengths), lambda watched: (None, _written(watched, rows, rows.lengths))
+        )
         return self._watched(pools, index, asked)[0]
 
     def faults(self, pools: Pools, rows: Mapping[Request, StepRequest]) -> tuple[Pools, tuple[Fault, ...]]:
@@ -317,11 +322,11 @@ def _overwritten(watched: Watched, rows: Rows) -> Span:
     return first, np.minimum(end, _least(watched, rows))
 
 
-def _written(watched: Watched, rows: Rows) -> Span:
+def _written(watched: Watched, rows: Rows, ends: Array) -> Span:
     step = watched.component.tokens_per_row
     if watched.component.growth == "slot":
-        return np.maximum(rows.starts, _least(watched, rows)), rows.lengths
-    return np.maximum(rows.starts, rows.stored) // step, rows.lengths // step
+        return np.maximum(rows.starts, _least(watched, rows)), ends
+    return np.maximum(rows.starts, rows.stored) // step, ends // step
 
 
 def _replaced(watched: Watched, rows: Rows) -> Span:

@@ -382,7 +382,7 @@ class StepState:
                 writes.store_waiting()
             if cache.canary is not None:
                 self.sealed = True
-                cache.pools = cache.canary.ended(cache.pools, *self._looked_at)
+                cache.pools = cache.canary.ended(cache.pools, *self._looked_at, self._numbers)
             if cache.follow is not None:
                 for request, start in zip(self._opening.requests, self._opening.starts, strict=True):
                     if request in places:
@@ -446,8 +446,8 @@ class StepState:
 
     @property
     def _looked_at(self) -> tuple[list[Request], StepNumbers, list[Sequence[int]], StepIndex]:
-        """What a canary must know of the step."""
-        return self.requests, self._numbers, self._opening.blocks, self.context.index
+        """What a canary must know of the step, as its index says it: of all tokens that it had reserved."""
+        return self.requests, self.context.numbers, self._opening.blocks, self.context.index
 
     def _harms(self, row: StepRequest) -> bool:
         """Whether a request's new rows take the place of rows that it still needs without them."""

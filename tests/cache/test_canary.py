@@ -11,6 +11,7 @@ from kvcore.cache import Fault
 from kvcore.errors import BackendError, FaultError, SpecError
 from kvcore.ops.canary import Known
 from kvcore.plan import plan_cache
+from kvcore.spec import presets
 from tests.reliability import canary, command
 from tests.support import recurrent, stories
 
@@ -165,6 +166,21 @@ def test_steps_that_fail_and_padded_ones_leave_the_words_as_they_belong(backend)
         with cache.step({first: [token], second: [token]}, pad_tokens=4, pad_requests=3) as step:
             stories.feed(step, [token, token])
     assert cache.faults() == ()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_tokens_that_a_commit_leaves_out_are_no_faults(backend, window):
+    cache = create(presets.classic(layers=1, key_heads=1, key_dim=8, block_tokens=16, window=window), backend)
+    request, length = cache.admit(), 0
+    for reserved, kept in ((14, 14), (4, 1), (3, 0), (4, 2), (3, 3)):
+        rows = cache.asarray(np.full((reserved, 1, 8), length + 1, np.float32))
+        with cache.step({request: reserved}) as step:
+            cache.pools = cache.ops.append_kv(cache.pools, 0, step.index, rows, rows)
+            step.commit({request: kept})
+        length += kept
+        assert (request.length, cache.faults()) == (length, ())
+    perturbed(cache, 0, "kv", request, length - 1)
+    assert cache.faults() == (Fault(request, "row", 0, "kv", length - 1),)
 
 
 def test_what_was_refused_is_as_it_was_and_the_others_go_on(backend):

@@ -245,8 +245,8 @@ TABLE = {
     ],
     "cache/canary.py": [
         (
-            "        return np.maximum(rows.starts, _least(watched, rows)), rows.lengths\n",
-            "        return np.maximum(rows.starts, _least(watched, rows)), rows.lengths - 1\n",
+            "        return np.maximum(rows.starts, _least(watched, rows)), ends\n",
+            "        return np.maximum(rows.starts, _least(watched, rows)), ends - 1\n",
             "a step's last row gets no word",
         ),
         (
