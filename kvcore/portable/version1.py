@@ -325,8 +325,11 @@ def read_snapshot(data: bytes, where: str) -> Snapshot:
     if root != snapshot_root(header.replace(root.encode(), NO_ROOT.encode()), arrays):
         raise SnapshotError(got="a damaged header or digest", where=where, allowed="bytes of their root")
     try:
-        kind = SavedRequest if version == str(PLAIN) else SavedWithCheckpoints
-        records = [_record(one) for one in msgspec.json.decode(metadata["requests"], type=list[kind])]
+        if version == str(PLAIN):
+            saved = msgspec.json.decode(metadata["requests"], type=list[SavedRequest])
+        else:
+            saved = msgspec.json.decode(metadata["requests"], type=list[SavedWithCheckpoints])
+        records = [_record(one) for one in saved]
         sizes = msgspec.json.decode(metadata["sizes"], type=Sizes)
         # A request without any rows has an array for every component all the same.
         if not all(map(is_coherent, records)) or len(records) > len(arrays):
