@@ -13,7 +13,7 @@ from kvcore.portable.rows import HostRows
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.manager import Manager
 from kvcore.testing.operations import shrink
-from tests.reliability import command, corruption, crash, fuzz, isolation, merge, mutate, replay, threads
+from tests.reliability import command, corruption, crash, fuzz, hybrid, isolation, merge, mutate, replay, threads
 
 
 def test_r1_r6_random_lives_equal_the_model():
@@ -25,6 +25,14 @@ def test_r1_r6_random_lives_equal_the_model():
     assert {kind.strip("_") for kind in fuzz.KINDS} <= set(happened)
     assert {"hit", "out of blocks", "out of slots", "too deep", "damaged imports refused"} <= set(happened)
     assert happened["exports refused in a replay"] > 10
+
+
+def test_r13_hybrids_equal_the_model_and_every_wrong_state_is_noticed():
+    record = command.work(hybrid.FIGURE, 600, operations="150", planted="1")
+    assert record["failures"] == []
+    assert min(record["counts"]["noticed"].values()) > 5
+    assert set(record["counts"]["noticed"]) == set(hybrid.FAULTS)
+    assert set(record["counts"]["happened"]) == set(hybrid.WEIGHTS)
 
 
 def assert_told_short(record, capsys, longest):

@@ -5,6 +5,8 @@ convolution's inputs and the keys are the tokens themselves. Every step reads wh
 """
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,10 +65,12 @@ def advance(cache: kvcore.Cache, new: dict[Any, tuple[list[int], list[int]]], *,
         run(step, list(new.values()), every=every)
 
 
-def run(step: Any, requests: list[tuple[list[int], list[int]]], *, every: bool = False) -> None:
-    """All layers of an open step."""
+def run(
+    step: Any, requests: list[tuple[list[int], list[int]]], *, every: bool = False, layers: int | None = None
+) -> None:
+    """All layers of an open step, or the first ``layers``."""
     tokens = [token for _, some in requests for token in some]
-    for number, layer in enumerate(step.cache.spec.layers):
+    for number, layer in enumerate(step.cache.spec.layers[:layers]):
         handle = step.layer(number)
         if layer.state is not None:
             before = kvcore.to_numpy(handle.read_state())
@@ -103,7 +107,15 @@ def run(step: Any, requests: list[tuple[list[int], list[int]]], *, every: bool =
 
 
 class Lives:
-    """Random lives of requests on one cache; ``model`` is each request's tokens, and the lengths it can go back to."""
+    """Random lives of requests on one cache.
+
+    Attributes:
+        model: each request's tokens.
+        states: the lengths of each that a step gave a state for.
+        high: the most tokens that each ever had.
+        floor: the least that each can be cut to, by what it came here with.
+        happened: what was done, by name; what there was no room for, or nothing to do it to, is not counted.
+    """
 
     def __init__(self, cache: kvcore.Cache, seed: int, *, prefix: bool = False) -> None:
         self.cache = cache
@@ -114,6 +126,8 @@ class Lives:
         self.model: dict[Any, list[int]] = {}
         self.states: dict[Any, list[int]] = {}
         self.high: dict[Any, int] = {}
+        self.floor: dict[Any, int] = {}
+        self.happened: Counter[str] = Counter()
 
     def go_on(self, operations: int) -> None:
         """So many random operations."""
@@ -122,24 +136,33 @@ class Lives:
                 self.step, self.step, self.step, self.step, self.abort, self.truncate, self.truncate, self.fork,
                 self.admit, self.admit, self.release, self.release, self.move, self.checkpoint, self.checkpoint,
             ]  # fmt: skip
-            self.rng.choice(acts)()
+            self.do(self.rng.choice(acts))
 
-    def admit(self) -> None:
+    def do(self, act: Callable[[], bool]) -> bool:
+        """One operation, noted if it was done."""
+        done = act()
+        self.happened[act.__name__] += done
+        return done
+
+    def admit(self) -> bool:
         if not self.cache.free_slots:
-            return
+            return False
         # Prompts that go on where others were.
         seen = self.rng.choice([[], *self.seen[-8:], *self.model.values()])
         prompt = [*seen[: self.rng.randrange(len(seen) // 2, len(seen) + 1)], self.rng.randrange(2)]
+        found = self.cache.restorable(prompt, len(prompt) - 1, salt="a")
         request = self.cache.admit(prompt, salt="a")
+        assert (found.length, found.replay, found.exact) == (request.length, 0, True)
         # The prefix that was found is the request's; the step after it reads it.
         self.hits += request.length > 0
-        self._note(request, prompt[: request.length], [request.length])
+        self.note(request, prompt[: request.length], [request.length])
+        return True
 
-    def step(self) -> None:
+    def step(self) -> bool:
         chosen = self._some()
         new = {request: self._tokens() for request in chosen}
         if not self._fits(new):
-            return
+            return False
         every = self.rng.random() < 0.4
         advance(self.cache, {request: (self.model[request], new[request]) for request in chosen}, every=every)
         for request, tokens in new.items():
@@ -149,68 +172,90 @@ class Lives:
             if tokens:
                 self.high[request] = max(self.high[request], end)
                 self.states[request] += range(start + 1, end + 1) if every else [end]
+        return True
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
+        """A step that is given up, after all of its layers or some; now and then the digest is looked at."""
         chosen = self._some()
         new = {request: self._tokens() for request in chosen}
         if not self._fits(new):
-            return
-        before = self.cache.digest()
+            return False
+        before = self.cache.digest() if self.rng.random() < 0.3 else None
         step = self.cache.step(new)
-        run(step, [(self.model[request], new[request]) for request in chosen], every=self.rng.random() < 0.5)
+        layers = self.rng.randrange(1, len(self.cache.spec.layers) + 1)
+        requests = [(self.model[request], new[request]) for request in chosen]
+        run(step, requests, every=self.rng.random() < 0.5, layers=layers)
         step.abort()
-        assert self.cache.digest() == before
+        assert before is None or self.cache.digest() == before
+        return True
 
-    def truncate(self) -> None:
+    def truncate(self) -> bool:
         request = self.rng.choice(list(self.model))
         tokens = self.model[request]
         length = max(0, len(tokens) - self.rng.randrange(6))
-        drafts = self.cache.plan.max_draft_tokens
-        within = length >= self.high[request] - drafts
+        within = length >= self.deepest(request)
         try:
             self.cache.truncate(request, length)
         except kvcore.RollbackError:
             assert length != len(tokens)
             assert not within or length not in self.states[request]
-            return
+            return True
         assert length in (0, len(tokens), *self.states[request])
         self.model[request] = tokens[:length]
         self.states[request] = [kept for kept in self.states[request] if kept <= length]
+        return True
 
-    def fork(self) -> None:
-        if self.cache.free_slots:
-            source = self.rng.choice(list(self.model))
-            fork = self.cache.fork(source)
-            self._note(fork, list(self.model[source]), list(self.states[source]))
-            self.high[fork] = self.high[source]
+    def fork(self) -> bool:
+        if not self.cache.free_slots:
+            return False
+        source = self.rng.choice(list(self.model))
+        fork = self.cache.fork(source)
+        self.note(fork, list(self.model[source]), list(self.states[source]))
+        self.high[fork], self.floor[fork] = self.high[source], self.floor[source]
+        return True
 
-    def release(self) -> None:
+    def release(self) -> bool:
         request = self.rng.choice(list(self.model))
-        self.seen.append(self.model[request])
+        self.seen = [*self.seen[-8:], self.model[request]]
         self.cache.release(request)
-        for known in (self.model, self.states, self.high):
+        for known in (self.model, self.states, self.high, self.floor):
             del known[request]
+        return True
 
-    def move(self) -> None:
+    def move(self) -> bool:
         """Out as a blob and in again."""
         request = self.rng.choice(list(self.model))
-        if self.cache.free_slots and self._fits({request: self.model[request]}):
-            digest = self.cache.digest([request])
-            moved = self.cache.import_request(self.cache.export_request(request), salt="a")
-            assert self.cache.digest([moved]) == digest
-            length, held = len(self.model[request]), self.states[request]
-            first = length
-            while first - 1 in held:
-                first -= 1
-            self._note(moved, list(self.model[request]), list(range(first, length + 1)))
+        if not self.cache.free_slots or not self._fits({request: self.model[request]}):
+            return False
+        digest = self.cache.digest([request])
+        moved = self.cache.import_request(self.cache.export_request(request), salt="a")
+        assert self.cache.digest([moved]) == digest
+        self.note(moved, list(self.model[request]), self.that_leave(request), self.deepest(request))
+        return True
 
-    def checkpoint(self) -> None:
+    def checkpoint(self) -> bool:
         request = self.rng.choice(list(self.model))
-        if self.prefix and request.length:
-            self.cache.checkpoint(request)
+        if not self.prefix or not request.length:
+            return False
+        self.cache.checkpoint(request)
+        return True
 
-    def _note(self, request: Any, tokens: list[int], states: list[int]) -> None:
+    def that_leave(self, request: Any) -> list[int]:
+        """The lengths whose states go with a request: all from the first on that follows without a gap."""
+        length, held = len(self.model[request]), self.states[request]
+        first = length
+        while first - 1 in held:
+            first -= 1
+        return list(range(first, length + 1))
+
+    def deepest(self, request: Any) -> int:
+        """The least length that a request can surely be cut to."""
+        return max(self.high[request] - self.cache.plan.max_draft_tokens, self.floor[request])
+
+    def note(self, request: Any, tokens: list[int], states: list[int], floor: int = 0) -> None:
+        """A request that came here with these tokens."""
         self.model[request], self.states[request], self.high[request] = tokens, states, len(tokens)
+        self.floor[request] = floor
 
     def _some(self) -> list[Any]:
         live = list(self.model)
