@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from kvcore.testing.misuse import Case, Violation, check_at_rest, check_in_step
 from tests.bad_input import arguments, plans, pools, requests, specs, turns
-from tests.bad_input.world import Violation, check_at_rest, check_building, check_in_step
+from tests.bad_input.world import World, check_building
 from tests.support.backends_under_test import BACKENDS
 
 BUILDING = [*specs.CASES, *plans.CASES]
@@ -19,7 +21,11 @@ def checks(backends: Sequence[str] = BACKENDS) -> Iterator[tuple[str, Callable[[
     for backend in backends:
         for check, cases in ((check_at_rest, AT_REST), (check_in_step, IN_STEP)):
             for case in cases:
-                yield f"{backend}: {case.name}", lambda check=check, case=case, backend=backend: check(case, backend)
+                yield f"{backend}: {case.name}", partial(_check, check, case, backend)
+
+
+def _check(check: Callable[[Case, World], None], case: Case, backend: str) -> None:
+    check(case, World(backend, check=case.check))
 
 
 def main() -> int:

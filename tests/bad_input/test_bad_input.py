@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvcore import errors
+from kvcore.testing.misuse import BUILT_IN, check_at_rest, check_in_step
 from tests.bad_input.everything import AT_REST, BUILDING, IN_STEP
-from tests.bad_input.world import BUILT_IN, check_at_rest, check_building, check_in_step
+from tests.bad_input.world import World, check_building
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +26,12 @@ def test_building(case):
 
 @table(AT_REST)
 def test_at_rest(backend, case):
-    check_at_rest(case, backend)
+    check_at_rest(case, World(backend, check=case.check))
 
 
 @table(IN_STEP)
 def test_in_step(backend, case):
-    check_in_step(case, backend)
+    check_in_step(case, World(backend, check=case.check))
 
 
 def test_the_same_without_assertions():

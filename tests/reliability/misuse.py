@@ -13,8 +13,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kvcore.testing.misuse import Violation
 from tests.bad_input.everything import AT_REST, BUILDING, IN_STEP, checks
-from tests.bad_input.world import Violation
 from tests.reliability import command
 from tests.reliability.replay import backends as installed
 
