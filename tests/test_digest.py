@@ -38,8 +38,17 @@ POSITIONS = {
 }
 
 
+@pytest.fixture(params=["NumPy", "C"])
+def way(request, monkeypatch):
+    """Who digests: the compiled function, which a process has only once it has digested much, or NumPy."""
+    run = digest.native.wait() if request.param == "C" else None
+    assert (run is None) == (request.param == "NumPy")
+    monkeypatch.setattr(digest, "native", lambda _: run)
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("at_once", [16, 64, digest.AT_ONCE])
+@pytest.mark.usefixtures("way")
 def test_rows_of_any_shape_in_portions_of_any_size(rng, monkeypatch, positions, at_once):
     monkeypatch.setattr(digest, "AT_ONCE", at_once)
     monkeypatch.setattr(digest, "_kept", digest.local())
@@ -51,6 +60,7 @@ def test_rows_of_any_shape_in_portions_of_any_size(rng, monkeypatch, positions, 
         assert (found == defined(rows, places, 0xDEADBEEF)).all(), shape
 
 
+@pytest.mark.usefixtures("way")
 def test_rows_that_lie_apart_or_across_words(rng):
     wide = rng.integers(0, 256, (3, 9, 41), np.uint8)
     places = np.arange(27, dtype=np.int32).reshape(3, 9)
@@ -61,6 +71,7 @@ def test_rows_that_lie_apart_or_across_words(rng):
     assert (again == defined(wide[:1, :2, :40], places[:1, :2], 5)).all()
 
 
+@pytest.mark.usefixtures("way")
 def test_read_only_rows_are_read(rng):
     rows = rng.integers(0, 256, (1, 4, 8), np.uint8)
     rows.flags.writeable = False

@@ -239,6 +239,51 @@ def rows_in_place(plan: CachePlan, pools: Pools, layer: int, role: str) -> list[
     return found
 
 
+class Field(NamedTuple):
+    """Bytes of a component's rows where they lie, as words of a canonical row.
+
+    Attributes:
+        pool: [units, bytes], whose rows follow one another byte by byte.
+        base: first byte in a unit, of row 0.
+        step: from one row of a unit to the next.
+        first: first byte in the canonical row.
+        nbytes: in every row.
+    """
+
+    pool: Array
+    base: int
+    step: int
+    first: int
+    nbytes: int
+
+
+def fields_in_place(plan: CachePlan, pools: Pools, layer: int, role: str) -> list[Field] | None:
+    """A component's rows as they lie in the pools, field by field and head by head.
+
+    None where fields are no words of the canonical row, where bytes of it lie nowhere, and on a device.
+    """
+    found: list[Field] = []
+    offset = 0
+    for region in plan.region(layer, role):
+        size, (row_step, head_step) = region.format.row, region.steps
+        lines = lines_of(region)
+        if plan.context > 1 or sum(line.nbytes for line in lines) != size:
+            return None
+        for line in lines:
+            pool = host_view(pools[region.buffers[line.buffer][0]])
+            if pool is None or line.split:
+                return None
+            pool = pool.reshape(len(pool), -1).view(np.uint8) if pool.flags.c_contiguous else pool
+            if pool.ndim != 2 or pool.dtype != np.uint8 or pool.strides[1] != 1:
+                return None
+            nbytes, whole = _together(region, line)
+            for head in range(1 if whole else region.heads):
+                base = line.base + head * head_step * line.stride
+                found.append(Field(pool, base, row_step * line.stride, offset + head * size + line.first, nbytes))
+        offset += region.heads * size
+    return None if any(field.first % WORD or field.nbytes % WORD for field in found) else found
+
+
 def digest(pages: Any, strips: Sequence[Strip], first_page: int) -> Array | None:
     """``Ops.digest_strips`` in host memory; None where the pages lie elsewhere."""
     held = host_view(pages)

@@ -14,9 +14,10 @@ import numpy as np
 import xxhash
 
 from kvcore.arrays import to_numpy
-from kvcore.digest import MASK, WORD, WORD_FACTOR, alike_lanes, region_salt, row_lanes
+from kvcore.digest import MASK, WORD, WORD_FACTOR, alike_lanes, lanes_at, native, region_salt, row_lanes
+from kvcore.native import Lanes
 from kvcore.ops import Ops, Strip
-from kvcore.ops.host import rows_in_place
+from kvcore.ops.host import fields_in_place, rows_in_place
 from kvcore.plan import row_bytes
 from kvcore.pools import Pools
 from kvcore.portable.pages import HISTORY, Array, PageLayout, at_once, positions_of, rows_of
@@ -153,8 +154,11 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
     One pass over the live rows, which are never all in one place.
     """
     found: list[tuple[int, int]] = []
+    nbytes = sum(len(one.live(row.length)) * row_bytes(one) for _, _, one in owned(ops.plan.spec))
+    run = native(nbytes)
+    direct = {} if run is None else _lanes_in_place(run, ops, pools, row)
     kept = np.empty(AT_ONCE, np.uint8)
-    small = _small_lanes(ops, pools, row, kept)
+    small = _small_lanes(ops, pools, row, kept, direct)
     if small is None:
         return None
     for layer, role, component in owned(ops.plan.spec):
@@ -187,19 +191,62 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
     return found
 
 
+def _lanes_in_place(run: Lanes, ops: Ops, pools: Pools, row: StepRequest) -> dict[tuple[int, str], tuple[int, int]]:
+    """The lanes of components whose fields can be read where they lie."""
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    places: dict[Any, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+    for layer, role, component in owned(ops.plan.spec):
+        live, paged = component.live(row.length), component.growth == "block"
+        region = ops.plan.region(layer, role)[0]
+        units = np.array(row.blocks if paged else (row.slot,), np.int64)
+        fields = fields_in_place(ops.plan, pools, layer, role) if len(live) else None
+        if fields is None or any(_outside(units, len(field.pool)) for field in fields):
+            continue
+        lanes = np.zeros((1, 2), np.uint32)
+        for field in fields:
+            # The same in all layers of a ratio.
+            kind = paged, live, component.tokens_per_row, region.rows, field.pool.strides[0], field.step
+            if kind not in places:
+                numbers = np.arange(live.start, live.stop)
+                unit = units[numbers // region.rows] if paged else units[0]
+                offsets = unit * field.pool.strides[0] + numbers % region.rows * field.step
+                places[kind] = offsets, (numbers * component.tokens_per_row)[None]
+            offsets, positions = places[kind]
+            salt = region_salt(layer, role) + field.first // WORD * WORD_FACTOR
+            lanes_at(run, field.pool, offsets + field.base, positions, (1, 0), field.nbytes // WORD, salt, lanes)
+        found[layer, role] = int(lanes[0, 0]), int(lanes[0, 1])
+    return found
+
+
+def _outside(units: np.ndarray[Any, Any], count: int) -> bool:
+    """Whether some units are none of a pool's."""
+    return not len(units) or int(units.min()) < 0 or int(units.max()) >= count
+
+
 def _small_lanes(
-    ops: Ops, pools: Pools, row: StepRequest, room: np.ndarray[Any, Any]
+    ops: Ops,
+    pools: Pools,
+    row: StepRequest,
+    room: np.ndarray[Any, Any],
+    found: dict[tuple[int, str], tuple[int, int]],
 ) -> dict[tuple[int, str], tuple[int, int]] | None:
-    """The lanes of components of few rows, those of equal shape in one pass; None where the pools lie on a device."""
+    """The lanes of components of few rows, those of equal shape in one pass; None where the pools lie on a device.
+
+    ``found``: what is there already, to which they are added.
+    """
     kinds: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     most = min(SMALL, len(room))
     for layer, role, component in owned(ops.plan.spec):
         live, width = component.live(row.length), row_bytes(component)
         rows = ops.plan.region(layer, role)[0].rows if component.growth == "block" else max(1, len(live))
-        if len(live) and not width % WORD and -(-len(live) // rows) * rows * width <= most:
+        if (
+            (layer, role) not in found
+            and len(live)
+            and not width % WORD
+            and -(-len(live) // rows) * rows * width <= most
+        ):
             kind = component.growth, live, width, component.tokens_per_row, rows
             kinds.setdefault(kind, []).append((layer, role))
-    found: dict[tuple[int, str], tuple[int, int]] = {}
     for (growth, live, width, tokens_per_row, rows), members in kinds.items():
         pages = -(-len(live) // rows)
         size = pages * rows * width

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcore
+from kvcore import digest
 from kvcore.arrays import host_view
 from kvcore.ops import Strip, host
 from kvcore.portable import digests
@@ -127,6 +128,24 @@ def test_rows_are_digested_where_they_lie_or_where_they_are_put(backend, layout,
     monkeypatch.setattr(digests, "LEAST", 1 << 30)
     assert digests.request_lanes(ops, pools, row) == in_place
     assert (host.rows_in_place(cache.plan, pools, 0, "kv") is not None) == (layout in ("packed", "planar"))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_digested_in_place_by_a_function_that_was_compiled(backend, layout, spec, monkeypatch):
+    cache, row = scene(SPECS[spec], backend, layout)
+    row = row._replace(blocks=tuple(row.blocks[::-1]))
+    ops, pools = cache._state.ops, cache._state.pools
+    before = digests.request_lanes(ops, pools, row)
+    run = digest.native.wait()
+    monkeypatch.setattr(digests, "native", lambda _: run)
+    direct = digests._lanes_in_place(run, ops, pools, row)
+    assert direct
+    assert digests.request_lanes(ops, pools, row) == before
+    # A block that is not there is not read.
+    beyond = row._replace(blocks=(*row.blocks[:-1], cache.plan.blocks))
+    paged = [key for key in direct if cache.plan.region(*key)[0].growth == "block"]
+    assert not set(paged) & {*digests._lanes_in_place(run, ops, pools, beyond)}
 
 
 def test_units_that_are_not_there_read_as_zeros_and_take_nothing(backend):

@@ -127,6 +127,7 @@ CORE_TESTS = {
     "adoption/regions": ("adoption/test_rings_and_pages", "adoption/test_layouts"),
     "ops/host": ("ops/test_host_moves",),
     "digest": ("test_digest", "ops/test_alike_lanes"),
+    "native/__init__": ("test_native",),
     "portable/record": ("portable/test_portable", "portable/test_hostile_files", "portable/test_moved_checkpoints"),
     "portable/manifest": (
         "portable/test_portable",

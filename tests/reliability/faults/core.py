@@ -551,6 +551,7 @@ TABLE = {
         ("            offset += region.heads * region.format.row\n", "", "values lie where keys do"),
         ("range(region.copies if store else 1)", "range(1)", "one copy of a ring is stored"),
         ("if unit < 0:", "if False:", "a block that is not there is read from the pool's end"),
+        ("base = line.base + head * head_step * line.stride", "base = line.base", "every head is the first"),
         ("((1, 0), (0, half))", "((0, 0), (1, half))", "high and low bytes are exchanged"),
     ],
     "digest.py": [
@@ -566,6 +567,10 @@ TABLE = {
             "rows that are not there count",
         ),
         ("(positions[1:] - positions[:-1] != step).any()", "False", "positions with gaps count as neighbours"),
+    ],
+    "native/__init__.py": [
+        ("self._right(found)", "True", "what was compiled is believed"),
+        ("            if self._seen >= WORTH:\n", "            if False:\n", "nothing is ever compiled"),
     ],
     "portable/manifest.py": [
         ("        cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
