@@ -2,6 +2,7 @@
 
 import torch
 
+from kvcore.backends.torch_triton import cpu_views
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.tail import rotate
@@ -29,6 +30,10 @@ def attend(
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     if not tokens or not heads or not len(index.slots):
         return Attention(out, lse)
+    if selected is None and rope is None and q.device.type == "cpu":
+        found = _shared(layer, pools, index, q, sink, factor)
+        if found is not None:
+            return found
     sources = []
     if layer.component("window") is not None:
         sources.append(_window_source(layer, pools, index, rows))
@@ -40,6 +45,38 @@ def attend(
         found, lse[some] = softmax_sum(q[some].to(torch.float32), keys, keys, sink, factor, seen[:, None])
         out[some] = found.to(q.dtype)
     return Attention(out if rope is None else inverse_rope(out, index.positions, rope), lse)
+
+
+def _shared(layer, pools, index, q, sink, factor) -> Attention | None:
+    """Attention on the CPU where every token has its entry and requests have equally many new ones; None elsewhere.
+
+    A request's queries then share its entries, which are decoded once and multiplied as they are. An entry that is
+    not finite is left to the other way, which multiplies no query with what it does not see.
+    """
+    component = layer.component("entries")
+    if layer.component("window") is not None or component is None or component.ratio != 1:
+        return None
+    host, (tokens, heads, dim) = layer.ops.host(index), q.shape
+    counts = {length - start for start, length in zip(host.starts, host.lengths, strict=True)}
+    new = tokens // len(host.slots)
+    if counts != {new} or not host.regular:
+        return None
+    most = max(host.lengths)
+    rows = layer.ops.gather_all_entries(pools, layer.number, index, columns=most, role="entries").values
+    keys = rows.to(torch.float32)[:, None]
+    seen = None
+    if new > 1 or min(host.lengths) < most:
+        if new > 1 and not bool(keys.isfinite().all()):
+            return None
+        seen = torch.arange(most) <= index.positions.view(-1, new, 1)
+        seen = torch.where(seen, 0.0, -torch.inf).repeat_interleave(heads, dim=1)[:, None]
+    mine = q.reshape(-1, 1, new * heads, dim).to(torch.float32)
+    out, lse = cpu_views.fused(mine, keys, keys, attn_mask=seen, scale=factor)
+    lse = lse.view(tokens, heads)
+    out = out.view(tokens, heads, dim)
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.to(torch.float32))[..., None]
+    return Attention(out.to(q.dtype), lse) if cpu_views.finite(lse) else None
 
 
 def inverse_rope(out: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
+from kvcore.interop.transformers.seam import stand_in, step_aside
 
 NAME = "kvcore"
 
@@ -25,7 +26,7 @@ OURS = ("sdpa", "eager", NAME)
 
 KNOWN = frozenset(
     {"dropout", "scaling", "output_attentions", "output_hidden_states", "return_dict", "is_causal", "s_aux", "sinks"}
-    | {"sliding_window", "position_ids", "use_cache", "cache", "layer_idx"}
+    | {"sliding_window", "position_ids", "use_cache", "cache", "layer_idx", "indices"}
 )
 """Options of attention functions that are looked at elsewhere, or that say what the mask says."""
 
@@ -69,16 +70,18 @@ class Forward:
         config: of the decoder.
         base: name of the attention that the configuration names otherwise.
         start: tokens of every row before it.
+        expanding: modules that expand latents, in front of which the cache's method stands in it.
         memo: what layers of the forward share.
     """
 
-    __slots__ = ("base", "cache", "config", "memo", "start")
+    __slots__ = ("base", "cache", "config", "expanding", "memo", "start")
 
-    def __init__(self, cache: Attending, config: Any, base: str, start: int) -> None:
+    def __init__(self, cache: Attending, config: Any, base: str, start: int, expanding: tuple[Any, ...] = ()) -> None:
         self.cache = cache
         self.config = config
         self.base = base
         self.start = start
+        self.expanding = expanding
         self.memo: dict[Any, Any] = {}
 
     def left(self, padding: torch.Tensor | None, batch: int, columns: int) -> tuple[int, ...] | str:
@@ -160,6 +163,7 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         switched = SWITCHED.setdefault(id(config), Switched(config))
         switched.running += 1
         config._attn_implementation_internal = NAME
+    stand_in(forward.expanding)
     HERE.forwards.append((module, forward))
 
 
@@ -171,6 +175,7 @@ def leave(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         return
     _, forward = forwards.pop()
     config = forward.config
+    step_aside(forward.expanding)
     with LOCK:
         switched = SWITCHED[id(config)]
         switched.running -= 1
@@ -243,8 +248,22 @@ def attend(
             return found, None
     elif base == "sdpa" and not args and _packs(query, key, value, options) and here(config) is not None:
         return _packed(query, key, value, attention_mask, options.get("scaling")), None
-    mask = attention_mask.made() if type(attention_mask) is Deferred else attention_mask
+    mask = made(attention_mask)
+    if options.get("indices") is not None:
+        mask = _of_picked(options.pop("indices"), mask, query, key.shape[2])
     return model_attention(module, base)(module, query, made(key), made(value), mask, *args, **options)
+
+
+def _of_picked(indices: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, columns: int) -> torch.Tensor:
+    """A mask [B, 1, S, n] of what an indexer picked, [B, S, k], too: under other names modules make it themselves."""
+    (batch, new, _), device = indices.shape, query.device
+    left_out = torch.ones((batch, new, columns), dtype=torch.bool, device=device)
+    left_out = left_out.scatter_(-1, indices.long(), False)[:, None]
+    if mask is None:
+        mask = torch.ones((new, columns), dtype=torch.bool, device=device).tril(columns - new)[None, None]
+    if mask.dtype == torch.bool:
+        return mask & ~left_out
+    return mask.masked_fill(left_out, torch.finfo(query.dtype).min)
 
 
 def _packs(query: torch.Tensor, key: Any, value: Any, options: dict[str, Any]) -> bool:

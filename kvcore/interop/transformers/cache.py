@@ -27,13 +27,14 @@ from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, S
 from kvcore.interop.transformers import rows as wanted
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
 from kvcore.interop.transformers.kinds import layer_of
-from kvcore.interop.transformers.layers import KVLayer
+from kvcore.interop.transformers.latent import MlaLayer
+from kvcore.interop.transformers.layers import KVLayer, Layer
 from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
 from kvcore.interop.transformers.static import CACHES, NUMBERS, stored_tokens
 from kvcore.interop.transformers.tensors import ACCEPTED, stored_as, to_torch, uses_torch
-from kvcore.interop.transformers.ways import Asked, explained, ways_of
+from kvcore.interop.transformers.ways import Asked, OfLatents, explained, ways_of
 from kvcore.ops.results import Choice
 from kvcore.portable.blob import copy_request
 from kvcore.spec import CacheSpec
@@ -158,11 +159,17 @@ class KVCache(Cache):
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
         layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
-        self._ways = ways_of(self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device)
+        latents = OfLatents(len(settings.expanding), settings.of.most_absorbed)
+        self._ways = ways_of(
+            self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device, latents=latents
+        )
         components: dict[Any, int] = {}
         for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
-            if isinstance(layer, KVLayer):
+            if isinstance(layer, Layer):
                 layer.cache_attends = ways.one.by == "cache", ways.more.by == "cache"
+            if isinstance(layer, MlaLayer):
+                layer.most_new = None if settings.asked == "cache" else latents.most_new
+            if isinstance(layer, KVLayer):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
                 layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
@@ -177,7 +184,7 @@ class KVCache(Cache):
 
     def defers(self, new: int) -> bool:
         """Whether the cache attends itself to some layer, to ``new`` tokens a row."""
-        return any(layer.cache_attends[new > 1] for layer in self.layers if isinstance(layer, KVLayer))
+        return any(layer.attends(new) for layer in self.layers if isinstance(layer, Layer))
 
     def begin_attending(self, config: Any, asked: dict[str, Any]) -> Forward | None:
         """What layers and masks share in a decoder's forward that the cache may attend in; None: the model attends."""
@@ -191,7 +198,7 @@ class KVCache(Cache):
         if refused:
             self._refused = dict.fromkeys(range(len(self._ways)), refused)
             return None
-        self.attending = Forward(self, config, base, self.length)
+        self.attending = Forward(self, config, base, self.length, self._settings.expanding)
         return self.attending
 
     def end_attending(self, forward: Forward, *, finished: bool) -> None:
@@ -472,6 +479,10 @@ class KVCache(Cache):
             tensor = tensor.float()
         # A torch backend detaches by itself.
         return tensor if self._torch_pools else self.kv.asarray(to_numpy(tensor.detach()))
+
+    def numbers(self, tensor: torch.Tensor) -> Any:
+        """A tensor of int32 as an array of the backend."""
+        return tensor if self._torch_pools else self.kv.asarray(tensor.numpy(force=True))
 
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""

@@ -30,38 +30,28 @@ class Alike:
         self.outlines = key, value
 
 
-class Handed:
-    """Keys and values of a layer in a forward, new ones appended; good until the forward's end."""
+class HandedOut:
+    """Rows of a layer in a forward, new ones stored; good until the forward's end."""
 
-    __slots__ = ("_alike", "_device", "_dtype", "_forward", "_given", "_handle", "_layer", "_new", "_rows")
+    __slots__ = ("_device", "_dtype", "_forward", "_handle", "_layer", "_new", "_rows")
 
-    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
-        owner = layer.owner
-        alike = forward.memo.get(layer.kind)
-        if alike is None:
-            alike = forward.memo[layer.kind] = Alike(layer, handle, keys)
-        handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
-        owner.hand_out(layer.number)
+    def __init__(self, layer: Any, handle: Any, forward: Forward, states: torch.Tensor) -> None:
         self._layer = layer
         self._handle = handle
         self._forward = forward
-        self._alike: Alike = alike
-        self._new = keys.shape[2]
-        self._dtype = keys.dtype
-        self._device = keys.device
-        own = not forward.start and keys.dtype == values.dtype == layer.stored_as
-        self._given = (keys, values) if own else None
+        self._new = states.shape[2]
+        self._dtype = states.dtype
+        self._device = states.device
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def outlines(self) -> tuple[Deferred, Deferred]:
-        """Keys and values that are read if somebody other than our attention looks at them."""
-        keys, values = self._alike.outlines
-        return deferred(keys, self._device, self._keys, self), deferred(values, self._device, self._values, self)
+    def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``update`` would have handed out."""
+        raise NotImplementedError
 
-    def _keys(self) -> torch.Tensor:
+    def _first(self) -> torch.Tensor:
         return self._read()[0]
 
-    def _values(self) -> torch.Tensor:
+    def _second(self) -> torch.Tensor:
         return self._read()[1]
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +65,69 @@ class Handed:
                 allowed="their use in the forward, or layers[i].keys and .values",
                 hint="attention='model' hands out tensors that last.",
             )
-        self._rows = rows = self._given or layer.visible_rows(self._handle, self._new, self._dtype)
+        self._rows = rows = self._made_rows()
         return rows
+
+    def _facts(
+        self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any], *, picked: bool = False
+    ) -> Facts | str:
+        """What the mask says, if our attention gives what the model's would; else why not.
+
+        ``picked``: an indexer has picked what queries see, and the mask is looked at with that.
+        """
+        layer, forward, end = self._layer, self._forward, self._forward.start + self._new
+        if layer.owner.attending is not forward:
+            return "a forward that has ended"
+        if options.get("dropout"):
+            return f"dropout={options['dropout']}"
+        option = unknown(options)
+        if option is not None:
+            return f"an attention function with {option}"
+        if self._new > 1 and not options.get("is_causal", getattr(module, "is_causal", True)):
+            return "attention that is not causal"
+        if query.shape[2] != self._new:
+            return f"{query.shape[2]} queries for {self._new} new tokens"
+        if query.dtype not in ACCEPTED and query.dtype != torch.float16:
+            return f"queries in {query.dtype}"
+        if picked or (mask is None and self._new == 1):
+            return PLAIN  # it sees what was handed out, which is what the layer keeps for it
+        facts = facts_of(mask, forward.base, forward.start)
+        if isinstance(facts, str):
+            return forward.memo.get("refused", facts)
+        seen = facts.window if facts.window is not None and facts.window < end else None
+        sight = layer.component.sight
+        kept = sight if sight is not None and sight < end else None
+        if seen != kept:
+            return f"a mask of {seen or end} positions where the cache keeps {kept or end}"
+        if seen is not None and layer.chunked:
+            return "chunks, whose beginning padding shifts"
+        return facts
+
+
+class Handed(HandedOut):
+    """Keys and values of a layer."""
+
+    __slots__ = ("_alike", "_given")
+
+    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__(layer, handle, forward, keys)
+        owner = layer.owner
+        alike = forward.memo.get(layer.kind)
+        if alike is None:
+            alike = forward.memo[layer.kind] = Alike(layer, handle, keys)
+        handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
+        owner.hand_out(layer.number)
+        self._alike: Alike = alike
+        own = not forward.start and keys.dtype == values.dtype == layer.stored_as
+        self._given = (keys, values) if own else None
+
+    def outlines(self) -> tuple[Deferred, Deferred]:
+        """Keys and values that are read if somebody other than our attention looks at them."""
+        keys, values = self._alike.outlines
+        return deferred(keys, self._device, self._first, self), deferred(values, self._device, self._second, self)
+
+    def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._given or self._layer.visible_rows(self._handle, self._new, self._dtype)
 
     def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
@@ -111,33 +162,3 @@ class Handed:
             owner = self._layer.owner
             memo[key] = index._replace(left_padding=owner.kv.asarray(torch.tensor(left, dtype=torch.int32).numpy()))
         return memo[key]
-
-    def _facts(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> Facts | str:
-        """What the mask says, if our attention gives what the model's would; else why not."""
-        layer, forward, end = self._layer, self._forward, self._forward.start + self._new
-        if layer.owner.attending is not forward:
-            return "a forward that has ended"
-        if options.get("dropout"):
-            return f"dropout={options['dropout']}"
-        option = unknown(options)
-        if option is not None:
-            return f"an attention function with {option}"
-        if self._new > 1 and not options.get("is_causal", getattr(module, "is_causal", True)):
-            return "attention that is not causal"
-        if query.shape[2] != self._new:
-            return f"{query.shape[2]} queries for {self._new} new tokens"
-        if query.dtype not in ACCEPTED and query.dtype != torch.float16:
-            return f"queries in {query.dtype}"
-        if mask is None and self._new == 1:
-            return PLAIN  # it sees what was handed out, which is what the layer keeps for it
-        facts = facts_of(mask, forward.base, forward.start)
-        if isinstance(facts, str):
-            return forward.memo.get("refused", facts)
-        seen = facts.window if facts.window is not None and facts.window < end else None
-        sight = layer.component.sight
-        kept = sight if sight is not None and sight < end else None
-        if seen != kept:
-            return f"a mask of {seen or end} positions where the cache keeps {kept or end}"
-        if seen is not None and layer.chunked:
-            return "chunks, whose beginning padding shifts"
-        return facts

@@ -11,6 +11,7 @@ from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.recurrent import HybridLayer, RecurrentLayer
 from kvcore.interop.transformers.spec import decoder_of
+from kvcore.interop.transformers.ways import most_absorbed
 from kvcore.spec import CacheSpec, LayerSpec
 
 SHAPES = {
@@ -35,11 +36,13 @@ class OfModel(NamedTuple):
     Attributes:
         dtype: of its keys and values.
         rank: channels of latent attention's rows that are its latent; the others are its rotary key.
+        most_absorbed: new tokens of a row up to which latents are attended to with fewer multiplications as they are.
         biases: layer -> positional biases of its compressors, by transformers' names for them.
     """
 
     dtype: torch.dtype
     rank: int | None
+    most_absorbed: int | None
     biases: dict[int, dict[str, torch.Tensor]]
 
 
@@ -51,7 +54,8 @@ def of_model(model: Any, spec: CacheSpec) -> OfModel:
     """
     tails = {number: layer for number, layer in enumerate(spec.layers) if layer.tail is not None}
     biases = {number: _biases(model, layer, number) for number, layer in tails.items()}
-    return OfModel(model.dtype, getattr(decoder_of(model.config), "kv_lora_rank", None), biases)
+    config = decoder_of(model.config)
+    return OfModel(model.dtype, getattr(config, "kv_lora_rank", None), most_absorbed(config), biases)
 
 
 def _biases(model: Any, layer: LayerSpec, number: int) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvcore.interop.transformers.absorbed import Latents
 from kvcore.interop.transformers.layers import Layer, Pair
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
@@ -16,9 +17,13 @@ class MlaLayer(Layer):
     """Latent attention: one row a token for all heads, the compressed latent and the rotary key side by side.
 
     With an indexer (V3.2) the model asks for its keys after ``update``, and the forward's part ends there.
+
+    Attributes:
+        most_new: new tokens of a row up to which the cache attends itself; None: any number.
     """
 
     component: Entries
+    most_new: int | None = None
 
     def __init__(self, owner: Owner, number: int, spec: LayerSpec, rank: int | None) -> None:
         assert spec.entries is not None
@@ -26,19 +31,41 @@ class MlaLayer(Layer):
         self._has_indexer = spec.index_keys is not None
         self._rank = rank
         self._rows: Any = None
+        self._attended = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store latents [B, 1, S, rank] and rotary keys [B, 1, S, rotary dim]; return all of both."""
         check_inference(key_states, value_states)
-        owner, rank = self.owner, key_states.shape[-1]
+        owner, rank, dtype = self.owner, key_states.shape[-1], key_states.dtype
         with owner.forward(self.number, key_states) as handle:
             self._rows = owner.give(torch.cat([key_states, value_states], dim=-1).flatten(0, 2))
             handle.store_entries(self._rows)
-            found = owner.take(handle.gather_all_entries().values, key_states.dtype).unsqueeze(1)
             self._rank = rank
+            if owner.attending is not None and self.attends(key_states.shape[2]):
+                self._attended = True
+                found = Latents(self, handle, owner.attending, key_states, value_states).outlines()
+            else:
+                self._attended = False
+                found = self.visible_rows(handle, dtype, rank)
             if not self._has_indexer:
-                owner.finish(self.number)
+                self._end()
+        return found
+
+    def visible_rows(self, handle: Any, dtype: torch.dtype, rank: int) -> Pair:
+        """All latents and rotary keys [B, 1, n, dim]."""
+        found = self.owner.take(handle.gather_all_entries().values, dtype).unsqueeze(1)
         return found[..., :rank], found[..., rank:]
+
+    def _end(self) -> None:
+        """The layer has what it needs; what is attended to must last as long as the model's forward."""
+        if self._attended:
+            self.owner.hand_out(self.number)
+        else:
+            self.owner.finish(self.number)
+
+    def attends(self, new: int) -> bool:
+        """Whether the cache attends itself to ``new`` tokens a row."""
+        return super().attends(new) and (self.most_new is None or new <= self.most_new)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store the indexer's keys [B, S, dim]; return all of them [B, n, dim]."""
@@ -47,7 +74,7 @@ class MlaLayer(Layer):
         with owner.forward_part(self.number) as handle:
             handle.store_entries(self._rows, owner.give(indexer_key_states.flatten(0, 1)))
             keys = owner.take(handle.gather_all_index_keys().values, indexer_key_states.dtype)
-            owner.finish(self.number)
+            self._end()
         return keys
 
     @property

@@ -24,10 +24,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Layer(Owned, CacheLayerMixin):
-    """What all layers answer alike. B rows of the batch, S new tokens each."""
+    """What all layers answer alike. B rows of the batch, S new tokens each.
+
+    Attributes:
+        cache_attends: whether the cache attends itself to one new token, and to several.
+    """
 
     is_compileable = False
     supports_early_init = False
+    cache_attends: tuple[bool, bool] = (False, False)
 
     def __init__(self, owner: Owner, number: int, component: KV | Window | Entries) -> None:
         # Not the base class's, which assigns keys and values: here they are looked up in the cache.
@@ -69,6 +74,10 @@ class Layer(Owned, CacheLayerMixin):
     @values.setter
     def values(self, _: object) -> None:
         raise self._refused("values")
+
+    def attends(self, new: int) -> bool:
+        """Whether the cache attends itself to ``new`` tokens a row."""
+        return self.cache_attends[new > 1]
 
     def stored(self) -> Pair | None:
         """Copies of the layer's keys and values; None if there are none."""
@@ -148,14 +157,12 @@ class KVLayer(Layer):
     """Keys and values of full, sliding or chunked attention.
 
     Attributes:
-        cache_attends: whether the cache attends itself to one new token, and to several.
         stored_as: the dtype whose numbers are stored as they are, in keys and values; None: they are coded.
         chunked: whether what the spec calls a window is the model's chunk.
         kind: a number that layers of equal components share.
     """
 
     component: KV
-    cache_attends: tuple[bool, bool] = (False, False)
     stored_as: torch.dtype | None = None
     chunked = False
     kind = 0

@@ -91,6 +91,10 @@ class Owner(Protocol):
         """A float tensor of the model as an array of the backend."""
         ...
 
+    def numbers(self, tensor: torch.Tensor) -> Any:
+        """A tensor of int32 as an array of the backend."""
+        ...
+
     def take(self, array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An array of the backend as a tensor where the model is."""
         ...

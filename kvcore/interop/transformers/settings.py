@@ -11,6 +11,7 @@ from kvcore.errors import SpecError
 from kvcore.interop.transformers.attention import Hooks, hooks_of
 from kvcore.interop.transformers.given import check_given
 from kvcore.interop.transformers.kinds import OfModel, of_model
+from kvcore.interop.transformers.seam import expanding
 from kvcore.interop.transformers.spec import Formats, cache_spec, decoder_of
 from kvcore.interop.transformers.tensors import DTYPES
 from kvcore.interop.transformers.ways import Asked, check_asked, decoder_module, reason_against
@@ -29,6 +30,7 @@ class Settings(NamedTuple):
         asked: who is to attend.
         against: why the cache does not in any layer; "" where it may.
         hooks: what tells the cache of the model's forwards, if it attends itself.
+        expanding: modules of the model that expand latents to keys and values, if it attends itself.
     """
 
     spec: CacheSpec
@@ -47,6 +49,7 @@ class Settings(NamedTuple):
     asked: Asked
     against: str
     hooks: Hooks | None
+    expanding: tuple[torch.nn.Module, ...]
 
     def new_cache(self) -> Cache:
         """A kvcore cache with room for all rows."""
@@ -124,6 +127,7 @@ def settings_of(
         against=against,
         kinds=tuple(get_layer_types_and_kwargs(decoder_of(model.config))[0]),
         hooks=None if against else hooks_of(decoder_module(model)),
+        expanding=() if against else expanding(decoder_module(model)),
     )
 
 

@@ -60,9 +60,36 @@ MEASURED: dict[tuple[str, bool], Ways] = {
 """(device, whether rows are stored as the model's own numbers) -> the faster ways."""
 
 LATENT = (
-    "rows are latents, which the model expands before it attends; its attention function is handed keys and values "
-    "of heads"
+    "latents are read as they lie: the module's key and value projections go to the query and to the output, in place "
+    "of its expand_kv, which is called where somebody looks"
 )
+UNKNOWN = "rows are latents, which modules of this model expand elsewhere than in expand_kv"
+COMPRESSED = "rows are a window and compressed latents, which the model joins with its own before it attends"
+
+
+class OfLatents(NamedTuple):
+    """What is known of the modules that expand latents.
+
+    Attributes:
+        count: of modules; 0: nothing stands in front of them.
+        most_new: new tokens of a row up to which latents take fewer multiplications than keys and values of heads;
+            None: any number.
+    """
+
+    count: int
+    most_new: int | None
+
+
+def most_absorbed(config: Any) -> int | None:
+    """New tokens of a row up to which attending to latents takes fewer multiplications than expanding them.
+
+    Of a row and head, expansion takes rank · (key dim + value dim) once; a query then takes key dim + rotary dim +
+    value dim, and rank + rotary dim + rank of a latent. A key's dim is that of its part that is not rotary.
+    """
+    names = "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"
+    rank, dim, value_dim = (getattr(config, name, None) or 0 for name in names)
+    more = 2 * rank - dim - value_dim
+    return None if more <= 0 else rank * (dim + value_dim) // more
 
 
 def check_asked(asked: Any) -> Asked:
@@ -96,20 +123,33 @@ def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
     return ""
 
 
-def ways_of(kv: Cache, asked: Asked, against: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Ways, ...]:
+def ways_of(
+    kv: Cache, asked: Asked, against: str, *, dtype: torch.dtype, device: torch.device, latents: OfLatents
+) -> tuple[Ways, ...]:
     """For every layer, who attends."""
     if against:
         return (Ways(Way("model", against), Way("model", against)),) * len(kv.spec.layers)
-    named = {choice.layer: choice for choice in kv.ops.explain() if choice.verb == "attend_kv"}
+    named = {choice.layer: choice for choice in kv.ops.explain() if choice.verb in ("attend", "attend_kv")}
     return tuple(
-        _of_layer(layer, named.get(number), dtype, device, asked) for number, layer in enumerate(kv.spec.layers)
+        _of_layer(layer, named.get(number), dtype, device, asked, latents)
+        for number, layer in enumerate(kv.spec.layers)
     )
 
 
-def _of_layer(layer: LayerSpec, choice: Choice | None, dtype: torch.dtype, device: torch.device, asked: Asked) -> Ways:
+def _of_layer(
+    layer: LayerSpec,
+    choice: Choice | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: Asked,
+    latents: OfLatents,
+) -> Ways:
     kv = layer.kv
+    if kv is None and layer.conv is None and layer.window is None and layer.entries is not None:
+        assert choice is not None
+        return _of_latents(choice, device, asked, latents)
     if kv is None or layer.conv is not None:
-        reason = LATENT if layer.entries is not None or layer.window is not None else "a recurrent state, or nothing"
+        reason = "a recurrent state, or nothing" if layer.window is None else COMPRESSED
         if kv is not None:
             reason = "a recurrent part beside attention, which ends the layer's forward"
         return Ways(Way("model", reason), Way("model", reason))
@@ -117,14 +157,33 @@ def _of_layer(layer: LayerSpec, choice: Choice | None, dtype: torch.dtype, devic
     if asked == "cache":
         way = Way("cache", "asked for: attention='cache'")
         return Ways(way, way)
-    if choice.implementation == "numpy" or choice.implementation.startswith("jax"):
-        way = Way("model", f"the rows are {choice.implementation} arrays, whose attention is no faster on this device")
-        return Ways(way, way)
-    if device.type == "cuda" and choice.implementation == "torch":
-        way = Way("model", f"no kernel: {choice.reason}")
-        return Ways(way, way)
+    slow = _slow(choice, device)
+    if slow:
+        return Ways(Way("model", slow), Way("model", slow))
     plain = stored_as(kv) == dtype
     return MEASURED.get((device.type, plain), MEASURED["cpu", plain])
+
+
+def _of_latents(choice: Choice, device: torch.device, asked: Asked, latents: OfLatents) -> Ways:
+    if not latents.count:
+        return Ways(Way("model", UNKNOWN), Way("model", UNKNOWN))
+    if asked == "cache":
+        way = Way("cache", f"asked for: attention='cache'; {LATENT}")
+        return Ways(way, way)
+    slow = _slow(choice, device)
+    if slow:
+        return Ways(Way("model", slow), Way("model", slow))
+    few = "" if latents.most_new is None else f"up to {latents.most_new} tokens a row, more are the model's; "
+    return Ways(Way("cache", LATENT), Way("cache", few + LATENT))
+
+
+def _slow(choice: Choice, device: torch.device) -> str:
+    """Why a layer's verb of attention is slower than the model's; "" where that is not known beforehand."""
+    if choice.implementation == "numpy" or choice.implementation.startswith("jax"):
+        return f"the rows are {choice.implementation} arrays, whose attention is no faster on this device"
+    if device.type == "cuda" and choice.implementation == "torch":
+        return f"no kernel: {choice.reason}"
+    return ""
 
 
 def explained(ways: tuple[Ways, ...], refused: dict[int, str]) -> list[Choice]:

@@ -1,0 +1,189 @@
+"""Latent attention from the latents: a module's key and value projections are moved to the query and to the output.
+
+Modules of latent attention expand latents to keys and values of every head before they call the attention function. The
+expansion is linear, so a head's logit is the latent times that head's query times its key projection, and its output
+the value projection of a sum of latents. ``seam`` says how latents come here unexpanded.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
+from kvcore.interop.transformers.handed import HandedOut
+from kvcore.interop.transformers.seam import SEAM
+
+DIMS = ("num_heads", "qk_nope_head_dim", "v_head_dim")
+MOST_SELECTED = 1 << 24
+"""Numbers of rows that a step with padding lists; beyond it the model expands."""
+
+
+class Projection(NamedTuple):
+    """What a module multiplies latents with.
+
+    Attributes:
+        keys: [H, dim, rank], of a key's part that is not rotary.
+        values: [H, value dim, rank].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+PROBED: dict[tuple[Any, ...], bool] = {}
+"""An ``expand_kv`` and the sizes it works with -> whether it does what ``projection_of`` reads from the module."""
+
+
+def projection_of(module: Any, query: torch.Tensor, rank: int) -> Projection | str:
+    """What a module multiplies latents with; else why that is not known."""
+    linear, heads = module.kv_b_proj, query.shape[1]
+    own = vars(linear)
+    # A hook is called with what was multiplied, which is nothing here.
+    hooked = own.get("_forward_hooks") or own.get("_forward_pre_hooks")
+    if type(linear) is not torch.nn.Linear or linear.bias is not None or "forward" in own or hooked:
+        return "a key and value projection that is no plain linear layer, or has hooks"
+    weight = linear.weight
+    if type(weight) is not torch.nn.Parameter or weight.dtype != query.dtype or weight.device != query.device:
+        return f"a key and value projection in {weight.dtype} on {weight.device}"
+    count, dim, value_dim = (getattr(module, name, None) for name in DIMS)
+    if count != heads or dim is None or value_dim is None or tuple(weight.shape) != (heads * (dim + value_dim), rank):
+        return "a key and value projection of other heads or dims"
+    key = getattr(type(module), SEAM), heads, dim, value_dim, query.shape[3]
+    if key not in PROBED:
+        PROBED[key] = _probe(module, weight, *key[1:])
+    if not PROBED[key]:
+        return f"{type(module).__name__}.{SEAM} gives other keys and values than its projection's"
+    by_head = weight.view(heads, dim + value_dim, rank)
+    return Projection(by_head[:, :dim], by_head[:, dim:])
+
+
+def _probe(module: Any, weight: torch.Tensor, heads: int, dim: int, value_dim: int, key_dim: int) -> bool:
+    """Whether the module's own method gives what its projection says, of three rows."""
+    count, options = 3, {"dtype": weight.dtype, "device": weight.device}
+    latents = torch.linspace(-1, 1, count * weight.shape[1], **options).view(1, 1, count, -1)
+    rotary = torch.linspace(-2, 2, count * (key_dim - dim), **options).view(1, 1, count, -1)
+    with torch.no_grad():
+        keys, values = getattr(type(module), SEAM)(module, latents, rotary)
+        rows = torch.nn.functional.linear(latents, weight).view(1, count, heads, dim + value_dim).transpose(1, 2)
+    wanted = torch.cat([rows[..., :dim], rotary.expand(-1, heads, -1, -1)], dim=-1), rows[..., dim:]
+    return torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
+
+
+class Latents(HandedOut):
+    """Latents and rotary keys of a layer in a forward, new ones stored; good until the forward's end."""
+
+    __slots__ = ("_module", "_rank", "_sizes")
+
+    def __init__(self, layer: Any, handle: Any, forward: Any, latents: torch.Tensor, rotary: torch.Tensor) -> None:
+        super().__init__(layer, handle, forward, latents)
+        self._rank = latents.shape[3]
+        self._module: Any = None
+        self._sizes = latents.shape[0], len(layer._visible(self._new)), rotary.shape[3]
+
+    def outlines(self) -> tuple[Deferred, Deferred]:
+        """Latents [B, 1, n, rank] and rotary keys [B, 1, n, dim], read if somebody looks at them."""
+        batch, seen, dim = self._sizes
+        return self._deferred((batch, 1, seen, self._rank), self._first), self._deferred(
+            (batch, 1, seen, dim), self._second
+        )
+
+    def expanded(self, module: Any, latents: Deferred, rotary: Deferred) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, H, n, dim] of the module's heads, made from the latents if somebody looks at them."""
+        heads, dim, value_dim = (getattr(module, name, None) for name in DIMS)
+        own = getattr(type(module), SEAM)
+        if heads is None or dim is None or value_dim is None:
+            return own(module, latents.made(), rotary.made())
+        self._module = module
+        kept: list[Any] = []
+
+        def make(which: int) -> torch.Tensor:
+            if not kept:
+                kept.extend(own(module, latents.made(), rotary.made()))
+            return kept[which]
+
+        batch, seen, rotary_dim = self._sizes
+        return (
+            self._deferred((batch, heads, seen, dim + rotary_dim), partial(make, 0)),
+            self._deferred((batch, heads, seen, value_dim), partial(make, 1)),
+        )
+
+    def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+        """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
+        layer = self._layer
+        found = self._what(module, query, mask, options)
+        if isinstance(found, str):
+            layer.owner.refuse(layer.number, found)
+            return None
+        (keys, values), selected = found
+        owner, context, rank = layer.owner, self._handle._context, self._rank
+        batch, heads, new, _ = query.shape
+        dim = keys.shape[1]
+        rows = query.transpose(0, 1).reshape(heads, batch * new, -1)
+        rows = torch.cat([torch.bmm(rows[..., :dim], keys), rows[..., dim:]], dim=-1).transpose(0, 1)
+        sink = options.get("s_aux", options.get("sinks"))
+        given = self._handle._ops.attend(
+            context.pools,
+            layer.number,
+            context.index,
+            owner.give(rows),
+            selected,
+            sink=None if sink is None else owner.give(sink.detach().float()),
+            scale=options.get("scaling", query.shape[3] ** -0.5),
+        ).out
+        out = owner.take(given, query.dtype)[..., :rank].transpose(0, 1)
+        return torch.bmm(out, values.transpose(1, 2)).view(heads, batch, new, -1).permute(1, 2, 0, 3)
+
+    def _what(
+        self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]
+    ) -> tuple[Projection, Any] | str:
+        """(what latents are multiplied with, rows that queries see [T, k] or None for all up to them); else why not."""
+        if module is not self._module:
+            return "keys and values that another module expanded"
+        indices = options.get("indices")
+        facts = self._facts(module, query, mask, options, picked=indices is not None)
+        if isinstance(facts, str):
+            return facts
+        projection = projection_of(module, query, self._rank)
+        if isinstance(projection, str):
+            return projection
+        if indices is not None:
+            return projection, self._picked(indices, mask)
+        if facts.left is None:
+            return projection, None
+        if query.shape[0] * self._new * self._sizes[1] > MOST_SELECTED:
+            return "a long prompt with padding at the left"
+        return projection, self._unpadded(facts.left)
+
+    def _picked(self, indices: torch.Tensor, mask: Any) -> Any:
+        """[T, k] int32: what an indexer picked, as far as the mask lets it be seen."""
+        owner = self._layer.owner
+        mask = made(mask)
+        if mask is not None:
+            batch, new, _ = indices.shape
+            seen = mask if mask.dtype == torch.bool else mask == 0
+            seen = seen[:, 0].expand(batch, new, -1).gather(-1, indices.long())
+            indices = torch.where(seen, indices, -1)
+        return owner.numbers(indices.flatten(0, 1).to(torch.int32))
+
+    def _unpadded(self, left: tuple[int, ...]) -> Any:
+        """[T, n] int32: every row of a request behind its padding."""
+        memo, key = self._forward.memo, ("unpadded", left)
+        if key not in memo:
+            _, seen, _ = self._sizes
+            number = torch.arange(seen, dtype=torch.int32, device=self._device)
+            padding = torch.tensor(left, dtype=torch.int32).to(self._device, non_blocking=True)
+            rows = torch.where(number >= padding[:, None], number, -1)
+            memo[key] = self._layer.owner.numbers(rows.repeat_interleave(self._new, dim=0))
+        return memo[key]
+
+    def _deferred(self, shape: tuple[int, ...], make: Any) -> Deferred:
+        memo, key = self._forward.memo, (shape, self._dtype)
+        if key not in memo:
+            memo[key] = outline(shape, self._dtype)
+        return deferred(memo[key], self._device, make, self)
+
+    def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layer.visible_rows(self._handle, self._dtype, self._rank)
