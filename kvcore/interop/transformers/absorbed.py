@@ -143,21 +143,21 @@ class Latents(HandedOut):
         if module is not self._module:
             return "keys and values that another module expanded"
         indices = options.get("indices")
-        facts = self._facts(module, query, mask, options, picked=indices is not None)
+        facts = self._facts(module, query, mask, options, selected=indices is not None)
         if isinstance(facts, str):
             return facts
         projection = projection_of(module, query, self._rank)
         if isinstance(projection, str):
             return projection
         if indices is not None:
-            return projection, self._picked(indices, mask)
+            return projection, self._selected(indices, mask)
         if facts.left is None:
             return projection, None
         if query.shape[0] * self._new * self._sizes[1] > MOST_SELECTED:
             return "a long prompt with padding at the left"
         return projection, self._unpadded(facts.left)
 
-    def _picked(self, indices: torch.Tensor, mask: Any) -> Any:
+    def _selected(self, indices: torch.Tensor, mask: Any) -> Any:
         """[T, k] int32: what an indexer picked, as far as the mask lets it be seen."""
         owner = self._layer.owner
         mask = made(mask)

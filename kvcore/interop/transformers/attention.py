@@ -250,11 +250,11 @@ def attend(
         return _packed(query, key, value, attention_mask, options.get("scaling")), None
     mask = made(attention_mask)
     if options.get("indices") is not None:
-        mask = _of_picked(options.pop("indices"), mask, query, key.shape[2])
+        mask = _of_selected(options.pop("indices"), mask, query, key.shape[2])
     return model_attention(module, base)(module, query, made(key), made(value), mask, *args, **options)
 
 
-def _of_picked(indices: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, columns: int) -> torch.Tensor:
+def _of_selected(indices: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, columns: int) -> torch.Tensor:
     """A mask [B, 1, S, n] of what an indexer picked, [B, S, k], too: under other names modules make it themselves."""
     (batch, new, _), device = indices.shape, query.device
     left_out = torch.ones((batch, new, columns), dtype=torch.bool, device=device)

@@ -69,11 +69,11 @@ class HandedOut:
         return rows
 
     def _facts(
-        self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any], *, picked: bool = False
+        self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any], *, selected: bool = False
     ) -> Facts | str:
         """What the mask says, if our attention gives what the model's would; else why not.
 
-        ``picked``: an indexer has picked what queries see, and the mask is looked at with that.
+        ``selected``: an indexer has picked what queries see, and the mask is looked at with that.
         """
         layer, forward, end = self._layer, self._forward, self._forward.start + self._new
         if layer.owner.attending is not forward:
@@ -89,7 +89,7 @@ class HandedOut:
             return f"{query.shape[2]} queries for {self._new} new tokens"
         if query.dtype not in ACCEPTED and query.dtype != torch.float16:
             return f"queries in {query.dtype}"
-        if picked or (mask is None and self._new == 1):
+        if selected or (mask is None and self._new == 1):
             return PLAIN  # it sees what was handed out, which is what the layer keeps for it
         facts = facts_of(mask, forward.base, forward.start)
         if isinstance(facts, str):
