@@ -83,22 +83,20 @@ def storage() -> Any:
             return [self.get(key, place) for key, place in zip(keys, places, strict=True)]
 
         def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-            """Keep a page."""
+            """Keep a page; whether it is there now."""
             del target_sizes
             given = target_location if value is None else value
             data = given.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            self.store.put(self._key(key), data)
-            return True
+            return self.store.put(self._key(key), data)
 
         def batch_set(
             self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
         ) -> bool:
-            """Each as ``set``."""
+            """Each as ``set``; whether all are there."""
             del target_sizes
             given = target_locations if values is None else values
-            for key, value in zip(keys, given, strict=True):
-                self.set(key, value)
-            return True
+            kept = [self.set(key, value) for key, value in zip(keys, given, strict=True)]
+            return all(kept)
 
         def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
             """Pages into the host pool; behind the first that is missing or damaged none is filled."""

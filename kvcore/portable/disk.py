@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ NO_DETOUR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is not followed, a pipe is not waited for."""
 
 
-WRITER = re.compile(r"\d+\.\d+\.tmp")
+WRITER = re.compile(r"\d+\.\d+\.tmp\Z")
 """The end of a temporary file's name: process and thread."""
 
 
@@ -83,12 +83,19 @@ class Disk:
 
     def sweep(self, path: Path) -> None:
         """Remove temporary files of saves to ``path`` whose writers are gone; those in use are locked."""
-        prefix, names = f".{path.name}.", list[str]()
-        with contextlib.suppress(OSError):  # whoever writes next is told why
-            names = os.listdir(path.parent)
+        prefix = f".{path.name}."
         # Most names of a large folder are of other files: nothing is made of them.
-        found = [name for name in names if name.startswith(prefix) and WRITER.fullmatch(name, len(prefix))]
-        for left in map(path.parent.joinpath, found):
+        self._sweep(path.parent, lambda name: name.startswith(prefix) and WRITER.fullmatch(name, len(prefix)))
+
+    def sweep_folder(self, folder: Path) -> None:
+        """The same of saves to any name in a folder that is nobody else's."""
+        self._sweep(folder, lambda name: name.startswith(".") and WRITER.search(name))
+
+    def _sweep(self, folder: Path, ours: Callable[[str], Any]) -> None:
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # whoever writes next is told why
+            names = os.listdir(folder)
+        for left in [folder / name for name in names if ours(name)]:
             with contextlib.suppress(OSError):
                 if not stat.S_ISREG(left.lstat().st_mode):
                     # No writer makes such a thing.
@@ -127,15 +134,18 @@ def open_regular(path: Path, *, follow: bool = True) -> Any:
         raise
 
 
-def write_whole(disk: Disk, path: Path, data: bytes | Sequence[Part]) -> None:
+def write_whole(disk: Disk, path: Path, data: bytes | Sequence[Part], *, sweep: bool = True) -> None:
     """Put ``data``, or its parts one after another, in place of the file ``path``: all of it, durably, or nothing.
+
+    ``sweep`` away what killed writers to that name left; without it, whoever calls does so at times, for a folder.
 
     Raises:
         OSError: the disk refused. The old file, if there was one, is still there; after a failed close or flush of
             the folder the new one may be instead.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    disk.sweep(path)
+    if sweep:
+        disk.sweep(path)
     try:
         _write_and_name(disk, temporary, path, (data,) if isinstance(data, bytes) else data)
         disk.flush_folder(path.parent)

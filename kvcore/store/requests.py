@@ -20,6 +20,7 @@ from kvcore.requests.manager import Request
 from kvcore.requests.prefix import chain, point_key, seed_of
 from kvcore.requests.tokens import check_salt, token_ids
 from kvcore.spec import CacheSpec, Component
+from kvcore.step import StepRequest
 from kvcore.store.pages import BlockPages, Key
 from kvcore.store.store import About, BlockStore
 
@@ -32,6 +33,8 @@ def keys_of(spec: CacheSpec, tokens: Sequence[int], salt: str | None = None) -> 
 def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt: str | None = None) -> int:
     """Put a request's full blocks into a store, those that are not there yet, and the states that it has.
 
+    What is there is not read again.
+
     Args:
         store: where.
         cache: whose request.
@@ -41,7 +44,7 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
         salt: under which alone they are found.
 
     Returns:
-        Tokens that are there now.
+        Tokens of full blocks; ``find`` says how many are there, where a disk may have refused some.
 
     Raises:
         ShapeError: fewer ids than the request has tokens. RequestError: stale or foreign.
@@ -50,30 +53,37 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
     ids = token_ids(tokens, "store.save: tokens")
     state = cache._state
 
-    def read(held: Any) -> tuple[int, dict[Key, HostRows], dict[int, Content]]:
+    form, rings, block = BlockPages(spec), _rings(spec), spec.block_tokens
+
+    def read(held: Any) -> tuple[list[bytes], list[int], Content, dict[bytes, Content]]:
         held.manager.check(request)
         held.check_whole(request, "store.save")
         row = held.row(request)
         if len(ids) < row.length:
             raise ShapeError(got=f"{len(ids)} ids", where="store.save: tokens", allowed=f"{row.length}, the request's")
-        rows = read_rows(state.ops, state.pools, row, row.length)
-        states = {length: content for length, content in held.kept_states(request) if _aligned(spec, length)}
-        if _aligned(spec, row.length):
-            states[row.length] = rows
-        return row.length, rows, states
+        keys = keys_of(spec, ids[: row.length], salt)
+        new = [number for number, key in enumerate(keys) if not store.has(key)]
+        content: Content = {}
+        if new:
+            some = StepRequest(row.slot, len(new) * block, 0, tuple(row.blocks[number] for number in new), 0)
+            content = read_rows(state.ops, state.pools, some, some.start, growth="block")
+        states: dict[bytes, Content] = {}
+        for length, kept in held.kept_states(request):
+            if rings and _aligned(spec, length):
+                states[point_key(keys[length // block - 1], [], salt)] = kept
+        if rings and _aligned(spec, row.length):
+            key = point_key(keys[-1], [], salt)
+            if not store.has(key):
+                states[key] = read_rows(state.ops, state.pools, row, row.length, growth="slot")
+        return keys, new, content, states
 
-    length, rows, states = cache.exclusive("store.save", read)
-    keys = keys_of(spec, ids[:length], salt)
-    form, rings = BlockPages(spec), _rings(spec)
-    block = spec.block_tokens
-    for number, key in enumerate(keys):
+    keys, new, content, states = cache.exclusive("store.save", read)
+    for place, number in enumerate(new):
+        about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
+        store.put(keys[number], form.page(content, place), about)
+    for key, kept in states.items():
         if not store.has(key):
-            about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
-            store.put(key, form.page(rows, number), about)
-    for at, content in states.items():
-        key = point_key(keys[at // block - 1], [], salt)
-        if rings and not store.has(key):
-            store.put(key, b"".join(content[one].rows.tobytes() for one in rings))
+            store.put(key, b"".join(kept[one].rows.tobytes() for one in rings))
     return len(keys) * block
 
 

@@ -37,6 +37,7 @@ class BlockStore:
         >>> from kvcore.store import BlockStore, HostTier
         >>> store = BlockStore([HostTier(1 << 20)])
         >>> store.put(b"a" * 32, b"a page")
+        True
         >>> bytes(store.get(b"a" * 32)), store.get(b"b" * 32), store.longest([b"a" * 32, b"b" * 32])
         (b'a page', None, 1)
     """
@@ -65,8 +66,11 @@ class BlockStore:
         """How many of the keys, from the first on, are there; no page is read."""
         return next((number for number, key in enumerate(keys) if not self.has(key)), len(keys))
 
-    def put(self, key: bytes, page: bytes | memoryview, about: About | None = None) -> None:
+    def put(self, key: bytes, page: bytes | memoryview, about: About | None = None) -> bool:
         """Keep a page; what it is about is said to whoever listens.
+
+        Returns:
+            Whether it is there now: a tier may be too small for it, and a disk may refuse.
 
         Raises:
             ShapeError: a key that is not 1 to 64 bytes. Nothing is changed.
@@ -78,7 +82,9 @@ class BlockStore:
             if about is not None:
                 self._about[key] = about
             events = self._put(0, key, sealed)
+            kept = self.has(key)
         self._tell(events)
+        return kept
 
     def get(self, key: bytes) -> memoryview | None:
         """A page, verified; None if it is nowhere, or damaged wherever it is. A page from further away moves up."""
@@ -120,16 +126,18 @@ class BlockStore:
             self._about.clear()
         self._tell([AllBlocksCleared()])
 
-    def flush(self) -> None:
-        """Copy what only the first tiers have to the last one, durably."""
-        last, events = self.tiers[-1], list[Event]()
+    def flush(self) -> bool:
+        """Copy what only the first tiers have to the last one, durably; whether it has all of it now."""
+        last, events, whole = self.tiers[-1], list[Event](), True
         with self._lock:
             for tier in self.tiers[:-1]:
                 for key in tier.held():
                     data = None if last.has(key) else tier.get(key)
                     if data is not None:
                         events += self._put(len(self.tiers) - 1, key, data)
+                        whole = whole and last.has(key)
         self._tell(events)
+        return whole
 
     def _put(self, number: int, key: bytes, data: Sealed) -> list[Event]:
         """Into a tier, and what has to go for it into the next."""

@@ -99,13 +99,22 @@ class HostTier:
 class DiskTier:
     """Pages as files, one each, which several processes may read, write and remove at once.
 
-    A file appears whole or not at all, and durably; a writer that is killed leaves a temporary file, which the next
-    one to that key sweeps away. When a page was used last is its file's time of modification.
+    A file appears whole or not at all, and durably; a writer that is killed leaves a temporary file, which goes when
+    another process first writes there. When a page was used last is its file's time of modification.
+
+    Whatever the disk refuses is a page that is not stored, or not found: a full one ends nobody's step.
 
     Args:
         folder: for nothing else.
         capacity: bytes of files, counted when this process opens the folder and whenever it finds it full.
         disk: for tests.
+
+    Attributes:
+        refused: pages that the disk did not take.
+        error: why it did not take the last of them; None if it took all.
+
+    Raises:
+        OSError: the folder cannot be made.
     """
 
     medium = "STORAGE"
@@ -116,6 +125,8 @@ class DiskTier:
         self._disk = Disk() if disk is None else disk
         self.folder.mkdir(parents=True, exist_ok=True)
         self._folders: set[Path] = set()
+        self.refused = 0
+        self.error: OSError | None = None
         self.used = sum(size for _, size, _ in self._files())
 
     def _path(self, key: bytes) -> Path:
@@ -123,7 +134,7 @@ class DiskTier:
         return self.folder / name[:2] / f"{name}.page"
 
     def has(self, key: bytes) -> bool:
-        return self._path(key).is_file()
+        return os.path.isfile(self._path(key))
 
     def get(self, key: bytes) -> Sealed | None:
         path = self._path(key)
@@ -142,14 +153,27 @@ class DiskTier:
         gone: list[tuple[bytes, Sealed | None]] = []
         if self.used + len(data) > self.capacity:
             gone = self._make_room(len(data))
-        path = self._path(key)
+        try:
+            self._write(self._path(key), data)
+        except OSError as error:
+            self.refused += 1
+            self.error = error
+            return [*gone, (key, None)]
+        self.used += len(data)
+        return gone
+
+    def _write(self, path: Path, data: Sealed) -> None:
         if path.parent not in self._folders:
             path.parent.mkdir(exist_ok=True)
             self._disk.flush_folder(self.folder)
+            self._disk.sweep_folder(path.parent)
             self._folders.add(path.parent)
-        write_whole(self._disk, path, (data,))
-        self.used += len(data)
-        return gone
+        try:
+            write_whole(self._disk, path, (data,), sweep=False)
+        except FileNotFoundError:
+            # Somebody removed the folder: the next page makes it again.
+            self._folders.discard(path.parent)
+            raise
 
     def remove(self, key: bytes) -> None:
         path = self._path(key)
@@ -177,9 +201,10 @@ class DiskTier:
     def _files(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, path) of all pages, those used first in front."""
         found: list[tuple[float, int, Path]] = []
-        for path in self.folder.glob("??/*.page"):
-            with contextlib.suppress(OSError, ValueError):
-                bytes.fromhex(path.stem)
-                about = path.stat()
-                found.append((about.st_mtime, about.st_size, path))
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob("??/*.page"):
+                with contextlib.suppress(OSError, ValueError):
+                    bytes.fromhex(path.stem)
+                    about = path.stat()
+                    found.append((about.st_mtime, about.st_size, path))
         return sorted(found)

@@ -95,6 +95,10 @@ class SimulatedDisk(Disk):
         for left in [name for name in self.names if name.name.startswith(f".{path.name}.")]:
             self.remove(left)
 
+    def sweep_folder(self, folder):
+        for left in [name for name in self.names if name.parent == folder and name.name.startswith(".")]:
+            self.remove(left)
+
     def read(self, path):
         self._before("read")
         if path not in self.names:

@@ -59,6 +59,32 @@ def test_what_is_saved_is_found_by_another_cache(spec, store):
     assert stores.find(store, LATENT, TOKENS) == 0
 
 
+@pytest.mark.parametrize("spec", [CLASSIC, V4], ids=["classic", "v4"])
+def test_what_is_there_is_not_read_again(spec, store, monkeypatch):
+    cache, size = cache_of(spec), spec.block_tokens
+    request = told(cache, 2 * size)
+    stores.save(store, cache, request, TOKENS)
+    store.remove(stores.keys_of(spec, TOKENS)[0])
+    stories.tell(cache, {request: TOKENS[2 * size : 3 * size]})
+    read, rows = [], cache.ops.gather_rows
+    steps = {(layer, role): component.tokens_per_row for layer, role, component in spec.components()}
+
+    def gather(pools, layer, role, index, *rest, **options):
+        found = rows(pools, layer, role, index, *rest, **options)
+        if cache.plan.region(layer, role)[0].growth == "block":
+            read.append(kvcore.to_numpy(found.positions).size * steps[layer, role])
+        return found
+
+    monkeypatch.setattr(cache._state.ops, "gather_rows", gather, raising=False)
+    stores.save(store, cache, request, TOKENS)
+    assert set(read) == {2 * size}
+    read.clear()
+    assert stores.save(store, cache, request, TOKENS) == 3 * size
+    assert not read
+    other = cache_of(spec)
+    assert other.digest([stores.load(store, other, TOKENS)]) == cache.digest([request])
+
+
 def test_where_windows_end_between_blocks_a_checkpoint_is_what_is_found(store):
     cache = cache_of(V4, prefix="full")
     request = cache.admit([*TOKENS[:70]])

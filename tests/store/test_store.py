@@ -1,5 +1,6 @@
 """Pages by key over tiers: what goes, what is found, what does not verify, what a crash leaves."""
 
+import errno
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from kvcore.errors import ShapeError
+from kvcore.portable.disk import Disk
 from kvcore.store import AllBlocksCleared, BlockRemoved, BlockStore, BlockStored, DiskTier, EventBatch, HostTier
 from kvcore.store.events import encode
 from kvcore.store.seal import HEAD
@@ -182,6 +184,68 @@ def test_power_loss_at_every_boundary_leaves_the_old_page_or_the_new_one(tmp_pat
             allowed = [page(version) if version >= 0 else None for version in (done, min(done + 1, 2))]
             assert found in allowed, (boundary, outcome)
             assert store.damaged == []
+
+
+class Full(Disk):
+    """A disk without room after so many bytes."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def write(self, file, data):
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+        return super().write(file, data)
+
+
+def test_a_page_that_a_full_disk_refuses_is_not_stored_and_ends_nothing(tmp_path):
+    told = []
+    host, disk = HostTier(size(1)), DiskTier(tmp_path, 1 << 20, disk=Full(size(1)))
+    store = BlockStore([host, disk], events=told.extend)
+    about = About(None, [1, 2], 2)
+    assert [store.put(key(number), page(number), about) for number in range(3)] == [True, True, True]
+    # The second one went to a disk without room.
+    assert [store.has(key(number)) for number in range(3)] == [True, False, True]
+    assert (disk.refused, disk.error.errno, disk.used) == (1, errno.ENOSPC, size(1))
+    assert [event for event in told if isinstance(event, BlockRemoved)] == [
+        BlockRemoved([key(0)], "CPU"),
+        BlockRemoved([key(1)], "CPU"),
+    ]
+    assert set(store._about) == {key(0), key(2)}
+    assert (store.flush(), store.get(key(2)), disk.refused) == (False, page(2), 2)
+    assert [file.suffix for file in tmp_path.rglob("*") if file.is_file()] == [".page"]
+    # Room again: what is asked for is there again.
+    disk._disk.room = 1 << 20
+    assert store.put(key(1), page(1))
+    assert store.flush()
+    assert not BlockStore([DiskTier(tmp_path / "other", 1 << 20, disk=Full(0))]).put(key(1), page(1))
+
+
+def test_what_a_disk_cannot_read_is_not_there(tmp_path, monkeypatch):
+    store = BlockStore([DiskTier(tmp_path, 1 << 20)])
+    store.put(key(1), page(1))
+
+    def broken(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Disk, "read", broken)
+    assert store.get(key(1)) is None
+    monkeypatch.setattr(os, "stat", broken)
+    monkeypatch.setattr("pathlib.Path.glob", broken)
+    assert (store.has(key(1)), store.tiers[0].held()) == (False, [])
+
+
+def test_a_folder_is_looked_through_once(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 20)
+    (tmp_path / key(1).hex()[:2]).mkdir()
+    left = tmp_path / key(1).hex()[:2] / f".{key(2).hex()}.page.1.2.tmp"
+    left.write_bytes(b"half")
+    looked = []
+    monkeypatch.setattr(os, "listdir", lambda folder, listdir=os.listdir: (looked.append(folder), listdir(folder))[1])
+    for number in range(5):
+        tier.put(key(number), page(number))
+    assert (looked, left.exists()) == ([tmp_path / "00"], False)
 
 
 def _write_forever(folder, acknowledge):

@@ -493,7 +493,8 @@ TABLE = {
         ("rows[number * rows : (number + 1) * rows]", "rows[:rows]", "every page is the first block's"),
     ],
     "store/requests.py": [
-        ("        if rings and not store.has(key):\n", "        if False:\n", "states are never stored"),
+        ("            if not store.has(key):\n", "            if False:\n", "states are never stored"),
+        ("tuple(row.blocks[number] for number in new)", "row.blocks", "blocks that are there are read for new ones"),
         (
             "            count -= 1\n    return count",
             "            break\n    return count",
@@ -520,11 +521,13 @@ TABLE = {
         ),
     ],
     "store/tiers.py": [
+        ("            self._disk.sweep_folder(path.parent)\n", "", "what killed writers left stays"),
+        ("            return [*gone, (key, None)]\n", "            raise\n", "a full disk ends a step"),
         ("                self._pages.move_to_end(key)\n", "                pass\n", "use does not count"),
         ("                self._drop(oldest)\n", "                break\n", "a tier grows beyond its capacity"),
         (
-            "        write_whole(self._disk, path, (data,))\n",
-            "        path.write_bytes(data)\n",
+            "            write_whole(self._disk, path, (data,), sweep=False)\n",
+            "            path.write_bytes(data)\n",
             "files are written in place",
         ),
     ],
