@@ -207,6 +207,26 @@ def test_a_replay_launches_what_the_verb_does(world):
     assert None not in ops.seen.programs.values()
 
 
+def test_a_history_that_grows_is_worked_out_now_and_then(monkeypatch):
+    world, programs = World(CLASSIC, monkeypatch), set()
+    q = some(TOKENS, 4, 32, dtype=torch.bfloat16)
+    for columns in range(1000, 1200):
+        index = world.index()
+        for layer in range(len(world.ops.layers)):
+            found, _ = world.run(world.ops.attend_kv, world.pools, layer, index, q, columns=columns)
+            assert len(found) == 2  # several programs share the work, and their parts are merged
+        programs |= set(world.ops.seen.programs)
+    assert len(programs) == 3  # of 1,024, 1,152 and 1,280 positions
+    own, _ = world.run(world.ops.ways["attend_kv"][0].way, world.ops, world.pools, 0, index, q, columns=1280)
+    assert world.run(world.ops.attend_kv, world.pools, 0, index, q, columns=1200)[0] == own
+
+
+@pytest.mark.parametrize("bound", [0, 1, 15, 16, 17, 1000, 1024, 1025, 65537])
+def test_a_bound_is_rounded_up(bound):
+    assert bound <= replay.rounded(bound) <= bound * 9 / 8
+    assert replay.rounded(replay.rounded(bound)) == replay.rounded(bound)
+
+
 def test_select_is_replayed(monkeypatch):
     world = World(V4, monkeypatch)
     for columns, k in ((9, 4), (5000, 512), (9000, 64)):

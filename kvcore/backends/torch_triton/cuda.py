@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
             not cover the call; None: they cover all of them.
         replayed: what it launches follows from shapes, dtypes and numbers alone, and is worked out once for these.
         unread: options of such a verb that decide nothing.
+        bounds: those that are bounds of a number, and decide how many programs share the work: a greater one does too.
     """
 
     run: Callable[..., Any]
@@ -54,6 +55,7 @@ class Kernel(NamedTuple):
     covers: Callable[..., Any] | None = None
     replayed: bool = False
     unread: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
 
 
 class Way(NamedTuple):
@@ -81,7 +83,7 @@ def bound(ops: Any, layer: int | None, verb: str, row: Kernel, plain: Callable[.
     else:
         way = _asking(row.run, row.covers, found.given, verb, plain, of_layer=layer is not None)
     if row.replayed and found.replayed:
-        replayed = Replayed(verb, ops, layer, way, found.given, row.unread)
+        replayed = Replayed(verb, ops, layer, way, found.given, row.unread, row.bounds)
         way = replayed if layer is not None else replayed.of_none
     return Way(way, decision)
 

@@ -541,7 +541,7 @@ KERNELS = {
     "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
     "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers, replayed=True),
     "attend": Kernel(attend, bind_attend, replayed=True),
-    "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True),
+    "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True, bounds=("columns",)),
     "index_scores": Kernel(index_scores, bind_scores(), replayed=True),
     "select": Kernel(select, bind_select, select_covers, replayed=True),
     "index_select": Kernel(index_select, bind_scores(TOO_MANY.reason), replayed=True),

@@ -231,6 +231,12 @@ class Program:
         return new
 
 
+def rounded(bound: int) -> int:
+    """A bound, or the next greater number of four binary digits and zeros."""
+    zeros = max(bound.bit_length() - 4, 0)
+    return -(-bound >> zeros) << zeros if bound > 0 else bound
+
+
 def _taking(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that takes these places of a tuple."""
     if len(places) == 1:
@@ -274,15 +280,24 @@ class Replayed:
         names: of the layer's pools, in an order that layers of a kind have in common.
         kind: what layers that launch alike have in common.
         unread: options that decide nothing.
+        bounds: options of which a greater number is as right: a history that grows is of another kind only now and
+            then.
     """
 
-    __slots__ = ("_kind", "_layer", "_names", "_ops", "_places", "_programs", "_seen", "_unread", "way")
+    __slots__ = ("_bounds", "_kind", "_layer", "_names", "_ops", "_places", "_programs", "_seen", "_unread", "way")
 
     def __init__(
-        self, verb: str, ops: Any, layer: int | None, way: Callable[..., Any], given: Any, unread: tuple[str, ...]
+        self,
+        verb: str,
+        ops: Any,
+        layer: int | None,
+        way: Callable[..., Any],
+        given: Any,
+        unread: tuple[str, ...],
+        bounds: tuple[str, ...] = (),
     ) -> None:
         self.way = way
-        self._ops, self._layer, self._unread = ops, layer, unread
+        self._ops, self._layer, self._unread, self._bounds = ops, layer, unread, bounds
         self._seen: Seen = ops.seen
         self._names = () if layer is None else _names_of(ops.plan, layer)
         alike = None if layer is None else ops.plan.spec.all_layers[layer]
@@ -297,16 +312,23 @@ class Replayed:
         indexed = seen.index
         if indexed.index is not index:
             indexed = seen.take_index(index)
+        exact = options
+        for name in self._bounds:
+            bound = options.get(name)
+            if bound.__class__ is int:
+                options = {**options, name: rounded(bound)}
         taken = None if indexed.kind is None or pools.__class__ is not Pools else self._take(arguments, options)
         if taken is None:
-            return self.way(ops, pools, layer, index, *arguments, **options)
+            return self.way(ops, pools, layer, index, *arguments, **exact)
         key, given = taken
         key = (indexed.kind, *key)
         if key in self._programs:
             program = self._programs[key]
         else:
             program = self._program(key, (pools, layer, index), arguments, options)
-        if program is not None:
+        if program is None:
+            options = exact
+        else:
             held, token = seen.pools
             if held is not pools:
                 _, token = seen.take_pools(pools)
