@@ -78,6 +78,7 @@ EXTENSIONS = {
         "visible_rows": "the mask with the positions that it was made from",
     },
     "Request": {
+        "converted": "rows that were coded anew on their way are told from those that were computed",
         "blocks": "block tables of outside kernels",
         "generation": "tells a reused slot from the one that was given back",
         "salt": "whose prefixes it may share",

@@ -478,7 +478,9 @@ class Cache:
         return blobs.export(self._state, self._state.manager.check(request), checkpoints=checkpoints)
 
     @verb("import_request")
-    def import_request(self, blob: bytes, into: Request | None = None, *, salt: str | None = None) -> Request:
+    def import_request(
+        self, blob: bytes, into: Request | None = None, *, salt: str | None = None, convert: bool = False
+    ) -> Request:
         """Take in an exported request; generation goes on where it was.
 
         Digests tell damage, not deceit: whoever made the blob may have written any rows beside any ids. So it is you
@@ -489,13 +491,16 @@ class Cache:
             into: a request without tokens to fill; None admits one.
             salt: as for ``admit``: prefixes of the request, and of what follows it, may be found by requests of this
                 salt. None: they are not published. With ``into`` it is that request's own salt.
+            convert: take in a request of a spec that differs in formats alone, its rows coded anew; ``converted`` of
+                the request then says what from, in what is exported of it too, and others never find its prefixes.
 
         Raises:
             SnapshotError: the blob is damaged or of another spec (the first difference is named).
             OutOfSlots, OutOfBlocks: no room. ShapeError: the salt is no text. RequestError: ``into`` is stale, foreign,
             not empty or of another salt. Nothing is changed.
         """
-        return blobs.import_(self._state, blob, into, check_salt(salt, "import_request: salt"))
+        salt = check_salt(salt, "import_request: salt")
+        return blobs.import_(self._state, blob, into, salt, convert=convert)
 
     def save(
         self, path: str | PathLike[str], requests: Sequence[Request] | None = None, *, checkpoints: bool = True

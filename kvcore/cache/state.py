@@ -244,7 +244,7 @@ class CacheState:
         Args:
             into: a request without tokens to fill; None admits one.
             salt: under which its prefixes may be found, whatever it says of itself.
-            shares: whether they may be found at all; None: if there is a salt.
+            shares: whether they may be found at all; None: if there is a salt. Rows that were converted never are.
             states: (length, state) of checkpoints that came with it.
 
         Raises:
@@ -260,7 +260,10 @@ class CacheState:
                     got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
                 )
             self.filling = into
-        taken = TakenOver(left.length, left.floor, left.tokens, salt=place.salt, shares=shares)
+        shares = shares and not left.converted
+        taken = TakenOver(
+            left.length, left.floor, left.tokens, salt=place.salt, shares=shares, converted=left.converted
+        )
         try:
             self.manager.take_over(request, place, taken)
             row = self.row_of(place)

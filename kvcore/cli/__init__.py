@@ -1,4 +1,4 @@
-"""The ``kvcore`` command: ``info``, ``plan``, ``parity``, ``bench``, ``check`` and ``describe``.
+"""The ``kvcore`` command: ``info``, ``plan``, ``parity``, ``bench``, ``check``, ``describe`` and ``convert``.
 
 Exit codes: 0 all well (backends agree), 1 backends disagree, 2 the command could not be carried out as it was typed.
 Every command has ``--json``. Tables are drawn by rich where it is installed; nothing else depends on it.
@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvcore.cli import bench, describe, info, parity, plan
+from kvcore.cli import bench, convert, describe, info, parity, plan
 from kvcore.errors import KvcoreError
 from kvcore.foreign import printable
 from kvcore.portable import checkfile
@@ -23,6 +23,7 @@ examples:
   kvcore bench --only append                         time the verbs on a CUDA device
   kvcore check cache.kv                              is a snapshot whole, and if not, what is damaged
   kvcore describe cache.kv                           what a blob, a snapshot or a descriptor says of itself
+  kvcore convert cache.kv small.kv --formats key=int8_row   the same requests in other formats
 """
 
 
@@ -52,6 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, plan, parity, bench, checkfile, describe):
+    for command in (info, plan, parity, bench, checkfile, describe, convert):
         command.add_to(commands)
     return parser

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvcore.errors import SnapshotError, SpecError
 from kvcore.foreign import printable
 
@@ -127,6 +129,7 @@ def _request(record: Any) -> dict[str, Any]:
         "ids": record.tokens is not None,
         "salt": record.salt is not None,
         "checkpoints": record.checkpoints,
+        "converted": [msgspec.to_builtins(one) for one in record.converted],
     }
 
 
@@ -147,8 +150,12 @@ def _text(found: dict[str, Any]) -> str:
             lines.append(f"  request {number}: damaged")
             continue
         ids = "ids" if one["ids"] else "no ids"
+        made = "".join(
+            f", converted from {past['spec'][:16]} ({'exact' if past['exact'] else 'rounded'})"
+            for past in one["converted"]
+        )
         lines.append(
             f"  request {number}: {one['tokens']} tokens, back to {one['least']}, {ids}, {len(one['checkpoints'])} "
-            "checkpoints"
+            f"checkpoints{made}"
         )
     return "\n".join(lines)

@@ -15,6 +15,8 @@ from kvcore.ops import Ops
 from kvcore.pools import Pools
 from kvcore.portable import version1
 from kvcore.portable.caches import CacheInTurn, SharedCache
+from kvcore.portable.convert import convert as converted
+from kvcore.portable.convert import spec_of
 from kvcore.portable.digests import DEFAULT, HASHES, digests_of
 from kvcore.portable.manifest import (
     ROOT_BYTES,
@@ -43,6 +45,8 @@ ALIGNMENT = 64
 
 WHERE = "import_request: blob"
 
+HINT = "Create the cache from the same spec, or pass convert=True where formats alone differ."
+
 
 def is_portable(data: memoryview | bytes) -> bool:
     """Whether these are bytes of this form and version, by how they begin."""
@@ -68,7 +72,7 @@ def split(data: memoryview, where: str) -> tuple[memoryview, bytes, memoryview]:
     start = end + -end % ALIGNMENT
     if len(data) < start or any(data[end:start]):
         raise SnapshotError(got="a head that does not fit", where=where, allowed="a whole file, zeros before its pages")
-    text, root = data[HEAD_BYTES:end], bytes(data[HEAD_BYTES - ROOT_BYTES : HEAD_BYTES])
+    text, root = data[HEAD_BYTES:end], root_in(bytes(data[:HEAD_BYTES]))
     if root_of(cast("bytes", text)) != root:
         raise SnapshotError(got="a damaged head", where=where, allowed="bytes of their root")
     return text, root, data[start:]
@@ -91,6 +95,11 @@ def _first_page(staging: Staging) -> int:
     # Digests are as long as what stands in their place before they are known.
     end = HEAD_BYTES + len(staging.manifest())
     return end + -end % ALIGNMENT
+
+
+def root_in(blob: bytes) -> bytes:
+    """The root that a blob's head names."""
+    return blob[HEAD_BYTES - ROOT_BYTES : HEAD_BYTES]
 
 
 class Opened(NamedTuple):
@@ -144,8 +153,10 @@ def export(cache: CacheInTurn, request: Request, *, checkpoints: bool = True, di
     return blob.getvalue()
 
 
-def import_(cache: CacheInTurn, blob: bytes, into: Request | None, salt: str | None) -> Request:
-    """Check a blob, then make a request of it."""
+def import_(
+    cache: CacheInTurn, blob: bytes, into: Request | None, salt: str | None, *, convert: bool = False
+) -> Request:
+    """Check a blob, then make a request of it; ``convert``: in this cache's formats, if it has others."""
     if into is not None and cache.row(into).length:
         raise RequestError(
             got=f"request {into.id} of {into.length} tokens", where="import_request: into", allowed="one without tokens"
@@ -159,9 +170,13 @@ def import_(cache: CacheInTurn, blob: bytes, into: Request | None, salt: str | N
         return cache.restore(record, content, into, salt=salt, states=states)
     found = opened(data, WHERE)
     described = found.described
-    check_spec(cache.spec, described.spec)
-    check_length(cache.plan, described.record.length, "import_request")
     pages = pages_of(found)
+    if convert and (source := spec_of(described, WHERE)).digest != cache.spec.digest:
+        check_length(cache.plan, described.record.length, "import_request")
+        made = converted(described, pages, source, cache.spec, cache.ops, WHERE)
+        described, pages = parse(made.manifest, WHERE, refuse_blob), made.pages
+    check_spec(cache.spec, described.spec, HINT)
+    check_length(cache.plan, described.record.length, "import_request")
     layout = layout_of(cache.spec, described, pages.shape, WHERE, refuse_blob)
     bad = damaged(layout, digests_of(described.digest, cache.ops, layout).result(pages), described.digests)
     if bad:
@@ -210,7 +225,14 @@ def leave(cache: CacheInTurn, request: Request) -> Leaving:
     cache.manager.check_whole(request, "copy")
     floor = cache.least_length(request)
     tokens = None if request.tokens is None else list(request.tokens)
-    record = RequestRecord(length=request.length, floor=floor, tokens=tokens, salt=request.salt, checkpoints=[])
+    record = RequestRecord(
+        length=request.length,
+        floor=floor,
+        tokens=tokens,
+        salt=request.salt,
+        checkpoints=[],
+        converted=list(request.converted),
+    )
     return Leaving(to_json(cache.spec), record, read_rows(cache.ops, cache.pools, cache.row(request), floor))
 
 

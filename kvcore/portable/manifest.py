@@ -19,7 +19,7 @@ from kvcore.foreign import UNREADABLE, shortened
 from kvcore.plan import row_bytes
 from kvcore.portable.caches import Buffers, CacheInTurn
 from kvcore.portable.digests import DEFAULT, SIZES, digests_of
-from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout
+from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout, put_rows
 from kvcore.portable.record import Refusal, RequestRecord, is_coherent
 from kvcore.portable.rows import Content, owned, read_rows
 from kvcore.requests.manager import Request
@@ -181,6 +181,40 @@ def empty_pages(cache: Buffers, pages: int, page_bytes: int, *, on_device: bool,
         ) from error
 
 
+class _Said:
+    """What manifests say of a spec and of where rows lie, as JSON: worked out once for a layout."""
+
+    def __init__(self, spec: CacheSpec, layout: PageLayout) -> None:
+        self._spec = msgspec.Raw(to_json(spec).encode())
+        self._table = msgspec.Raw(msgspec.json.encode(layout_table(spec, layout)))
+        self._layout = layout
+
+    def manifest(
+        self, record: RequestRecord, digest: str, digests: Sequence[bytes], export: tuple[str, int, int] | None = None
+    ) -> bytes:
+        """The manifest of a request; ``digests`` are of kind ``digest``."""
+        manifest = Manifest(
+            form=FORM,
+            version=VERSION,
+            spec=self._spec,
+            request=record,
+            page_bytes=self._layout.page_bytes,
+            pages=self._layout.pages,
+            layout=self._table,
+            digest=digest,
+            digests=[found.hex() for found in digests],
+            export=export,
+        )
+        return msgspec.json.encode(manifest)
+
+
+def manifest_of(
+    spec: CacheSpec, record: RequestRecord, layout: PageLayout, digest: str, digests: Sequence[bytes]
+) -> bytes:
+    """The manifest, as bytes, of a request whose pages are laid out and digested."""
+    return _Said(spec, layout).manifest(record, digest, digests)
+
+
 class Staging:
     """A request that is about to be copied out of the pools: where its rows will lie is known.
 
@@ -205,33 +239,20 @@ class Staging:
         self._states = cache.kept_states(request) if checkpoints else []
         lengths = [length for length, _ in self._states]
         self.layout = page_layout(cache.spec, self._floor, self._row.length, lengths)
-        self._spec = msgspec.Raw(to_json(cache.spec).encode())
-        self._table = msgspec.Raw(msgspec.json.encode(layout_table(cache.spec, self.layout)))
+        self._said = _Said(cache.spec, self.layout)
         self._record = RequestRecord(
             length=self._row.length,
             floor=self._floor,
             tokens=None if request.tokens is None else list(request.tokens),
             salt=request.salt,
             checkpoints=list(self.layout.lengths),
+            converted=list(request.converted),
         )
 
     def manifest(self, digests: Sequence[bytes] | None = None) -> bytes:
         """With digests, or with others of the same size in their place."""
-        layout = self.layout
-        digests = [bytes(SIZES[self._digest])] * layout.digests if digests is None else digests
-        manifest = Manifest(
-            form=FORM,
-            version=VERSION,
-            spec=self._spec,
-            request=self._record,
-            page_bytes=layout.page_bytes,
-            pages=layout.pages,
-            layout=self._table,
-            digest=self._digest,
-            digests=[found.hex() for found in digests],
-            export=self._export,
-        )
-        return msgspec.json.encode(manifest)
+        digests = [bytes(SIZES[self._digest])] * self.layout.digests if digests is None else digests
+        return self._said.manifest(self._record, self._digest, digests, self._export)
 
     def fill(self, pages: Array) -> bytes:
         """Copy the request into pages of any content; returns the manifest."""
@@ -281,14 +302,8 @@ def stage_one_by_one(cache: CacheInTurn, row: StepRequest, floor: int, layout: P
     on_device = not isinstance(pages, np.ndarray)
     index = cache.ops.index(build_index([row], max_blocks=cache.plan.max_blocks))
     for strip in layout.history.strips:
-        count = len(strip.numbers)
-        raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=count)
-        rows: Any = raw.rows[0] if on_device else to_numpy(raw.rows)[0]
-        full, rest = divmod(count, strip.rows)
-        whole = rows[: full * strip.rows].reshape(full, strip.nbytes)
-        pages[:full, strip.start : strip.stop] = whole
-        if rest:
-            pages[full, strip.start : strip.start + rest * strip.row_bytes] = rows[full * strip.rows :].reshape(-1)
+        raw = cache.ops.gather_rows(cache.pools, strip.layer, strip.role, index, columns=len(strip.numbers))
+        put_rows(pages, strip, raw.rows[0] if on_device else to_numpy(raw.rows)[0])
     if layout.record.pages:
         _fill(cache, layout.record, read_rows(cache.ops, cache.pools, row, floor, growth="slot"), pages)
 

@@ -148,14 +148,14 @@ class _Strips:
 
 def content_of(layout: PageLayout, pages: Array) -> dict[tuple[int, str], HostRows]:
     """The rows of everything in the pages but checkpoints, by (layer, role)."""
-    return _content((layout.history, layout.record), pages)
+    return content_in((layout.history, layout.record), pages)
 
 
 def states_of(ops: Ops, layout: PageLayout, pages: Array, content: Content) -> list[tuple[int, Content]]:
     """(length, state) of the checkpoints in the pages, of a request whose other rows are ``content``."""
     spec, found = ops.plan.spec, list[tuple[int, Content]]()
     for length, section in zip(layout.lengths, layout.checkpoints, strict=True):
-        held = _content((section,), pages)
+        held = content_in((section,), pages)
         # They outlive the pages, which may be many times as large.
         brought = {
             (layer, role): HostRows(held[layer, role].rows.copy(), held[layer, role].positions)
@@ -167,7 +167,8 @@ def states_of(ops: Ops, layout: PageLayout, pages: Array, content: Content) -> l
     return found
 
 
-def _content(sections: Iterable[Section], pages: Array) -> dict[tuple[int, str], HostRows]:
+def content_in(sections: Iterable[Section], pages: Array) -> dict[tuple[int, str], HostRows]:
+    """The rows of everything in some sections, by (layer, role)."""
     # One array for all layers of a ratio: a long request has many, and lists of them cost more than the rows.
     places: dict[Any, Any] = {}
     content: dict[tuple[int, str], HostRows] = {}
@@ -181,6 +182,14 @@ def _content(sections: Iterable[Section], pages: Array) -> dict[tuple[int, str],
                 places[kind] = positions_of(strip)
             content[strip.layer, strip.role] = HostRows(rows_of(part, strip), places[kind])
     return content
+
+
+def put_rows(part: Array, strip: Strip, rows: Array) -> None:
+    """Put a strip's rows [n, row_bytes] into pages of history, or into a record as one page."""
+    full, rest = divmod(len(rows), strip.rows)
+    part[:full, strip.start : strip.stop] = rows[: full * strip.rows].reshape(full, strip.nbytes)
+    if rest:
+        part[full, strip.start : strip.start + rest * strip.row_bytes] = rows[full * strip.rows :].reshape(-1)
 
 
 def rows_of(part: Array, strip: Strip) -> Array:

@@ -9,6 +9,7 @@ import msgspec
 from kvcore.errors import KvcoreError, OutOfBlocks, SnapshotError, SpecError
 from kvcore.foreign import LARGEST_ID, LONGEST, shortened
 from kvcore.plan import CachePlan
+from kvcore.requests.request import Conversion, is_short
 from kvcore.requests.tokens import is_salt
 from kvcore.spec import CacheSpec, from_json, to_json
 
@@ -16,7 +17,11 @@ Refusal = Callable[..., KvcoreError]
 """An error of the way that something came, of ``got``, ``where`` and ``allowed``."""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+MOST_CONVERSIONS = 64
+"""That a request can have gone through."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A request without its rows: all forms in which one leaves a cache say this of it.
 
     Attributes:
@@ -25,6 +30,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tokens: ids, or None if they are not known.
         salt: whose prefixes it may share, or None.
         checkpoints: lengths of the past states that come with it, ascending.
+        converted: from which formats its rows were coded anew, first to last; empty for most, and then left out.
     """
 
     length: int
@@ -32,12 +38,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: list[int] | None
     salt: str | None
     checkpoints: list[int]
+    converted: list[Conversion] = []
 
 
 def is_coherent(record: RequestRecord) -> bool:
     """Whether what a request that comes from elsewhere says of itself fits together."""
     tokens, lengths = record.tokens, [0, *record.checkpoints]
     if not 0 <= record.floor <= record.length <= LONGEST or not (record.salt is None or is_salt(record.salt)):
+        return False
+    if len(record.converted) > MOST_CONVERSIONS or not all(map(is_short, record.converted)):
         return False
     if not all(before < after <= record.length for before, after in pairwise(lengths)):
         return False
@@ -46,7 +55,7 @@ def is_coherent(record: RequestRecord) -> bool:
     )
 
 
-def check_spec(spec: CacheSpec, text: str) -> None:
+def check_spec(spec: CacheSpec, text: str, hint: str = "Create the cache from the same spec.") -> None:
     """Refuse another spec than the cache's, naming the first difference."""
     if text == to_json(spec):
         return
@@ -59,7 +68,7 @@ def check_spec(spec: CacheSpec, text: str) -> None:
             got=f"a spec with {first_difference(spec, other)}",
             where="spec",
             allowed=f"digest {spec.digest[:16]}",
-            hint="Create the cache from the same spec.",
+            hint=hint,
         )
 
 
@@ -81,7 +90,12 @@ def check_length(plan: CachePlan, length: int, where: str) -> None:
 
 def first_difference(ours: CacheSpec, theirs: CacheSpec) -> str:
     """Path and both values of the first field in which two specs differ."""
-    return _difference(msgspec.to_builtins(ours), msgspec.to_builtins(theirs), "") or "other fields"
+    return difference_of(msgspec.to_builtins(ours), msgspec.to_builtins(theirs)) or "other fields"
+
+
+def difference_of(ours: Any, theirs: Any) -> str | None:
+    """The first difference of two trees of plain values, as ``first_difference`` says it; None if they are equal."""
+    return _difference(ours, theirs, "")
 
 
 def _difference(ours: Any, theirs: Any, path: str) -> str | None:

@@ -25,6 +25,7 @@ from kvcore.portable.blob import (
     is_portable,
     opened,
     pages_of,
+    root_in,
     split,
     take_in,
 )
@@ -136,19 +137,32 @@ def to_parts(
         parts += [blob.data, bytes(-len(blob) % ALIGNMENT)]
         offset += len(blob) + len(parts[-1])
     plan = cache.plan
-    directory = Directory(
-        form=FORM,
-        version=VERSION,
-        spec=msgspec.Raw(to_json(cache.spec).encode()),
-        sizes=Sizes(
-            max_requests=plan.slots,
-            max_tokens=plan.max_tokens,
-            max_draft_tokens=plan.max_draft_tokens,
-            max_request_tokens=plan.max_request_tokens,
-        ),
-        requests=entries,
+    sizes = Sizes(
+        max_requests=plan.slots,
+        max_tokens=plan.max_tokens,
+        max_draft_tokens=plan.max_draft_tokens,
+        max_request_tokens=plan.max_request_tokens,
     )
-    return [head_of(msgspec.json.encode(directory)), *parts]
+    return [_directory(cache.spec, sizes, entries), *parts]
+
+
+def _directory(spec: CacheSpec, sizes: Sizes, entries: list[Entry]) -> bytes:
+    directory = Directory(
+        form=FORM, version=VERSION, spec=msgspec.Raw(to_json(spec).encode()), sizes=sizes, requests=entries
+    )
+    return head_of(msgspec.json.encode(directory))
+
+
+def bound(spec: CacheSpec, sizes: Sizes, blobs: Sequence[bytes]) -> bytes:
+    """The snapshot file of blobs that are whole, of one spec."""
+    entries: list[Entry] = []
+    parts: list[bytes] = []
+    offset = 0
+    for blob in blobs:
+        entries.append(Entry(offset=offset, bytes=len(blob), root=root_in(blob).hex()))
+        parts += [blob, bytes(-len(blob) % ALIGNMENT)]
+        offset += len(blob) + len(parts[-1])
+    return b"".join([_directory(spec, sizes, entries), *parts])
 
 
 def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:

@@ -22,7 +22,7 @@ from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.grants import BlockGrant, Opening, shared_columns
-from kvcore.requests.request import Request, RequestState
+from kvcore.requests.request import Conversion, Request, RequestState
 from kvcore.requests.tokens import parse_tokens
 
 __all__ = ["BlockGrant", "Manager", "Opening", "Request", "RequestState", "TakenOver"]
@@ -460,7 +460,9 @@ class Manager:
         if self.states:
             self._hold_states(place, range(max(taken.floor, 1), length + 1))
         place.tokens = None if taken.tokens is None else list(taken.tokens)
-        place.salt, place.shares = taken.salt, taken.shares
+        # Rows that were coded anew are not those that these tokens have here: nobody else gets them.
+        place.salt, place.shares = taken.salt, taken.shares and not taken.converted
+        place.converted = tuple(taken.converted)
 
     def fork(self, source: RequestState) -> tuple[Request, RequestState]:
         """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
@@ -476,6 +478,7 @@ class Manager:
         place.blocks, place.keys, place.shares = source.blocks, list(source.keys), source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written, place.states = dict(source.written), source.states
+        place.converted = source.converted
         return request, place
 
     def _check_limit(self, request: Request, length: int) -> None:
@@ -494,7 +497,7 @@ class TakenOver(NamedTuple):
     """What a request starts from that did not come through steps of its own.
 
     Attributes:
-        length, floor, stored, prompt, tokens, salt, shares: see ``RequestState``.
+        length, floor, stored, prompt, tokens, salt, shares, converted: see ``RequestState``.
         blocks: shared ones, in order of history.
     """
 
@@ -506,6 +509,7 @@ class TakenOver(NamedTuple):
     prompt: Sequence[int] = ()
     salt: str | None = None
     shares: bool = True
+    converted: Sequence[Conversion] = ()
 
 
 def _granted(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> BlockGrant:

@@ -8,6 +8,32 @@ import msgspec
 from kvcore.errors import RequestError
 
 
+class Conversion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """That a request's rows were coded anew on their way from a cache of other formats.
+
+    Attributes:
+        spec: digest of that cache's spec.
+        formats: (role, part, format before, format now) of all that changed.
+        exact: whether every row that was coded anew reads as the one it was made of.
+    """
+
+    spec: str
+    formats: list[tuple[str, str, str, str]]
+    exact: bool
+
+
+LONGEST_NAME = 128
+"""Characters of what a conversion names."""
+
+MOST_NAMES = 256
+
+
+def is_short(conversion: Conversion) -> bool:
+    """Whether one that somebody else wrote down is no longer than those that are made here."""
+    names = [conversion.spec, *(name for change in conversion.formats for name in change)]
+    return len(conversion.formats) <= MOST_NAMES and max(map(len, names)) <= LONGEST_NAME
+
+
 class RequestState(msgspec.Struct, kw_only=True):
     """What a live request holds.
 
@@ -32,6 +58,7 @@ class RequestState(msgspec.Struct, kw_only=True):
         shares: whether what it computes may be found by others; not what came from elsewhere under no salt.
         states: lengths above 0, ascending, of which a slot holds the state of recurrent layers; empty without such.
         lost: a step overwrote some of its rows, and they could not be put back.
+        converted: what its rows, or those it goes on from, were converted from; then others never find them.
     """
 
     slot: int
@@ -51,6 +78,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     shares: bool = True
     states: tuple[int, ...] = ()
     lost: bool = False
+    converted: tuple[Conversion, ...] = ()
 
     def copy(self) -> "RequestState":
         """A place to change and put in this one's stead; lists are shared, and not changed below ``length``."""
@@ -143,6 +171,11 @@ class Request:
     def salt(self) -> str | None:
         """What the request was admitted with: only requests of the same salt share prefixes."""
         return self._manager.place(self).salt
+
+    @property
+    def converted(self) -> tuple[Conversion, ...]:
+        """From which formats its rows were coded anew on their way here, first to last; empty for most."""
+        return self._manager.place(self).converted
 
     def _of(self, manager: RequestStates) -> bool:
         """True if this manager admitted the request."""

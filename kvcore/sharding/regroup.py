@@ -75,7 +75,15 @@ def import_shards(
             raise SnapshotError(got=f"requests of {lengths} tokens", where=WHERE, allowed="parts of one request")
         check_length(state.plan, first.length, WHERE)
         floor = max(one.record.floor for one in shares)
-        left = RequestRecord(length=first.length, floor=floor, tokens=first.tokens, salt=salt, checkpoints=[])
+        # Shards of one request were converted alike, if at all.
+        left = RequestRecord(
+            length=first.length,
+            floor=floor,
+            tokens=first.tokens,
+            salt=salt,
+            checkpoints=[],
+            converted=next((one.record.converted for one in shares if one.record.converted), []),
+        )
         return state.restore(left, _regrouped(whole, shares, rank, ranks), into, salt=salt)
 
     return cache.exclusive(WHERE, take)

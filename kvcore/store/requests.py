@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.cache.cache import Cache
-from kvcore.errors import ShapeError
+from kvcore.errors import RequestError, ShapeError
 from kvcore.plan import row_bytes
 from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import Content, HostRows, owned, read_rows
@@ -47,7 +47,7 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
         Tokens of full blocks; ``find`` says how many are there, where a disk may have refused some.
 
     Raises:
-        ShapeError: fewer ids than the request has tokens. RequestError: stale or foreign.
+        ShapeError: fewer ids than the request has tokens. RequestError: stale, foreign or converted.
     """
     spec, salt = cache.spec, check_salt(salt, "store.save: salt")
     ids = token_ids(tokens, "store.save: tokens")
@@ -58,6 +58,13 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
     def read(held: Any) -> tuple[list[bytes], list[int], Content, dict[bytes, Content]]:
         held.manager.check(request)
         held.check_whole(request, "store.save")
+        if request.converted:
+            raise RequestError(
+                got="a request that was converted",
+                where="store.save",
+                allowed="rows that the tokens have in these formats: others would find them under the tokens' keys",
+                hint="Compute the prompt in this cache, and save that.",
+            )
         row = held.row(request)
         if len(ids) < row.length:
             raise ShapeError(got=f"{len(ids)} ids", where="store.save: tokens", allowed=f"{row.length}, the request's")
