@@ -23,8 +23,11 @@ from kvcore import environment
 from kvcore.interop.transformers import KVCache
 from kvcore.plan import bytes_per_token
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
+
+from benchmarks.pictures import Dot, scatter
 
 TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
 CONTEXT, STRIDE, CHUNK = 1024, 768, 128  # tokens
@@ -212,45 +215,17 @@ def as_table(record: dict[str, Any]) -> str:
 def as_svg(record: dict[str, Any]) -> str:
     """Perplexity against bits of an element; lower left is better."""
     rows = record["rows"]
-    width, height, left, top, right, bottom = 720, 360, 70, 40, 190, 50
     largest = max(max(each["bits_per_element"] for each in rows), 1.0)
     low, high = min(each["perplexity"] for each in rows), max(each["perplexity"] for each in rows)
-    room = max(high - low, 1e-6)
-
-    def x(bits: float) -> float:
-        return left + bits / largest * (width - left - right)
-
-    def y(perplexity: float) -> float:
-        return height - bottom - (perplexity - low) / room * (height - bottom - top)
-
-    title = f"Perplexity against bits per key and value element, {record['model']}"
-    middle = (left + width - right) / 2
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<text x="8" y="18" font-size="14">{title}</text>',
-        f'<path d="M{left} {top - 6}V{height - bottom + 8}H{width - right + 8}" fill="none" stroke="#888"/>',
-        f'<text x="{middle}" y="{height - 10}" text-anchor="middle">bits per element, scales included</text>',
-        *(
-            f'<text x="{x(bits):.1f}" y="{height - bottom + 24}" text-anchor="middle">{bits}</text>'
-            for bits in (4, 8, 16, 32)
-            if bits <= largest
-        ),
-        *(
-            f'<text x="{left - 8}" y="{y(at) + 4:.1f}" text-anchor="end">{at:.2f}</text>'
-            for at in (low, (low + high) / 2, high)
-        ),
-    ]
-    taken: list[tuple[float, float]] = []
-    for each in sorted(rows, key=lambda each: each["perplexity"]):
-        place_x, place_y = x(each["bits_per_element"]), y(each["perplexity"])
-        label_y = place_y
-        while any(abs(label_y - other_y) < 14 and abs(place_x - other_x) < 170 for other_x, other_y in taken):
-            label_y -= 14
-        taken.append((place_x, label_y))
-        parts.append(f'<circle cx="{place_x:.1f}" cy="{place_y:.1f}" r="4" fill="#4878a8"/>')
-        parts.append(f'<text x="{place_x + 8:.1f}" y="{label_y + 4:.1f}">{each["format"]}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    high = max(high, low + 1e-6)
+    return scatter(
+        f"Perplexity against bits per key and value element, {record['model']}",
+        "bits per element, scales included",
+        [Dot(each["bits_per_element"], each["perplexity"], each["format"]) for each in rows],
+        marks=((4, 8, 16, 32), (low, (low + high) / 2, high)),
+        ends=((0, largest), (low, high)),
+        written=lambda at: f"{at:.2f}",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,20 +1,23 @@
-"""Formats of a cache beside what others publish, in one run: perplexity, its interval, and greedy agreement, by bits.
+"""Formats of a cache beside what others publish, in one run: perplexity and its interval, greedy agreement, needles.
 
-``python benchmarks/quality_of_codes.py [--out FOLDER]``; ``--windows``, ``--tokens``, ``--prompts``, ``--new`` and
-``--methods`` make it shorter. Every method codes the keys and values of a model's own forward pass: kvcore's formats by
-the library's encoders, others' by NumPy as they are published. A query sees what a cache of its length would hold: in
+``python benchmarks/quality_of_codes.py [--out FOLDER] [--resume]``; ``--windows``, ``--tokens``, ``--needles``,
+``--prompts``, ``--new`` and ``--methods`` make it shorter. All methods do a window, a prompt or a needle before the
+next one, and what each found is noted: a run that was broken off goes on, and its record is of what all have done.
+
+Every method codes the keys and values of a model's own forward pass: kvcore's formats by the library's encoders,
+others' by NumPy as they are published (``codes_of_others``). A query sees what a cache of its length would hold: in
 formats over tokens the open group raw, in KIVI the residual. Weights and arithmetic are fp32; keys and values are
 bf16 before they are coded.
 
 The interval is 1.96 standard errors of the mean over pieces of ``PIECE`` tokens, paired with bf16's. Bits are those of
-codes, scales and offsets; ``bits at a window`` counts what is still raw, on average over the tokens of a window.
+codes, scales and offsets; ``bits at a window`` counts what is still raw, on average over the tokens of a window. A
+needle is found if every token of its number is the one that the model names, given those before it.
 """
 
 import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,17 +31,20 @@ import kvcore
 from kvcore import environment
 from kvcore.spec import FORMATS, KV, CacheSpec, LayerSpec
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import language_model
 
-TEXT = Path(__file__).parent / "data" / "genesis_1_25.txt"
-WINDOW, ROWS, PIECE = 1024, 2, 64  # tokens, windows side by side, tokens
+from benchmarks.codes_of_others import Coder, by_range, kvarn, nuq, nvfp4, rotated, turbo
+from benchmarks.pictures import OTHERS, OWN, Dot, scatter
+from benchmarks.quality import TEXT
+
+WINDOW, PIECE = 1024, 64  # tokens
 BASELINE = "bf16"
 RESIDUAL = 128  # tokens that KIVI keeps raw
 NAME = "kvcore_codes"
-
-Coder = Callable[[np.ndarray], np.ndarray]
-"""Keys or values [n, dim] of one head -> the same as they are read back."""
+NEEDLE = 2048  # tokens, the model's own length
+NAMES = ("Adah", "Naamah", "Tubal", "Irad", "Mehujael", "Zillah", "Jabal", "Lamech")
 
 
 class Side(NamedTuple):
@@ -49,12 +55,16 @@ class Side(NamedTuple):
         bits: of an element, scales included.
         tokens: that are coded together; the last ones wait raw until as many are there.
         recent: newest tokens that stay raw, whatever is coded.
+        all_heads: coded as one row of all heads of a token.
+        before_rope: coded before the rotary turn, and turned when read.
     """
 
     code: Coder | None
     bits: float
     tokens: int = 1
     recent: int = 0
+    all_heads: bool = False
+    before_rope: bool = False
 
     def raw(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Which keys each query sees raw."""
@@ -85,47 +95,6 @@ def of_format(name: str) -> Side:
     return Side(None if name == BASELINE else code, 8 * format.for_dim(64).row / 64, format.tokens)
 
 
-def by_range(bits: int, group: int, *, over_tokens: bool = False) -> Coder:
-    """KIVI (arXiv 2402.02750): integers between the smallest and the largest of a group, both kept in fp16."""
-
-    def code(rows: np.ndarray) -> np.ndarray:
-        whole = len(rows) // group * group if over_tokens else len(rows)
-        groups = rows[:whole].T.reshape(-1, group) if over_tokens else rows.reshape(-1, group)
-        low = groups.min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
-        step = (groups.max(axis=1, keepdims=True) - low) / (2**bits - 1)
-        step = np.maximum(step.astype(np.float16).astype(np.float32), 2.0**-24)
-        read = low + step * np.clip(np.rint((groups - low) / step), 0, 2**bits - 1)
-        read = read.reshape(rows.shape[1], whole).T if over_tokens else read.reshape(rows.shape)
-        return np.concatenate([read, rows[whole:]])
-
-    return code
-
-
-def rotated(code: Coder) -> Coder:
-    """Rows turned by the orthonormal Hadamard matrix before they are coded, and back (QuaRot, arXiv 2404.00456)."""
-
-    def turned(rows: np.ndarray) -> np.ndarray:
-        matrix = np.ones((1, 1), np.float32)
-        while len(matrix) < rows.shape[1]:
-            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-        matrix = matrix / np.float32(math.sqrt(len(matrix)))
-        return code(rows @ matrix) @ matrix
-
-    return turned
-
-
-def nvfp4(rows: np.ndarray) -> np.ndarray:
-    """NVFP4: e2m1 with an e4m3 scale for every 16 channels, relative to one fp32 number for the tensor."""
-    import ml_dtypes
-
-    whole = np.float32(max(np.abs(rows).max() / (6 * 448), 2.0**-100))
-    groups = rows.reshape(-1, 16)
-    scale = np.abs(groups).max(axis=1, keepdims=True) / 6 / whole
-    scale = np.clip(scale, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * whole
-    codes = np.clip(groups / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    return (codes * scale).reshape(rows.shape)
-
-
 def kivi(bits: int, residual: int) -> tuple[Side, Side]:
     """Keys by channel, values by token, in groups of 32; ``residual`` tokens raw."""
     stored = bits + 1.0
@@ -148,12 +117,23 @@ METHODS: dict[str, Callable[[], tuple[Side, Side]]] = {
     ),
     "KIVI, 4 bits, residual 128": lambda: kivi(4, RESIDUAL),
     "KIVI, 2 bits, residual 128": lambda: kivi(2, RESIDUAL),
+    "KVQuant, 4 bits, 1 % aside": lambda: (
+        Side(nuq(4, over_tokens=True), 4 + 0.01 * 32, before_rope=True),
+        Side(nuq(4, over_tokens=False), 4 + 32 / 192 + 2 * 32 / 192, all_heads=True),
+    ),
+    "TurboQuant, 4 bits": lambda: (Side(turbo(4), 4.25),) * 2,
+    "TurboQuant, 3 bits": lambda: (Side(turbo(3), 3.25),) * 2,
+    "KVarN, 4-bit keys, 2-bit values": lambda: (
+        Side(kvarn(4), 4 + 16 / 64 + 16 / 128 + 32 / 64, tokens=128),
+        Side(kvarn(2), 2 + 16 / 64 + 16 / 128 + 32 / 64, tokens=128),
+    ),
     "NF4, 64 a group, rotated": lambda: (Side(rotated(of_format("nf4_b64").code or nvfp4), 4.5),) * 2,
     "NVFP4": lambda: (Side(nvfp4, 4.5),) * 2,
+    "NVFP4, rotated": lambda: (Side(rotated(nvfp4), 4.5),) * 2,
 }
 """Method -> its keys and values, the library's formats first."""
 
-OWN = 8
+OWN_METHODS = 8
 """How many of them are the library's own."""
 
 
@@ -162,15 +142,18 @@ class Coded:
 
     Attributes:
         sides: of keys and values.
+        theta: base of the model's rotary turn.
     """
 
     sides: tuple[Side, Side]
+    theta: float
 
     def install(self, model: Any) -> None:
         """Make it the model's attention."""
         AttentionInterface.register(NAME, self)
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
+        self.theta = float(model.config.rope_parameters["rope_theta"])
 
     def __call__(
         self,
@@ -182,124 +165,260 @@ class Coded:
         scaling: float = 1.0,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend from query [B, H, T, d] to key and value [B, G, n, d]: out [B, T, H, d]."""
+        """Attend from query [1, H, T, d] to key and value [1, G, n, d]: out [1, T, H, d]."""
         shared, (total, new) = query.shape[1] // key.shape[1], (key.shape[2], query.shape[2])
         at, of = torch.arange(total - new, total)[:, None], torch.arange(total)[None]
         raw = [rows.bfloat16().float() for rows in (key, value)]
-        coded = [held(side, rows) for side, rows in zip(self.sides, raw, strict=True)]
+        coded = [held(side, rows, self.theta) for side, rows in zip(self.sides, raw, strict=True)]
         raw_keys, raw_values, keys, values = (rows.repeat_interleave(shared, 1) for rows in (*raw, *coded))
         scores = torch.where(
             self.sides[0].raw(at, of), query @ raw_keys.transpose(2, 3), query @ keys.transpose(2, 3)
         ).mul_(scaling)
-        seen = (of <= at) if mask is None else mask
-        weights = (
-            scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            if seen.dtype == torch.bool
-            else (scores + seen).softmax(-1)
-        )
-        weights = weights.nan_to_num(nan=0.0)  # a query of padding sees nothing
+        weights = scores.masked_fill(of > at, -torch.inf).softmax(-1)
         is_raw = self.sides[1].raw(at, of)
         out = (weights * ~is_raw) @ values + (weights * is_raw) @ raw_values
         return out.transpose(1, 2).contiguous(), None
 
 
-def held(side: Side, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [B, G, n, d] as they are read back, each head by itself."""
+def held(side: Side, rows: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rows [1, G, n, d] of positions from 0 on as they are read back, each head by itself."""
     if side.code is None:
         return rows
-    flat = rows.flatten(0, 1).numpy()
-    return torch.from_numpy(np.stack([side.code(head) for head in flat]).astype(np.float32)).reshape(rows.shape)
+    heads = (turned(rows, theta, back=True) if side.before_rope else rows)[0].numpy()
+    if side.all_heads:
+        count, tokens, dim = heads.shape
+        coded = side.code(heads.transpose(1, 0, 2).reshape(tokens, count * dim))
+        coded = coded.reshape(tokens, count, dim).transpose(1, 0, 2)
+    else:
+        coded = np.stack([side.code(head) for head in heads])
+    read = torch.from_numpy(np.ascontiguousarray(coded, np.float32))[None]
+    return turned(read, theta) if side.before_rope else read
 
 
-class Measured(NamedTuple):
-    """One method: losses and best next tokens on the text [windows, scored], generated ids, seconds."""
-
-    losses: np.ndarray
-    best: np.ndarray
-    tokens: torch.Tensor
-    seconds: float
-
-
-def measure(model: Any, windows: torch.Tensor, prompts: Any, new: int) -> Measured:
-    """What the model says with the attention that is installed; the first quarter of a window is context alone."""
-    start, losses, best = time.perf_counter(), [], []
-    skip = windows.shape[1] // 4
-    for ids in windows.split(ROWS):
-        logits = model(ids, use_cache=False).logits[:, skip:-1]
-        wanted = ids[:, skip + 1 :]
-        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted, reduction="none"))
-        best.append(logits.argmax(-1))
-    length = prompts.input_ids.shape[1]
-    tokens = model.generate(**prompts, min_new_tokens=new, max_new_tokens=new, do_sample=False)[:, length:]
-    return Measured(torch.cat(losses).numpy(), torch.cat(best).numpy(), tokens, time.perf_counter() - start)
+def turned(rows: torch.Tensor, theta: float, *, back: bool = False) -> torch.Tensor:
+    """Rows [1, G, n, d] turned by the angles of their positions, halves against halves as Llama does it."""
+    count, dim = rows.shape[2:]
+    angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos(), angles.sin() * (-1 if back else 1)
+    first, second = rows.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def row(name: str, sides: tuple[Side, Side], found: Measured, baseline: Measured) -> dict[str, Any]:
-    """One line of the table."""
-    change = (found.losses - baseline.losses).reshape(-1)
-    change = change[: len(change) // PIECE * PIECE].reshape(-1, PIECE).mean(axis=1)
-    error = 1.96 * change.std(ddof=1) / math.sqrt(len(change)) if len(change) > 1 else math.inf
-    same = found.tokens == baseline.tokens
-    raw = [side.raw_tokens(WINDOW) / WINDOW for side in sides]
-    at_window = [part * 16 + (1 - part) * side.bits for part, side in zip(raw, sides, strict=True)]
-    return {
-        "method": name,
-        "bits_per_element": sum(side.bits for side in sides) / 2,
-        "bits_at_a_window": round(sum(at_window) / 2, 3),
-        "perplexity": round(float(np.exp(found.losses.mean())), 4),
-        "change": round(math.expm1(change.mean()), 5),
-        "interval": [round(math.expm1(change.mean() + sign * error), 5) for sign in (-1, 1)],
-        "best_token_agreement": round(float((found.best == baseline.best).mean()), 4),
-        "greedy_tokens_same": round(float(same.float().mean()), 4),
-        "greedy_tokens_before_first_difference": round(float(same.cumprod(dim=1).float().mean()), 4),
-        "seconds": round(found.seconds, 1),
-    }
+class Task(NamedTuple):
+    """What every method is asked before the next one is: a window of the text, a needle, or a prompt to go on from.
+
+    Attributes:
+        kind: ``window``, ``needle`` or ``prompt``.
+        number: which.
+        ids: [1, n].
+        asked: how many of the last ids the model should have named; of a prompt, how many it names.
+    """
+
+    kind: str
+    number: int
+    ids: torch.Tensor
+    asked: int
 
 
-def run(names: Sequence[str], windows: int, tokens: int, prompts: int, new: int) -> Iterator[dict[str, Any]]:
-    """The record, growing by one method a time; the baseline comes first."""
-    model, tokenizer = language_model.load()
-    model, attention = model.float(), Coded()
+def tasks(tokenizer: Any, windows: int, tokens: int, needles: int, prompts: int, new: int) -> list[Task]:
+    """All of them, so ordered that however many are done are spread over the text."""
     text = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     count = min(windows, len(text) // tokens)
     starts = [number * (len(text) - tokens) // max(count - 1, 1) for number in range(count)]
-    ids = torch.stack([text[start : start + tokens] for start in starts])
-    batch = language_model.asked(tokenizer, language_model.PROMPTS[:prompts])
-    record: dict[str, Any] = {
+    step = next(step for step in range(max(1, round(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
+    order = [starts[at * step % count] for at in range(count)]
+    read = [
+        Task("window", number, text[None, at : at + tokens], tokens - tokens // 4 - 1)
+        for number, at in enumerate(order)
+    ]
+    hidden = [needle(tokenizer, text, number, needles) for number in range(needles)]
+    asked = [
+        Task("prompt", number, language_model.asked(tokenizer, [prompt]).input_ids, new)
+        for number, prompt in enumerate(language_model.PROMPTS[:prompts])
+    ]
+    # A prompt after three windows, a needle after four: they take longer.
+    late = {"window": (1, 0), "prompt": (3, 2.5), "needle": (4, 3.5)}
+    return sorted([*read, *asked, *hidden], key=lambda task: task.number * late[task.kind][0] + late[task.kind][1])
+
+
+def needle(tokenizer: Any, text: torch.Tensor, number: int, count: int) -> Task:
+    """A sentence with a number of five digits, hidden in ``NEEDLE`` tokens of the text, and asked for at their end."""
+    draw = np.random.default_rng(number)
+    digits, name = str(draw.integers(10_000, 100_000)), NAMES[number % len(NAMES)]
+    hidden, asked, answer = (
+        tokenizer(part, return_tensors="pt", add_special_tokens=False).input_ids[0]
+        for part in (
+            f" The secret number of {name} is {digits}. Remember it.",
+            f" What is the secret number of {name}? The secret number of {name} is",
+            f" {digits}",
+        )
+    )
+    around = NEEDLE - len(hidden) - len(asked) - len(answer)
+    start = int(draw.integers(0, len(text) - around))
+    place = round(around * (number + 0.5) / count)
+    hay = text[start : start + around]
+    return Task("needle", number, torch.cat([hay[:place], hidden, hay[place:], asked, answer])[None], len(answer))
+
+
+class Found(NamedTuple):
+    """What a method made of a task.
+
+    Attributes:
+        losses: of the tokens that it should have named, means over pieces of ``PIECE``; of prompts none.
+        best: the tokens that it names.
+    """
+
+    losses: list[float]
+    best: list[int]
+
+
+def measure(model: Any, task: Task) -> Found:
+    """One task with the attention that is installed."""
+    if task.kind == "prompt":
+        made = model.generate(
+            task.ids,
+            attention_mask=torch.ones_like(task.ids),
+            min_new_tokens=task.asked,
+            max_new_tokens=task.asked,
+            do_sample=False,
+        )
+        return Found([], made[0, task.ids.shape[1] :].tolist())
+    logits = model(task.ids, use_cache=False, logits_to_keep=task.asked + 1).logits[0, :-1]
+    wanted = task.ids[0, -task.asked :]
+    losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+    size = min(PIECE, len(losses))
+    means = losses[: len(losses) // size * size].reshape(-1, size).mean(dim=1)
+    return Found([round(float(loss), 6) for loss in means], logits.argmax(-1).tolist())
+
+
+class Progress:
+    """What was found so far, one line of JSON each in a file that a later run goes on from."""
+
+    def __init__(self, settings: dict[str, Any], path: Path | None = None, *, resume: bool = False) -> None:
+        """Raises ``ValueError``: the file is of other settings."""
+        self.found: dict[tuple[str, int, str], Found] = {}
+        self._path = path
+        if path is not None and resume and path.exists():
+            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            if json.loads(first) != settings:
+                raise ValueError(f"{path} is of {first}, not of {json.dumps(settings)}")
+            for line in lines:
+                try:
+                    kind, number, method, losses, best = json.loads(line)
+                except ValueError:
+                    continue  # the end of a run that was killed
+                self.found[kind, number, method] = Found(losses, best)
+        elif path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+    def add(self, task: Task, method: str, found: Found) -> None:
+        """Note one."""
+        self.found[task.kind, task.number, method] = found
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([task.kind, task.number, method, *found]) + "\n")
+
+    def done(self, kind: str, methods: Sequence[str]) -> list[int]:
+        """Numbers of the tasks that all methods have done."""
+        numbers = sorted({number for of, number, _ in self.found if of == kind})
+        return [number for number in numbers if all((kind, number, method) in self.found for method in methods)]
+
+
+def row(method: str, methods: Sequence[str], progress: Progress, wanted: dict[int, list[int]]) -> dict[str, Any]:
+    """One line of the table; ``wanted``: the answers to needles."""
+
+    def of(kind: str, name: str) -> list[Found]:
+        return [progress.found[kind, number, name] for number in progress.done(kind, methods)]
+
+    mine, base = (np.array([found.losses for found in of("window", name)]) for name in (method, BASELINE))
+    change = (mine - base).reshape(-1)
+    error = 1.96 * change.std(ddof=1) / math.sqrt(len(change)) if len(change) > 1 else math.inf
+    sides = METHODS[method]()
+    raw = [side.raw_tokens(WINDOW) / WINDOW for side in sides]
+    at_window = [part * 16 + (1 - part) * side.bits for part, side in zip(raw, sides, strict=True)]
+    named, theirs = (np.array([found.best for found in of("window", name)]) for name in (method, BASELINE))
+    greedy = [
+        np.array(found.best) == np.array(other.best)
+        for found, other in zip(of("prompt", method), of("prompt", BASELINE), strict=True)
+    ]
+    needles = progress.done("needle", methods)
+    return {
+        "method": method,
+        "bits_per_element": round(sum(side.bits for side in sides) / 2, 3),
+        "bits_at_a_window": round(sum(at_window) / 2, 3),
+        "perplexity": round(float(np.exp(mine.mean())), 4),
+        "change": round(math.expm1(change.mean()), 5),
+        "interval": [round(math.expm1(change.mean() + sign * error), 5) for sign in (-1, 1)],
+        "losses_of_windows": [round(float(loss), 5) for loss in mine.mean(axis=1)],
+        "best_token_agreement": round(float((named == theirs).mean()), 4),
+        "greedy_tokens_same": round(float(np.mean(greedy)), 4) if greedy else None,
+        "greedy_tokens_before_first_difference": round(float(np.mean(np.cumprod(greedy, axis=1))), 4)
+        if greedy
+        else None,
+        "needles_found": sum(progress.found["needle", one, method].best == wanted[one] for one in needles),
+    }
+
+
+def as_record(
+    progress: Progress, methods: Sequence[str], settings: dict[str, Any], given: Sequence[Task]
+) -> dict[str, Any] | None:
+    """The record of all tasks that every method has done; None before the first window."""
+    windows = progress.done("window", methods)
+    if not windows:
+        return None
+    wanted = {task.number: task.ids[0, -task.asked :].tolist() for task in given if task.kind == "needle"}
+    scored = next(task.asked for task in given if task.kind == "window")
+    return {
         "model": "SmolLM2-135M-Instruct, fp32 arithmetic",
-        "text": f"{TEXT.name}: {count} windows of {tokens} tokens, of which the last {tokens - tokens // 4 - 1} count",
-        "greedy": f"{prompts} prompts × {new} tokens",
+        "text": f"{TEXT.name}: {len(windows)} windows of {settings['tokens']} tokens, of which the last {scored} count",
+        "greedy": f"{len(progress.done('prompt', methods))} prompts × {settings['new']} tokens",
+        "needles": f"{len(progress.done('needle', methods))} in {NEEDLE} tokens each",
         "baseline": BASELINE,
         **environment.of_script(),
-        "rows": [],
+        "rows": [row(method, methods, progress, wanted) for method in methods],
     }
-    baseline: Measured | None = None
-    for name in (BASELINE, *(name for name in names if name != BASELINE)):
-        attention.sides = METHODS[name]()
-        attention.install(model)
-        with torch.no_grad():
-            found = measure(model, ids, batch, new)
-        baseline = found if baseline is None else baseline
-        record["rows"].append(row(name, attention.sides, found, baseline))
-        record["rows"].sort(key=lambda each: list(METHODS).index(each["method"]))
-        print(f"{name}: done in {found.seconds:.0f} s", flush=True)
-        yield record
+
+
+def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The record, growing by one task at a time."""
+    model, tokenizer = language_model.load()
+    model, attention = model.float(), Coded()
+    settings = {name: getattr(chosen, name) for name in ("windows", "tokens", "needles", "prompts", "new")}
+    given = tasks(tokenizer, *settings.values())
+    methods = sorted({BASELINE, *chosen.methods}, key=list(METHODS).index)
+    path = None if chosen.out is None else chosen.out / "quality_of_codes.lines"
+    progress = Progress(settings, path, resume=chosen.resume)
+    for task in given:
+        for method in methods:
+            if (task.kind, task.number, method) not in progress.found:
+                attention.sides = METHODS[method]()
+                attention.install(model)
+                with torch.no_grad():
+                    progress.add(task, method, measure(model, task))
+        print(f"{task.kind} {task.number} done", flush=True)
+        record = as_record(progress, methods, settings, given)
+        if record is not None:
+            yield record
 
 
 def as_table(record: dict[str, Any]) -> str:
     """The rows as Markdown."""
     lines = [
-        f"{record['model']}; {record['text']}; greedy: {record['greedy']}; against {record['baseline']}.",
+        f"{record['model']}; {record['text']}; greedy: {record['greedy']}; needles: {record['needles']}; "
+        f"against {record['baseline']}.",
         "",
         "| keys and values | bits | with what is raw | perplexity | change | 95 % interval | same best token "
-        "| same greedy |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| same greedy | needles |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [
         f"| {each['method']} | {each['bits_per_element']:.2f} | {each['bits_at_a_window']:.2f} "
         f"| {each['perplexity']:.3f} | {each['change']:+.2%} "
         f"| {each['interval'][0]:+.1%} to {each['interval'][1]:+.1%} "
-        f"| {each['best_token_agreement']:.1%} | {each['greedy_tokens_same']:.0%} |"
+        f"| {each['best_token_agreement']:.1%} "
+        f"| {'–' if each['greedy_tokens_same'] is None else format(each['greedy_tokens_same'], '.0%')} "
+        f"| {each['needles_found']} |"
         for each in record["rows"]
     ]
     return "\n".join(lines) + "\n"
@@ -307,67 +426,54 @@ def as_table(record: dict[str, Any]) -> str:
 
 def as_svg(record: dict[str, Any], most: float = 0.3) -> str:
     """Change of perplexity against bits of an element, what is raw included; a bar is the interval. Lower left wins."""
-    width, height, left, top, right, bottom = 760, 400, 70, 40, 30, 50
-    own, rows = list(METHODS)[:OWN], [each for each in record["rows"] if each["method"] != BASELINE]
+    rows = [each for each in record["rows"] if each["method"] != BASELINE]
     bits = [each["bits_at_a_window"] for each in rows]
     low, high = math.floor(min(bits)), math.ceil(max(bits))
-
-    def x(value: float) -> float:
-        return left + (value - low) / (high - low) * (width - left - right)
-
-    def y(change: float) -> float:
-        return height - bottom - (min(max(change, -0.02), most) + 0.02) / (most + 0.02) * (height - bottom - top)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        '<text x="8" y="18" font-size="14">Change of perplexity against bits of a key or value element</text>',
-        f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#888"/>',
-        f'<path d="M{left} {y(0):.1f}H{width - right}" stroke="#ccc"/>',
-        f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">'
-        f"bits, with what is still raw in {WINDOW} tokens</text>",
-        *(
-            f'<text x="{x(at):.1f}" y="{height - bottom + 18}" text-anchor="middle">{at}</text>'
-            for at in range(low, high + 1)
-        ),
-        *(
-            f'<text x="{left - 8}" y="{y(at) + 4:.1f}" text-anchor="end">{at:+.0%}</text>'
-            for at in (0, most / 3, 2 * most / 3, most)
-        ),
-    ]
-    taken: list[tuple[float, float]] = []
-    for each in sorted(rows, key=lambda each: each["change"]):
-        place_x, place_y = x(each["bits_at_a_window"]), y(each["change"])
-        label_y = place_y
-        while any(abs(label_y - other_y) < 14 and abs(place_x - other_x) < 210 for other_x, other_y in taken):
-            label_y -= 14
-        taken.append((place_x, label_y))
-        colour = "#4878a8" if each["method"] in own else "#c06030"
-        parts.append(
-            f'<path d="M{place_x:.1f} {y(each["interval"][0]):.1f}V{y(each["interval"][1]):.1f}" stroke="{colour}"/>'
+    own = list(METHODS)[:OWN_METHODS]
+    dots = [
+        Dot(
+            each["bits_at_a_window"],
+            each["change"],
+            each["method"] + (f" ({each['change']:+.0%})" if each["change"] > most else ""),
+            OWN if each["method"] in own else OTHERS,
+            (each["interval"][0], each["interval"][1]),
         )
-        parts.append(f'<circle cx="{place_x:.1f}" cy="{place_y:.1f}" r="4" fill="{colour}"/>')
-        beyond = f" ({each['change']:+.0%})" if each["change"] > most else ""
-        parts.append(f'<text x="{place_x + 8:.1f}" y="{label_y + 4:.1f}">{each["method"]}{beyond}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        for each in rows
+    ]
+    return scatter(
+        "Change of perplexity against bits of a key or value element",
+        f"bits, with what is still raw in {WINDOW} tokens",
+        dots,
+        marks=(range(low, high + 1), (0, most / 3, 2 * most / 3, most)),
+        ends=((low, high), (-0.02, most)),
+        written=lambda at: f"{at:+.0%}",
+    )
+
+
+def write(record: dict[str, Any], folder: Path) -> None:
+    """The record as JSON, table and picture."""
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    (folder / "quality_of_codes.json").write_text(text, encoding="utf-8")
+    (folder / "quality_of_codes.md").write_text(as_table(record), encoding="utf-8")
+    (folder / "quality_of_codes.svg").write_text(as_svg(record), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=21)
     parser.add_argument("--tokens", type=int, default=WINDOW, help="of a window")
+    parser.add_argument("--needles", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=len(language_model.PROMPTS))
     parser.add_argument("--new", type=int, default=64, help="tokens generated a prompt")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--out", type=Path, help="folder for quality_of_codes.json, .md and .svg")
+    parser.add_argument("--out", type=Path, help="folder for quality_of_codes.json, .md, .svg and .lines")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's quality_of_codes.lines")
     chosen = parser.parse_args(arguments)
-    for record in run(chosen.methods, chosen.windows, chosen.tokens, chosen.prompts, chosen.new):
-        if chosen.out is not None and len(record["rows"]) > 1:
-            chosen.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-            (chosen.out / "quality_of_codes.json").write_text(text, encoding="utf-8")
-            (chosen.out / "quality_of_codes.md").write_text(as_table(record), encoding="utf-8")
-            (chosen.out / "quality_of_codes.svg").write_text(as_svg(record), encoding="utf-8")
+    if chosen.resume and chosen.out is None:
+        parser.error("--resume needs --out, the folder of the run")
+    for record in run(chosen):
+        if chosen.out is not None:
+            write(record, chosen.out)
 
 
 if __name__ == "__main__":
