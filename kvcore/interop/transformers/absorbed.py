@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
-from kvcore.interop.transformers.handed import HandedOut
+from kvcore.interop.transformers.handed import HandedOut, Shared
 from kvcore.interop.transformers.seam import SEAM
 
 DIMS = ("num_heads", "qk_nope_head_dim", "v_head_dim")
@@ -75,20 +75,18 @@ def _probe(module: Any, weight: torch.Tensor, heads: int, dim: int, value_dim: i
 class Latents(HandedOut):
     """Latents and rotary keys of a layer in a forward, new ones stored; good until the forward's end."""
 
-    __slots__ = ("_module", "_rank", "_sizes")
+    __slots__ = ("_module", "_rank")
 
     def __init__(self, layer: Any, handle: Any, forward: Any, latents: torch.Tensor, rotary: torch.Tensor) -> None:
-        super().__init__(layer, handle, forward, latents)
-        self._rank = latents.shape[3]
+        sizes = latents.shape[3], rotary.shape[3]
+        shared = forward.memo.get(sizes)
+        if shared is None:
+            (batch, _, new, _), dtype = latents.shape, latents.dtype
+            first, second = (outline((batch, 1, len(layer._visible(new)), dim), dtype) for dim in sizes)
+            shared = forward.memo[sizes] = Shared(forward, latents, (first, second))
+        super().__init__(layer, handle, shared)
+        self._rank: int = sizes[0]
         self._module: Any = None
-        self._sizes = latents.shape[0], len(layer._visible(self._new)), rotary.shape[3]
-
-    def outlines(self) -> tuple[Deferred, Deferred]:
-        """Latents [B, 1, n, rank] and rotary keys [B, 1, n, dim], read if somebody looks at them."""
-        batch, seen, dim = self._sizes
-        return self._deferred((batch, 1, seen, self._rank), self._first), self._deferred(
-            (batch, 1, seen, dim), self._second
-        )
 
     def expanded(self, module: Any, latents: Deferred, rotary: Deferred) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, H, n, dim] of the module's heads, made from the latents if somebody looks at them."""
@@ -104,7 +102,7 @@ class Latents(HandedOut):
                 kept.extend(own(module, latents.made(), rotary.made()))
             return kept[which]
 
-        batch, seen, rotary_dim = self._sizes
+        batch, _, seen, rotary_dim = self._shared.outlines[1].shape
         return (
             self._deferred((batch, heads, seen, dim + rotary_dim), partial(make, 0)),
             self._deferred((batch, heads, seen, value_dim), partial(make, 1)),
@@ -122,7 +120,7 @@ class Latents(HandedOut):
         batch, heads, new, _ = query.shape
         dim = keys.shape[1]
         rows = query.transpose(0, 1).reshape(heads, batch * new, -1)
-        rows = torch.cat([torch.bmm(rows[..., :dim], keys), rows[..., dim:]], dim=-1).transpose(0, 1)
+        rows = torch.cat([torch.bmm(rows[..., :dim], keys), rows[..., dim:]], dim=-1).transpose(0, 1).contiguous()
         sink = options.get("s_aux", options.get("sinks"))
         given = self._handle._ops.attend(
             context.pools,
@@ -153,7 +151,7 @@ class Latents(HandedOut):
             return projection, self._selected(indices, mask)
         if facts.left is None:
             return projection, None
-        if query.shape[0] * self._new * self._sizes[1] > MOST_SELECTED:
+        if query.shape[0] * query.shape[2] * self._shared.outlines[0].shape[2] > MOST_SELECTED:
             return "a long prompt with padding at the left"
         return projection, self._unpadded(facts.left)
 
@@ -170,20 +168,22 @@ class Latents(HandedOut):
 
     def _unpadded(self, left: tuple[int, ...]) -> Any:
         """[T, n] int32: every row of a request behind its padding."""
-        memo, key = self._forward.memo, ("unpadded", left)
+        shared, key = self._shared, ("unpadded", left)
+        memo = shared.forward.memo
         if key not in memo:
-            _, seen, _ = self._sizes
-            number = torch.arange(seen, dtype=torch.int32, device=self._device)
-            padding = torch.tensor(left, dtype=torch.int32).to(self._device, non_blocking=True)
+            seen = shared.outlines[0].shape[2]
+            number = torch.arange(seen, dtype=torch.int32, device=shared.device)
+            padding = torch.tensor(left, dtype=torch.int32).to(shared.device, non_blocking=True)
             rows = torch.where(number >= padding[:, None], number, -1)
-            memo[key] = self._layer.owner.numbers(rows.repeat_interleave(self._new, dim=0))
+            memo[key] = self._layer.owner.numbers(rows.repeat_interleave(shared.new, dim=0))
         return memo[key]
 
     def _deferred(self, shape: tuple[int, ...], make: Any) -> Deferred:
-        memo, key = self._forward.memo, (shape, self._dtype)
+        shared = self._shared
+        memo, key = shared.forward.memo, (shape, shared.dtype)
         if key not in memo:
-            memo[key] = outline(shape, self._dtype)
-        return deferred(memo[key], self._device, make, self)
+            memo[key] = outline(shape, shared.dtype)
+        return deferred(memo[key], shared.device, make, self)
 
     def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._layer.visible_rows(self._handle, self._dtype, self._rank)
+        return self._layer.visible_rows(self._handle, self._shared.dtype, self._rank)

@@ -240,14 +240,17 @@ def attend(
 
     From the cache where a layer of it has handed keys and values out; else what the configuration names otherwise.
     """
-    config = getattr(module, "config", None)
-    base = base_of(config)
-    if type(key) is Deferred and type(value) is Deferred and key.source is value.source and not args:
-        found = key.source.attend(module, query, attention_mask, options)
-        if found is not None:
-            return found, None
-    elif base == "sdpa" and not args and _packs(query, key, value, options) and here(config) is not None:
-        return _packed(query, key, value, attention_mask, options.get("scaling")), None
+    if type(key) is Deferred:
+        if type(value) is Deferred and key.source is value.source and not args:
+            found = key.source.attend(module, query, attention_mask, options)
+            if found is not None:
+                return found, None
+        base = base_of(getattr(module, "config", None))
+    else:
+        config = getattr(module, "config", None)
+        base = base_of(config)
+        if base == "sdpa" and not args and _packs(query, key, value, options) and here(config) is not None:
+            return _packed(query, key, value, attention_mask, options.get("scaling")), None
     mask = made(attention_mask)
     if options.get("indices") is not None:
         mask = _of_selected(options.pop("indices"), mask, query, key.shape[2])
@@ -291,6 +294,8 @@ def _packed(
 
 def unknown(options: dict[str, Any]) -> str | None:
     """The name of an option that our attention does not know; None: there is none."""
+    if options.keys() <= KNOWN:
+        return None
     for name, value in options.items():
         if name not in KNOWN and value is not None and value is not False:
             return name

@@ -150,6 +150,8 @@ class KVCache(Cache):
         self.device = settings.device
         self._torch_pools = uses_torch(self.kv)
         self._step: Any = None
+        # The open step's handles, whose verbs look whether it is open.
+        self._layer_of: Any = None
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
@@ -203,7 +205,7 @@ class KVCache(Cache):
 
     def end_attending(self, forward: Forward, *, finished: bool) -> None:
         """A decoder has run, or was left by an error: end what its layers left open to be attended to."""
-        del forward
+        forward.memo.clear()  # what layers shared knows the forward, and that the cache
         self.attending = None
         handed_out, self._handed_out = self._handed_out, []
         if finished and handed_out:
@@ -291,11 +293,13 @@ class KVCache(Cache):
 
         ``again``: it may have begun already, as a layer of two halves has.
         """
-        self._settle()
+        if self._awaited:
+            self._settle()
         batch, _, new, _ = states.shape
         shape = (batch, new)
         if self._step is None:
             self._step = self._open(*shape)
+            self._layer_of = self._step._state.layer
         elif layer in self._begun and not again:
             self._refuse(f"layer {layer} again")
         if shape != self._shape:
@@ -307,7 +311,7 @@ class KVCache(Cache):
                 allowed=f"{wanted}, as in the forward's first layer",
             )
         self._begun.add(layer)
-        return self._step.layer(layer)
+        return self._layer_of(layer)
 
     @contextmanager
     def forward_part(self, layer: int) -> Iterator[Any]:
@@ -536,7 +540,7 @@ class KVCache(Cache):
         return self.kv.step(dict.fromkeys(self.requests, new))
 
     def _forget_step(self) -> Any:
-        step, self._step = self._step, None
+        step, self._step, self._layer_of = self._step, None, None
         self._begun, self._finished, self._handed_out = set(), set(), []
         self._forget_handed_out()
         return step

@@ -11,40 +11,68 @@ from kvcore.interop.transformers.attention import PLAIN, Facts, Forward, facts_o
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-class Alike:
-    """What layers of equal components share in a forward.
+
+class Shared:
+    """What layers that are alike share in a forward.
+
+    Attributes:
+        forward: it.
+        new: tokens of a row.
+        dtype, device: of what the layers are given.
+        outlines: of what they hand out.
+    """
+
+    __slots__ = ("device", "dtype", "forward", "new", "outlines")
+
+    def __init__(self, forward: Forward, states: torch.Tensor, outlines: Pair) -> None:
+        self.forward = forward
+        self.new: int = states.shape[2]
+        self.dtype = states.dtype
+        self.device = states.device
+        self.outlines = outlines
+
+
+class Alike(Shared):
+    """The same of layers of equal components with keys and values.
 
     Attributes:
         columns: most keys that a query sees.
-        outlines: of their keys and values.
+        own: there are no others than those that the layers are given, and they are stored as they are.
+        passed: what the first layer's append has checked of its keys and values; None: the rows are looked at.
     """
 
-    __slots__ = ("columns", "outlines")
+    __slots__ = ("columns", "own", "passed")
 
-    def __init__(self, layer: Any, handle: Any, keys: torch.Tensor) -> None:
-        kv, (batch, _, new, _) = layer.component, keys.shape
+    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
+        kv, batch, dtype = layer.component, keys.shape[0], keys.dtype
+        seen = len(layer._visible(keys.shape[2]))
+        key, value = (outline((batch, part.heads, seen, part.format.dim or 0), dtype) for part in kv.parts)
+        super().__init__(forward, keys, (key, value))
         self.columns: int = handle._kv_columns(kv, ended=True)
-        seen = len(layer._visible(new))
-        key, value = (outline((batch, part.heads, seen, part.format.dim or 0), keys.dtype) for part in kv.parts)
-        self.outlines = key, value
+        self.own = not forward.start and dtype == values.dtype == layer.stored_as
+        self.passed: tuple[Any, ...] | None = None
 
 
 class HandedOut:
     """Rows of a layer in a forward, new ones stored; good until the forward's end."""
 
-    __slots__ = ("_device", "_dtype", "_forward", "_handle", "_layer", "_new", "_rows")
+    __slots__ = ("_handle", "_layer", "_rows", "_shared")
 
-    def __init__(self, layer: Any, handle: Any, forward: Forward, states: torch.Tensor) -> None:
+    def __init__(self, layer: Any, handle: Any, shared: Any) -> None:
         self._layer = layer
         self._handle = handle
-        self._forward = forward
-        self._new = states.shape[2]
-        self._dtype = states.dtype
-        self._device = states.device
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._shared = shared
+        self._rows: Pair | None = None
 
-    def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def outlines(self) -> tuple[Deferred, Deferred]:
+        """What ``update`` hands out, read if somebody other than our attention looks at it."""
+        shared = self._shared
+        first, second = shared.outlines
+        return deferred(first, shared.device, self._first, self), deferred(second, shared.device, self._second, self)
+
+    def _made_rows(self) -> Pair:
         """What ``update`` would have handed out."""
         raise NotImplementedError
 
@@ -54,11 +82,11 @@ class HandedOut:
     def _second(self) -> torch.Tensor:
         return self._read()[1]
 
-    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self) -> Pair:
         if self._rows is not None:
             return self._rows
         layer = self._layer
-        if layer.owner.attending is not self._forward:
+        if layer.owner.attending is not self._shared.forward:
             raise StepError(
                 got=f"keys and values of layer {layer.number} from a forward that has ended",
                 where="KVCache",
@@ -75,7 +103,7 @@ class HandedOut:
 
         ``selected``: an indexer has picked what queries see, and the mask is looked at with that.
         """
-        layer, forward, end = self._layer, self._forward, self._forward.start + self._new
+        layer, forward, new = self._layer, self._shared.forward, self._shared.new
         if layer.owner.attending is not forward:
             return "a forward that has ended"
         if options.get("dropout"):
@@ -83,17 +111,18 @@ class HandedOut:
         option = unknown(options)
         if option is not None:
             return f"an attention function with {option}"
-        if self._new > 1 and not options.get("is_causal", getattr(module, "is_causal", True)):
+        if new > 1 and not options.get("is_causal", getattr(module, "is_causal", True)):
             return "attention that is not causal"
-        if query.shape[2] != self._new:
-            return f"{query.shape[2]} queries for {self._new} new tokens"
+        if query.shape[2] != new:
+            return f"{query.shape[2]} queries for {new} new tokens"
         if query.dtype not in ACCEPTED and query.dtype != torch.float16:
             return f"queries in {query.dtype}"
-        if selected or (mask is None and self._new == 1):
+        if selected or (mask is None and new == 1):
             return PLAIN  # it sees what was handed out, which is what the layer keeps for it
         facts = facts_of(mask, forward.base, forward.start)
         if isinstance(facts, str):
             return forward.memo.get("refused", facts)
+        end = forward.start + new
         seen = facts.window if facts.window is not None and facts.window < end else None
         sight = layer.component.sight
         kept = sight if sight is not None and sight < end else None
@@ -107,57 +136,55 @@ class HandedOut:
 class Handed(HandedOut):
     """Keys and values of a layer."""
 
-    __slots__ = ("_alike", "_given")
+    __slots__ = ("_given",)
 
     def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__(layer, handle, forward, keys)
         owner = layer.owner
-        alike = forward.memo.get(layer.kind)
+        alike: Alike | None = forward.memo.get(layer.kind)
         if alike is None:
-            alike = forward.memo[layer.kind] = Alike(layer, handle, keys)
-        handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
+            alike = forward.memo[layer.kind] = Alike(layer, handle, forward, keys, values)
+        super().__init__(layer, handle, alike)
+        self._given = (keys, values) if alike.own else None
+        rows = owner.give(by_token(keys)), owner.give(by_token(values))
+        like = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        if like == alike.passed:
+            handle._writes.append("kv", rows)
+        else:
+            handle.append_kv(*rows)
+            # Layers alike whose rows are alike pass the same checks, but for that of numbers.
+            alike.passed = None if handle._context.check else like
         owner.hand_out(layer.number)
-        self._alike: Alike = alike
-        own = not forward.start and keys.dtype == values.dtype == layer.stored_as
-        self._given = (keys, values) if own else None
 
-    def outlines(self) -> tuple[Deferred, Deferred]:
-        """Keys and values that are read if somebody other than our attention looks at them."""
-        keys, values = self._alike.outlines
-        return deferred(keys, self._device, self._first, self), deferred(values, self._device, self._second, self)
-
-    def _made_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._given or self._layer.visible_rows(self._handle, self._new, self._dtype)
+    def _made_rows(self) -> Pair:
+        return self._given or self._layer.visible_rows(self._handle, self._shared.new, self._shared.dtype)
 
     def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
-        layer = self._layer
+        layer, handle, alike = self._layer, self._handle, self._shared
         facts = self._facts(module, query, mask, options)
+        owner = layer.owner
         if isinstance(facts, str):
-            layer.owner.refuse(layer.number, facts)
+            owner.refuse(layer.number, facts)
             return None
-        owner, handle = layer.owner, self._handle
         context = handle._context
         k, v = handle._writes.unwritten("kv") or (None, None)
         sink = options.get("s_aux", options.get("sinks"))
-        rows = by_token(query)
         found = handle._ops.attend_kv(
             context.pools,
             layer.number,
             context.index if facts.left is None else self._padded(context.index, facts.left),
-            owner.give(rows),
+            owner.give(by_token(query)),
             k,
             v,
-            columns=self._alike.columns,
+            columns=alike.columns,
             sink=None if sink is None else owner.give(sink.detach().float()),
             scale=options.get("scaling"),
         ).out
-        out = owner.take(found, query.dtype)
-        return out.reshape(query.shape[0], self._new, *out.shape[1:])
+        return owner.take(found, query.dtype).unflatten(0, (query.shape[0], alike.new))
 
     def _padded(self, index: Any, left: tuple[int, ...]) -> Any:
         """The step's index with columns at each row's left that nobody sees."""
-        memo, key = self._forward.memo, ("index", left)
+        memo, key = self._shared.forward.memo, ("index", left)
         if key not in memo:
             owner = self._layer.owner
             memo[key] = index._replace(left_padding=owner.kv.asarray(torch.tensor(left, dtype=torch.int32).numpy()))
