@@ -72,6 +72,8 @@ def prompts(way):
 def test_generated_tokens_are_the_models_own(make, dtype, way):
     model = make(dtype)
     ids, mask = prompts(way)
+    # Latents that are not expanded are rounded elsewhere than keys and values of heads.
+    rounded = dtype == torch.bfloat16 and make in (models.deepseek_v3, models.deepseek_v32)
     cache = KVCache(
         model,
         batch=len(ids),
@@ -79,6 +81,7 @@ def test_generated_tokens_are_the_models_own(make, dtype, way):
         max_length=ids.shape[1] + NEW + WAYS[way].get("prompt_lookup_num_tokens", 0),
         max_draft_tokens=8 if way == "assisted" else 0,
         block_tokens=16,
+        attention="model" if rounded else "auto",
     )
     own = generated(model, ids, mask, **WAYS[way])
     assert torch.equal(own, generated(model, ids, mask, cache, **WAYS[way]))

@@ -329,7 +329,8 @@ class KVCache(Cache):
     def finish(self, layer: int) -> None:
         """Note that a layer has all it needs from this forward; the last one commits the step."""
         self._finished.add(layer)
-        self._awaited = [awaited for awaited in self._awaited if awaited.number != layer]
+        if self._awaited:
+            self._awaited = [awaited for awaited in self._awaited if awaited.number != layer]
         if len(self._finished) == len(self._storing):
             step = self._forget_step()
             step.commit()

@@ -167,6 +167,11 @@ class KVLayer(Layer):
     chunked = False
     kind = 0
 
+    def __init__(self, owner: Owner, number: int, component: KV) -> None:
+        super().__init__(owner, number, component)
+        # Where every position is kept and later tokens see the last ones alone; a ring hands out what they see.
+        self._sees_part = component.span is None and component.sight is not None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store keys and values [B, heads, S, dim]; return the visible ones [B, heads, n, dim].
 
@@ -194,10 +199,11 @@ class KVLayer(Layer):
     def visible_rows(self, handle: Any, new: int, dtype: torch.dtype, views: tuple[Any, Any] | None = None) -> Pair:
         """The rows that ``new`` tokens may see [B, heads, n, dim], once they are appended; ``views`` of them if any."""
         k, v = views or handle.gather_kv()[:2]
-        first = self._first(new) if self.component.span is None else 0
+        owner = self.owner
+        first = self._first(new) if self._sees_part else 0
         if first:
             k, v = k[:, first:], v[:, first:]
-        return by_head(self.owner.take(k, dtype)), by_head(self.owner.take(v, dtype))
+        return by_head(owner.take(k, dtype)), by_head(owner.take(v, dtype))
 
     def _first(self, new: int) -> int:
         """First position that ``update`` hands out."""
