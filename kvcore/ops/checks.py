@@ -231,6 +231,11 @@ def _indices(call: Call, value: Any) -> Any:
     return check_integers(call.ops, value, call.where, (call.tokens, None))
 
 
+def _taken(call: Call, value: Any) -> Any:
+    """How many of each request's new tokens are taken."""
+    return check_integers(call.ops, value, call.where, (call.requests,), least=0)
+
+
 def _units(kind: str, least: int = 0) -> Check:
     """Slots or blocks [n]; -1, which is ignored, only where the verb says so."""
 
@@ -381,7 +386,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("index_scores", "index_select"), ("index_keys",)),
     **dict.fromkeys(("append_kv", "gather_kv", "kv_view", "append_kv_view"), ("kv",)),
     **dict.fromkeys(("mask", "visible_rows", "attend_kv"), ("kv",)),
-    **dict.fromkeys(("append_state", "write_state", "read_state"), ("state",)),
+    **dict.fromkeys(("append_state", "write_state", "select_state", "read_state"), ("state",)),
     **dict.fromkeys(("append_conv", "gather_conv"), ("conv",)),
     "append_index_tail": ("index_tail",),
     "gather_entries": ("entries",),
@@ -404,6 +409,7 @@ BY_NAME: dict[str, Check] = {
     **dict.fromkeys(("eps", "scale", "global_scale"), _number),
     "rows": _rows("window"),
     "states": _rows("state"),
+    "taken": _taken,
     "k": _rows("kv", 0),
     "v": _rows("kv", 1),
     "kv": _rows("tail", 0),

@@ -43,6 +43,7 @@ VERBS = (
     ("attend_kv", ("kv",), False),
     ("append_state", ("state",), True),
     ("write_state", ("state",), True),
+    ("select_state", ("state",), True),
     ("read_state", ("state",), False),
     ("append_conv", ("conv",), True),
     ("gather_conv", ("conv",), False),

@@ -162,6 +162,30 @@ class Ops(RequiredOps, Protocol):
         """``select(index_scores(...), k)`` -> [T, k] int32, where a backend can do without all scores at once."""
         return self.select(self.index_scores(pools, layer, index, q, weights, columns=columns), k)
 
+    def select_state(
+        self,
+        pools: Pools,
+        layer: int,
+        index: StepIndex,
+        states: Float[Array, "tokens heads *dims"],
+        taken: Int[Array, " requests"],
+    ) -> Pools:
+        """Of the states after every token, [T, ...], store the one after each request's first ``taken`` new tokens.
+
+        The lengths before it get NaN, those after it nothing: the step is committed with as many tokens. So of drafts
+        that were verified the accepted state becomes the state, and a cache needs no room for the others'.
+
+        Args:
+            taken: 0 to each request's new tokens; 0 leaves its state alone.
+        """
+        starts, lengths, counts = to_numpy(index.starts), to_numpy(index.lengths), to_numpy(taken).astype(np.int32)
+        first = np.cumsum(lengths - starts) - (lengths - starts)
+        host = to_numpy(states)
+        last = np.zeros((len(starts), *host.shape[1:]), host.dtype)
+        last[counts > 0] = host[(first + counts - 1)[counts > 0]]
+        shorter = index._replace(lengths=self.asarray((starts + counts).astype(np.int32)))
+        return self.write_state(pools, layer, shorter, self.asarray(last))
+
     def kv_view(
         self, pools: Pools, layer: int, index: StepIndex, *, columns: int | None = None
     ) -> tuple[Array, Array] | None:

@@ -521,6 +521,26 @@ class StateOfTheFirstToken(ReferenceOps):
         return super().append_state(pools, layer, index, states[first[index.request_index]])
 
 
+class StateOfRefusedDrafts(ReferenceOps):
+    """The state after all drafts is stored as that after those that were taken."""
+
+    def select_state(self, pools, layer, index, states, taken):
+        new = index.lengths - index.starts
+        end, first = np.cumsum(new), np.cumsum(new) - new
+        for request, count in enumerate(taken):
+            if count:
+                states = states.copy()
+                states[first[request] + count - 1] = states[end[request] - 1]
+        return super().select_state(pools, layer, index, states, taken)
+
+
+class StateBeforeARollback(ReferenceOps):
+    """A step goes on from the state that lies one token further, which was rolled back."""
+
+    def read_state(self, pools, layer, index):
+        return super().read_state(pools, layer, index._replace(starts=index.starts + 1))
+
+
 class InputsOneTokenOld(ReferenceOps):
     """A convolution is given the inputs that end one token too early."""
 

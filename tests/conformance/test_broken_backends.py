@@ -118,6 +118,8 @@ MISTAKES = [
     ("StateOneTokenOld", "read_state/state.fp32.matrix/packed/ragged", "states before the step", "request", "NaN"),
     ("StateOfAnother", "read_state/state.fp32.matrix/packed/ragged", "states before the step", "request", ""),
     ("StatesInBetweenKept", "write_state/state.fp32.matrix/packed/ragged", "1.state", "unit", "not written"),
+    ("StateOfRefusedDrafts", "select_state/state.fp32.matrix/packed/ragged", "1.state", "unit", ""),
+    ("StateBeforeARollback", "read_state/state.fp32.matrix/packed/ragged", "states before the step", "request", "NaN"),
     ("StateOfTheFirstToken", "append_state/state.fp32.matrix/packed/ragged", "1.state", "unit", ""),
     ("InputsOneTokenOld", "gather_conv/conv.bf16.w4/packed/ragged", "inputs before the step", "request", ""),
     (

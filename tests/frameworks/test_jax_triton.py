@@ -14,7 +14,7 @@ from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.plan import plan_cache
 from kvcore.pools import allocate
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Rope, Tail, Window
+from kvcore.spec import KV, CacheSpec, Conv, Entries, IndexKeys, LayerSpec, Rope, State, Tail, Window
 from kvcore.step import StepRequest, build_index
 
 CHECKS = {
@@ -37,6 +37,14 @@ CHECKS = {
         "gather_entries/bf16.m4/packed/ragged",
         "gather_all_entries/v4_584.m2/packed/padded",
         "gather_kv/fp8_row.full.paged/packed/ragged",
+    ),
+    "recurrent": (
+        "append_state/state.bf16/packed/ragged",
+        "write_state/state.fp32.matrix/packed/padded",
+        "select_state/state.int8_row.matrix/planar/ragged",
+        "read_state/state.bf16/packed/ragged",
+        "append_conv/conv.fp32.w2/packed/longer",
+        "gather_conv/conv.bf16.w4/planar/ragged",
     ),
     "indexer": (
         "index_scores/index_fp8_132_h.m2/packed/ragged",
@@ -85,6 +93,7 @@ CSA = LayerSpec(
 )
 HCA = LayerSpec(window=CSA.window, tail=Tail(dim=DIM, ratio=128, overlap=False), entries=Entries(dim=DIM, ratio=128))
 CLASSIC = LayerSpec(kv=KV(key_heads=2, key_dim=64))
+DELTA = LayerSpec(state=State(heads=4, key_dim=128, value_dim=128), conv=Conv(dim=3072, width=4))
 ROPE, WEIGHT, INDEX_WEIGHT = Rope(dim=64, theta=1e4), np.ones(DIM, np.float32), np.ones(INDEX_DIM, np.float32)
 
 
@@ -128,6 +137,16 @@ VERBS = {
     ),
     "gather_window": (lambda o, p, i: o.gather_window(p, 0, i), (), ()),
     "gather_entries": (lambda o, p, i, x: o.gather_entries(p, 0, i, x), (np.zeros((Q, 8), np.int32),), ()),
+    "append_state": (lambda o, p, i, x: o.append_state(p, 3, i, x), (floats(4, 128, 128),), ("state",)),
+    "write_state": (lambda o, p, i, x: o.write_state(p, 3, i, x), (floats(4, 128, 128),), ("state",)),
+    "select_state": (
+        lambda o, p, i, x, n: o.select_state(p, 3, i, x, n),
+        (floats(4, 128, 128), np.ones(Q, np.int32)),
+        ("state",),
+    ),
+    "read_state": (lambda o, p, i: o.read_state(p, 3, i), (), ()),
+    "append_conv": (lambda o, p, i, x: o.append_conv(p, 3, i, x), (floats(3072),), ("conv",)),
+    "gather_conv": (lambda o, p, i: o.gather_conv(p, 3, i), (), ()),
     "gather_all_entries": (lambda o, p, i: o.gather_all_entries(p, 0, i, columns=8), (), ()),
 }
 
@@ -137,7 +156,7 @@ IN_PLANAR = {"append_tail": 2, "flush": 5, "append_flush": 9, "append_flush, spl
 
 
 def ops_in(layout: str) -> JaxOps:
-    spec = CacheSpec(layers=(CSA, HCA, CLASSIC), block_tokens=256)
+    spec = CacheSpec(layers=(CSA, HCA, CLASSIC, DELTA), block_tokens=256)
     plan = plan_cache(spec, max_requests=Q, max_tokens=Q * BLOCKS * 256, layout=layout)
     return JaxOps(plan, "cuda", None, "triton")
 

@@ -60,7 +60,7 @@ def test_a_decode_step_in_one_program():
 
 
 def test_the_kit_checks_the_verbs():
-    for verb in ("append_state", "write_state", "read_state", "append_conv", "gather_conv"):
+    for verb in ("append_state", "write_state", "select_state", "read_state", "append_conv", "gather_conv"):
         report = run(conformance_spec(), [registry().backends["jax_pallas"]], only=f"{verb}/*fp32*/planar/ragged")
         assert report.checks
         assert {record.status for record in report.checks} == {"agree"}, verb

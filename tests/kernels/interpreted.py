@@ -269,6 +269,10 @@ GROUPS = {
     "aborted steps": aborted,
     "pages of exports": lambda: check_pages(np.random.default_rng(6), "cpu"),
     "rows of rings in the kit": lambda: kit("restore_ring/*/ragged", "restore_ring/*/padded"),
+    "recurrent layers in the kit": lambda: kit(
+        *(f"{verb}/*/p*/ragged" for verb in ("append_conv", "gather_conv", "write_state", "read_state")),
+        *(f"{verb}/*/packed/{rows}" for verb in ("append_state", "select_state") for rows in ("ragged", "padded")),
+    ),
     "strips in the kit": lambda: kit(
         "move_strips/v4_584+*/p*/longer", "move_strips/*.ring/by_head/ragged", "digest_strips/*fp8_132.m4/any/longer"
     ),

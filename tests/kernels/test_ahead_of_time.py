@@ -10,12 +10,13 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
+from kvcore.kernels.triton import states as state_kernels  # noqa: E402
 from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
-from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window  # noqa: E402
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window  # noqa: E402
 from tests.support.ahead_of_time import ARCHITECTURES, check  # noqa: E402
 
 NAMES = [name for name, format in sorted(FORMATS.items()) if not any(field.has_offsets for field in format.fields)]
@@ -159,6 +160,27 @@ def test_rows_of_rings_compile(copies, arch, record):
     for back in (True, False):
         what = f"{copies} copies, {back}"
         check(record, what, units.ring_rows_kernel, arch, {**constants, "BACK": back}, types=types)
+
+
+STATES = {
+    "fp32 matrices": State(heads=4, key_dim=128, value_dim=128),
+    "bf16 vectors": State(heads=64, key_dim=16, format="bf16"),
+    "int8": State(heads=2, key_dim=64, value_dim=64, format="int8_row"),
+    "odd": State(heads=3, key_dim=7, value_dim=5),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("name", STATES)
+def test_kernels_of_recurrent_layers_compile(name, arch, record):
+    spec = CacheSpec(layers=[LayerSpec(state=STATES[name])])
+    region = plan_cache(spec, max_requests=2, max_tokens=64, max_draft_tokens=3).region(0, "state")[0]
+    states = state_kernels.flattened(row_record(region)[0])
+    rows, warps = tile(states, 1 << 20)
+    constants, options = {"R": states, "ROWS": rows, "NATIVE": arch >= 89}, {"warps": warps, "exact": states.exact}
+    for kernel in (state_kernels.write_last_kernel, state_kernels.select_state_kernel):
+        check(record, name, kernel, arch, constants, **options)
+    check(record, name, state_kernels.read_before_kernel, arch, {"BEFORE": 3, **constants}, **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -25,6 +25,7 @@ GROUPS = [
     "check words",
     "turns of check words",
     "pages of exports",
+    "recurrent layers in the kit",
     "strips in the kit",
     "merge of shards",
     "torch.compile",

@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches import LAUNCHES
-from kvcore.kernels.triton.launches.launching import Array, Bound, BoundTail, Kernel, bind, bind_tail
+from kvcore.kernels.triton.launches.launching import Array, Bound, BoundTail, Kernel, Part, bind, bind_tail
+from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.kernels.triton.record import row_record
 from kvcore.kernels.triton.tail import tail_record
 from kvcore.plan import plan_cache
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from tests.support.ahead_of_time import kernels
 
 T, Q, COLUMNS, HEADS, DIM, K = 300, 3, 7, 64, 512, 8
@@ -26,7 +27,8 @@ CSA = LayerSpec(
     index_tail=Tail(dim=128, ratio=4, overlap=True),
     index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp4_68_h"),
 )
-PLAN = plan_cache(CacheSpec(layers=[CSA, LayerSpec(kv=KV(key_heads=8, key_dim=128))]), max_requests=Q, max_tokens=4096)
+LAYERS = CSA, LayerSpec(kv=KV(key_heads=8, key_dim=128)), LayerSpec(state=State(heads=4, key_dim=128, value_dim=128))
+PLAN = plan_cache(CacheSpec(layers=LAYERS), max_requests=Q, max_tokens=4096, max_draft_tokens=3)
 
 
 class Named:
@@ -99,9 +101,11 @@ def tails(mark=""):
     return [Named(f"{mark}{field}_tail", (9, 4096), "uint8") for field in ("kv", "score")]
 
 
+STATE = bind_states(Part(number_of("state", 2), [], False)).number
+
 SHAPES = {
     **dict.fromkeys(("positions", "request_index"), (T,)),
-    **dict.fromkeys(("slots", "starts", "lengths", "stored", "left_padding"), (Q,)),
+    **dict.fromkeys(("slots", "starts", "lengths", "stored", "left_padding", "taken"), (Q,)),
     "bound": (Q,), "block_table": (Q, COLUMNS), "frequencies": (32,), "sink": (HEADS,), "norm_weight": (DIM,),
     "values": (T, DIM), "kv": (T, 2 * DIM), "score": (T, 2 * DIM), "index_kv": (T, 256), "index_score": (T, 256),
     "q": (T, HEADS, DIM), "selected": (T, K), "indices": (T, K), "weights": (T, HEADS), "scores": (T, 40_000),
@@ -120,6 +124,9 @@ GIVEN = {
         "index_buffers": pools("index_"), "eps": 1e-6, "append": True, "beside": False,
         "records": [number_of("entries"), tail_of("tail"), number_of("index_keys"), tail_of("index_tail")],
     },
+    "read_before_rows": {"record": STATE, "before": 1, "shape": [4, 128, 128]},
+    "write_last_states": {"record": STATE, "columns": 2, "values": Named("values", (Q, 4, 128, 128))},
+    "select_state_rows": {"record": STATE, "values": Named("values", (T, 4, 128, 128))},
     "gather_window_rows": {"record": number_of("window"), "window": 128},
     "gather_selected_rows": {"record": number_of("entries"), "ratio": 4},
     "gather_all_rows": {"record": number_of("entries"), "ratio": 4, "columns": 16},

@@ -81,7 +81,7 @@ def test_a_shard_has_every_verb() -> None:
         *("encode", "decode", "pack_page", "unpack_page", "digest_rows", "digest_strips"),
         *("append_window", "rotated_rows", "append_rotated_window", "append_tail", "append_index_tail"),
         *("gather_window", "compress", "closed", "read_ring", "restore_ring"),
-        *("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
+        *("append_state", "write_state", "select_state", "read_state", "append_conv", "gather_conv"),
         *("reset_slots", "poison", "copy_slots", "copy_blocks"),
     }
 

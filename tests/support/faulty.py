@@ -33,7 +33,7 @@ NOT_PLANTED = {
     "join": "the two arrays of a tail side by side, on the way to verbs that are planted",
     "asarray": "an array that is handed over, before every verb that is planted",
     **dict.fromkeys(
-        ("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
+        ("append_state", "write_state", "select_state", "read_state", "append_conv", "gather_conv"),
         "of recurrent layers, whose rings a step writes like windows, which are planted",
     ),
     "move_strips": "pages of a hand-off: a file of its own is about peers that fail",

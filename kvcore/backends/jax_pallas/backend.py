@@ -160,6 +160,7 @@ class JaxOps(Decided, Ops):
     attend_kv = reader(kv.attend_kv, "kv", "kv_tail")
     append_state = writer(recurrent.append_state, "state")
     write_state = writer(recurrent.write_state, "state")
+    select_state = writer(recurrent.select_state, "state")
     read_state = reader(recurrent.read_state, "state")
     append_conv = writer(recurrent.append_conv, "conv")
     gather_conv = reader(recurrent.gather_conv, "conv")

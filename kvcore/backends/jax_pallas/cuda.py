@@ -15,6 +15,7 @@ from kvcore.backends.jax_pallas.run_triton import call
 from kvcore.kernels.triton.attend import parts_of
 from kvcore.kernels.triton.launches.attention import config_of
 from kvcore.kernels.triton.launches.launching import BOUND, Bound, Part, bind, bind_ring, bind_rows
+from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.kernels.triton.record import RowRecord, ceil_div, own_record
 from kvcore.kernels.triton.scores import score_parts, takes_codes
 from kvcore.kernels.triton.topk import LARGEST_K, rows_at_once, tile_for
@@ -172,6 +173,45 @@ def attend(layer, pools, index, q, selected, own, sink, scale, rope):
         [*numbers, own_number], [span, ratio, share.splits, span + most], scale, bf16,
     )  # fmt: skip
     return out.astype(given.dtype), lse
+
+
+def keeps_states(region: Region) -> bool:
+    """True where rows of a recurrent layer's region are read and written by the kernels."""
+    return isinstance(_states(region), Part)
+
+
+def _states(region: Region) -> Any:
+    known = bind_rows(region)
+    return bind_states(known) if isinstance(known, Part) else known
+
+
+def append_states(pools, region: Region, index, values):
+    """``append`` of states, or of a convolution's inputs."""
+    number, names, _ = _states(region)
+    place = index.positions, index.request_index, index.slots, index.lengths, index.block_table
+    return _write("append_rows", pools, names, (_floats(values), *place), number)
+
+
+def write_last(pools, region: Region, index, states, columns):
+    """Pools with states [Q, ...] stored after each request's last token, NaN after its ``columns`` - 1 others."""
+    number, names, _ = _states(region)
+    given = _floats(states), index.slots, index.starts, index.lengths
+    return _write("write_last_states", pools, names, given, number, columns)
+
+
+def select_state(pools, region: Region, index, states, taken):
+    """Pools with that of states [T, ...] stored that each request's ``taken`` [Q] new tokens end at."""
+    number, names, _ = _states(region)
+    place = index.positions, index.request_index, index.slots, index.starts, taken.astype(jnp.int32)
+    return _write("select_state_rows", pools, names, (_floats(states), *place), number)
+
+
+def read_before(pools, region: Region, index, count):
+    """Values [Q, count, heads, dim] of the last positions before the step; zeros for those below 0."""
+    number, names, _ = _states(region)
+    shape = [count, region.heads, region.format.dim or 0]
+    given = index.slots, index.starts, [pools[name] for name in names], number, count, shape
+    return _typed(region, call("read_before_rows", *given)[0])
 
 
 def gather_window(pools, region: Region, index, window, own=None):

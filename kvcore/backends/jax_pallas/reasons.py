@@ -34,8 +34,14 @@ ROLES = {
 }
 """Verbs that have a kernel where the rows of one role are covered, on CUDA and on a TPU."""
 
+STATES = {
+    **dict.fromkeys(("append_state", "write_state", "select_state", "read_state"), "state"),
+    **dict.fromkeys(("append_conv", "gather_conv"), "conv"),
+}
+"""Verbs of recurrent layers, which have a kernel on CUDA."""
+
 ALSO = ("flush", "append_flush", "attend", "index_scores", "select", "index_select")
-ON_CUDA = (*ROLES, *ALSO, "append_tail", "append_index_tail", "append_kv", "gather_kv")
+ON_CUDA = (*ROLES, *STATES, *ALSO, "append_tail", "append_index_tail", "append_kv", "gather_kv")
 ON_TPU = (*ROLES, *ALSO, "attend_kv")
 """Verbs that have kernels."""
 
@@ -76,8 +82,8 @@ def _triton(layer: Layer, verb: str) -> Decision:
 
 def _touched(layer: Layer, verb: str) -> tuple[str, ...]:
     """Roles whose pools the verb's kernel reads or writes."""
-    if verb in ROLES:
-        return (ROLES[verb],)
+    if verb in ROLES or verb in STATES:
+        return ((ROLES | STATES)[verb],)
     if verb in ("flush", "append_flush"):
         mains = [main for main in TAIL_OF if main in layer.regions and TAIL_OF[main] in layer.regions]
         return tuple(role for main in mains for role in (main, TAIL_OF[main]))
@@ -98,6 +104,10 @@ def _uncovered(layer: Layer, role: str) -> str:
         found = tail_recorded(layer.regions[role][0], layer.component(role))
         return found.reason if isinstance(found, Declined) else ""
     every = [recorded(region, float(layer.global_scale(role))) for region in layer.regions[role]]
+    if role in STATES.values():
+        from kvcore.kernels.triton.states import flattened
+
+        every = [one if isinstance(one, Declined) else flattened(one[0]) for one in every]
     return "; ".join(dict.fromkeys(found.reason for found in every if isinstance(found, Declined)))
 
 

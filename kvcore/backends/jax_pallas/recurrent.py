@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.ops import StepIndex
@@ -12,7 +13,7 @@ from kvcore.ops import StepIndex
 def append_state(layer: Layer, pools: Held, index: StepIndex, states: Array) -> Held:
     """Store the state after every token of the step, [T, heads, key_dim, value_dim], as far as the ring has room."""
     (region,) = layer.regions["state"]
-    return place.append(pools, region, index, place.encode_rows(region, states))
+    return _append(pools, region, index, states)
 
 
 def write_state(layer: Layer, pools: Held, index: StepIndex, states: Array, *, newest: int | None = None) -> Held:
@@ -21,12 +22,33 @@ def write_state(layer: Layer, pools: Held, index: StepIndex, states: Array, *, n
     columns = min(region.rows, len(index.positions) if newest is None else newest)
     if not columns or not len(states):
         return pools
+    triton = _launched(pools, region)
+    if triton:
+        return triton.write_last(pools, region, index, states, columns)
     rows = place.encode_rows(region, states)[:, None]
     none = place.encode_rows(region, jnp.full_like(states[:1], jnp.nan))[:, None]
     rows = jnp.concatenate([rows, *[jnp.broadcast_to(none, rows.shape)] * (columns - 1)], axis=1)
     positions = index.lengths[:, None] - 1 - jnp.arange(columns, dtype=jnp.int32)[None]
     positions = jnp.where(positions >= index.starts[:, None], positions, -1)
     return place.store(pools, region, *place.locate(region, index, place.requests_like(positions), positions), rows)
+
+
+def select_state(layer: Layer, pools: Held, index: StepIndex, states: Array, taken: Array) -> Held:
+    """Of the states after every token, [T, ...], store that after each request's first ``taken``; NaN before it."""
+    (region,) = layer.regions["state"]
+    triton = _launched(pools, region)
+    if triton:
+        return triton.select_state(pools, region, index, states, taken)
+    if not len(states):
+        return pools
+    positions = index.positions
+    length = place.of(index.starts + taken.astype(jnp.int32), index.request_index)
+    rows = place.encode_rows(region, states)
+    none = place.encode_rows(region, jnp.full_like(states[:1], jnp.nan))
+    rows = jnp.where((positions == length - 1)[:, None, None], rows, none)
+    kept = (positions < length) & (positions >= length - region.rows)
+    where = place.locate(region, index, index.request_index, jnp.where(kept, positions, -1))
+    return place.store(pools, region, *where, rows)
 
 
 def read_state(layer: Layer, pools: Held, index: StepIndex) -> Array:
@@ -39,7 +61,7 @@ def read_state(layer: Layer, pools: Held, index: StepIndex) -> Array:
 def append_conv(layer: Layer, pools: Held, index: StepIndex, rows: Array) -> Held:
     """Store the step's inputs [T, channels]; only each ring's last ones are written."""
     (region,) = layer.regions["conv"]
-    return place.append(pools, region, index, place.encode_rows(region, rows))
+    return _append(pools, region, index, rows)
 
 
 def gather_conv(layer: Layer, pools: Held, index: StepIndex) -> Array:
@@ -49,8 +71,25 @@ def gather_conv(layer: Layer, pools: Held, index: StepIndex) -> Array:
     return found.reshape(*found.shape[:2], layer.component("conv").channels)
 
 
+def _append(pools, region, index, values):
+    """Pools with values of every token of the step."""
+    triton = _launched(pools, region)
+    if triton:
+        return triton.append_states(pools, region, index, values)
+    return place.append(pools, region, index, place.encode_rows(region, values))
+
+
+def _launched(pools, region):
+    """The launches, where those are what runs and cover the region."""
+    triton = verbs(pools.kernels)
+    return triton if triton and triton.keeps_states(region) else None
+
+
 def _before(pools, region, index, count):
     """Values [Q, count, heads, dim] of the last positions before the step; zeros for those below 0."""
+    triton = _launched(pools, region)
+    if triton:
+        return triton.read_before(pools, region, index, count)
     positions = index.starts[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
     positions = jnp.where(positions >= 0, positions, -1)
     unit, row = place.locate(region, index, place.requests_like(positions), positions)

@@ -68,6 +68,7 @@ class ReferenceOps(Decided, Ops):
     attend_kv = verb(kv.attend_kv)
     append_state = verb(recurrent.append_state)
     write_state = verb(recurrent.write_state)
+    select_state = verb(recurrent.select_state)
     read_state = verb(recurrent.read_state)
     append_conv = verb(recurrent.append_conv)
     gather_conv = verb(recurrent.gather_conv)

@@ -30,6 +30,19 @@ def write_state(
     return pools
 
 
+def select_state(layer: LayerPlan, pools: Pools, index: StepIndex, states: np.ndarray, taken: np.ndarray) -> Pools:
+    """Of the states after every token, [T, ...], store that after each request's first ``taken``; NaN before it."""
+    (region,) = layer.regions["state"]
+    rows = place.encode_rows(region, states)
+    none = place.encode_rows(region, np.full_like(states[:1], np.nan))
+    for token, (request, position) in enumerate(zip(index.request_index, index.positions, strict=True)):
+        length = int(index.starts[request]) + int(taken[request]) if request >= 0 else 0
+        if max(length - region.rows, 0) <= position < length:
+            row = rows[token] if position == length - 1 else none[0]
+            place.store(pools, region, *place.locate(region, index, request, int(position)), row)
+    return pools
+
+
 def read_state(layer: LayerPlan, pools: Pools, index: StepIndex) -> np.ndarray:
     """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]; zeros where there is no token."""
     (region,) = layer.regions["state"]

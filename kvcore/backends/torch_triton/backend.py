@@ -30,10 +30,7 @@ from kvcore.plan import CachePlan
 from kvcore.pools import allocate
 from kvcore.spec.layout import FOREIGN
 
-WITHOUT_KERNEL = (
-    *("compress", "gather_rows", "store_rows"),
-    *("append_state", "write_state", "read_state", "append_conv", "gather_conv"),
-)
+WITHOUT_KERNEL = ("compress", "gather_rows", "store_rows")
 """Verbs that are torch operations on every device."""
 
 
@@ -153,6 +150,7 @@ class TorchOps(Decided, Ops):
     attend_kv = verb(kv.attend_kv)
     append_state = verb(recurrent.append_state)
     write_state = verb(recurrent.write_state)
+    select_state = verb(recurrent.select_state)
     read_state = verb(recurrent.read_state)
     append_conv = verb(recurrent.append_conv)
     gather_conv = verb(recurrent.gather_conv)

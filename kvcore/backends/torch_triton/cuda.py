@@ -13,6 +13,7 @@ from kvcore.backends.torch_triton import launch
 from kvcore.backends.torch_triton.replay import Replayed
 from kvcore.backends.torch_triton.symbols import CURRENT, Unbound
 from kvcore.kernels.triton.launches.launching import Part, bind_ring, bind_rows
+from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
 
@@ -163,6 +164,19 @@ def declined(ops: Any, layer: int, *roles: str) -> Declined | None:
     found = ((role, ops.records[layer, role]) for role in roles)
     reasons = [f"{role}: {each.reason}" for role, each in found if isinstance(each, Declined)]
     return Declined("; ".join(reasons)) if reasons else None
+
+
+def of_states(role: str) -> Callable[[Any, Any], Ready | Declined]:
+    """A binding to the rows of a recurrent layer, in the pieces that they are moved in."""
+
+    def bind(ops: Any, layer: Any) -> Ready | Declined:
+        without = declined(ops, layer, role)
+        if without is not None:
+            return without
+        part = bind_states(ops.records[layer, role][0])
+        return part if isinstance(part, Declined) else Ready(part, (role,))
+
+    return bind
 
 
 def of_role(role: str) -> Callable[[Any, Any], Ready | Declined]:

@@ -10,7 +10,7 @@ import torch
 
 from kvcore.backends.torch_triton import flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, name_of_kernels, why
+from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, name_of_kernels, of_states, why
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton.attend import attended, takes_whole
@@ -117,6 +117,35 @@ def gather_all_entries(bound, ops, pools, layer, index, *, columns=None, role="e
     buffers = [pools[name] for name in names]
     found = launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, number, ratio, columns)
     return AllEntries(*found)
+
+
+class Before(NamedTuple):
+    """Where rows before a step are read from, how many of a request, and the shape of what is read of it."""
+
+    part: Part
+    count: int
+    shape: list[int]
+
+    @classmethod
+    def of(cls, role):
+        """A binding to a role of a recurrent layer."""
+        bind_part = of_states(role)
+
+        def bind(ops, layer):
+            found, component = bind_part(ops, layer), ops.component(layer, role)
+            if isinstance(found, Declined):
+                return found
+            shape = component.shape if role == "state" else (component.span, component.channels)
+            return found._replace(given=cls(found.given, component.span, [*shape]))
+
+        return bind
+
+
+def read_before(bound, ops, pools, layer, index):
+    """What the step's tokens go on from: states [Q, heads, ...], or inputs [Q, width - 1, channels]; zeros before 0."""
+    (number, names, _), count, shape = bound
+    buffers = [pools[name] for name in names]
+    return launch.calls().read_before_rows(index.slots, index.starts, buffers, number, count, shape)
 
 
 class Rows(NamedTuple):
@@ -540,6 +569,8 @@ KERNELS = {
     "gather_all_entries": Kernel(gather_all_entries, Gathered.of("entries")),
     "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
     "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers, replayed=True),
+    "read_state": Kernel(read_before, Before.of("state"), replayed=True),
+    "gather_conv": Kernel(read_before, Before.of("conv"), replayed=True),
     "attend": Kernel(attend, bind_attend, replayed=True),
     "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True, bounds=("columns",)),
     "index_scores": Kernel(index_scores, bind_scores(), replayed=True),

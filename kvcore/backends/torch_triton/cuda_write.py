@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.backends.torch_triton import launch
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, of_role
+from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, of_role, of_states
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import power_of_two
@@ -45,6 +45,31 @@ def _append(part, pools, index, values):
         [pools[name] for name in names],
         number,
     )
+
+
+def append_states(part, ops, pools, layer, index, states):
+    """Store states [T, heads, ...], or inputs of a convolution [T, channels], of every token, as the ring has room."""
+    _append(part, pools, index, states)
+    return pools
+
+
+def write_state(part, ops, pools, layer, index, states, *, newest=None):
+    """Store the state after every request's last token, [Q, heads, ...], and NaN for its other tokens: one launch."""
+    number, names, _ = part
+    columns = min(launch.BOUND[number].record.rows, len(index.positions) if newest is None else newest)
+    place = index.slots, index.starts, index.lengths
+    buffers = [pools[name] for name in names]
+    launch.calls().write_last_states(states.contiguous(), *place, buffers, number, columns)
+    return pools
+
+
+def select_state(part, ops, pools, layer, index, states, taken):
+    """Of the states after every token, [T, ...], store the one after each request's first ``taken``: one launch."""
+    number, names, _ = part
+    place = index.positions, index.request_index, index.slots, index.starts
+    buffers = [pools[name] for name in names]
+    launch.calls().select_state_rows(states.contiguous(), *place, taken.to(torch.int32), buffers, number)
+    return pools
 
 
 def append_rotated_window(parts, ops, pools, layer, index, rows, *, rope, norm_weight=None, eps=1e-6):
@@ -304,5 +329,9 @@ KERNELS = {
     "flush": Kernel(flush, bind_flush, flush_covers),
     "append_flush": Kernel(append_flush, bind_flush, flush_covers, replayed=True, unread=("closed",)),
     "append_kv": Kernel(append_kv, of_role("kv"), replayed=True),
+    "append_state": Kernel(append_states, of_states("state"), replayed=True),
+    "write_state": Kernel(write_state, of_states("state"), replayed=True),
+    "select_state": Kernel(select_state, of_states("state"), replayed=True),
+    "append_conv": Kernel(append_states, of_states("conv"), replayed=True),
 }
 """Verbs that write rows."""

@@ -33,6 +33,21 @@ def write_state(
     return place.store(pools, region, unit.flatten(), row.flatten(), rows.flatten(0, 1))
 
 
+def select_state(layer: Layer, pools: Pools, index: StepIndex, states: torch.Tensor, taken: torch.Tensor) -> Pools:
+    """Of the states after every token, [T, ...], store that after each request's first ``taken``; NaN before it."""
+    (region,) = layer.regions["state"]
+    if not len(states):
+        return pools
+    request, positions = index.request_index, index.positions
+    length = place.of_request(index.starts + taken.to(index.starts.dtype), request)
+    rows = place.encode_rows(region, states)
+    none = place.encode_rows(region, torch.full_like(states[:1], torch.nan))
+    rows = torch.where((positions == length - 1)[:, None, None], rows, none)
+    kept = (positions < length) & (positions >= length - region.rows)
+    unit, row = place.locate(region, index, request, torch.where(kept, positions, -1))
+    return place.store(pools, region, unit, row, rows)
+
+
 def read_state(layer: Layer, pools: Pools, index: StepIndex) -> torch.Tensor:
     """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]; zeros where there is no token."""
     (region,) = layer.regions["state"]

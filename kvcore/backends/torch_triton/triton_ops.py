@@ -199,6 +199,12 @@ class TritonOps(TorchOps):
     append_kv_view = Ops.append_kv_view
     gather_kv = of_layer("gather_kv")
     attend_kv = of_layer("attend_kv")
+    append_state = of_layer("append_state")
+    write_state = of_layer("write_state")
+    select_state = of_layer("select_state")
+    read_state = of_layer("read_state")
+    append_conv = of_layer("append_conv")
+    gather_conv = of_layer("gather_conv")
     reset_slots = of_none("reset_slots")
     poison = of_none("poison")
     copy_slots = of_none("copy_slots")

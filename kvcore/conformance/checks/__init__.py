@@ -191,6 +191,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _role("append_state", recurrent.append_state, "state", writes=True),
     _role("write_state", recurrent.write_state, "state", writes=True),
+    _role("select_state", recurrent.select_state, "state", writes=True),
     _role("read_state", recurrent.read_state, "state"),
     _held("read_state", recurrent.read_state, "state"),
     _role("append_conv", recurrent.append_conv, "conv", writes=True),

@@ -24,6 +24,21 @@ def write_state(bench: Bench) -> list[Output]:
     return [*bench.stored(pools), *bench.stored(uncounted)]
 
 
+def select_state(bench: Bench) -> list[Output]:
+    """Of the states after every token that of those taken: none of a request, all, or some; and what is read then."""
+    ops, layer, case = bench.ops, bench.layer, bench.case
+    states = case.token_floats("states", *case.component("state").shape, wild=True)
+    new = case.index.lengths - case.index.starts
+    outputs: list[Output] = []
+    for name, taken in (("all", new), ("some", (new + 1) // 2), ("none", new * 0)):
+        shorter = ops.index(case.index._replace(starts=case.index.starts + taken))
+        given = bench.put(states), bench.put(taken.astype(np.int32))
+        pools = ops.select_state(bench.pools(start=("state",)), layer, bench.index, *given)
+        outputs += bench.stored(pools)
+        outputs.append(_of_requests(f"states after {name}", ops.read_state(pools, layer, shorter)))
+    return outputs
+
+
 def read_state(bench: Bench) -> list[Output]:
     """What the step goes on from; and, at its end, what was appended and what was written last."""
     ops, layer, case = bench.ops, bench.layer, bench.case

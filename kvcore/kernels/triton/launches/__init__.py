@@ -2,7 +2,7 @@
 
 ``LAUNCHES`` has all by name, family by family: the write path (``write``), gathers (``read``), the flush (``flush``),
 attention (``attention``, ``kv_attention``), the indexer (``indexer``, ``topk``), bytes that move (``units``), what
-is made of others' answers (``answers``), and rows beside their check words (``canary``).
+is made of others' answers (``answers``), rows beside their check words (``canary``), and recurrent layers (``states``).
 """
 
 from kvcore.kernels.triton.launches import (
@@ -13,12 +13,13 @@ from kvcore.kernels.triton.launches import (
     indexer,
     kv_attention,
     read,
+    states,
     topk,
     units,
     write,
 )
 from kvcore.kernels.triton.launches.launching import LAUNCHES
 
-FAMILIES = write, read, flush, attention, kv_attention, indexer, topk, units, answers, canary
+FAMILIES = write, read, flush, attention, kv_attention, indexer, topk, units, answers, canary, states
 
 __all__ = ["FAMILIES", "LAUNCHES"]
