@@ -60,7 +60,7 @@ class World(recurrent.Lives):
                 max_tokens=128 + 16 * (seed % 7), max_draft_tokens=seed % 5, prefix=policy, check=seed % 11 == 0,
             )  # fmt: skip
 
-        super().__init__(create(), seed, prefix=policy != "off")
+        super().__init__(create(), seed, prefix=policy != "off", looks=0.1)
         self._create = create
         self._acts = [getattr(self, name) for name in WEIGHTS]
         self.undone: dict[Any, int] = {}
