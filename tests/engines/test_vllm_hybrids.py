@@ -69,7 +69,7 @@ MODELS = {
     "Qwen3-Next": (QWEN, lambda n: SHAPES.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4, n), (1056, 0.76)),
     "Nemotron-H": (NEMOTRON, lambda n: SHAPES.mamba2_state_shape(1, 8192, 8, 128, 64, 128, 4, n), (1040, 0.1)),
     "Falcon-H1": (FALCON, lambda n: SHAPES.mamba2_state_shape(1, 8192, 1, 128, 64, 256, 4, n), (2064, 0.16)),
-    "Jamba": (JAMBA, lambda n: SHAPES.mamba1_state_shape(1, 8192, 16, 4), (144, 2.86)),
+    "Jamba": (JAMBA, lambda _: SHAPES.mamba1_state_shape(1, 8192, 16, 4), (144, 2.86)),
     "Kimi-Linear": (KIMI, lambda n: SHAPES.kda_state_shape(1, 32, 128, num_spec=n), (1920, 1.89)),
     "Mamba-2": (MAMBA2, lambda n: SHAPES.mamba2_state_shape(1, 8192, 8, 128, 64, 128, 4, n), None),
     "LFM2": (LFM2, lambda n: SHAPES.short_conv_state_shape(1, 2048, 3, n), (16, 300.0)),
