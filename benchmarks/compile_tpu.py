@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="*", default=(), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work(chosen.worker, *chosen.chips, chosen.kernels)
+        work(chosen.worker, chosen.chips[0], chosen.kernels)
         return 0
     from benchmarks.tpu_kernels import KERNELS
 

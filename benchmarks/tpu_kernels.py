@@ -131,7 +131,7 @@ def inference_paged(dtype: Any) -> Callable[[], Case]:
     """
 
     def over(pages: Any, q: Any, k: Any, v: Any, lengths: Any, tables: Any, starts: Any, counts: Any) -> Any:
-        kernel = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
+        kernel: Any = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
         # It asks the device that it runs on; here it is that which is compiled for.
         kernel.get_tpu_version = lambda: pltpu.get_tpu_info().generation
         sizes = (1, V3_TOKENS, 1, V3_TOKENS)
@@ -187,7 +187,7 @@ KERNELS: dict[str, Kernel] = {
         attended("window", WINDOW), "attend.", "128 rows", row_bytes("window", lambda: attend_rows.ROWS_A_STEP)
     ),
     "gather_rows v4_584 selected": Kernel(
-        gathered, "gather.", "32 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
+        gathered, "gather.", "128 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
     ),
     "index_scores index_fp8_132": Kernel(scored("index_fp8_132"), "score.", "1,024 keys", _scored_bytes, quick=True),
     "index_scores index_fp4_68_h": Kernel(scored("index_fp4_68_h"), "score.", "2,048 keys", _scored_bytes),

@@ -63,7 +63,9 @@ def _fused_scores(layer, pools, index, q, weights, *, columns):
     keys = jnp.arange(0, columns, region.rows, dtype=jnp.int32)[None]
     keys = jnp.where(keys < _count(request, position, component)[:, None], keys, -1)
     blocks, _ = place.locate(region, index, jnp.broadcast_to(request[:, None], keys.shape), keys)
-    given = blocks, _rotated(q, component), weights
+    # A rotation ends in a rounding to bf16, and a kernel multiplies what is bf16 three times as fast.
+    rotates = component.parts[0].format.hadamard
+    given = blocks, _rotated(q, component).astype(jnp.bfloat16) if rotates else q, weights
     scores = fused.index_scores(pools, region, *given, layer.global_scale("index_keys"))
     return _visible(scores[:, :columns], request, position, component)
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import rows_codec, softmax
+from kvcore.kernels.pallas import compact, rows_codec, softmax
 from kvcore.kernels.pallas.lines import buffers_of, column
 from kvcore.kernels.pallas.stream import Stream, scratch
 from kvcore.plan import Region
@@ -57,18 +58,26 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         unit, row = jnp.pad(source.unit, more, constant_values=-1), jnp.pad(source.row, more)
         numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
         last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
-        scalars += [unit.reshape(-1), row.reshape(-1), (last + ROWS_A_STEP - 1) // ROWS_A_STEP]
+        scalars.append((last + ROWS_A_STEP - 1) // ROWS_A_STEP)
         chunk = functools.partial(_chunk, first=first, count=count)
-        inputs += [unit.reshape(-1, 1, ROWS_A_STEP), row.reshape(-1, 1, ROWS_A_STEP)]
+        pools, given, places = source.pools, [unit, row], [unit.reshape(-1), row.reshape(-1)]
+        if not interpret:
+            pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+        if compact.narrow(source.region):
+            given = [compact.in_pairs(unit, ROWS_A_STEP), compact.parts_of(source.region, unit, row)]
+            pools, places = compact.flat(source.region, pools, unit, row)
+        scalars += places
+        inputs += [array.reshape(-1, 1, ROWS_A_STEP) for array in given]
         specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * 2
-        pools = source.pools
-        inputs += pools if interpret else [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+        inputs += pools
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
-        held += scratch(source.region, ROWS_A_STEP)
+        held += (compact.rows_scratch if compact.narrow(source.region) else scratch)(source.region, ROWS_A_STEP)
         first += count
     regions = [(source.region, source.global_scale) for source in sources]
+    narrow = all(compact.narrow(source.region) for source in sources)
+    rows = tokens * first * ROWS_A_STEP
     out, lse = pl.pallas_call(
-        functools.partial(_attend, regions=regions, chunks=chunks, sunk=sink is not None),
+        functools.partial(_attend, regions=regions, chunks=chunks, sunk=sink is not None, interpret=interpret),
         out_shape=[
             jax.ShapeDtypeStruct((tokens, heads, dim), jnp.float32),
             jax.ShapeDtypeStruct((tokens, heads, LANES), jnp.float32),
@@ -83,6 +92,10 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
             ],
             scratch_shapes=[*softmax.state(heads, dim), *held],
         ),
+        compiler_params=compact.COMPILER if narrow else None,
+        cost_estimate=pl.CostEstimate(
+            flops=4 * rows * heads * dim, bytes_accessed=rows * dim, transcendentals=rows * heads
+        ),
         interpret=interpret,
     )(*scalars, *inputs)
     return out, lse[:, :, 0]
@@ -93,8 +106,12 @@ def _chunk(t, j, first: int, count: int):
     return t * count + jnp.clip(j - first, 0, count - 1)
 
 
-def _attend(*refs, regions, chunks, sunk: bool):
-    scalars, refs = refs[: 3 * len(regions)], refs[3 * len(regions) :]
+def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
+    scalars = []
+    for region, _ in regions:
+        size = 1 + (len(buffers_of(region)) if compact.narrow(region) else 2)
+        scalars.append(refs[:size])
+        refs = refs[size:]
     q, refs = refs[0], refs[1:]
     sink, refs = (refs[0], refs[1:]) if sunk else (None, refs)
     given = []
@@ -111,9 +128,19 @@ def _attend(*refs, regions, chunks, sunk: bool):
     for number, ((region, global_scale), count) in enumerate(zip(regions, chunks, strict=True)):
         size = len(buffers_of(region)) + 1
         held, refs = refs[:size], refs[size:]
-        units, rows, needed = scalars[3 * number : 3 * number + 3]
+        needed, *places = scalars[number]
         unit, row, *pools = given[number]
-        stream = Stream(region, pools, held, units, rows, ROWS_A_STEP)
+        if compact.narrow(region):
+            stream = compact.Rows(region, pools, held, places, ROWS_A_STEP, interpret)
+            pl.when((token == 0) & (step == 0) & (needed[0] > 0))(lambda stream=stream: stream.start(0))
+            pl.when((step >= first) & (step < first + count))(
+                functools.partial(
+                    _narrow, q, stream, unit, row, token, step - first, count, needed, largest, total, weighted
+                )
+            )
+            first += count
+            continue
+        stream = Stream(region, pools, held, *places, ROWS_A_STEP)
         pl.when((token == 0) & (step == 0))(lambda stream=stream: stream.start(0))
 
         @pl.when((step >= first) & (step < first + count))
@@ -143,3 +170,31 @@ def _attend(*refs, regions, chunks, sunk: bool):
         first += count
 
     softmax.end(step, largest, total, weighted, sink, out, lse)
+
+
+def _narrow(q, stream, unit, parts, token, step, count: int, needed, largest, total, weighted) -> None:
+    """A step over rows of narrow codes: chunks without a row are neither fetched nor looked at."""
+    chunk, chunks = token * count + step, pl.num_programs(0) * count
+    following = jnp.minimum(chunk + 1, chunks - 1)
+    is_live = lax.rem(following, count) < needed[lax.div(following, count)]
+    pl.when((chunk + 1 < chunks) & is_live)(lambda: stream.start(following))
+
+    @pl.when(step < needed[token])
+    def _():
+        lines = stream.lines(chunk, parts[0])
+        exists = jnp.broadcast_to(unit[0] >= 0, (q.shape[1], ROWS_A_STEP))
+        logits = sum(
+            _in_parts(q[0, :, LANES * number : LANES * (number + 1)], line, contract=1)
+            for number, line in enumerate(lines)
+        )
+        kept, weights = softmax.weigh_logits(logits, exists, largest, total)
+        for number, line in enumerate(lines):
+            some = slice(LANES * number, LANES * (number + 1))
+            weighted[:, some] = weighted[:, some] * kept + _in_parts(weights, line, contract=0)
+
+
+def _in_parts(left, right, *, contract: int):
+    """Left [m, k] fp32 times right in bf16, without loss: the left one as a sum of three."""
+    heads = len(left)
+    products = compact.dot(compact.exact_parts(left, 3), right, contract=contract)
+    return sum(products[first : first + heads] for first in range(0, 3 * heads, heads))

@@ -39,6 +39,11 @@ def weigh(q, lines, exists, largest, total):
     Returns what is kept of the sums [H, 1], and the new weights [H, n].
     """
     logits = sum(product(q[0, :, LANES * n : LANES * (n + 1)], line, contract=1) for n, line in enumerate(lines))
+    return weigh_logits(logits, exists, largest, total)
+
+
+def weigh_logits(logits, exists, largest, total):
+    """The same for keys whose logits [H, n] are known."""
     logits = jnp.where(exists, logits, -jnp.inf)
     before = largest[:, :1]
     higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
