@@ -18,7 +18,11 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\b|^(\d+)\.")
 
 CODES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-QUANTISED = {"NONE": None, "INT8_PER_TOKEN_HEAD": "int8_row", "FP8_PER_TOKEN_HEAD": "fp8_row"}
+QUANTISED = {
+    "NONE": None,
+    "INT8_PER_TOKEN_HEAD": "int8_per_token_head",
+    "FP8_PER_TOKEN_HEAD": "fp8_per_token_head",
+}
 """``KVQuantMode`` -> format of a head's row; None: that of the dtype."""
 
 

@@ -86,6 +86,12 @@ RULES: dict[str, Rule] = {
         ),
         Rule(name="absmax", power_of_two=False, scales=("fp32",), meaning="amax, in fp32"),
         Rule(
+            name="quotient",
+            power_of_two=False,
+            scales=("fp32",),
+            meaning="amax / largest, in fp32; codes of value * (1 / scale), integers rounded half away from zero",
+        ),
+        Rule(
             name="range",
             power_of_two=False,
             scales=("bf16",),
@@ -112,10 +118,10 @@ def largest_kept(code: str, rule: str | None) -> float:
     if RULES[rule].power_of_two:
         # The largest number below 2^128 of the code's significant bits, with a scale that is no more than 2^127.
         return min(largest * 2.0**127, 2.0**128 - 2.0 ** (128 - CODES[code].significand), most)
-    if rule != "fp32":
+    if rule not in ("fp32", "quotient"):
         return most
     kept, inverse = most, _fp32(1 / largest)
-    while not math.isfinite(_fp32(largest * _fp32(kept * inverse))):
+    while not math.isfinite(_fp32(largest * _fp32(kept / largest if rule == "quotient" else kept * inverse))):
         kept = struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", kept))[0] - 1))[0]
     return kept
 

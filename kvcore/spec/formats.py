@@ -164,8 +164,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
         if not 0 <= self.scale_floor < largest_kept("fp32", None):
             raise SpecError(got=self.scale_floor, where=f"format {self.name}: scale_floor", allowed="0 or more")
-        if self.scale_floor and field.rule not in ("pow2", "fp32"):
-            raise SpecError(got=field.rule, where=f"format {self.name}: scale_floor", allowed="rule pow2 or fp32")
+        if self.scale_floor and field.rule not in ("pow2", "fp32", "quotient"):
+            allowed = "rule pow2, fp32 or quotient"
+            raise SpecError(got=field.rule, where=f"format {self.name}: scale_floor", allowed=allowed)
         if not self.scale_floor and self.amax_floor <= 0:
             raise SpecError(got=self.amax_floor, where=f"format {self.name}: amax_floor", allowed="more than 0")
 
@@ -357,6 +358,16 @@ def _int4(name: str, group: int, tokens: int = 1) -> Format:
     )
 
 
+def _per_token_head(name: str, code: str) -> Format:
+    """A head of a token with one fp32 scale, found by division, behind its codes."""
+    return Format(
+        name=name,
+        fields=(_codes(None, code, 0, "fp32", "quotient"), _scales(None, "fp32")),
+        planes=(("codes", "scales"),),
+        scale_floor=1e-6,
+    )
+
+
 FORMATS = Formats(
     (
         _plain("bf16"),
@@ -455,6 +466,21 @@ FORMATS = Formats(
         _int4("int4_g64", 64),
         _int4("int4_ch32", 32, tokens=32),
         _int4("int4_ch64", 64, tokens=64),
+        # vLLM's cache dtypes of these names (triton_reshape_and_cache_flash): a head's scale follows its codes.
+        _per_token_head("int8_per_token_head", "int8"),
+        _per_token_head("fp8_per_token_head", "e4m3"),
+        # FlashInfer pull 4955, for DeepSeek-V4: NVFP4 with rotary channels in bf16, a page's scales behind its codes.
+        Format(
+            name="v4_nvfp4_384",
+            fields=(
+                _codes(448, "e2m1", 16, "e4m3", "e4m3"),
+                _ROPE,
+                _scales(28, "e4m3"),
+                Field(name="pad", dims=4, code="zero"),
+            ),
+            planes=(("codes", "rope"), ("scales", "pad")),
+            amax_floor=6 * 2.0**-9,
+        ),
     )
 )
 

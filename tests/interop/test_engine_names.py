@@ -144,7 +144,7 @@ def test_modes_and_models_of_vllm():
 
     mode = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
     kv = vllm.spec_from(config(dtype="torch.int8", kv_quant_mode=mode)).layers[0].kv
-    assert (kv.key_format, kv.key_heads, kv.value_dim) == ("int8_row", 8, None)
+    assert (kv.key_format, kv.key_heads, kv.value_dim) == ("int8_per_token_head", 8, None)
     assert vllm.spec_from(config(kind="ChunkedLocalAttentionSpec", attention_chunk_size=64)).layers[0].kv.chunk == 64
     mla = {"head_size_v": 0, "num_kv_heads": 1, "tokens_per_state": 1, "kind": "MLAAttentionSpec"}
     v32 = config(**mla, head_size=576, dtype="torch.uint8", state_content_bytes=656)

@@ -29,7 +29,19 @@ from tests.jax_pallas import whole_step
 
 UNITS, ROWS = 3, 8
 GLOBAL_SCALE = 0.37
-OUTSIDE = ("fp16", "int8_row", "fp8_row", "nf4_b64", "mxfp4", "int4_g32", "int4_g64", "int4_ch32", "int4_ch64")
+PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
+OUTSIDE = (
+    "fp16",
+    "int8_row",
+    "fp8_row",
+    "nf4_b64",
+    "mxfp4",
+    "int4_g32",
+    "int4_g64",
+    "int4_ch32",
+    "int4_ch64",
+    *PER_HEAD,
+)
 IN_KERNELS = [name for name in FORMATS if name not in OUTSIDE]
 CHECKS = (
     "flush/v4_584.m2/tpu_tile/ragged",  # overlapping windows, whole tiles and quarters

@@ -21,7 +21,8 @@ from tests.support.ahead_of_time import ARCHITECTURES, check  # noqa: E402
 
 NAMES = [name for name, format in sorted(FORMATS.items()) if not any(field.has_offsets for field in format.fields)]
 """Formats of the kernels: rows whose groups have offsets are torch's."""
-CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4")
+PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
+CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", *PER_HEAD)
 FLUSHES = [
     pytest.param(count, requests, arch, id=f"{count} {gpu}")
     for gpu, arch in ARCHITECTURES.items()

@@ -94,5 +94,5 @@ def test_a_floor_under_a_scale_that_its_rule_clips_is_refused():
         Field(name="codes", dims=32, code="nf4", group=0, scale="fp32", rule="absmax"),
         Field(name="scales", dims=1, code="fp32"),
     )
-    with pytest.raises(SpecError, match="rule pow2 or fp32"):
+    with pytest.raises(SpecError, match="rule pow2, fp32 or quotient"):
         Format(name="test_absmax_floor", fields=fields, planes=(("codes", "scales"),), scale_floor=1e-4)

@@ -10,6 +10,7 @@ FIXED_DIM = {
     "v32_656": 576,
     "row_580": 512,
     "mxfp4_368": 512,
+    "v4_nvfp4_384": 512,
     "index_fp8_132": 128,
     "index_fp8_132_h": 128,
     "index_fp8_132_fp32scale": 128,
@@ -29,6 +30,8 @@ ANY_DIM = {
     "mxfp4": 96,
     "int4_g32": 80,
     "int4_g64": 128,
+    "int8_per_token_head": 64,
+    "fp8_per_token_head": 64,
 }
 OVER_TOKENS = {"int4_ch32": 64, "int4_ch64": 128}
 DIM = {**FIXED_DIM, **ANY_DIM, **OVER_TOKENS}

@@ -131,6 +131,9 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     scales, scale_bits = scale_of(amax, field, format, global_scale)
     if field.rule == "pow2":
         ratios = over_power(groups, (bits_of(scales) >> 23)[:, :, None])
+    elif field.rule == "quotient":
+        ratios = groups * divide(jnp.ones_like(scales), scales)[:, :, None]
+        ratios = half_away(ratios) if field.code == "int8" else ratios
     else:
         ratios = divide(groups, scales[:, :, None])
     ratios = jnp.where(finite[:, :, None], ratios, 0)
@@ -141,6 +144,16 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     scale = field.scale_element
     scale_bits = jnp.where(finite, scale_bits, scale.nan or 0).astype(BITS[scale.bits])
     return codes, bytes_of(scale_bits)
+
+
+def half_away(ratios: Array) -> Array:
+    """trunc(ratio ± 0.5), by what is left over of a magnitude's bits: no product is fused with the sum then."""
+    magnitude = from_bits(bits_of(ratios) & ~SIGN)
+    whole = jnp.floor(magnitude)
+    # The number just below a half is one in which fp32's sum rounds up.
+    up = (magnitude - whole >= 0.5) | (magnitude == np.nextafter(np.float32(0.5), np.float32(0)))
+    whole = jnp.where(up, whole + 1, whole)
+    return jnp.where(ratios < 0, -whole, whole)
 
 
 def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array, Array, Array]:
@@ -172,6 +185,10 @@ def large(values):
 
 def scale_of(amax: Array, field: Field, format: Format, global_scale: float) -> tuple[Array, Array]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
+    if field.rule == "quotient":
+        quotient = divide(amax, jnp.full_like(amax, np.float32(CODES[field.code].largest)))
+        scales = jnp.maximum(quotient, np.float32(format.scale_floor))
+        return scales, bits_of(scales)
     if field.rule != "e4m3":
         return fp32_scale(amax, field, format)
     product = amax * np.float32(1 / CODES[field.code].largest)

@@ -112,7 +112,7 @@ def quantise(channels: np.ndarray, field: Field, format: Format, global_scale: f
     amax = np.clip(np.where(finite, amax, 0), np.float32(format.amax_floor), limit)
     scales, scale_bits = scale_of(amax, field, format, global_scale)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
-        ratios = np.where(finite[:, :, None], groups / scales[:, :, None], 0)
+        ratios = np.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if not finite.all() and field.code == "nf4":
@@ -120,6 +120,14 @@ def quantise(channels: np.ndarray, field: Field, format: Format, global_scale: f
     scale = field.scale_element
     scale_bits = np.where(finite, scale_bits, np.uint32(scale.nan or 0)).astype(BITS[scale.bits])
     return codes, scale_bits.view(np.uint8).reshape(len(channels), field.groups * scale_bits.itemsize)
+
+
+def ratios_of(groups: np.ndarray, scales: np.ndarray, field: Field) -> np.ndarray:
+    """Values over their scales, as the field's rule divides; integers of the ``quotient`` rule are whole already."""
+    if field.rule != "quotient":
+        return groups / scales
+    ratios = groups * (np.float32(1) / scales)
+    return np.trunc(ratios + np.copysign(np.float32(0.5), ratios)) if field.code == "int8" else ratios
 
 
 def quantise_range(channels: np.ndarray, field: Field, format: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -156,6 +164,9 @@ def scale_of(amax: np.ndarray, field: Field, format: Format, global_scale: float
         relative = np.clip(product / np.float32(global_scale), np.float32(E4M3_SCALE_SMALLEST), np.float32(448))
         stored = relative.astype(DTYPES["e4m3"])
         return stored.astype(np.float32) * np.float32(global_scale), stored.view(np.uint8)
+    if field.rule == "quotient":
+        scales = np.maximum(amax / np.float32(field.element.largest), np.float32(format.scale_floor))
+        return scales, scales.view(np.uint32)
     if field.rule not in ("fp32", "absmax"):
         raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product

@@ -110,7 +110,7 @@ def quantise(
     groups = groups.clamp(-limit, limit)
     amax = torch.where(finite, amax, 0).clamp(format.amax_floor, limit)
     scales, scale_bits = scale_of(amax, field, format, global_scale)
-    ratios = torch.where(finite[:, :, None], groups / scales[:, :, None], 0)
+    ratios = torch.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if field.code == "nf4":
@@ -118,6 +118,14 @@ def quantise(
     scale = field.scale_element
     scale_bits = torch.where(finite, scale_bits, scale.nan or 0).to(BITS[scale.bits])
     return codes, scale_bits.view(torch.uint8)
+
+
+def ratios_of(groups: torch.Tensor, scales: torch.Tensor, field: Field) -> torch.Tensor:
+    """Values over their scales, as the field's rule divides; integers of the ``quotient`` rule are whole already."""
+    if field.rule != "quotient":
+        return groups / scales
+    ratios = groups * (torch.ones_like(scales) / scales)
+    return (ratios + torch.copysign(torch.full_like(ratios, 0.5), ratios)).trunc() if field.code == "int8" else ratios
 
 
 def quantise_range(
@@ -157,6 +165,9 @@ def scale_of(
         relative = (product / torch.full_like(product, global_scale)).clamp(E4M3_SCALE_SMALLEST, CODES["e4m3"].largest)
         stored = relative.to(DTYPES["e4m3"])
         return stored.to(torch.float32) * global_scale, stored.view(torch.uint8)
+    if field.rule == "quotient":
+        scales = torch.clamp_min(amax / torch.full_like(amax, field.element.largest), format.scale_floor)
+        return scales, scales.view(torch.int32)
     if field.rule not in ("fp32", "absmax"):
         raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product

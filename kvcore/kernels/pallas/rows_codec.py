@@ -20,10 +20,15 @@ SUPPORTED = (*TO_CODE, *PLAIN)
 SCALES = ("e8m0", "fp32", "e4m3")
 
 
+ENCODED_RULES = ("pow2", "fp32", "e4m3", "absmax")
+"""Rules of scales that ``encode`` knows; to read rows, a scale's code is enough."""
+
+
 def supports(region: Region) -> bool:
     """True where the kernels know every field of the region's format, in tiles, one head a row."""
     values = [field for field in region.format.fields if field.is_value]
     known = all(field.code in (PLAIN if field.group is None else TO_CODE) for field in values)
+    known = known and all(field.rule in (None, *ENCODED_RULES) for field in values)
     return region.heads == 1 and decodes(region) and known
 
 

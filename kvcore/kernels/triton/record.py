@@ -19,7 +19,7 @@ PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4}
 SCALED = ("e4m3", "e2m1", "int8", "nf4")
 KERNEL_CODES = (*PLAIN_BYTES, *SCALED)
-KERNEL_RULES = ("pow2", "fp32", "e4m3", "absmax")
+KERNEL_RULES = ("pow2", "fp32", "e4m3", "absmax", "quotient")
 """Codes, scales and rules that the kernels were written for. What is in no table is refused when a plan is bound."""
 
 

@@ -69,12 +69,28 @@ def scale_of(largest, R: tl.constexpr, NATIVE: tl.constexpr):
         relative = tl.div_rn(product, tl.full(product.shape, R.global_scale, tl.float32))
         stored = e4m3_code(tl.minimum(tl.maximum(relative, 0.001953125), 448.0), NATIVE)
         scale = e4m3_value(stored, NATIVE) * R.global_scale
+    elif R.rule == "quotient":
+        quotient = tl.div_rn(bits_float(largest), tl.full(largest.shape, R.largest, tl.float32))
+        stored = tl.maximum(float_bits(quotient), R.scale_floor_bits)
+        scale = bits_float(stored)
     elif R.rule == "fp32" or R.rule == "absmax":
         scale = bits_float(tl.maximum(largest, R.floor_bits)) if R.rule == "absmax" else product
         stored = float_bits(scale)
     else:
         tl.static_assert(False, "a scale rule that the kernels do not know")
     return stored, scale
+
+
+@triton.jit
+def half_away(x):
+    """trunc(x ± 0.5), by what is left over of a magnitude's bits: no product is fused with the sum then."""
+    bits = float_bits(x) & 0x7FFFFFFF
+    magnitude = bits_float(bits)
+    whole = tl.floor(magnitude)
+    # 0x3EFFFFFF, the number just below a half, is one in which fp32's sum rounds up.
+    up = (magnitude - whole >= 0.5) | (bits == 0x3EFFFFFF)
+    whole = tl.where(up, whole + 1.0, whole)
+    return tl.where(x < 0.0, -whole, whole)
 
 
 @triton.jit
@@ -97,6 +113,11 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
     if R.rule == "pow2":
         # No clamp: a power of two that is rounded up leaves at most the code's largest value, and a hair.
         ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
+    elif R.rule == "quotient":
+        ratio = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, :, None]
+        if R.code == "int8":
+            ratio = half_away(ratio)
+        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
     else:
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
         ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)

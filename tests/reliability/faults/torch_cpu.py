@@ -583,8 +583,8 @@ TABLE = {
         ("clamp(format.amax_floor, limit)", "clamp(0, limit)", "a group of zeros has scale 0"),
         (".clamp(min=format.scale_floor)", "", "a small tile's scale is not floored"),
         (
-            "torch.where(finite[:, :, None], groups / scales[:, :, None], 0)",
-            "groups / scales[:, :, None]",
+            "torch.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)",
+            "ratios_of(groups, scales[:, :, None], field)",
             "a faulty group keeps codes",
         ),
         (
