@@ -316,6 +316,7 @@ class Cache:
             (None, None)
         """
         source = self._state.manager.place(request)
+        self._state.manager.check_near(request)
         fork, place = self._state.manager.fork(source)
         try:
             slots = [self._state.integers([slot]) for slot in (source.slot, place.slot)]

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
+from kvcore.cache.far import Coming, fetch, fetched
 from kvcore.cache.ring_writes import AT_ONCE, WRITERS, RingWrites, StepWrites
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, StepError
@@ -315,8 +316,25 @@ class LayerHandle:
     def gather_entries(self, indices: Given) -> SelectedEntries:
         """Entries by index: indices [T, k] int32 or int64 -> values [T, k, d], valid [T, k]; invalid ones are zeros."""
         self._component("entries", Entries)
+        context, given = self._context, indices
         indices = check_indices(self._ops, indices, "gather_entries: indices", self._tokens)
-        return self._ops.gather_entries(self._context.pools, self._layer, self._paged_index("entries"), indices)
+        if context.far and context.is_far(owner := self._owner("entries").number):
+            indices = fetched(context, owner, given, f"{self._where}.gather_entries")
+        return self._ops.gather_entries(context.pools, self._layer, self._index_of_entries("entries"), indices)
+
+    def fetch(self, selected: Given) -> Coming:
+        """Bring the entries that queries picked into the cache, where a request has them in the host's memory.
+
+        Rows that are missing come over while others attend; ``attend`` and ``gather_entries`` wait for them, or
+        ``wait`` of what this returns. Where all rows are there, nothing happens. The host looks at the picks.
+
+        Args:
+            selected: [T, k] int32 or int64, as for ``attend``, which is then given the same array.
+        """
+        self._component("entries", Entries)
+        self._context.check_open()
+        checked = check_indices(self._ops, selected, "fetch: selected", self._tokens)
+        return fetch(self._context, self._owner("entries").number, selected, checked)
 
     def gather_all_entries(self) -> AllEntries:
         """Every entry: values [Q, n, d], counts [Q], positions [Q, n]."""
@@ -402,7 +420,7 @@ class LayerHandle:
             >>> out.shape, lse.shape
             ((6, 32, 128), (6, 32))
         """
-        context, spec, given = self._context, self._spec, (q, selected, sink, scale, rope)
+        context, spec, given, named = self._context, self._spec, (q, selected, sink, scale, rope), selected
         context.check_open()
         classic = spec.kv is not None
         key = context.key_of("attend", self._layer, given)
@@ -421,6 +439,8 @@ class LayerHandle:
             self._require("window", "attend")
         if spec.entries is not None:
             self._require_entries("entries", "attend")
+            if context.far and context.is_far(owner := self._owner("entries").number):
+                selected, at = fetched(context, owner, named, f"{self._where}.attend"), (context.held, *at[1:])
         rows = self._writes.unwritten("window")
         return self._ops.attend(*at, q, selected, rows=rows[0] if rows else None, sink=sink, scale=scale, rope=rope)
 
@@ -771,6 +791,12 @@ class LayerHandle:
         return {buffer: self._context.pools[name] for buffer, (name, _) in region.buffers.items()}
 
     def _paged_index(self, role: str) -> StepIndex:
+        """The index to read all entries with, which must be there."""
+        if self._context.far and role == "entries" and self._context.is_far(owner := self._owner(role).number):
+            fetched(self._context, owner, None, self._where)
+        return self._index_of_entries(role)
+
+    def _index_of_entries(self, role: str) -> StepIndex:
         """The index to read entries with: their count of before the step until the step's entries are stored."""
         if self._owner(role).awaits_entries(role):
             return self._index._replace(lengths=self._index.starts)

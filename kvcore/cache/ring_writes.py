@@ -10,7 +10,7 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 import copy
 from collections.abc import Sequence
 from functools import cached_property, partial, reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
 from kvcore.spec import DERIVED, ROLES, TAIL_OF, Component
 from kvcore.step import StepNumbers, StepRequest, at_start
+
+if TYPE_CHECKING:
+    from kvcore.cache.far import Coming, Far
 
 WRITERS = {role: f"append_{role}" for role in ROLES}
 """The verbs that write the library's own roles; others go through ``encode`` and ``store_rows``."""
@@ -61,6 +64,8 @@ class StepContext:
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
         unflushed: the layer whose tails' rows wait for its flush; one at a time.
+        far: of every request its entries that are in the host's memory, or None; empty where no request has such.
+        coming: what was fetched of them last, by the layer that owns them.
         writings: when rows are stored, by ``CachePlan.kinds``.
     """
 
@@ -76,6 +81,8 @@ class StepContext:
         self.tokens: int = index.positions.shape[0]
         self.unflushed: RingWrites | None = None
         self.writings: dict[int, Writing] = {}
+        self.far: list[Far | None] = [place.far for place in opening.places] if cache.has_far else []
+        self.coming: dict[int, Coming] = {}
         self._cache = cache
         self._opening = opening
         self.undo = Undo(cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places))
@@ -113,6 +120,10 @@ class StepContext:
         if self.traced is not None:
             self._cache.check_outside("a layer's rows")
         return self._cache.pools
+
+    def is_far(self, layer: int) -> bool:
+        """Whether entries that a layer owns are in the host's memory, of some request."""
+        return any(far is not None and layer in far.rows for far in self.far)
 
     def settle(self) -> None:
         """Write what waits for a flush, for somebody who looks at the pools."""

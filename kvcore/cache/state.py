@@ -18,6 +18,7 @@ import numpy as np
 from kvcore import digest
 from kvcore.arrays import to_numpy
 from kvcore.cache.canary import Canary
+from kvcore.cache.far import Far
 from kvcore.cache.reuse import Hit, PrefixCache
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
 from kvcore.ops import Ops, StepIndex
@@ -99,6 +100,7 @@ class CacheState:
         canary: what looks after the rows, of a plan with check words; else None.
         follow: what copies a request's rows from a position on to where somebody else finds them: called with the
             state, the request and its new place once the rows are stored, before the request has them; None: nobody.
+        has_far: whether a request has or had entries in the host's memory; see ``kvcore.cache.far``.
         passed: calls of layers' verbs whose arguments passed as they are, by all that is checked of them.
     """
 
@@ -121,6 +123,7 @@ class CacheState:
         self.filling: Request | None = None
         self.canary: Canary | None = Canary(plan, ops, self.manager, self.pools) if plan.canary else None
         self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
+        self.has_far = False
         self.passed: set[Any] = set()
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
@@ -238,6 +241,7 @@ class CacheState:
         salt: str | None = None,
         shares: bool | None = None,
         states: Sequence[tuple[int, Content]] = (),
+        far: Far | None = None,
     ) -> Request:
         """A request that holds ``rows``, or what a function writes, as it was when it left another cache.
 
@@ -246,6 +250,7 @@ class CacheState:
             salt: under which its prefixes may be found, whatever it says of itself.
             shares: whether they may be found at all; None: if there is a salt. Rows that were converted never are.
             states: (length, state) of checkpoints that came with it.
+            far: entries that stay in the host's memory, and are not among the rows.
 
         Raises:
             OutOfSlots, OutOfBlocks: no room. RequestError: ``into`` has another salt. Nothing is changed.
@@ -266,6 +271,8 @@ class CacheState:
         )
         try:
             self.manager.take_over(request, place, taken)
+            place.far = far
+            self.has_far |= far is not None
             row = self.row_of(place)
             self.pools = (
                 rows(self.ops, self.pools, row) if callable(rows) else write_rows(self.ops, self.pools, row, rows)
@@ -351,7 +358,12 @@ class CacheState:
         self.filling = None
 
     def row(self, request: Request) -> StepRequest:
-        """The request as it is now, as a part of a step without tokens."""
+        """The request as it is now, as a part of a step without tokens; all its rows are there.
+
+        Raises:
+            RequestError: some are in the host's memory.
+        """
+        self.manager.check_near(request)
         return self.row_of(self.manager.place(request))
 
     def row_of(self, place: RequestState) -> StepRequest:

@@ -311,7 +311,18 @@ class StepState:
         return self.ending or (ends is not None and ends() is None) or self.owner() is None
 
     def functional_index(self) -> StepIndex:
-        """The index for functional verbs, with what they may overwrite noted."""
+        """The index for functional verbs, with what they may overwrite noted.
+
+        Raises:
+            StepError: entries of a request are in the host's memory; who reads by the index knows nothing of that.
+        """
+        if any(self.context.far):
+            raise StepError(
+                got="a request whose entries are in the host's memory",
+                where="step.index",
+                allowed="requests whose rows are all there, or handles' verbs",
+                hint="Bring the rest before the step: kvcore.store.bring(cache, request).",
+            )
         self.context.settle()
         undo = self.context.undo
         padded = len(self.context.index.positions) > self._numbers.tokens

@@ -187,6 +187,20 @@ class Manager:
         place = self.place(request)
         return self._growing.get(request, place.blocks)
 
+    def check_near(self, request: Request) -> None:
+        """Refuse a request some of whose rows are still in the host's memory.
+
+        Raises:
+            RequestError: they are; or it is stale or foreign.
+        """
+        if self.place(request).far is not None:
+            raise RequestError(
+                got=f"request {request.id}, entries of which are in the host's memory",
+                where="request",
+                allowed="a request whose rows are all there",
+                hint="Bring the rest: kvcore.store.bring(cache, request).",
+            )
+
     def check_whole(self, request: Request, where: str) -> None:
         """Refuse a request that is still running through the tokens of a prefix hit: its rings are not all there.
 
@@ -406,6 +420,7 @@ class Manager:
         place.blocks = held[: self.plan.blocks_for(length)]
         place.keys = place.keys[: length // self.plan.block_tokens]
         place.states = tuple(kept for kept in place.states if kept <= length)
+        place.far = None if place.far is None else place.far.until(length)
         self._places[request] = place
         if place.tokens is not None:
             del place.tokens[length:]

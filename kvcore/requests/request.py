@@ -59,6 +59,8 @@ class RequestState(msgspec.Struct, kw_only=True):
         states: lengths above 0, ascending, of which a slot holds the state of recurrent layers; empty without such.
         lost: a step overwrote some of its rows, and they could not be put back.
         converted: what its rows, or those it goes on from, were converted from; then others never find them.
+        far: its entries in the host's memory that come as steps pick them (``kvcore.cache.far.Far``); None: all rows
+            are in the pools.
     """
 
     slot: int
@@ -79,6 +81,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     states: tuple[int, ...] = ()
     lost: bool = False
     converted: tuple[Conversion, ...] = ()
+    far: Any = None
 
     def copy(self) -> "RequestState":
         """A place to change and put in this one's stead; lists are shared, and not changed below ``length``."""

@@ -5,7 +5,7 @@ by block; events say what came and went, in the form that vLLM publishes.
 """
 
 from kvcore.store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, ZmqPublisher
-from kvcore.store.requests import find, keys_of, load, save
+from kvcore.store.requests import bring, find, keys_of, load, save
 from kvcore.store.seal import Seal
 from kvcore.store.store import BlockStore
 from kvcore.store.tiers import DiskTier, HostTier, Tier
@@ -21,6 +21,7 @@ __all__ = [
     "Seal",
     "Tier",
     "ZmqPublisher",
+    "bring",
     "find",
     "keys_of",
     "load",

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.cache import far as far_rows
 from kvcore.cache.cache import Cache
-from kvcore.errors import RequestError, ShapeError
+from kvcore.cache.far import Far
+from kvcore.counts import check_count
+from kvcore.errors import RequestError, ShapeError, SpecError
 from kvcore.plan import row_bytes
 from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import Content, HostRows, owned, read_rows
@@ -101,7 +104,13 @@ def find(store: BlockStore, spec: CacheSpec, tokens: Any, *, salt: str | None = 
 
 
 def load(
-    store: BlockStore, cache: Cache, tokens: Any, *, salt: str | None = None, into: Request | None = None
+    store: BlockStore,
+    cache: Cache,
+    tokens: Any,
+    *,
+    salt: str | None = None,
+    into: Request | None = None,
+    far: bool = False,
 ) -> Request | None:
     """A request with the longest prefix that a store has, verified; None where it has none.
 
@@ -113,10 +122,19 @@ def load(
         tokens: the prompt's ids. All of them may be there: give one less to have the last one computed.
         salt: as saved.
         into: a request without tokens to fill, of an adopted cache with its blocks.
+        far: leave the entries of layers with an indexer in the host's memory, verified. The request goes on at once;
+            ``layer.fetch(picks)`` brings what a step's queries picked, and ``bring`` the rest.
 
     Raises:
-        OutOfSlots, OutOfBlocks: no room. Nothing is changed.
+        OutOfSlots, OutOfBlocks: no room. SpecError: ``far`` where rows have check words, or are somebody else's.
+        Nothing is changed.
     """
+    if far and (cache._state.canary is not None or into is not None):
+        raise SpecError(
+            got="rows that stay in the host's memory",
+            where="store.load: far",
+            allowed="a cache without canary, and no into",
+        )
     spec, salt = cache.spec, check_salt(salt, "store.load: salt")
     ids = token_ids(tokens, "store.load: tokens")
     keys = keys_of(spec, ids, salt)
@@ -139,7 +157,39 @@ def load(
     content = {**form.rows(pages[:count]), **_state(rings, held, length)}
     state = cache._state
     left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
-    return cache.exclusive("store.load", lambda held: held.restore(left, content, into, salt=salt))
+    if not far:
+        return cache.exclusive("store.load", lambda held: held.restore(left, content, into, salt=salt))
+    behind = _left_behind(spec, content, length)
+    near = {key: rows for key, rows in content.items() if key[1] != "entries" or key[0] not in behind.rows}
+    return cache.exclusive("store.load", lambda held: held.restore(left, near, salt=salt, shares=False, far=behind))
+
+
+def bring(cache: Cache, request: Request, most: int | None = None) -> int:
+    """Bring entries of a request that ``load(..., far=True)`` left in the host's memory, between steps.
+
+    Args:
+        cache: of the request.
+        request: whose; once all are there it is as any other.
+        most: bytes at a time, in whole rows; None: all.
+
+    Returns:
+        Bytes that are still to come.
+
+    Raises:
+        ShapeError: ``most`` is no count. RequestError: stale or foreign. StepError: a step is open.
+    """
+    most = None if most is None else check_count(ShapeError, "store.bring: most", most, 0)
+    return cache.exclusive("store.bring", lambda held: far_rows.bring(held, request, most))
+
+
+def _left_behind(spec: CacheSpec, content: Content, length: int) -> Far:
+    """The entries that an indexer selects."""
+    rows: dict[int, Any] = {}
+    ratios: dict[int, int] = {}
+    for layer, role, component in owned(spec):
+        if role == "entries" and spec.all_layers[layer].index_keys is not None:
+            rows[layer], ratios[layer] = content[layer, role].rows, component.tokens_per_row
+    return Far(rows, {layer: np.zeros(len(held), bool) for layer, held in rows.items()}, ratios, length)
 
 
 def _aligned(spec: CacheSpec, length: int) -> bool:

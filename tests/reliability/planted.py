@@ -107,6 +107,7 @@ CORE_TESTS = {
     "ops/arguments": ("cache/test_known_calls",),
     "ops/functional": ("cache/test_known_calls",),
     "cache/layer": ("cache/test_rollback", "requests/test_prefix"),
+    "cache/far": ("store/test_far",),
     "cache/ring_writes": ("cache/test_rollback", "requests/test_prefix"),
     "portable/rows": (
         "portable/test_portable",

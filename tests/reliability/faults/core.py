@@ -480,6 +480,21 @@ TABLE = {
         ("        self.given.pop(request, None)\n", "", "what was given is kept"),
         ("        if self.sealed:\n", "        if False:\n", "arrays of JAX are written to"),
     ],
+    "cache/far.py": [
+        ("    far.present[layer][numbers] = True\n", "", "rows come again and again"),
+        (
+            "self if length >= self.length else Far(self.rows, self.present, self.ratios, length)",
+            "self",
+            "rows that were left behind take the place of newer ones",
+        ),
+        (
+            "given is None or coming is None or not coming.is_of(given)",
+            "coming is None",
+            "others than were fetched are read",
+        ),
+        ("indices = np.array(to_numpy(selected))\n", "indices = np.asarray(selected)\n", "picks change behind"),
+        ("    coming.wait()\n    return", "    return", "rows are read before they are there"),
+    ],
     "store/blocks.py": [
         ("len(page) != self.page_bytes:", "False:", "pages of any size fill a block"),
         (
