@@ -15,7 +15,7 @@ from transformers import (
 
 from kvcore.cache.layer import LayerHandle
 from kvcore.errors import StepError
-from kvcore.interop.transformers import KVCache, absorbed
+from kvcore.interop.transformers import KVCache, absorbed, projection
 from kvcore.interop.transformers.seam import SEAM
 from tests.interop.test_attention import CUTS, ROWS, TOKENS, fallbacks, holes, logits, of
 from tests.support import tiny_models as models
@@ -54,7 +54,7 @@ def nothing_expanded(monkeypatch):
         raise AssertionError("latents were handed out")
 
     monkeypatch.setattr(LayerHandle, "gather_all_entries", refuse)
-    monkeypatch.setattr(absorbed, "_probe", lambda *_: True)
+    monkeypatch.setattr(projection, "_probe", lambda *_: True)
     for make in LATENT:
         monkeypatch.setattr(type(expansions(make())[0]), SEAM, refuse)
 

@@ -315,7 +315,7 @@ class Replayed:
         exact = options
         for name in self._bounds:
             bound = options.get(name)
-            if bound.__class__ is int:
+            if type(bound) is int:
                 options = {**options, name: rounded(bound)}
         taken = None if indexed.kind is None or pools.__class__ is not Pools else self._take(arguments, options)
         if taken is None:

@@ -8,68 +8,17 @@ the value projection of a sum of latents. ``seam`` says how latents come here un
 # pyright: reportPrivateUsage=false
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
 from kvcore.interop.transformers.handed import HandedOut, Shared
+from kvcore.interop.transformers.projection import DIMS, Projection, absorbed, projection_of, valued
 from kvcore.interop.transformers.seam import SEAM
 
-DIMS = ("num_heads", "qk_nope_head_dim", "v_head_dim")
 MOST_SELECTED = 1 << 24
 """Numbers of rows that a step with padding lists; beyond it the model expands."""
-
-
-class Projection(NamedTuple):
-    """What a module multiplies latents with.
-
-    Attributes:
-        keys: [H, dim, rank], of a key's part that is not rotary.
-        values: [H, value dim, rank].
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-PROBED: dict[tuple[Any, ...], bool] = {}
-"""An ``expand_kv`` and the sizes it works with -> whether it does what ``projection_of`` reads from the module."""
-
-
-def projection_of(module: Any, query: torch.Tensor, rank: int) -> Projection | str:
-    """What a module multiplies latents with; else why that is not known."""
-    linear, heads = module.kv_b_proj, query.shape[1]
-    own = vars(linear)
-    # A hook is called with what was multiplied, which is nothing here.
-    hooked = own.get("_forward_hooks") or own.get("_forward_pre_hooks")
-    if type(linear) is not torch.nn.Linear or linear.bias is not None or "forward" in own or hooked:
-        return "a key and value projection that is no plain linear layer, or has hooks"
-    weight = linear.weight
-    if type(weight) is not torch.nn.Parameter or weight.dtype != query.dtype or weight.device != query.device:
-        return f"a key and value projection in {weight.dtype} on {weight.device}"
-    count, dim, value_dim = (getattr(module, name, None) for name in DIMS)
-    if count != heads or dim is None or value_dim is None or tuple(weight.shape) != (heads * (dim + value_dim), rank):
-        return "a key and value projection of other heads or dims"
-    key = getattr(type(module), SEAM), heads, dim, value_dim, query.shape[3]
-    if key not in PROBED:
-        PROBED[key] = _probe(module, weight, *key[1:])
-    if not PROBED[key]:
-        return f"{type(module).__name__}.{SEAM} gives other keys and values than its projection's"
-    by_head = weight.view(heads, dim + value_dim, rank)
-    return Projection(by_head[:, :dim], by_head[:, dim:])
-
-
-def _probe(module: Any, weight: torch.Tensor, heads: int, dim: int, value_dim: int, key_dim: int) -> bool:
-    """Whether the module's own method gives what its projection says, of three rows."""
-    count, options = 3, {"dtype": weight.dtype, "device": weight.device}
-    latents = torch.linspace(-1, 1, count * weight.shape[1], **options).view(1, 1, count, -1)
-    rotary = torch.linspace(-2, 2, count * (key_dim - dim), **options).view(1, 1, count, -1)
-    with torch.no_grad():
-        keys, values = getattr(type(module), SEAM)(module, latents, rotary)
-        rows = torch.nn.functional.linear(latents, weight).view(1, count, heads, dim + value_dim).transpose(1, 2)
-    wanted = torch.cat([rows[..., :dim], rotary.expand(-1, heads, -1, -1)], dim=-1), rows[..., dim:]
-    return torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
 
 
 class Latents(HandedOut):
@@ -115,24 +64,19 @@ class Latents(HandedOut):
         if isinstance(found, str):
             layer.owner.refuse(layer.number, found)
             return None
-        (keys, values), selected = found
-        owner, context, rank = layer.owner, self._handle._context, self._rank
-        batch, heads, new, _ = query.shape
-        dim = keys.shape[1]
-        rows = query.transpose(0, 1).reshape(heads, batch * new, -1)
-        rows = torch.cat([torch.bmm(rows[..., :dim], keys), rows[..., dim:]], dim=-1).transpose(0, 1).contiguous()
+        projection, selected = found
+        owner, context = layer.owner, self._handle._context
         sink = options.get("s_aux", options.get("sinks"))
         given = self._handle._ops.attend(
             context.pools,
             layer.number,
             context.index,
-            owner.give(rows),
+            owner.give(absorbed(query, projection)),
             selected,
             sink=None if sink is None else owner.give(sink.detach().float()),
             scale=options.get("scaling", query.shape[3] ** -0.5),
         ).out
-        out = owner.take(given, query.dtype)[..., :rank].transpose(0, 1)
-        return torch.bmm(out, values.transpose(1, 2)).view(heads, batch, new, -1).permute(1, 2, 0, 3)
+        return valued(owner.take(given, query.dtype)[..., : self._rank], projection, query.shape[0])
 
     def _what(
         self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcore.interop.transformers import compiled
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
 from kvcore.interop.transformers.seam import stand_in, step_aside
 
@@ -143,6 +144,8 @@ def here(config: Any) -> Forward | None:
 
 def base_of(config: Any) -> str:
     """The implementation that a configuration names, ours left out."""
+    if compiled.ATTENDING and torch.compiler.is_compiling():
+        return compiled.ATTENDING[-1][1]
     switched = SWITCHED.get(id(config))
     found = config._attn_implementation if switched is None else switched.base
     return "sdpa" if found in (NAME, None) else found
@@ -151,11 +154,16 @@ def base_of(config: Any) -> str:
 def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a decoder runs: its configuration names ours if the cache attends itself."""
     del args
-    cache = kwargs.get("cache")
+    cache: Any = kwargs.get("cache")
     begin = getattr(cache, "begin_attending", None)
-    if begin is None or torch.compiler.is_compiling():
+    if begin is None:
         return
     config = module.config
+    if torch.compiler.is_compiling():
+        base = config._attn_implementation
+        if cache.attends_compiled and base in OURS and not kwargs.get("output_attentions"):
+            compiled.begin(config, cache, "sdpa" if base == NAME else base, NAME)
+        return
     forward = begin(config, kwargs)
     if forward is None:
         return
@@ -170,6 +178,10 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def leave(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After a decoder has run, or failed: its configuration names what it named."""
     del args, kwargs
+    if torch.compiler.is_compiling():
+        if compiled.ATTENDING:
+            compiled.end(module.config)
+        return
     forwards = HERE.forwards
     if not forwards or forwards[-1][0] is not module:
         return
@@ -240,6 +252,8 @@ def attend(
 
     From the cache where a layer of it has handed keys and values out; else what the configuration names otherwise.
     """
+    if compiled.NOTED:
+        return _attend_noted(module, query, attention_mask, args, options)
     if type(key) is Deferred:
         if type(value) is Deferred and key.source is value.source and not args:
             found = key.source.attend(module, query, attention_mask, options)
@@ -255,6 +269,20 @@ def attend(
     if options.get("indices") is not None:
         mask = _of_selected(options.pop("indices"), mask, query, key.shape[2])
     return model_attention(module, base)(module, query, made(key), made(value), mask, *args, **options)
+
+
+def _attend_noted(
+    module: Any, query: torch.Tensor, mask: torch.Tensor | None, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same in compiled code, of rows that a layer has noted."""
+    noted = compiled.NOTED.pop()
+    sink = options.get("s_aux", options.get("sinks"))
+    fits = not args and not options.get("dropout") and unknown(options) is None and options.get("indices") is None
+    found = compiled.attend(noted, module, query, mask, sink, options.get("scaling")) if fits else None
+    if found is not None:
+        return found, None
+    keys, values = compiled.rows_of(noted, module)
+    return model_attention(module, base_of(module.config))(module, query, keys, values, mask, *args, **options)
 
 
 def _of_selected(indices: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, columns: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ from kvcore.interop.transformers.attention import OURS, Forward, base_of
 from kvcore.interop.transformers.kinds import layer_of
 from kvcore.interop.transformers.latent import MlaLayer
 from kvcore.interop.transformers.layers import KVLayer, Layer
+from kvcore.interop.transformers.projection import untraceable
 from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
@@ -161,21 +162,29 @@ class KVCache(Cache):
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
         layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
-        latents = OfLatents(len(settings.expanding), settings.of.most_absorbed)
+        against = untraceable(settings.expanding, settings.of.rank) if settings.static else ""
         self._ways = ways_of(
-            self._kv, settings.asked, settings.against, dtype=self.dtype, device=settings.device, latents=latents
+            self._kv,
+            settings.asked,
+            settings.against,
+            dtype=self.dtype,
+            device=settings.device,
+            latents=OfLatents(len(settings.expanding), against, settings.of.most_absorbed),
+            static=settings.static,
         )
         components: dict[Any, int] = {}
         for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
             if isinstance(layer, Layer):
                 layer.cache_attends = ways.one.by == "cache", ways.more.by == "cache"
             if isinstance(layer, MlaLayer):
-                layer.most_new = None if settings.asked == "cache" else latents.most_new
+                layer.most_new = None if settings.asked == "cache" else settings.of.most_absorbed
             if isinstance(layer, KVLayer):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
                 layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
-        self._attends = any(way.by != "model" for ways in self._ways for way in ways)
+        attends = any(way.by != "model" for ways in self._ways for way in ways)
+        # In code that is compiled, or wherever else the model runs.
+        self.attends_compiled, self._attends = attends and self.static, attends and not self.static
 
     def explain(self) -> list[Choice]:
         """Who attends to each layer, for one new token and for several, and why; where the last forward fell back.

@@ -1,11 +1,13 @@
 """Layers whose keys and values are one row a token: latent attention, and DeepSeek-V4's windows and entries."""
 # ruff: noqa: ARG002 - the signatures are those that models call
+# pyright: reportPrivateUsage=false
 
 from typing import Any
 
 import torch
 
 from kvcore.interop.transformers.absorbed import Latents
+from kvcore.interop.transformers.compiled import notes, shown_by
 from kvcore.interop.transformers.layers import Layer, Pair
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
@@ -98,8 +100,44 @@ class StaticMlaLayer(MlaLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store latents and rotary keys; return ``max_length`` rows of both [B, 1, max_length, dim]."""
         check_inference(key_states, value_states)
-        owner = self.owner
-        return stored_keys_and_values(key_states, value_states, owner.number, self.number, owner.max_length)
+        owner, columns = self.owner, self.owner.max_length
+        if self.attends(key_states.shape[2]) and notes(
+            owner, self.number, columns, key_states, value_states, latent=True
+        ):
+            return key_states, value_states
+        return stored_keys_and_values(key_states, value_states, owner.number, self.number, columns)
+
+    def stored_and_attended(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        rotary: torch.Tensor,
+        mask: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """What ``update`` and attention do together once compiled code runs: q [B, H, dim] -> [B, H, rank]."""
+        owner, rank = self.owner, latents.shape[3]
+        with owner.forward(self.number, latents) as handle:
+            self._rank = rank
+            handle.store_entries(owner.give(torch.cat([latents, rotary], dim=-1).flatten(0, 2)))
+            context, selected, plain = handle._context, None, None
+            if mask is not None:
+                shown, plain = shown_by(mask[..., : owner.length + 1], len(query))
+                number = torch.arange(shown.shape[1], dtype=torch.int32, device=shown.device)
+                selected = owner.numbers(torch.where(shown, number, -1))
+            out = handle._ops.attend(
+                context.pools,
+                self.number,
+                context.index,
+                owner.give(query),
+                selected,
+                sink=None if sink is None else owner.give(sink.detach().float()),
+                scale=scale,
+            ).out
+            found = owner.take(out, query.dtype)[..., :rank].contiguous()
+            owner.finish(self.number)
+        return found if plain is None else torch.where(plain[:, None, None], found, torch.nan)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""

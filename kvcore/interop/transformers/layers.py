@@ -7,6 +7,7 @@ for the forward that writes them too, and a prompt's logits do not depend on how
 over tokens there is one row a position, too, as the forward leaves it: coded in groups that are whole by then.
 """
 # ruff: noqa: ARG002 - the signatures are those that models call
+# pyright: reportPrivateUsage=false
 
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
+from kvcore.interop.transformers.compiled import notes, shown_by
 from kvcore.interop.transformers.handed import Handed
 from kvcore.interop.transformers.owner import Owned, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values, stored_tokens
@@ -227,8 +229,51 @@ class StaticLayer(KVLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store keys and values [B, heads, S, dim]; return a fixed number of rows [B, heads, n, dim]."""
         check_inference(key_states, value_states)
-        columns = self._columns(key_states.shape[2])
-        return stored_keys_and_values(key_states, value_states, self.owner.number, self.number, columns)
+        owner, new = self.owner, key_states.shape[2]
+        columns = self._columns(new)
+        if self.attends(new) and notes(owner, self.number, columns, key_states, value_states, latent=False):
+            return key_states, value_states
+        return stored_keys_and_values(key_states, value_states, owner.number, self.number, columns)
+
+    def stored_and_attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """What ``update`` and attention do together once compiled code runs: q [B, H, 1, dim] -> [B, 1, H, dim]."""
+        owner = self.owner
+        with owner.forward(self.number, keys) as handle:
+            handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
+            context = handle._context
+            k, v = handle._writes.unwritten("kv") or (None, None)
+            index, seen = context.index, len(self._visible(1))
+            whole: Any = True
+            if mask is not None:
+                # What a row sees begins behind its padding; where it is not one run up to the new token, NaN says so.
+                shown, plain = shown_by(mask, len(query))
+                first = shown.int().argmax(dim=1)
+                whole = shown.sum(dim=1) == seen - first
+                whole = (whole if plain is None else whole & plain).view(-1, 1, 1, 1)
+                first = torch.where(first > 0, first + (owner.length + 1 - seen), 0).to(torch.int32)
+                index = index._replace(left_padding=owner.numbers(first))
+            out = handle._ops.attend_kv(
+                context.pools,
+                self.number,
+                index,
+                owner.give(by_token(query)),
+                k,
+                v,
+                columns=handle._kv_columns(self.component, ended=True),
+                sink=None if sink is None else owner.give(sink.detach().float()),
+                scale=scale,
+            ).out
+            found = owner.take(out, query.dtype).unsqueeze(1)
+            owner.finish(self.number)
+        return found if mask is None else torch.where(whole, found, torch.nan)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""

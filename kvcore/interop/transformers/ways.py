@@ -64,7 +64,10 @@ LATENT = (
     "of its expand_kv, which is called where somebody looks"
 )
 UNKNOWN = "rows are latents, which modules of this model expand elsewhere than in expand_kv"
-COMPRESSED = "rows are a window and compressed latents, which the model joins with its own before it attends"
+COMPRESSED = (
+    "rows are a window and compressed latents, which the model joins within its forward, where it makes the mask of "
+    "those that its indexer selected, too; its attention function is handed both as one"
+)
 
 
 class OfLatents(NamedTuple):
@@ -72,11 +75,13 @@ class OfLatents(NamedTuple):
 
     Attributes:
         count: of modules; 0: nothing stands in front of them.
+        against: why compiled code cannot attend to latents; "" where it can.
         most_new: new tokens of a row up to which latents take fewer multiplications than keys and values of heads;
             None: any number.
     """
 
     count: int
+    against: str
     most_new: int | None
 
 
@@ -113,8 +118,8 @@ def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
     """Why the model attends in all layers; "" where it need not."""
     if asked == "model":
         return "asked for: attention='model'"
-    if static:
-        return "static=True: compiled code attends to rows of a fixed number"
+    if static and asked != "cache":
+        return "static=True: compiled code attends to rows of a fixed number; attention='cache' reads the pools"
     if not isinstance(model, torch.nn.Module):
         return "the model is not a torch module, so nothing is told of its forwards"
     can_set = getattr(type(decoder_module(model)), "_can_set_attn_implementation", None)
@@ -124,11 +129,20 @@ def reason_against(model: Any, asked: Asked, *, static: bool) -> str:
 
 
 def ways_of(
-    kv: Cache, asked: Asked, against: str, *, dtype: torch.dtype, device: torch.device, latents: OfLatents
+    kv: Cache,
+    asked: Asked,
+    against: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    latents: OfLatents,
+    static: bool,
 ) -> tuple[Ways, ...]:
     """For every layer, who attends."""
     if against:
         return (Ways(Way("model", against), Way("model", against)),) * len(kv.spec.layers)
+    if static:
+        return tuple(_static(layer, latents) for layer in kv.spec.layers)
     named = {choice.layer: choice for choice in kv.ops.explain() if choice.verb in ("attend", "attend_kv")}
     return tuple(
         _of_layer(layer, named.get(number), dtype, device, asked, latents)
@@ -162,6 +176,21 @@ def _of_layer(
         return Ways(Way("model", slow), Way("model", slow))
     plain = stored_as(kv) == dtype
     return MEASURED.get((device.type, plain), MEASURED["cpu", plain])
+
+
+COMPILED = "compiled code stores a token's rows and attends to the pools in one operator"
+NOT_COMPILED = "static=True: prompts, and steps outside of compiled code, are the model's over rows of a fixed number"
+
+
+def _static(layer: LayerSpec, latents: OfLatents) -> Ways:
+    """Of a layer with static shapes, where the cache is asked to attend."""
+    against = ""
+    if layer.kv is None:
+        against = latents.against if latents.count else UNKNOWN
+    elif layer.kv.chunk is not None:
+        against = "chunks, whose beginning padding shifts"
+    one = Way("model", against) if against else Way("cache", f"asked for: attention='cache'; {COMPILED}")
+    return Ways(one, Way("model", NOT_COMPILED))
 
 
 def _of_latents(choice: Choice, device: torch.device, asked: Asked, latents: OfLatents) -> Ways:

@@ -1,0 +1,191 @@
+"""Compiled code in which the cache attends: one operator a layer, one graph for all lengths, nothing that waits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, CompileConfig, DynamicCache
+
+from kvcore.interop.transformers import KVCache, attention, compiled
+from kvcore.interop.transformers.latent import StaticMlaLayer
+from kvcore.interop.transformers.layers import StaticLayer
+from kvcore.ops import Attention
+from tests.interop.test_attention import ROWS, gemma2
+from tests.interop.test_latent_attention import doubled, expansions
+from tests.interop.test_models import generated, prompts
+from tests.support import tiny_models as models
+
+PROMPT, TOKENS = 6, 20
+OPERATORS = {"attended", "attended_latents", "stored_keys_and_values"}
+
+
+class Traced:
+    """A model compiled without being optimised, and its graphs."""
+
+    def __init__(self, model):
+        self.model, self.graphs = model, []
+        torch.compiler.reset()
+        self.run = torch.compile(model.forward, fullgraph=True, backend=self.keep, dynamic=False)
+
+    def keep(self, graph, _inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+    @property
+    def operators(self):
+        """kvcore's operators in the only graph, those for positions left out."""
+        graph, *more = self.graphs
+        assert not more
+        names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "kvcore." in str(node.target)]
+        return [name for name in names if name in OPERATORS]
+
+    def logits(self, cache, mask=None):
+        """Of a prompt that runs as it is, then of one token after the other in compiled code."""
+        ids, pieces = models.token_ids(ROWS, TOKENS), []
+        with torch.no_grad():
+            for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, TOKENS))]:
+                run = self.run if start else self.model
+                # As wide as the cache: of a mask that grows PyTorch makes a graph each.
+                seen = {} if mask is None else {"attention_mask": torch.nn.functional.pad(mask, (0, 4), value=1)}
+                pieces.append(run(ids[:, start:end], cache=cache, **seen).logits)
+        assert not compiled.NOTED
+        assert not compiled.ATTENDING
+        return torch.cat(pieces, dim=1)
+
+
+def static(model, asked="cache", **options):
+    return KVCache(model, batch=ROWS, max_length=24, static=True, attention=asked, **options)
+
+
+def own(model, mask=None):
+    with torch.no_grad():
+        return model(
+            models.token_ids(ROWS, TOKENS), attention_mask=mask, cache=DynamicCache(config=model.config)
+        ).logits
+
+
+# With sliding layers, a mask of padding is made outside of compiled code, as ``generate`` does.
+MAKES = [(models.llama, 3), (models.gemma3, 0), (models.deepseek_v3, 3)]
+
+
+@pytest.mark.parametrize(("make", "left"), MAKES)
+def test_one_graph_attends_for_every_length(make, left):
+    model, mask = make(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, :left] = 0
+    if make is models.deepseek_v3:
+        mask[0, left + 1] = 0  # latents take any mask
+    traced, cache, implementation = Traced(model), static(model), model.config._attn_implementation
+    found, wanted = traced.logits(cache, mask if left else None), own(model, mask)
+    assert torch.allclose(found[mask.bool()], wanted[mask.bool()], atol=3e-5)
+    assert traced.operators == ["attended_latents" if make is models.deepseek_v3 else "attended"] * 3
+    assert model.config._attn_implementation == implementation
+    assert cache.length == TOKENS
+    assert {choice.implementation for choice in cache.explain() if "one" in choice.verb} == {"cache"}
+
+
+@pytest.mark.parametrize("make", [models.gpt_oss, models.deepseek_v3])
+def test_generate(make):
+    model, (ids, mask) = make(), prompts("greedy")
+    traced = Traced(model)
+
+    def keep(*given):  # a method would be copied with its model
+        return traced.keep(*given)
+
+    config = CompileConfig(fullgraph=True, mode=None, backend=keep)
+    config._compile_all_devices = True  # generate compiles by itself on accelerators only
+    cache = KVCache(model, batch=len(ids), max_length=40, static=True, attention="cache")
+    assert torch.equal(generated(model, ids, mask), generated(model, ids, mask, cache, compile_config=config))
+    assert len(traced.operators) == 3
+
+
+def test_masks_with_holes():
+    """Where what a row sees is not one run its logits are NaN, and never those of other tokens."""
+    model, mask = models.llama(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, 2] = 0
+    found, wanted = Traced(model).logits(static(model), mask), own(model, mask)
+    assert found[0, PROMPT:].isnan().all()
+    assert torch.allclose(found[1], wanted[1], atol=3e-5)
+    assert torch.allclose(found[0, 3:PROMPT], wanted[0, 3:PROMPT], atol=3e-5)
+
+
+def test_what_the_cache_cannot_attend_to_is_the_models():
+    model = gemma2()
+    traced = Traced(model)
+    assert torch.allclose(traced.logits(static(model)), own(model), atol=3e-5)
+    assert traced.operators == ["stored_keys_and_values"] * 3
+
+
+def test_a_projection_of_another_kind_is_the_models():
+    model = models.deepseek_v3()
+    for module in expansions(model):
+        doubled(module)
+    traced, cache = Traced(model), static(model)
+    assert torch.allclose(traced.logits(cache), own(model), atol=3e-5)
+    assert traced.operators == ["stored_keys_and_values"] * 3
+    assert {choice.reason for choice in cache.explain() if "one" in choice.verb} == {
+        "a key and value projection that is no plain linear layer, or has hooks"
+    }
+
+
+def test_another_attention_function_is_not_handed_the_new_rows_alone():
+    model = models.llama()
+
+    def other(module, query, keys, values, _, **options):
+        return attention.model_attention(module, "sdpa")(module, query, keys, values, None, **options)
+
+    AttentionInterface.register("kvcore", other)
+    try:
+        with pytest.raises(Exception, match="another attention function"):
+            Traced(model).logits(static(model))
+    finally:
+        AttentionInterface.register("kvcore", attention.attend)
+        torch.compiler.reset()
+        compiled.NOTED.clear()
+        compiled.ATTENDING.clear()
+
+
+class Watched(TorchDispatchMode):
+    """Whoever asks for a tensor's numbers fails: on a GPU the host would wait, and a graph could not be captured."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.WAITS, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [models.llama, models.deepseek_v3])
+def test_nothing_waits_and_nothing_moves(make, monkeypatch):
+    """What is around a backend's verbs reads no number of a tensor, and the pools stay where they are."""
+    model = make()
+    traced, cache = Traced(model), static(model)
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, :3] = 0
+    traced.logits(cache, mask)
+    assert len(traced.graphs) == 1
+    places = {name: pool.data_ptr() for name, pool in cache.kv.pools.items()}
+    # On the CPU the verbs themselves look at numbers.
+    verbs, calls = type(cache.kv._state.ops), []
+
+    def attended(_, pools, layer, __, q, *___, **____):
+        calls.append({name: pools[name].data_ptr() for name in pools} == places)
+        ((_, component),) = cache.kv.spec.layers[layer].components()
+        return Attention(q.new_zeros(*q.shape[:2], component.parts[-1].format.dim), q)
+
+    monkeypatch.setattr(verbs, "attend_kv", attended)
+    monkeypatch.setattr(verbs, "attend", attended)
+    monkeypatch.setattr(verbs, "append_kv", lambda _, pools, *__, **___: pools)
+    monkeypatch.setattr(verbs, "store_entries", lambda _, pools, *__, **___: pools)
+    for kind in (StaticLayer, StaticMlaLayer):
+        run = kind.stored_and_attended
+
+        def watched(*given, run=run):
+            with Watched():
+                return run(*given)
+
+        monkeypatch.setattr(kind, "stored_and_attended", watched)
+    ids, wide = models.token_ids(ROWS, 3), torch.nn.functional.pad(mask, (0, 4), value=1)
+    with torch.no_grad():
+        for at in range(3):
+            traced.run(ids[:, at : at + 1], attention_mask=wide, cache=cache)
+    assert calls == [True] * 9
