@@ -21,16 +21,41 @@ class Fields:
         config: an object with attributes, or a mapping.
         where: what errors call it.
         names: standard name -> what this configuration calls it, if it does not use the standard one.
+        instead: fields whose values go before the configuration's.
     """
 
-    def __init__(self, config: Any, where: str = "config", names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        where: str = "config",
+        names: Mapping[str, str] | None = None,
+        instead: Mapping[str, Any] | None = None,
+    ) -> None:
         self.where = where
         self._config: Any = config
         self._names = names or {}
+        self._instead = instead or {}
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
         """The same fields, where some have names of their own."""
-        return Fields(self._config, self.where, names)
+        return Fields(self._config, self.where, names, self._instead)
+
+    def restated(self, values: Mapping[str, Any], where: str = "") -> "Fields":
+        """The same fields but for some."""
+        return Fields(self._config, where or self.where, self._names, {**self._instead, **values})
+
+    def of_layer(self, number: int) -> "Fields":
+        """The fields of one layer, where the configuration says some for it alone (``per_layer_config``)."""
+        layers = self.get("per_layer_config")
+        where = f"{self.where}.per_layer_config[{number}]"
+        if isinstance(layers, Mapping):  # a file's, by numbers as text, without what all layers have in common
+            by_number = cast("Mapping[Any, Any]", layers).items()
+            own = next((own for key, own in by_number if str(key).isdecimal() and int(key) == number), None)
+            return self.restated(cast("Mapping[str, Any]", own), where) if isinstance(own, Mapping) else self
+        if isinstance(layers, Sequence) and not isinstance(layers, str):
+            whole = cast("Sequence[Any]", layers)
+            return Fields(whole[number], where, self._names) if number < len(whole) else self
+        return self
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value as it is; ``default`` if the configuration does not have the field."""
@@ -108,9 +133,11 @@ class Fields:
         return f"{self.where}.{self._names.get(name, name)}"
 
     def _raw(self, name: str) -> Any:
-        for known in (name, self._names.get(name)):
+        for known in (self._names.get(name), name):
             if known is None:
                 continue
+            if known in self._instead:
+                return self._instead[known]
             config = self._config
             is_mapping = isinstance(config, Mapping)
             try:

@@ -6,7 +6,7 @@ Only fields are read, so any object with the same attributes will do, or a ``con
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -14,26 +14,13 @@ import msgspec
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Entries, IndexKeys
 from kvcore.spec.config_fields import Fields
-from kvcore.spec.families import CHUNK, CHUNKED, FAMILIES, FULL, KINDS, MISSING, SLIDING, WINDOW, WINDOWS, Family
+from kvcore.spec.families import FAMILIES, LATENT, MISSING
 from kvcore.spec.formats import FORMATS
+from kvcore.spec.layer_schedules import CHUNK, CHUNKED, FULL, KINDS, SLIDING, WINDOW, WINDOWS, Family
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, v4_layer
 from kvcore.spec.recurrent import Conv, State
 from kvcore.spec.recurrent_families import ATTENTION_OF, CONV, HYBRID, HYBRID_SLIDING, LINEAR, RECURRENT, kinds_of
-
-LATENT = {
-    "axk1": False,
-    "axk2": True,
-    "deepseek_v2": False,
-    "deepseek_v3": False,
-    "deepseek_v32": True,
-    "glm4_moe_lite": False,
-    "glm_moe_dsa": True,
-    "minicpm3": False,
-    "sarvam_mla": False,
-    "youtu": False,
-}
-"""Model types with latent attention (MLA), one row a token for all heads; True: with an indexer (DSA)."""
 
 V4_KINDS = {
     "sliding_attention": None,
@@ -71,19 +58,14 @@ def from_hf_config(
     fields = _decoder(config)
     kind = fields.get("model_type")
     chosen = dict(formats or {})
-    if kind == "deepseek_v4":
-        return _deepseek_v4(fields, chosen, block_tokens)
-    if isinstance(kind, str) and kind in LATENT:
-        return _latent(kind, fields, chosen, block_tokens)
-    if isinstance(kind, str) and kind in FAMILIES:
-        return _kv(kind, fields, chosen, block_tokens)
-    if isinstance(kind, str) and kind in RECURRENT:
-        return _recurrent(kind, fields, chosen, block_tokens)
+    reads = _READERS.get(kind) if isinstance(kind, str) else None
+    if reads is not None:
+        return reads(kind, fields, chosen, block_tokens)
     known = isinstance(kind, str) and kind in MISSING
     raise SpecError(
         got=f"{kind}, which needs {MISSING[kind]}" if known else kind,
         where=f"{fields.where}.model_type",
-        allowed=", ".join(["deepseek_v4", *LATENT, *FAMILIES, *RECURRENT]),
+        allowed=", ".join(_READERS),
         hint="Compose a CacheSpec from LayerSpec and components for other models.",
     )
 
@@ -97,7 +79,8 @@ def _decoder(config: Any) -> Fields:
     return whole if text is None or isinstance(text, str) else Fields(text, "config.text_config")
 
 
-def _deepseek_v4(fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+def _deepseek_v4(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+    del kind
     _check_formats(formats, V4_FORMATS)
     schedule = _schedule(fields)
     count = fields.layers()
@@ -161,27 +144,30 @@ def _rates(fields: Fields) -> dict[str, int]:
 
 def _latent(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
     """Compressed key-value latent ‖ rotary key, one entry a token; V3.2 adds its indexer's keys."""
-    has_indexer = LATENT[kind]
+    family = LATENT[kind]
     # The formats that engines use for V3.2; V2 and V3 are served in bf16.
-    defaults = {"entries": "v32_656", "index_keys": "index_fp8_132_fp32scale"} if has_indexer else {"entries": "bf16"}
+    defaults = (
+        {"entries": "v32_656", "index_keys": "index_fp8_132_fp32scale"} if family.indexed else {"entries": "bf16"}
+    )
     _check_formats(formats, defaults)
     dims = {"entries": fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")}
-    if has_indexer:
+    if family.indexed:
         dims["index_keys"] = fields.integer("index_head_dim")
     chosen = {role: formats.get(role) or _fitting(format, dims[role]) for role, format in defaults.items()}
-    layer = LayerSpec(
-        entries=Entries(dim=dims["entries"], ratio=1, format=chosen["entries"]),
-        index_keys=IndexKeys(
-            dim=dims["index_keys"],
-            ratio=1,
-            heads=fields.integer("index_n_heads"),
-            topk=fields.integer("index_topk"),
-            format=chosen["index_keys"],
-        )
-        if has_indexer
-        else None,
+    plain = LayerSpec(entries=Entries(dim=dims["entries"], ratio=1, format=chosen["entries"]))
+    count = fields.renamed(family.names).layers() * family.sublayers
+    if not family.indexed:
+        return CacheSpec(layers=(plain,) * count, block_tokens=block_tokens or 256, name=kind)
+    keys = IndexKeys(
+        dim=dims["index_keys"],
+        ratio=1,
+        heads=fields.integer("index_n_heads"),
+        topk=fields.integer("index_topk"),
+        format=chosen["index_keys"],
     )
-    layers = (layer,) * fields.layers()
+    indexed = msgspec.structs.replace(plain, index_keys=keys)
+    own = [True] * count if family.indexers is None else family.indexers(fields, count)
+    layers = tuple(indexed if has else plain for has in own)
     return CacheSpec(layers=layers, block_tokens=block_tokens or 256, name=kind)
 
 
@@ -189,6 +175,9 @@ def _kv(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | 
     """Keys and values of full, sliding or chunked attention."""
     _check_formats(formats, {"key": "", "value": ""})
     family = FAMILIES[kind]
+    _check_decoder(family, fields)
+    if family.restated is not None:
+        fields = family.restated(fields)
     kept = _attention(kind, family, fields, formats)
     kinds = _kinds(family, fields.renamed(family.names))
     count = len(kinds)
@@ -201,37 +190,60 @@ def _kv(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | 
     return CacheSpec(layers=tuple(layers), block_tokens=block_tokens or 256, name=kind)
 
 
+def _check_decoder(family: Family, fields: Fields) -> None:
+    """Refuse an encoder, and a decoder that attends to one."""
+    for name, wanted, default in family.decoder:
+        if fields.flag(name, default) != wanted:
+            raise SpecError(
+                got=not wanted,
+                where=fields.path(name),
+                allowed=f"{wanted}: keys and values of an encoder, or of its output, do not grow with tokens",
+                hint="transformers' class for causal language models says so in the configuration of its models.",
+            )
+
+
 def _attention(
     kind: str, family: Family, fields: Fields, formats: Mapping[str, str]
 ) -> Callable[[int, str], LayerSpec]:
     """(number, kind) of a layer -> its keys and values."""
     if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
         fields.fail("use_bidirectional_attention", "false: tokens that see later ones leave nothing that can be cached")
-    named = fields.renamed(family.names)
+    by_layer = fields.get("per_layer_config") is not None
 
-    def heads_of(number: int, found: str) -> tuple[int, int]:
+    def heads_of(own: Fields, found: str) -> tuple[int, int]:
         """Key heads of a layer, and their width."""
-        layers = None if family.whole is None else fields.get("per_layer_config")
-        if isinstance(layers, Sequence):
-            # A configuration of transformers says it for every layer; a file, by names of their own.
-            own = Fields(layers[number], f"{fields.where}.per_layer_config[{number}]")
-            return own.integer("num_key_value_heads"), own.integer("head_dim")
-        heads = named.integer("num_attention_heads", family.heads)
-        key_heads = named.size("num_key_value_heads", family.key_heads) or heads
-        if family.whole is None or found != FULL:
-            return key_heads, named.size("head_dim", family.head_dim) or _quotient(named, heads)
+        heads = own.integer("num_attention_heads", family.heads)
+        if callable(family.key_heads):
+            key_heads = family.key_heads(own, heads)
+        else:
+            key_heads = own.size("num_key_value_heads", family.key_heads) or heads
+        key_heads *= family.sliding_heads if found == SLIDING else 1
+        if by_layer or family.whole is None or found != FULL:
+            return key_heads, head_dim_of(own, heads)
         names, wide = family.whole.names, None
         if fields.flag("attention_k_eq_v", False):
             wide = fields.size(names["num_key_value_heads"], None)
         return wide or key_heads, fields.integer(names["head_dim"], family.whole.head_dim)
 
+    def head_dim_of(own: Fields, heads: int) -> int:
+        default = family.head_dim
+        said = own.size("head_dim", None if callable(default) else default)
+        return said or (default(own) if callable(default) else _quotient(own, heads, family.rounds))
+
+    def window_of(own: Fields) -> int:
+        if family.window is not None:
+            return family.window(own)
+        return own.integer("sliding_window", WINDOWS.get(kind, WINDOW))
+
     def kept(number: int, found: str) -> LayerSpec:
-        key_heads, head_dim = heads_of(number, found)
-        window = named.integer("sliding_window", WINDOWS.get(kind, WINDOW)) if found == SLIDING else None
-        chunk = named.integer("attention_chunk_size", CHUNK) if found == CHUNKED else None
+        own = fields.of_layer(number).renamed(family.names)
+        key_heads, head_dim = heads_of(own, found)
+        window = window_of(own) if found == SLIDING else None
+        chunk = own.integer("attention_chunk_size", CHUNK) if found == CHUNKED else None
         component = KV(
             key_heads=key_heads,
             key_dim=head_dim,
+            value_dim=None if family.value_dim is None else own.integer("v_head_dim", family.value_dim),
             storage="paged" if window is None and chunk is None else "ring",
             window=window,
             chunk=chunk,
@@ -290,16 +302,16 @@ def _kinds(family: Family, fields: Fields) -> list[str]:
     count = fields.layers()
     types = fields.names_of("layer_types", KINDS)
     if types is None:
-        return family.schedule(fields, count)
+        types = family.schedule(fields, count)
     if len(types) < count:
         raise SpecError(got=f"{len(types)} layers", where=fields.path("layer_types"), allowed=f"{count} or more")
-    return types[:count]
+    return types[:count] if family.runs is None else family.runs(fields, types[:count])
 
 
-def _quotient(fields: Fields, heads: int) -> int:
+def _quotient(fields: Fields, heads: int, rounds: bool) -> int:
     """Width of a head that has none of its own."""
     width = fields.integer("hidden_size")
-    if width % heads:
+    if width % heads and not rounds:
         raise SpecError(
             got=width,
             where=fields.path("hidden_size"),
@@ -322,3 +334,12 @@ def _fitting(format: str, dim: int) -> str:
 def _block_tokens(ratios: list[int]) -> int:
     step = math.lcm(*ratios) if ratios else 1
     return -(-256 // step) * step
+
+
+_READERS: dict[str, Callable[[str, Fields, dict[str, str], int | None], CacheSpec]] = {
+    "deepseek_v4": _deepseek_v4,
+    **dict.fromkeys(LATENT, _latent),
+    **dict.fromkeys(FAMILIES, _kv),
+    **dict.fromkeys(RECURRENT, _recurrent),
+}
+"""Model type -> what reads its configuration."""

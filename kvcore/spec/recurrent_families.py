@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcore.spec.config_fields import Fields
-from kvcore.spec.families import FULL, SLIDING, Family, Schedule, full, said
+from kvcore.spec.layer_schedules import FULL, SLIDING, Family, Schedule, full, said
 
 LINEAR, CONV, HYBRID, HYBRID_SLIDING = "linear_attention", "conv", "hybrid", "hybrid_sliding"
 NOTHING = ("moe", "mlp")
@@ -85,8 +85,9 @@ def kimi_delta(fields: Fields) -> Carried:
 
 
 def bailing_delta(fields: Fields) -> Carried:
-    """The same under the names of attention."""
-    heads, dim = fields.integer("num_attention_heads", 32), fields.integer("head_dim", 128)
+    """The same under the names of attention; once a configuration is read, ``head_dim`` is the rotary part's width."""
+    heads, dim = fields.integer("num_attention_heads", 32), fields.size("linear_head_dim", None)
+    dim = dim or fields.integer("head_dim", 128)
     return Carried((heads, dim, dim), 3 * heads * dim, fields.integer("short_conv_kernel_size", 4))
 
 
@@ -159,6 +160,32 @@ def jamba_layers(fields: Fields, count: int) -> list[str]:
     """One layer of every period attends."""
     period, offset = fields.integer("attn_layer_period", 8), fields.integer("attn_layer_offset", 4, least=0)
     return [FULL if layer % period == offset else LINEAR for layer in range(count)]
+
+
+def zamba_layers(fields: Fields, count: int) -> list[str]:
+    """The third layer attends as well, and from the fourth on one of every period."""
+    period, offset = fields.integer("attn_layer_period", 6), fields.integer("attn_layer_offset", 4, least=0)
+    later = [HYBRID if layer % period == offset else LINEAR for layer in range(max(count - 3, 0))]
+    return [LINEAR, LINEAR, HYBRID, *later][:count]
+
+
+def zamba_state(fields: Fields) -> Carried:
+    """Zamba: Mamba's channels in groups; nothing but x goes through the convolution."""
+    channels, heads = (
+        fields.integer("mamba_expand", 2) * fields.integer("hidden_size"),
+        fields.integer("n_mamba_heads", 2),
+    )
+    state = heads, channels // heads, fields.integer("mamba_d_state", 16)
+    return Carried(state, channels, fields.integer("mamba_d_conv", 4))
+
+
+def zamba_head(heads: int) -> Callable[[Fields], int]:
+    """Zamba: the shared block attends to what is twice as wide as a layer."""
+
+    def head_dim(fields: Fields) -> int:
+        return 2 * fields.integer("hidden_size") // fields.integer("num_attention_heads", heads)
+
+    return head_dim
 
 
 def bamba_layers(fields: Fields, count: int) -> list[str]:
@@ -288,6 +315,14 @@ RECURRENT: dict[str, Recurrent] = {
         carried=_QWEN,
         attention=Family(schedule=full, heads=16, key_heads=2, head_dim=256),
     ),
+    "zamba": Recurrent(
+        schedule=zamba_layers,
+        carried=zamba_state,
+        types="layers_block_type",
+        attention=Family(
+            schedule=full, heads=16, key_heads=16, head_dim=zamba_head(16), names={"head_dim": "attention_head_dim"}
+        ),
+    ),
     "zamba2": Recurrent(
         schedule=said,
         carried=mamba2(
@@ -299,7 +334,7 @@ RECURRENT: dict[str, Recurrent] = {
             defaults=(8, 0, 1, 64),
         ),
         types="layers_block_type",
-        attention=Family(schedule=full, heads=32, names={"head_dim": "attention_head_dim"}),
+        attention=Family(schedule=full, heads=32, head_dim=zamba_head(32), names={"head_dim": "attention_head_dim"}),
     ),
 }
 """Model types with recurrent layers."""

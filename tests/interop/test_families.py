@@ -1,16 +1,20 @@
 """Every causal model type of transformers: a spec of the layers that its own cache would have, or what is missing."""
 
+import json
 from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks import families, family_models
 from kvcore.errors import SpecError
+from kvcore.interop.transformers import KVCache
 from kvcore.spec import CacheSpec, LayerSpec, from_hf_config
-from kvcore.spec.families import FAMILIES, MISSING
-from kvcore.spec.hf_config import LATENT
+from kvcore.spec.families import FAMILIES, LATENT, MISSING
 from kvcore.spec.recurrent_families import RECURRENT
 
 KNOWN = {*FAMILIES, *LATENT, *RECURRENT, *MISSING, "deepseek_v4"}
@@ -64,6 +68,10 @@ def test_a_spec_or_what_is_missing(letter: str) -> None:
             assert text.model_type in KNOWN or spec.where != "config.model_type", kind
             continue
         kinds, options = get_layer_types_and_kwargs(text)
+        if (
+            kind == "dory"
+        ):  # its model appends layers to its cache, one for every run but the first of those in the middle
+            kinds, options = kinds + kinds[16:36], options + options[16:36]
         assert [shown(layer) for layer in spec.layers] == [SEEN[found] for found in kinds], kind
         for layer, option in zip(spec.layers, options, strict=True):
             if layer.kv is not None:
@@ -200,3 +208,109 @@ def test_what_a_file_lacks(config: dict[str, Any], where: str) -> None:
     with pytest.raises(SpecError) as caught:
         from_hf_config(config)
     assert caught.value.where.startswith(where)
+
+
+def test_key_heads_that_follow_from_other_fields() -> None:
+    """GPT-BigCode, Falcon and DBRX: what the classes of transformers make of it."""
+
+    def heads(**fields: Any) -> int:
+        kv = from_hf_config({"num_hidden_layers": 1, "hidden_size": 64, **fields}).layers[0].kv
+        assert kv is not None
+        return kv.key_heads
+
+    for kind, name in (("gpt_bigcode", "n_head"), ("falcon", "num_attention_heads")):
+        assert heads(model_type=kind, **{name: 8}) == 1
+        assert heads(model_type=kind, multi_query=False, **{name: 8}) == 8
+    assert heads(model_type="falcon", num_attention_heads=8, num_kv_heads=2, multi_query=False) == 2
+    assert heads(model_type="falcon", num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True) == 8
+    assert heads(model_type="dbrx", n_layers=1, n_heads=8, d_model=64, attn_config={"kv_n_heads": 4}) == 4
+
+
+def test_values_of_another_width_and_more_heads_in_sliding_layers() -> None:
+    file = {"model_type": "mimo_v2_flash", "num_hidden_layers": 6, "sliding_window_size": 128}
+    kept = [layer.kv for layer in from_hf_config(file).layers]
+    assert [kv and (kv.key_heads, kv.key_dim, kv.value_dim, kv.window) for kv in kept] == [
+        (4, 192, 128, None),
+        *[(8, 192, 128, 129)] * 4,
+        (4, 192, 128, None),
+    ]  # fmt: skip
+
+
+def test_layers_that_take_what_another_layers_indexer_picked() -> None:
+    """They keep no keys of an indexer; a configuration and the file that it writes say the same."""
+    config = CONFIG_MAPPING["glm_moe_dsa"](num_hidden_layers=7, index_topk_freq=3)
+    spec = from_hf_config(config)
+    kinds = ["full" if layer.index_keys is not None else "shared" for layer in spec.layers]
+    assert kinds == config.indexer_types == ["full", "full", "shared", "shared", "full", "shared", "shared"]
+    file = {name: value for name, value in config.to_dict().items() if name != "indexer_types"}
+    assert from_hf_config(file | {"index_topk_freq": 3}) == spec
+    assert from_hf_config(file | {"index_topk_pattern": "FFSSFSS"}) == spec
+
+
+@pytest.mark.parametrize(
+    "kind", ["bailing_hybrid", "gemma4_text", "dory", "longcat_flash", "zamba", "zamba2", "hrm_text"]
+)
+def test_a_saved_configuration_gives_the_spec_of_the_object(kind: str) -> None:
+    """What its class rewrites, or says by layer, is read as it is meant: the rotary part's width is not a head's."""
+    config = CONFIG_MAPPING[kind]()
+    spec = from_hf_config(config)
+    for whole in (True, False):
+        assert from_hf_config(json.loads(config.to_json_string(use_diff=not whole))) == spec
+    if kind == "bailing_hybrid":
+        assert spec.layers[0].state is not None
+        assert spec.layers[0].state.key_dim == config.linear_head_dim != config.head_dim
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64}, "config.is_decoder"),
+        ({"model_type": "bart", "num_hidden_layers": 2, "d_model": 64}, "config.is_encoder_decoder"),
+        ({"model_type": "bart", "num_hidden_layers": 2, "is_encoder_decoder": False}, "config.decoder_layers"),
+        ({"model_type": "bert", "is_decoder": True, "add_cross_attention": True}, "config.add_cross_attention"),
+    ],
+)
+def test_encoders_are_no_decoders(config: dict[str, Any], where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        from_hf_config(config)
+    assert caught.value.where == where
+
+
+def test_models_that_no_cache_or_no_fixed_shapes_serve() -> None:
+    """A model whose masks are cut by how many keys there are would give other tokens, silently."""
+    for kind, options, match in (("gpt_neo", {"static": True}, "static=True"), ("mpt", {}, "every token again")):
+        model = family_models.make(kind)
+        with pytest.raises(SpecError, match=match):
+            KVCache(model, batch=1, max_length=16, **options)
+
+
+def test_a_layer_counts_what_it_has_stored_of_a_forward() -> None:
+    model = family_models.make("llama")
+    for cache in (KVCache(model, batch=1, max_length=16), DynamicCache(config=model.config)):
+        rows = torch.ones(1, 2, 3, 8)
+        cache.update(rows, rows, 0)
+        assert [cache.get_seq_length(layer) for layer in (0, 1)] == [3, 0]
+
+
+SAMPLE = {"gpt_bigcode": ("greedy", "beams"), "zamba": ("left-padded", "quantised"), "hy_v4": ("chat", "quantised")}
+
+
+def test_a_sample_of_the_table() -> None:
+    """Way by way, beside the model's own cache."""
+    for kind, ways in SAMPLE.items():
+        found = families.row(kind, {name: families.WAYS[name] for name in ways})
+        assert found["spec"] == families.WORKS
+        assert [way["found"] for way in found["ways"].values()] == [families.WORKS] * len(ways), found
+
+
+def test_a_cache_of_other_rows_is_noticed() -> None:
+    """What compares tokens notices a cache that hands out others."""
+
+    class Forgetful(KVCache):
+        def update(self, keys: Any, values: Any, layer: int, *args: Any, **options: Any) -> Any:
+            return super().update(keys * 0 if layer == 1 else keys, values, layer, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(families, "KVCache", Forgetful)
+        found = families.row("llama", {"greedy": families.greedy})
+    assert found["ways"]["greedy"]["found"] == families.OTHER

@@ -13,7 +13,7 @@ from tests.support.rows_by_hand import update
 
 
 def falcon():
-    """A model type that ``from_hf_config`` refuses."""
+    """A model of a type that ``from_hf_config`` does not know."""
     config = FalconConfig(
         vocab_size=models.VOCABULARY,
         hidden_size=32,
@@ -23,7 +23,9 @@ def falcon():
         max_position_embeddings=64,
         multi_query=False,
     )
-    return models.varied(AutoModelForCausalLM.from_config(config), torch.float32)
+    model = models.varied(AutoModelForCausalLM.from_config(config), torch.float32)
+    model.config.model_type = "falcon_of_ours"
+    return model
 
 
 def of(count=3, **fields):

@@ -238,13 +238,14 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """The same, whichever layer is asked, recurrent ones too; 0 of a layer that the model does not have.
 
-        While it is compiled, with ``static``, a tensor: compiled code is for every length.
+        A layer that has stored its tokens of a forward under way counts them. While it is compiled, with ``static``, a
+        tensor: compiled code is for every length.
         """
         if layer_idx >= len(self.layers):
             return 0
         if self.static and torch.compiler.is_compiling():
             return stored_tokens(self.number, self.device)
-        return self.length
+        return self.length + (self._shape[1] if layer_idx in self._begun else 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the first query: ``get_seq_length``."""

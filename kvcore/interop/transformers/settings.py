@@ -100,6 +100,7 @@ def settings_of(
         )
     if model.dtype not in DTYPES:
         raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
+    _check_served(model, static=static)
     batch, beams = (check_count(SpecError, *given, 1) for given in (("batch", batch), ("beams", beams)))
     if spec is None:
         spec = _derived(model, formats, block_tokens, storage, static, beams)
@@ -129,6 +130,25 @@ def settings_of(
         hooks=None if against else hooks_of(decoder_module(model)),
         expanding=() if against else expanding(decoder_module(model)),
     )
+
+
+UNSERVED = {"mpt": "generate hands over every token again at each step, to whichever cache it is given"}
+"""Model type -> why no cache gives its tokens in transformers 5.24."""
+
+
+def _check_served(model: Any, *, static: bool) -> None:
+    """Refuse a model that does not use what it is given as caches are used."""
+    kind = getattr(model.config, "model_type", None)
+    if kind in UNSERVED:
+        raise SpecError(got=f"{kind}: {UNSERVED[kind]}", where="model.config.model_type", allowed="other models")
+    # The class's own word, which transformers asks for before it compiles: some cut masks by how many keys they see.
+    if static and not getattr(model, "_can_compile_fullgraph", True):
+        raise SpecError(
+            got="static=True",
+            where="KVCache",
+            allowed=f"a model that is for fixed shapes: {type(model).__name__} says that it is not",
+            hint="Leave static out; the cache then grows with the tokens, as the model's own does.",
+        )
 
 
 def _derived(
