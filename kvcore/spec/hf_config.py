@@ -223,7 +223,8 @@ def _attention(
         names, wide = family.whole.names, None
         if fields.flag("attention_k_eq_v", False):
             wide = fields.size(names["num_key_value_heads"], None)
-        return wide or key_heads, fields.integer(names["head_dim"], family.whole.head_dim)
+        default = family.whole.head_dim
+        return wide or key_heads, fields.integer(names["head_dim"], None if callable(default) else default)
 
     def head_dim_of(own: Fields, heads: int) -> int:
         default = family.head_dim
