@@ -538,9 +538,46 @@ class LayerHandle:
         Raises:
             StepError: the layer has no state, its new one is written already, or a request's length has none.
         """
+        self._check_state("read_state")
+        return self._ops.read_state(self._context.pools, self._layer, self._index)
+
+    def lend_state(self) -> Array:
+        """What ``read_state`` gives, where it lies if that can be: for reading alone, and only until the write.
+
+        The pool's own memory on backends that work in place, in a plain format, where the requests lie in slots that
+        follow each other, have tokens, and their states are in the same row of the ring, as they always are without
+        drafts. Else it is gathered. Raises as ``read_state``.
+
+        Example:
+            >>> from kvcore.spec import State
+            >>> import numpy as np
+            >>> cache, step = cache_of(kvcore.spec.LayerSpec(state=State(heads=2, key_dim=3)))
+            >>> with step:
+            ...     step.layer(0).write_state(np.ones((1, 2, 3), np.float32))
+            >>> with cache.step({cache.requests[0]: 0}) as step:
+            ...     np.shares_memory(step.layer(0).lend_state(), cache.pools["0.state.page"])
+            True
+        """
+        self._check_state("lend_state")
+        rows, (region,) = self._context.rows, self._plan.regions["state"]
+        lend = getattr(self._ops, "lend_state", None)
+        if lend is not None and rows and len(rows) == self._index.slots.shape[0]:
+            first, ring = rows[0], region.rows
+            place = (first.start - 1) % ring
+            if all(
+                row.start and row.slot == first.slot + number and (row.start - 1) % ring == place
+                for number, row in enumerate(rows)
+            ):
+                lent = lend(self._context.pools, self._layer, first.slot, len(rows), place)
+                if lent is not None:
+                    return lent
+        return self._ops.read_state(self._context.pools, self._layer, self._index)
+
+    def _check_state(self, verb: str) -> None:
+        """Refuse to read a state that is written already, or that belongs to no length."""
         self._component("state", State)
         if "state" in self._writes.own:
-            raise StepError(got="read_state after the write", where=self._where, allowed="read_state, then write_state")
+            raise StepError(got=f"{verb} after the write", where=self._where, allowed=f"{verb}, then write_state")
         if self._context.stateless:
             request = self._context.stateless[0]
             raise StepError(
@@ -549,7 +586,6 @@ class LayerHandle:
                 allowed="a request whose last step wrote this layer's state",
                 hint="Truncate it to a length that main layers were stepped to.",
             )
-        return self._ops.read_state(self._context.pools, self._layer, self._index)
 
     def write_state(self, states: Given) -> None:
         """Store the state after each request's last token: [Q, heads, key_dim, value_dim], fp32 or bf16.

@@ -84,6 +84,35 @@ def test_what_a_prompt_did_not_write_is_nan_in_the_pools(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["packed", "by_head"])
+def test_states_are_lent_where_they_lie(backend, layout):
+    """In slots that follow each other, at one row of their rings; else, and of nobody's tokens, they are gathered."""
+    cache = recurrent.create(backend, layout=layout)
+    requests = [cache.admit() for _ in range(3)]
+    tokens = {request: [7 * number, 8, 9, 1] for number, request in enumerate(requests)}
+    recurrent.advance(cache, {request: ([], some) for request, some in tokens.items()})
+
+    def lent(*asked):
+        with cache.step(dict.fromkeys(asked, 0)) as step:
+            found, wanted = step.layer(0).lend_state(), step.layer(0).read_state()
+            assert kvcore.to_numpy(found).tolist() == kvcore.to_numpy(wanted).tolist()
+            assert found.shape == wanted.shape
+            pool = next(pool for name, pool in cache.pools.items() if name.startswith("0.state"))
+            return np.shares_memory(np.asarray(found), np.asarray(pool))
+
+    assert lent(*requests) == lent(*requests[1:]) == (layout == "packed")
+    assert not lent(*requests[::-1])
+    recurrent.advance(cache, {requests[2]: (tokens[requests[2]], [3])})
+    assert not lent(*requests)
+    assert not lent(cache.admit())
+    with cache.step({requests[0]: 1}) as step:
+        step.layer(0).write_state(np.zeros((1, 2, 3, 4), np.float32))
+        with pytest.raises(StepError, match="lend_state after the write"):
+            step.layer(0).lend_state()
+        step.abort()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_digest_depends_on_the_tokens_alone(backend):
     digests = set()
     for pieces, every in (([7], False), ([7], True), ([1] * 7, False), ([3, 4], True), ([2, 5], False)):

@@ -50,6 +50,21 @@ def read_state(layer: LayerPlan, pools: Pools, index: StepIndex) -> np.ndarray:
     return found.reshape(len(index.slots), *layer.component("state").shape)
 
 
+def lend_state(layer: LayerPlan, pools: Pools, slot: int, count: int, row: int) -> np.ndarray | None:
+    """Row ``row`` of the rings of ``count`` slots from ``slot`` on as the pool's memory; None: only as a copy."""
+    (region,) = layer.regions["state"]
+    if not region.format.is_plain or (region.heads > 1 and region.steps[1] != 1):
+        return None
+    (field,) = region.unit.places
+    if field.split or field.stride != field.nbytes:
+        return None
+    size = region.heads * field.nbytes
+    start = field.base + row * size
+    pool = pools[region.buffers[field.buffer][0]]
+    lent = pool[slot : slot + count, start : start + size].view(DTYPES[region.format.value_code])
+    return lent.reshape(count, *layer.component("state").shape)
+
+
 def append_conv(layer: LayerPlan, pools: Pools, index: StepIndex, rows: np.ndarray) -> Pools:
     """Store the step's inputs [T, channels]; only each ring's last ones are written."""
     (region,) = layer.regions["conv"]

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvcore.backends.torch_triton import encoding
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.ops import StepIndex
@@ -53,6 +54,20 @@ def read_state(layer: Layer, pools: Pools, index: StepIndex) -> torch.Tensor:
     (region,) = layer.regions["state"]
     found = _before(pools, region, index, 1)
     return found.reshape(len(index.slots), *layer.component("state").shape)
+
+
+def lend_state(layer: Layer, pools: Pools, slot: int, count: int, row: int) -> torch.Tensor | None:
+    """Row ``row`` of the rings of ``count`` slots from ``slot`` on as the pool's memory; None: only as a copy."""
+    (region,) = layer.regions["state"]
+    if not region.format.is_plain or (region.heads > 1 and region.steps[1] != 1):
+        return None
+    (field,) = region.unit.places
+    pool, dtype = pools[region.buffers[field.buffer][0]], encoding.DTYPES[region.format.value_code]
+    size, start = region.heads * field.nbytes, field.base + row * region.heads * field.stride
+    whole = all(number % dtype.itemsize == 0 for number in (pool.stride(0), pool.storage_offset(), start))
+    if field.split or field.stride != field.nbytes or not whole:
+        return None
+    return pool[slot : slot + count, start : start + size].view(dtype).unflatten(1, layer.component("state").shape)
 
 
 def append_conv(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tensor) -> Pools:
