@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcore.cache.cache import Cache
 from kvcore.errors import SpecError
-from kvcore.portable.rows import owned, read_rows, write_rows
+from kvcore.portable.rows import owned
 from kvcore.step import StepRequest
 from kvcore.store.pages import BlockPages
 from kvcore.store.store import About, BlockStore
@@ -44,11 +44,9 @@ class Blocks:
         if not new:
             return
         row = self._row([blocks[number] for number in new])
-        read = self.cache.exclusive(
-            "save", lambda state: read_rows(state.ops, state.pools, row, row.start), in_step=True
-        )
+        read = self.cache.exclusive("save", lambda state: self._pages.read(state.ops, state.pools, row), in_step=True)
         for place, number in enumerate(new):
-            self.store.put(keys[number], self._pages.page(read, place), about[number] if about else None)
+            self.store.put(keys[number], read[place], about[number] if about else None)
 
     def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Fill blocks with the pages of their keys, as far as those verify.
@@ -63,10 +61,10 @@ class Blocks:
                 break
             pages.append(page)
         if pages:
-            row, content = self._row(blocks[: len(pages)]), self._pages.rows(pages)
+            row = self._row(blocks[: len(pages)])
 
             def write(state: Any) -> None:
-                state.pools = write_rows(state.ops, state.pools, row, content)
+                state.pools = self._pages.write(state.ops, state.pools, row, pages)
 
             self.cache.exclusive("load", write, in_step=True)
         return list(blocks[len(pages) :])

@@ -18,7 +18,7 @@ from kvcore.counts import check_count
 from kvcore.errors import RequestError, ShapeError, SpecError
 from kvcore.plan import row_bytes
 from kvcore.portable.record import RequestRecord
-from kvcore.portable.rows import Content, HostRows, owned, read_rows
+from kvcore.portable.rows import Content, HostRows, owned, read_rows, write_rows
 from kvcore.requests.manager import Request
 from kvcore.requests.prefix import chain, point_key, seed_of
 from kvcore.requests.tokens import check_salt, token_ids
@@ -58,7 +58,7 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
 
     form, rings, block = BlockPages(spec), _rings(spec), spec.block_tokens
 
-    def read(held: Any) -> tuple[list[bytes], list[int], Content, dict[bytes, Content]]:
+    def read(held: Any) -> tuple[list[bytes], list[int], list[Any], dict[bytes, Content]]:
         held.manager.check(request)
         held.check_whole(request, "store.save")
         if request.converted:
@@ -73,10 +73,8 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
             raise ShapeError(got=f"{len(ids)} ids", where="store.save: tokens", allowed=f"{row.length}, the request's")
         keys = keys_of(spec, ids[: row.length], salt)
         new = [number for number, key in enumerate(keys) if not store.has(key)]
-        content: Content = {}
-        if new:
-            some = StepRequest(row.slot, len(new) * block, 0, tuple(row.blocks[number] for number in new), 0)
-            content = read_rows(state.ops, state.pools, some, some.start, growth="block")
+        some = StepRequest(row.slot, len(new) * block, 0, tuple(row.blocks[number] for number in new), 0)
+        pages = form.read(state.ops, state.pools, some) if new else []
         states: dict[bytes, Content] = {}
         for length, kept in held.kept_states(request):
             if rings and _aligned(spec, length):
@@ -85,12 +83,12 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
             key = point_key(keys[-1], [], salt)
             if not store.has(key):
                 states[key] = read_rows(state.ops, state.pools, row, row.length, growth="slot")
-        return keys, new, content, states
+        return keys, new, pages, states
 
-    keys, new, content, states = cache.exclusive("store.save", read)
+    keys, new, pages, states = cache.exclusive("store.save", read)
     for place, number in enumerate(new):
         about = About(keys[number - 1] if number else None, ids[number * block : (number + 1) * block], block)
-        store.put(keys[number], form.page(content, place), about)
+        store.put(keys[number], pages[place], about)
     for key, kept in states.items():
         if not store.has(key):
             store.put(key, b"".join(kept[one].rows.tobytes() for one in rings))
@@ -154,14 +152,20 @@ def load(
     else:
         return None
     length = count * spec.block_tokens
-    content = {**form.rows(pages[:count]), **_state(rings, held, length)}
-    state = cache._state
+    state, pages = cache._state, pages[:count]
+    rows = _state(rings, held, length)
     left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
-    if not far:
-        return cache.exclusive("store.load", lambda held: held.restore(left, content, into, salt=salt))
-    behind = _left_behind(spec, content, length)
-    near = {key: rows for key, rows in content.items() if key[1] != "entries" or key[0] not in behind.rows}
-    return cache.exclusive("store.load", lambda held: held.restore(left, near, salt=salt, shares=False, far=behind))
+    behind, layers = None, {key for key in form.keys if far and _is_selected(spec, key)}
+    if far:
+        behind = _left_behind(spec, form.rows(pages, set(form.keys) - layers), length)
+
+    def write(ops: Any, pools: Any, row: StepRequest) -> Any:
+        return write_rows(ops, form.write(ops, pools, row, pages, layers), row, rows)
+
+    shares = False if far else None
+    return cache.exclusive(
+        "store.load", lambda held: held.restore(left, write, into, salt=salt, shares=shares, far=behind)
+    )
 
 
 def bring(cache: Cache, request: Request, most: int | None = None) -> int:
@@ -182,13 +186,15 @@ def bring(cache: Cache, request: Request, most: int | None = None) -> int:
     return cache.exclusive("store.bring", lambda held: far_rows.bring(held, request, most))
 
 
+def _is_selected(spec: CacheSpec, key: Key) -> bool:
+    """Whether an indexer selects a component's rows."""
+    return key[1] == "entries" and spec.all_layers[key[0]].index_keys is not None
+
+
 def _left_behind(spec: CacheSpec, content: Content, length: int) -> Far:
     """The entries that an indexer selects."""
-    rows: dict[int, Any] = {}
-    ratios: dict[int, int] = {}
-    for layer, role, component in owned(spec):
-        if role == "entries" and spec.all_layers[layer].index_keys is not None:
-            rows[layer], ratios[layer] = content[layer, role].rows, component.tokens_per_row
+    rows = {layer: held.rows for (layer, _), held in content.items()}
+    ratios = {layer: one.tokens_per_row for layer, role, one in owned(spec) if (layer, role) in content}
     return Far(rows, {layer: np.zeros(len(held), bool) for layer, held in rows.items()}, ratios, length)
 
 

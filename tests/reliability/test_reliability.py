@@ -13,7 +13,19 @@ from kvcore.portable.rows import HostRows
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.manager import Manager
 from kvcore.testing.operations import shrink
-from tests.reliability import command, corruption, crash, fuzz, hybrid, isolation, merge, mutate, replay, threads
+from tests.reliability import (
+    command,
+    corruption,
+    crash,
+    fuzz,
+    hybrid,
+    isolation,
+    merge,
+    mutate,
+    one_bit,
+    replay,
+    threads,
+)
 
 
 def test_r1_r6_random_lives_equal_the_model():
@@ -33,6 +45,15 @@ def test_r13_hybrids_equal_the_model_and_every_wrong_state_is_noticed():
     assert min(record["counts"]["noticed"].values()) > 5
     assert set(record["counts"]["noticed"]) == set(hybrid.FAULTS)
     assert set(record["counts"]["happened"]) == set(hybrid.WEIGHTS)
+
+
+def test_r14_one_bit_is_found_wherever_it_lies(monkeypatch):
+    assert one_bit.run(pages=400, seed=3)["missed"] == dict.fromkeys(one_bit.PLACES, 0)
+    monkeypatch.setattr("kvcore.store.seal.hmac.compare_digest", lambda *_: True)
+    monkeypatch.setattr("kvcore.portable.importer.damaged", lambda *_: [])
+    monkeypatch.setattr("kvcore.portable.snapshot.damaged", lambda *_: [])
+    missed = one_bit.run(pages=400, seed=3)["missed"]
+    assert [name for name, count in missed.items() if count > 1] == ["file", "host tier", "on its way"]
 
 
 def assert_told_short(record, capsys, longest):

@@ -60,13 +60,14 @@ def test_what_is_saved_is_found_by_another_cache(spec, store):
 
 
 @pytest.mark.parametrize("spec", [CLASSIC, V4], ids=["classic", "v4"])
-def test_what_is_there_is_not_read_again(spec, store, monkeypatch):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_there_is_not_read_again(spec, store, monkeypatch, at_once):
     cache, size = cache_of(spec), spec.block_tokens
     request = told(cache, 2 * size)
     stores.save(store, cache, request, TOKENS)
     store.remove(stores.keys_of(spec, TOKENS)[0])
     stories.tell(cache, {request: TOKENS[2 * size : 3 * size]})
-    read, rows = [], cache.ops.gather_rows
+    read, rows, strips = [], cache._state.ops.gather_rows, cache._state.ops.move_strips
     steps = {(layer, role): component.tokens_per_row for layer, role, component in spec.components()}
 
     def gather(pools, layer, role, index, *rest, **options):
@@ -75,13 +76,23 @@ def test_what_is_there_is_not_read_again(spec, store, monkeypatch):
             read.append(kvcore.to_numpy(found.positions).size * steps[layer, role])
         return found
 
+    def move(pools, pages, *rest, **options):
+        done = at_once and strips(pools, pages, *rest, **options)
+        read.extend([spec.block_tokens * len(pages)] * done)
+        return done
+
     monkeypatch.setattr(cache._state.ops, "gather_rows", gather, raising=False)
+    monkeypatch.setattr(cache._state.ops, "move_strips", move, raising=False)
     stores.save(store, cache, request, TOKENS)
     assert set(read) == {2 * size}
+    assert (len(read) == 1) == at_once
     read.clear()
     assert stores.save(store, cache, request, TOKENS) == 3 * size
     assert not read
     other = cache_of(spec)
+    monkeypatch.setattr("kvcore.store.pages.AT_ONCE", 1)
+    assert other.digest([stores.load(store, other, TOKENS)]) == cache.digest([request])
+    monkeypatch.setattr(other._state.ops, "move_strips", lambda *_, **__: False, raising=False)
     assert other.digest([stores.load(store, other, TOKENS)]) == cache.digest([request])
 
 

@@ -504,7 +504,21 @@ TABLE = {
         ),
     ],
     "store/pages.py": [
-        ("            first += rows * size\n", "", "all components get the first one's rows"),
+        (
+            "            first += rows * size\n        return tuple(found)",
+            "        return tuple(found)",
+            "all are the first one's rows",
+        ),
+        (
+            "            first += rows * size\n        return content",
+            "        return content",
+            "all get the first one's rows",
+        ),
+        (
+            "np.array(row.blocks[first : first + step], np.int32)\n            if not ops.move_strips(pools, held",
+            "np.array(row.blocks[:step], np.int32)[: len(some)]\n            if not ops.move_strips(pools, held",
+            "pages beyond the first ones are written over those",
+        ),
         ("rows[number * rows : (number + 1) * rows]", "rows[:rows]", "every page is the first block's"),
     ],
     "store/requests.py": [
