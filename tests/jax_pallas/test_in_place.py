@@ -15,12 +15,13 @@ import pytest
 import kvcore
 from kvcore.interop.jax import read_first
 from kvcore.ops import RawRows, StepIndex
-from kvcore.spec import KV, CacheSpec, LayerSpec
+from kvcore.spec import KV, CacheSpec, Conv, LayerSpec, State
 from tests.jax_pallas import whole_step
 from tests.jax_pallas.view_kinds import copied
 
 TOKENS, CLOSED = 5, 2
 LATENT = whole_step.CSA_HCA.layers[0]
+DELTA = LayerSpec(state=State(heads=2, key_dim=8, value_dim=4), conv=Conv(dim=12, width=4))
 CLASSIC = LayerSpec(kv=KV(key_heads=2, key_dim=32, key_format="int8_row", storage="ring", window=24))
 
 Case = Callable[[Any, StepIndex], Any]
@@ -103,7 +104,16 @@ def cases(ops: Any) -> dict[str, tuple[LayerSpec, Case]]:
             bound("attend_kv", floats(TOKENS, 4, 32), k, k, columns=27), append_kv
         ),
     }
+    states = floats(TOKENS, 2, 8, 4)
+    read, write = bound("read_state"), bound("write_state", floats(3, 2, 8, 4), newest=2)
+    recurrent = {
+        "state before the next": before(read, write),
+        "states of all tokens": before(read, bound("append_state", states)),
+        "the state of what is taken": before(read, bound("select_state", states, jnp.ones(3, jnp.int32))),
+        "inputs of a convolution": before(bound("gather_conv"), bound("append_conv", floats(TOKENS, 12))),
+    }
     return {
+        **{name: (DELTA, case) for name, case in recurrent.items()},
         **{name: (LATENT, case) for name, case in latent.items()},
         **{name: (CLASSIC, case) for name, case in classic.items()},
     }

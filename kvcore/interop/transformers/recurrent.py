@@ -24,7 +24,11 @@ from kvcore.spec import Conv, LayerSpec
 
 
 class HandedOut:
-    """A tensor that a model may write into, and whether it did."""
+    """A tensor that a model may write into, and whether it did.
+
+    torch counts what is written in place, and says so in ``_version`` alone: there is no public counter. Without it
+    every state would be copied and compared in every step, as is done where a tensor counts nothing.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
