@@ -24,8 +24,8 @@ def calls(monkeypatch):
     return found
 
 
-def attended(backend, steps, *, sink=None, spoilt=None):
-    """out and lse of every step {request: new tokens}; ``spoilt``: a row of the last one that is NaN."""
+def attended(backend, steps, *, sink=None, spoilt=None, by=np.nan):
+    """out and lse of every step {request: new tokens}; ``spoilt``: a row of the last one that is not finite."""
     random = np.random.default_rng(0)
     cache = kvcore.create_cache(SPEC, backend=backend, max_requests=3, max_tokens=96, device="cpu")
     requests, found = {}, []
@@ -37,7 +37,8 @@ def attended(backend, steps, *, sink=None, spoilt=None):
         tokens = sum(step.values())
         rows, q = (random.standard_normal(shape, np.float32) for shape in ((tokens, DIM), (tokens, HEADS, DIM)))
         if spoilt is not None and number == len(steps) - 1:
-            rows[spoilt] = np.nan
+            # Queries' logits of it are minus infinity where it is not NaN: nothing but the value shows.
+            rows[spoilt, 0], q[..., 0] = by, -1
         with cache.step({requests[name]: count for name, count in step.items()}) as handle:
             layer = handle.layer(0)
             layer.store_entries(cache.asarray(rows))
@@ -66,11 +67,12 @@ def test_the_reference_is_met(kind, sink, calls):
     assert len(calls) == fused
 
 
+@pytest.mark.parametrize("by", [np.nan, np.inf])
 @pytest.mark.parametrize("spoilt", [1, 2])
-def test_a_row_that_is_not_finite_stays_with_those_who_see_it(spoilt):
+def test_a_row_that_is_not_finite_stays_with_those_who_see_it(spoilt, by):
     steps = [{"a": 4}, {"a": 3}]
-    wanted, got = (attended(backend, steps, spoilt=spoilt) for backend in ("reference", "torch_triton"))
+    wanted, got = (attended(backend, steps, spoilt=spoilt, by=by) for backend in ("reference", "torch_triton"))
     for one, other in zip(wanted, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-6, atol=2e-6)
     assert np.isfinite(got[-2][:spoilt]).all()
-    assert np.isnan(got[-2][spoilt:]).all()
+    assert np.isnan(got[-2][spoilt:, :, 0]).all()
