@@ -74,16 +74,18 @@ def attend(
 
     def chunk(request, position, q, selected=None):
         logits_of = q.astype(jnp.float32)[:, None] * factor
-        state = no_keys(q.shape[0], q.shape[1], dim)
+        state, found = no_keys(q.shape[0], q.shape[1], dim), []
         if window is not None:
-            keys, valid = read(layer, pools, index, "window", request, _in_window(window, position), own)
+            found.append(read(layer, pools, index, "window", request, _in_window(window, position), own))
+        count = None if entries is None else jnp.where(request >= 0, place.divided(position + 1, entries.ratio), 0)
+        if count is not None and selected is not None:
+            found.append(read(layer, pools, index, "entries", request, _existing(selected, count)))
+        if found:
+            # All at once: every sum of its own is compiled, and run, by itself.
+            keys, valid = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
             state = softmax_sum(state, logits_of, keys, keys, valid)
-        if entries is None:
+        if count is None or selected is not None:
             return state
-        count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
-        if selected is not None:
-            keys, valid = read(layer, pools, index, "entries", request, _existing(selected, count))
-            return softmax_sum(state, logits_of, keys, keys, valid)
 
         def some(round, state):
             numbers = round * size + jnp.arange(size, dtype=jnp.int32)[None]
@@ -91,7 +93,7 @@ def attend(
             keys, valid = read(layer, pools, index, "entries", request, numbers)
             return softmax_sum(state, logits_of, keys, keys, valid)
 
-        return lax.fori_loop(0, -(-jnp.max(count, initial=0) // size), some, state)
+        return lax.fori_loop(0, place.divided(jnp.max(count, initial=0) + size - 1, size), some, state)
 
     size = 0 if entries is None else _round_of(layer.regions["entries"][0], index, pools)
     columns = (window.window if window is not None else 0) + (size if selected is None else selected.shape[1])
@@ -123,7 +125,7 @@ def _sources(layer, index, selected):
     if window is not None:
         numbers["window"] = _in_window(window, position)
     if entries is not None:
-        count = jnp.where(request >= 0, (position + 1) // entries.ratio, 0)
+        count = jnp.where(request >= 0, place.divided(position + 1, entries.ratio), 0)
         if selected is None:
             columns = index.block_table.shape[1] * layer.regions["entries"][0].rows
             selected = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[None], (len(request), columns))

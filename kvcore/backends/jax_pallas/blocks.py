@@ -152,10 +152,10 @@ def _stored(source: Source, slots, table, q, seen: Seen, state: Softmax) -> Soft
         blocks = max(1, min(table.shape[1], most // region.rows))
         count = blocks * region.rows
         table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % blocks)), constant_values=-1)
-        bounds = least // count, -(-most_seen // count)
+        bounds = place.divided(least, count), place.divided(most_seen + count - 1, count)
     else:
         blocks, count = 1, min(region.rows, most)
-        bounds = 0, -(-jnp.minimum(most_seen, region.rows) // count)
+        bounds = 0, place.divided(jnp.minimum(most_seen, region.rows) + count - 1, count)
 
     def piece(number: Array, state: Softmax) -> Softmax:
         begin = number * count
@@ -169,7 +169,11 @@ def _stored(source: Source, slots, table, q, seen: Seen, state: Softmax) -> Soft
             held = row + jnp.arange(count, dtype=jnp.int32)[None]
             newest = seen.stop[:, None] - 1
             # The newest position of every row; one that would be below 0 was never stored.
-            rows = jnp.where((held >= begin) & (slots[:, None] >= 0), newest - (newest - held) % region.rows, -1)
+            rows = jnp.where(
+                (held >= begin) & (slots[:, None] >= 0),
+                newest - place.rest(newest - held + region.rows, region.rows),
+                -1,
+            )
         rows = jnp.where(rows < seen.stop[:, None], rows, -1)
         valid = (rows[:, None] >= seen.first[:, :, None]) & (rows[:, None] <= seen.last[:, :, None])
         valid &= rows[:, None] >= 0
@@ -194,7 +198,7 @@ def _read(pools: Held, region: Region, unit: Array, row: Array, count: int, scal
         heads = head_step * jnp.arange(shape[2], dtype=jnp.int32)
         # Rows are read from one to the next: where the last one's next would lie beyond the unit, from a bit before.
         lead = max(0, run.base + region.places * region.heads * run.stride - dict(region.unit.buffers)[run.buffer])
-        first = (run.base - lead + (row * row_step + heads) * run.stride) // size
+        first = place.divided(run.base - lead + (row * row_step + heads) * run.stride, size)
         held = jnp.maximum(unit, 0)[:, :, None]
         where = jnp.stack([jnp.broadcast_to(each, shape) for each in (held, first)], axis=-1)
         numbers = lax.GatherDimensionNumbers(offset_dims=(3,), collapsed_slice_dims=(0,), start_index_map=(0, 1))

@@ -37,8 +37,8 @@ def store_role(layer: Layer, pools: Held, index: StepIndex, values: Array, *, ro
 def closed(layer: Layer, index: StepIndex, *, count: int, role: str = "entries") -> Closed:
     """The first ``count`` entries that the step completes, in storing order; -1 where there are fewer."""
     ratio = layer.component(role).ratio
-    before = index.starts // ratio
-    new = index.lengths // ratio - before
+    before = place.divided(index.starts, ratio)
+    new = place.divided(index.lengths, ratio) - before
     ends = jnp.cumsum(new)
     row = jnp.arange(count, dtype=jnp.int32)
     request = jnp.sum(row[:, None] >= ends[None], axis=1, dtype=jnp.int32)
@@ -53,7 +53,7 @@ def gather_entries(layer: Layer, pools: Held, index: StepIndex, indices: Array) 
     triton = verbs(pools.kernels)
     if triton and triton.covers(region):
         return SelectedEntries(*triton.gather_entries(pools, region, index, indices, layer.component("entries").ratio))
-    count = place.of(index.lengths, index.request_index) // layer.component("entries").ratio
+    count = place.of(place.divided(index.lengths, layer.component("entries").ratio), index.request_index)
     valid = (indices >= 0) & (indices < count[:, None])
     request = jnp.broadcast_to(index.request_index[:, None], indices.shape)
     values = place.read_values(pools, region, index, request, jnp.where(valid, indices, -1))[:, :, 0]
@@ -70,7 +70,7 @@ def gather_all_entries(
     if triton and triton.covers(region):
         scale = layer.global_scale(role)
         return AllEntries(*triton.gather_all(pools, region, index, component.ratio, columns, scale))
-    counts = index.lengths // component.ratio
+    counts = place.divided(index.lengths, component.ratio)
     entry = place.numbered((jnp.zeros_like(counts), counts), columns)
     requests, scale = place.requests_like(entry), layer.global_scale(role)
     values = place.read_values(pools, region, index, requests, entry, global_scale=scale)[:, :, 0]

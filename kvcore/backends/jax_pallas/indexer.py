@@ -78,7 +78,7 @@ def _rotated(q, component):
 
 def _count(request, position, component):
     """[T] index keys that each token sees."""
-    return jnp.where(request >= 0, (position + 1) // component.ratio, 0)
+    return jnp.where(request >= 0, place.divided(position + 1, component.ratio), 0)
 
 
 def _visible(scores, request, position, component):

@@ -77,8 +77,9 @@ def from_batch(index: StepIndex, batch: Array) -> Array:
     if not batch.shape[0] * batch.shape[1]:
         return jnp.zeros((len(request), *batch.shape[2:]), batch.dtype)
     column = jnp.clip(index.positions - place.of(index.starts, request), 0, batch.shape[1] - 1)
-    rows = batch[jnp.maximum(request, 0), column]
-    return jnp.where(jnp.expand_dims(request >= 0, tuple(range(1, rows.ndim))), rows, jnp.zeros_like(rows))
+    request = jnp.maximum(request, 0)
+    rows = batch[request, column] if batch.shape[1] > 1 else batch[:, 0][request]
+    return jnp.where(jnp.expand_dims(index.request_index >= 0, tuple(range(1, rows.ndim))), rows, jnp.zeros_like(rows))
 
 
 def to_batch(index: StepIndex, rows: Array, width: int) -> Array:

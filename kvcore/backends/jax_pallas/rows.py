@@ -6,6 +6,7 @@ reads of it are zeros and writes to it are dropped. JAX by itself would wrap -1 
 """
 
 import math
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,10 +32,20 @@ def locate(region: Region, index: StepIndex, request: Array, number: Array) -> t
     if region.growth == "slot":
         unit = of(index.slots, request)
     else:
-        column = number // region.rows
+        column = divided(number, region.rows)
         exists &= column < index.block_table.shape[1]
         unit = of(index.block_table, request, jnp.where(exists, column, 0))
-    return jnp.where(exists, unit, -1), number % region.rows
+    return jnp.where(exists, unit, -1), rest(number, region.rows)
+
+
+def divided(number: Array, by: int) -> Array:
+    """``number // by`` of integers of 0 or more: one operation of XLA, where that is nine, all of them compiled."""
+    return number if by == 1 else lax.div(number, jnp.asarray(by, number.dtype))
+
+
+def rest(number: Array, by: int) -> Array:
+    """``number % by`` likewise."""
+    return jnp.zeros_like(number) if by == 1 else lax.rem(number, jnp.asarray(by, number.dtype))
 
 
 class Held(dict):
@@ -55,21 +66,23 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
         return tiles.load(pools, region, unit, row)
     pieces = []
     end = 0
+    # Told once for all runs: a gather that finds out by itself what lies outside is three more kernels for each.
+    exists, unit = unit >= 0, jnp.maximum(unit, 0)
     for run in runs(region):
         pool = pools[region.buffers[run.buffer][0]]
-        size = pool.dtype.itemsize
-        where, width = _places(region, run, unit, row, size)
+        flat, where, width = _places(region, run, pool, unit, row)
+        axes = tuple(range(where.shape[-1]))
         numbers = lax.GatherDimensionNumbers(
-            offset_dims=(where.ndim - 1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+            offset_dims=(where.ndim - 1,), collapsed_slice_dims=(0,), start_index_map=axes
         )
-        flat = pool.reshape(pool.shape[0], -1)
-        stored = lax.gather(flat, where, numbers, (1, width), mode=OUTSIDE, fill_value=0)
+        stored = lax.gather(flat, where, numbers, (1, width), mode="clip")
         stored = to_bytes(stored).reshape(*unit.shape, region.heads, run.nbytes)
         pieces.append(jnp.zeros((*unit.shape, region.heads, run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
     pieces.append(jnp.zeros((*unit.shape, region.heads, region.format.row - end), jnp.uint8))
-    return jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
+    found = jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
+    return jnp.where(exists[..., None, None], found, jnp.uint8(0))
 
 
 def load_in_order(pools: Held, region: Region, requests: int):
@@ -100,15 +113,15 @@ def store(pools: Held, region: Region, unit: Array, row: Array, rows: Array) -> 
         return tiles.store(pools, region, unit, row, rows)
     for run in runs(region):
         name = region.buffers[run.buffer][0]
-        pool = pools[name]
+        pool = flat = pools[name]
         stored = rows[..., run.first : run.first + run.nbytes]
         stored = split_bytes(stored) if run.split else stored
-        flat = pool.reshape(pool.shape[0], -1)
         for copy in range(region.copies):
-            where, width = _places(region, run, unit, row + copy * region.rows, pool.dtype.itemsize)
+            flat, where, width = _places(region, run, flat.reshape(pool.shape), unit, row + copy * region.rows)
             values = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
+            axes = tuple(range(where.shape[-1]))
             numbers = lax.ScatterDimensionNumbers(
-                update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+                update_window_dims=(where.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=axes
             )
             flat = lax.scatter(flat, where, values, numbers, mode=OUTSIDE)
         pools = pools.replace(name, flat.reshape(pool.shape))
@@ -240,11 +253,20 @@ def requests_like(numbers):
     return jnp.broadcast_to(jnp.arange(len(numbers), dtype=jnp.int32)[:, None], numbers.shape)
 
 
-def _places(region: Region, run: Run, unit, row, size: int):
-    """(unit, first element) of every piece of a run as indices [..., 2], and the elements of a piece.
+def _places(region: Region, run: Run, pool: Array, unit, row):
+    """(the pool as pieces, where those of a run are, elements of a piece); a unit of -1 is before all pieces.
 
-    Heads that lie side by side are one piece, others one each: [..., heads, 2].
+    The pool is [pieces, elements] where each lies at a multiple of its size, with indices [..., 1]; else
+    [units, elements] with indices [..., 2] of (unit, first element). Heads that lie side by side are one piece, others
+    one each: [..., heads, 2].
     """
+    size, units = pool.dtype.itemsize, pool.shape[0]
+    pieces = _pieces(region, run, pool.size // units * size) if units else None
+    if pieces is not None and units * pieces[0] < 2**31:
+        per_unit, first, width = pieces
+        # One number a piece needs no array of pairs, which XLA would compile and fill by itself.
+        where = (unit * per_unit + first + row)[..., None]
+        return pool.reshape(units * per_unit, width // size), where, width // size
     row_step, head_step = region.steps
     row = row * row_step
     width = run.nbytes
@@ -254,4 +276,16 @@ def _places(region: Region, run: Run, unit, row, size: int):
         heads = head_step * jnp.arange(region.heads, dtype=jnp.int32)
         row = row[..., None] + heads.reshape((1,) * row.ndim + (-1,))
         unit = jnp.broadcast_to(unit[..., None], row.shape)
-    return jnp.stack([unit, (run.base + row * run.stride) // size], axis=-1), width // size
+    where = jnp.stack([unit, divided(run.base + row * run.stride, size)], axis=-1)
+    return pool.reshape(units, -1), where, width // size
+
+
+@cache
+def _pieces(region: Region, run: Run, nbytes: int) -> tuple[int, int, int] | None:
+    """(pieces of a unit of ``nbytes``, the first row's number, a piece's bytes) of a run of pieces of one size, or None."""
+    row_step, head_step = region.steps
+    width = run.nbytes * region.heads
+    together = run.stride == run.nbytes and not run.split and head_step == 1 and row_step == region.heads
+    if not together or run.base % width or nbytes % width:
+        return None
+    return nbytes // width, run.base // width, width

@@ -11,8 +11,11 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from kvcore.backends.jax_pallas.gradients import constant
+from kvcore.backends.jax_pallas.tail import frequencies_of
 from kvcore.counts import check_count
-from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, SpecError, StepError
+from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, StepError
+from kvcore.interop.jax import view_compressed
+from kvcore.interop.jax.view_kinds import VERBS, held_by
 from kvcore.interop.jax.view_steps import (
     Answer,
     Asked,
@@ -23,7 +26,7 @@ from kvcore.interop.jax.view_steps import (
     attend_kv,
     attend_latents,
 )
-from kvcore.ops.arguments import FLOATS, check_array, check_float
+from kvcore.ops.arguments import FLOATS, check_array, check_float, check_number, check_rope, check_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
     from kvcore.interop.jax.view_kinds import Kind
-    from kvcore.spec import KV, Entries, LayerSpec
+    from kvcore.spec import Component, LayerSpec, Rope
 
 
 class Appended(NamedTuple):
@@ -77,6 +80,40 @@ class Attended(NamedTuple):
     view: LayerView
 
 
+class Recalled(NamedTuple):
+    """What a recurrent layer's step goes on from.
+
+    Attributes:
+        inputs: [B, width - 1 + S, channels] of a convolution: those before the step, oldest first, zeros before the
+            first column, then the step's own; None without one.
+        states: [B, heads, key dim, value dim], or without the last axis; zeros before the first token; None without.
+        starts: [B] columns before the step.
+        view: the layer with the new inputs and lengths; a layer with states goes on with what ``store`` returns.
+    """
+
+    inputs: Float[Array, "batch columns channels"] | None
+    states: Float[Array, "batch heads ..."] | None
+    starts: Int[Array, " batch"]
+    view: LayerView
+
+    def store(self, states: Float[Array, "batch heads ..."] | None = None) -> LayerView:
+        """The layer with the states after each sequence's last new token; none where it has no state.
+
+        Raises:
+            ShapeError: states of another shape, missing ones, or those of a layer without; or, wherever JAX
+                differentiates, states that a gradient is asked of.
+        """
+        component = self.view.kind.layer.state
+        if (states is None) != (component is None):
+            allowed = "None: the layer has no state" if component is None else f"[B, {component.shape}]"
+            raise ShapeError(got=type(states).__name__, where="store: states", allowed=allowed)
+        if states is None or component is None:
+            return self.view
+        shape = self.view.kind.batch, *component.shape
+        states = constant("store: states", check_float(self.view.kind.ops, states, "store: states", shape))
+        return _store(self.view, self.starts, states)
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pools", "lengths", "starts", "floors", "number"],
@@ -109,9 +146,9 @@ class LayerView:
         self.number = number
 
     @property
-    def component(self) -> KV | Entries:
-        """The layer's keys and values, or its latent rows."""
-        return component_of(self.kind.layer, "layer")
+    def component(self) -> Component:
+        """The layer's keys and values, its latent rows, its window, or its state: the first that it has."""
+        return next(component for _, component in self.kind.layer.components())
 
     @property
     def is_empty(self) -> bool:
@@ -143,9 +180,7 @@ class LayerView:
             OutOfBlocks: no room; nothing is stored. Inside ``jit`` what has no room is dropped: see ``overflowed``.
             StepError: a latent layer, which has ``append_latents``.
         """
-        kv = self.kind.layer.kv
-        if kv is None:
-            raise StepError(got="append", where=repr(self), allowed="append_latents")
+        kv = self._holds("kv", "append").layer.kv
         rows = [(part.heads, part.format.dim) for part in kv.parts]
         given = self._given("append", {"keys": keys, "values": values}, rows)
         (keys, values), mask, positions, view = _append(self, given, self._count("append", given[0].shape[1], new))
@@ -201,9 +236,7 @@ class LayerView:
             OutOfBlocks: as ``append``.
             StepError: a latent layer, which has ``attend_latents``.
         """
-        kv = self.kind.layer.kv
-        if kv is None:
-            raise StepError(got="attend", where=repr(self), allowed="attend_latents")
+        kv = self._holds("kv", "attend").layer.kv
         rows = [(part.heads, part.format.dim) for part in kv.parts]
         given = self._given("attend", {"keys": keys, "values": values}, rows)
         groups = [part.heads for part in kv.parts]
@@ -245,11 +278,130 @@ class LayerView:
         asked = self._asked("attend_latents", query, columns, dim, [1], sink, scale, value_dim)
         return Attended(*_attend(self, given, self._count("attend_latents", columns, new), asked))
 
+    def attend_compressed(
+        self,
+        query: Float[Array, "batch new heads dim"],
+        rows: Float[Array, "batch new dim"],
+        tail: tuple[Array, Array] | None = None,
+        index_tail: tuple[Array, Array] | None = None,
+        index: tuple[Array, Array] | None = None,
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+        *,
+        sink: Float[Array, " heads"] | None = None,
+        scale: float | Array | None = None,
+        rope: Rope | Array | None = None,
+        norm_weight: Array | None = None,
+        index_norm_weight: Array | None = None,
+        eps: float = 1e-6,
+    ) -> Attended:
+        """Store a window's rows, compress what closes of the tails, and attend: a layer of DeepSeek-V4.
+
+        What a step of handles does with ``append``, ``flush``, ``index_select`` and ``attend``: a layer of a window
+        alone attends to that, one with a tail also to all of its entries, and one with an indexer to those that it
+        selects, as many as the spec says (``topk``).
+
+        Args:
+            query: fp32 or bf16, rotated already.
+            rows: of the window, rotated already.
+            tail: (kv, score), [B, S, width] each: raw compressor rows, of layers that have a tail.
+            index_tail: likewise of the indexer's.
+            index: (query [B, S, index heads, index dim], weights [B, S, index heads]) of the indexer.
+            new: as for ``append``.
+            sink: as for ``attend``, and so is ``scale``.
+            rope: turns entries and index keys at their positions, and the last channels of out back by the query's: a
+                Rope, or fp32 inverse frequencies; None: nothing is turned.
+            norm_weight: [dim] of the entries' norm; None: none. ``index_norm_weight`` likewise; ``eps`` is of both.
+
+        Raises:
+            ShapeError: as ``append``; arrays that the layer needs or has no use for; a query that a gradient is asked
+                of.
+            OutOfBlocks: as ``append``.
+            StepError: another kind of layer; the error names its verb.
+        """
+        layer, verb = self._holds("compressed", "attend_compressed").layer, "attend_compressed"
+        window, given, shapes = layer.window, {"query": query, "rows": rows}, {}
+        dim = window.dim  # type: ignore[union-attr]
+        shapes.update(query=(None, dim), rows=(dim,))
+        pairs = {"tail": ("kv", "score"), "index_tail": ("index_kv", "index_score")}
+        pairs["index"] = "index_query", "index_weights"
+        for name, pair in {"tail": tail, "index_tail": index_tail, "index": index}.items():
+            component: Any = layer.index_keys if name == "index" else getattr(layer, name)
+            if (pair is None) != (component is None):
+                allowed = f"None: the layer has no {name}" if component is None else "a pair of arrays"
+                raise ShapeError(got=type(pair).__name__, where=f"{verb}: {name}", allowed=allowed)
+            if pair is None:
+                continue
+            given.update(zip(pairs[name], pair, strict=True))
+            rows_of = [(component.heads, component.dim), (component.heads,)] if name == "index" else []
+            shapes.update(zip(pairs[name], rows_of or [(component.width,)] * 2, strict=True))
+        arrays = dict(zip(given, self._given(verb, given, tuple(shapes.values())), strict=True))
+        arrays["query"] = constant(f"{verb}: query", arrays["query"], "Gradients are for views of keys and values.")
+        ops, heads = self.kind.ops, arrays["query"].shape[2]
+        weights: dict[str, Any] = {
+            "sink": None if sink is None else check_float(ops, sink, f"{verb}: sink", (heads,)).astype(jnp.float32),
+            "rope": frequencies_of(check_rope(ops, rope, f"{verb}: rope", dim)),
+        }
+        for name, weight, role in (
+            ("norm_weight", norm_weight, "entries"),
+            ("index_norm_weight", index_norm_weight, "index_keys"),
+        ):
+            size = None if weight is None else getattr(getattr(layer, role), "dim", 0)
+            weights[name] = None if weight is None else check_weight(ops, weight, f"{verb}: {name}", size)
+        options = {"eps": check_number(eps, f"{verb}: eps")}
+        if isinstance(scale, jax.Array):
+            weights["scale"] = scale.astype(jnp.float32)
+        elif scale is not None:
+            options["scale"] = check_number(scale, f"{verb}: scale")
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        count = self._count(verb, arrays["query"].shape[1], new)
+        return Attended(*_attend_compressed(self, arrays, weights, count, tuple(sorted(options.items()))))
+
+    def recall(
+        self,
+        inputs: Float[Array, "batch new channels"] | None = None,
+        new: Int[Array, " batch"] | Sequence[int] | None = None,
+    ) -> Recalled:
+        """What a recurrent layer's step goes on from: a convolution's last inputs, stored anew, and the states.
+
+        ``view = view.recall(inputs).store(states)`` is a whole step: a layer that has a state goes on with what
+        ``store`` returns.
+
+        Args:
+            inputs: [B, S, channels] of the convolution, fp32 or bf16; None where the layer has none.
+            new: as for ``append``; a layer without a convolution needs it, since nothing else says how many.
+
+        Raises:
+            ShapeError: as ``append``; inputs that the layer needs or has no use for.
+            OutOfBlocks: as ``append``.
+            StepError: another kind of layer; the error names its verb.
+        """
+        conv = self._holds("recurrent", "recall").layer.conv
+        if (inputs is None) != (conv is None):
+            allowed = "None: the layer has no convolution" if conv is None else f"shape [B, S, {conv.channels}]"
+            raise ShapeError(got=type(inputs).__name__, where="recall: inputs", allowed=allowed)
+        if inputs is None or conv is None:
+            if new is None:
+                raise ShapeError(got="no new", where="recall: new", allowed="[B] tokens of each sequence")
+            count, columns = self._count("recall", self.kind.length, new), 1
+        else:
+            (inputs,) = self._given("recall: inputs", {"inputs": inputs}, [(conv.channels,)])
+            inputs = constant("recall: inputs", inputs)
+            columns = inputs.shape[1]
+            count = self._count("recall", columns, new)
+        found, states, view = _recall(self, inputs, count, columns)
+        return Recalled(found, states, self.lengths, view)
+
+    def _holds(self, wanted: str, verb: str) -> Kind:
+        """The view's kind, if it is one that has the verb."""
+        held = self.kind.holds
+        if held != wanted:
+            alike = [name for name in VERBS[held] if name.startswith(verb.partition("_")[0])]
+            raise StepError(got=verb, where=repr(self), allowed=", ".join(alike or VERBS[held]))
+        return self.kind
+
     def _latents(self, verb: str, rows: Any, index_keys: Any) -> tuple[Array, ...]:
         """Latent rows, and index keys where the layer has them."""
-        roles = self.kind.latent_roles
-        if not roles:
-            raise StepError(got=verb, where=repr(self), allowed=verb.removesuffix("_latents"))
+        roles = self._holds("latents", verb).latent_roles
         given = {"rows": rows} if index_keys is None else {"rows": rows, "index_keys": index_keys}
         if len(given) != len(roles):
             allowed = "rows and index_keys" if len(roles) == 2 else "rows alone: the layer has no indexer"
@@ -316,7 +468,8 @@ class LayerView:
         if kv is None:
             formats = [(role, component.parts[0].format) for role, component in kind.layer.components()]
             rows = ", ".join(f"{role} {format.dim} {format.name}" for role, format in formats)
-            return f"LayerView({kind.batch} sequences of {kind.length}, latent, {rows})"
+            held = kind.holds.removesuffix("s")
+            return f"LayerView({kind.batch} sequences of {kind.length}, {held}, {rows})"
         reach = f"window {kv.window}" if kv.window else f"chunk {kv.chunk}" if kv.chunk else "full"
         sizes = f"{kv.key_heads} × {kv.key_dim} {kv.key_format}"
         return f"LayerView({kind.batch} sequences of {kind.length}, {reach}, {kv.storage}, keys {sizes})"
@@ -339,14 +492,15 @@ def check_range(where: str, given: jax.Array, most: int) -> None:
         raise ShapeError(got=f"{least} to {largest}", where=where, allowed=f"0 to {most}")
 
 
-def first_columns(where: str, starts: Any, batch: int, max_length: int) -> jax.Array:
+def first_columns(where: str, starts: Any, batch: int, max_length: int, layers: Sequence[LayerSpec]) -> jax.Array:
     """[B] int32 first column that is a token, 0 unless given; a range is looked at where it is known: not in ``jit``.
 
     Raises:
-        ShapeError: another shape, or a column that is not 0 to ``max_length``.
+        ShapeError: another shape, a column that is not 0 to ``max_length``, or any where a layer compresses.
     """
     if starts is None:
         return jnp.zeros(batch, jnp.int32)
+    check_unpadded(where, [held_by(layer, where) for layer in dict.fromkeys(layers)])
     first = jnp.asarray(starts, jnp.int32)
     if first.shape != (batch,):
         raise ShapeError(got=list(first.shape), where=where, allowed=f"shape {[batch]}")
@@ -355,12 +509,33 @@ def first_columns(where: str, starts: Any, batch: int, max_length: int) -> jax.A
     return first
 
 
+def check_unpadded(where: str, held: Sequence[str]) -> None:
+    """Whether sequences may begin with padding.
+
+    Raises:
+        ShapeError: one of the layers compresses: its windows are counted from column 0.
+    """
+    if "compressed" in held:
+        hint = "Pad on the right: new=[B] says how many tokens each sequence has."
+        raise ShapeError(got="left padding", where=where, allowed="none where a layer compresses", hint=hint)
+
+
 def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
     """Whether a view's sequences may be so long [B], where that is known: not inside ``jit``.
 
     Raises:
-        ShapeError: below 0, or beyond what was written. RollbackError: a ring no longer holds what is needed.
+        ShapeError: below 0, or beyond what was written. RollbackError: a ring no longer holds what is needed; or a
+            layer that compresses or has a state is to go back, inside ``jit`` too.
     """
+    if not view.kind.goes_back:
+        known = not isinstance(lengths, Tracer) and not isinstance(view.lengths, Tracer)
+        if not known or bool(((lengths < view.lengths) & (lengths != 0)).any()):
+            raise RollbackError(
+                got="a shorter length" if known else "lengths inside jit",
+                where=where,
+                allowed=f"the present length, or 0: {repr(view)} keeps no rows that closed, and no states of before",
+                hint="Keep the views of before, which hold them.",
+            )
     if isinstance(lengths, Tracer) or isinstance(view.lengths, Tracer):
         return
     beyond = int((lengths - view.lengths).max())
@@ -372,7 +547,7 @@ def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
     if view.floors is None:
         return
     # Where the next query has nothing before it, nothing is needed.
-    needed = component_of(view.kind.layer, where).first_visible(lengths, view.starts, jnp.maximum)
+    needed = view.component.first_visible(lengths, view.starts, jnp.maximum)
     lost = jnp.minimum(view.floors, lengths) - needed
     if int(jnp.where(lengths < view.lengths, lost, 0).max()) > 0:
         back = int((view.lengths - lengths).max())
@@ -382,26 +557,6 @@ def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
             allowed=f"a length that needs no row that a ring of {view.kind.ring_rows} no longer holds",
             hint="Keep the views of before, which hold them, or append those columns anew.",
         )
-
-
-def component_of(layer: LayerSpec, where: str) -> KV | Entries:
-    """Keys and values, or latent rows.
-
-    Raises:
-        SpecError: a layer that has more than views hold.
-    """
-    if layer.kv is not None and layer.roles == ("kv",):
-        return layer.kv
-    latents, others = layer.entries, set(layer.roles) - {"entries", "index_keys"}
-    plain = all(part.tokens_per_row == 1 and part.shared_from is None for _, part in layer.components())
-    if latents is None or others or not plain:
-        raise SpecError(
-            got=", ".join(layer.roles) or "no component",
-            where=where,
-            allowed="kv alone, or entries of one token each (MLA), with index keys or without",
-            hint="kvcore.create_cache(spec, backend='jax_pallas') has every layer; its ops run inside jit.",
-        )
-    return latents
 
 
 @jax.jit
@@ -445,3 +600,55 @@ def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, ask
         arrays = view.lengths, view.starts, view.floors, count, asked.query, asked.scale, asked.sink, *given
         found = run(view.pools, *arrays)
     return found._replace(state=view.replace(**found.state._asdict()))
+
+
+@partial(jax.jit, static_argnums=4)
+def _attend_compressed(view: LayerView, streams: Any, weights: Any, count: jax.Array, options: Any) -> Answer:
+    """A step of a layer that compresses, of every shard."""
+    kind = view.kind
+    each, everywhere = kind.partition("requests"), PartitionSpec()
+
+    def local(pools: Any, lengths: Any, starts: Any, count: Any, streams: Any, weights: Any) -> Answer:
+        state = State(pools, lengths, starts, None, view.number)
+        return view_compressed.attend_compressed(kind.local, state, streams, weights, count, dict(options))
+
+    outs = Answer(each, each, State(kind.pools, each, each, None))  # type: ignore[arg-type]
+    run = kind.on_shards(local, (kind.pools, each, each, each, each, everywhere), outs)
+    with jax.named_scope("kvcore.LayerView.attend_compressed"):
+        found = run(view.pools, view.lengths, view.starts, count, streams, weights)
+    return found._replace(state=view.replace(**found.state._asdict()))
+
+
+@partial(jax.jit, static_argnums=3)
+def _recall(view: LayerView, inputs: Any, count: jax.Array, columns: int) -> Any:
+    """A recurrent layer's inputs, states and view, of every shard."""
+    kind = view.kind
+    each = kind.partition("requests")
+
+    def local(pools: Any, lengths: Any, starts: Any, count: Any, inputs: Any) -> Any:
+        return view_compressed.recall(
+            kind.local, State(pools, lengths, starts, None, view.number), inputs, count, columns
+        )
+
+    outs = each, each, State(kind.pools, each, each, None)  # type: ignore[arg-type]
+    run = kind.on_shards(local, (kind.pools, each, each, each, each), outs)
+    with jax.named_scope("kvcore.LayerView.recall"):
+        found, states, state = run(view.pools, view.lengths, view.starts, count, inputs)
+    return found, states, view.replace(**state._asdict())
+
+
+@jax.jit
+def _store(view: LayerView, before: jax.Array, states: jax.Array) -> LayerView:
+    """The view with states, of every shard."""
+    kind = view.kind
+    each = kind.partition("requests")
+
+    def local(pools: Any, lengths: Any, starts: Any, before: Any, states: Any) -> Any:
+        return view_compressed.store_states(
+            kind.local, State(pools, lengths, starts, None, view.number), before, states
+        )
+
+    outs = State(kind.pools, each, each, None)  # type: ignore[arg-type]
+    run = kind.on_shards(local, (kind.pools, each, each, each, each), outs)
+    with jax.named_scope("kvcore.LayerView.store"):
+        return view.replace(**run(view.pools, view.lengths, view.starts, before, states)._asdict())

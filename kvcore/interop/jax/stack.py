@@ -15,8 +15,8 @@ from jax import lax
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SpecError
-from kvcore.interop.jax.layer_view import LayerView, component_of, first_columns, numbers
-from kvcore.interop.jax.view_kinds import Kind
+from kvcore.interop.jax.layer_view import LayerView, first_columns, numbers
+from kvcore.interop.jax.view_kinds import Kind, held_by
 
 if TYPE_CHECKING:
     from kvcore.spec import CacheSpec
@@ -87,9 +87,9 @@ def init_stack(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
         hint = "Make a stack of each, or scan over groups that repeat, with one stack for each of a group's layers."
         raise SpecError(got=got, where="init_stack: spec", allowed="layers of one kind", hint=hint)
     (layer,) = kinds
-    component_of(layer, spec.path(0))
+    held_by(layer, spec.path(0))
     kind = Kind(layer, batch, max_length, spec.block_tokens, layers=len(spec.layers))
-    first = first_columns("init_stack: starts", starts, batch, max_length)
+    first = first_columns("init_stack: starts", starts, batch, max_length, spec.layers)
     shape = len(spec.layers), batch
     own = {"lengths": jnp.zeros(shape, jnp.int32), "starts": jnp.tile(first[None], (shape[0], 1))}
     if kind.ring_rows is not None:

@@ -13,12 +13,54 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kvcore.errors import SpecError
 from kvcore.interop.jax.heads import divides, layer_with_heads
 from kvcore.interop.jax.rules import Rules
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
 from kvcore.spec import CacheSpec, LayerSpec
+
+HELD: dict[str, tuple[tuple[str, ...], ...]] = {
+    "kv": (("kv",),),
+    "latents": (("entries",), ("entries", "index_keys")),
+    "compressed": (
+        ("window",),
+        ("window", "tail", "entries"),
+        ("window", "tail", "entries", "index_tail", "index_keys"),
+    ),
+    "recurrent": (("state",), ("conv",), ("state", "conv")),
+}
+"""What views hold -> the roles that such a layer may have."""
+
+VERBS = {
+    "kv": ("append", "attend"),
+    "latents": ("append_latents", "attend_latents"),
+    "compressed": ("attend_compressed",),
+    "recurrent": ("recall",),
+}
+"""What a view holds -> the verbs of its steps."""
+
+
+def held_by(layer: LayerSpec, where: str) -> str:
+    """Which of ``HELD`` a layer is.
+
+    Raises:
+        SpecError: a layer that has other components, or that shares another's.
+    """
+    found = next((name for name, roles in HELD.items() if layer.roles in roles), None)
+    parts = [component for _, component in layer.components()]
+    # Without a tail nothing but single tokens become entries.
+    plain = found != "latents" or all(component.tokens_per_row == 1 for component in parts)
+    if found is None or not plain or any(component.shared_from is not None for component in parts):
+        raise SpecError(
+            got=", ".join(layer.roles) or "no component",
+            where=where,
+            allowed="kv alone; entries of one token each (MLA), with index keys or without; a window, with a tail and "
+            "its entries or without; a recurrent state or a convolution; all of the layer's own",
+            hint="kvcore.create_cache(spec, backend='jax_pallas') has every layer; its ops run inside jit.",
+        )
+    return found
 
 
 class Kind:
@@ -83,10 +125,20 @@ class Kind:
         kv = self.layer.kv
         return None if kv is None or kv.span is None else self.ops.plan.region(0, "kv")[0].rows
 
+    @cached_property
+    def holds(self) -> str:
+        """Which of ``HELD`` the layer is."""
+        return held_by(self.layer, "layer")
+
     @property
     def latent_roles(self) -> tuple[str, ...]:
-        """Roles of a latent layer's rows, one row a token in each; none where the layer has keys and values."""
-        return () if self.layer.kv is not None else tuple(role for role, _ in self.layer.components())
+        """Roles of a latent layer's rows, one row a token in each; none of any other layer."""
+        return self.layer.roles if self.holds == "latents" else ()
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a shorter length has what it needs: raw rows of entries that closed, and states, are gone by then."""
+        return self.holds in ("kv", "latents")
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -168,16 +220,17 @@ def index_of(
     ``number`` is which layer's sequences they are, where the pools hold several layers'.
     """
     batch = len(starts)
-    valid = (jnp.arange(columns, dtype=jnp.int32)[None] < (lengths - starts)[:, None]).reshape(-1)
-    order = jnp.argsort(~valid, stable=True)
-    request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), columns)
-    position = (starts[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
-    kept = valid[order]
+    new = jnp.clip(lengths - starts, 0, columns)
+    ends = jnp.cumsum(new)
+    token = jnp.arange(batch * columns, dtype=jnp.int32)
+    request = jnp.sum(token[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+    kept = request < batch
+    position = token + (starts - ends + new)[jnp.minimum(request, batch - 1)]
     slots = jnp.arange(batch, dtype=jnp.int32) + (0 if number is None else number * batch)
     table = slots[:, None] * kind.blocks + jnp.arange(kind.blocks, dtype=jnp.int32)[None]
     return StepIndex(
-        positions=jnp.where(kept, position[order], -1),
-        request_index=jnp.where(kept, request[order], -1),
+        positions=jnp.where(kept, position, -1),
+        request_index=jnp.where(kept, request, -1),
         slots=slots,
         starts=starts,
         lengths=lengths,

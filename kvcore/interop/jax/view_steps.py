@@ -70,7 +70,7 @@ def append_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
     """Store keys and values [B, S, heads, dim], ``count`` [B] of each sequence; -> all that the queries may see."""
     ops, new, ring = kind.ops, given[0].shape[1], kind.ring_rows
     span = kind.length if kind.layer.kv is None or kind.layer.kv.span is None else kind.layer.kv.span
-    index, after = _step(kind, state, new, count)
+    index, after = step_of(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
     most = min(kind.length, span + new)
     if ring is None or min(span - 1 + new, kind.length) <= ring:
@@ -95,7 +95,7 @@ def append_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
 def append_latents(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax.Array) -> Seen:
     """The same for latent rows [B, S, dim], and index keys where the layer has them."""
     ops, new = kind.ops, given[0].shape[1]
-    index, after = _step(kind, state, new, count)
+    index, after = step_of(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
     pools = ops.store_entries(state.pools, 0, index, *rows)
     found = [ops.gather_all_entries(pools, 0, index, columns=kind.length, role=role) for role in kind.latent_roles]
@@ -113,7 +113,7 @@ def attend_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
     if ring is not None and ops.kernels != "portable":
         return _attend_to(append_kv(kind, state, given, count), asked)
     span: Any = kind.length if ring is None else kind.layer.kv.span  # type: ignore[union-attr]
-    index, after = _step(kind, state, new, count)
+    index, after = step_of(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
     query, most = ops.from_batch(index, asked.query), min(kind.length, span + new)
     floors = None if state.floors is None else jnp.minimum(state.floors, index.starts)
@@ -138,7 +138,7 @@ def attend_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
         after = after._replace(floors=jnp.maximum(floors, index.lengths - ring))
     return Answer(
         ops.to_batch(index, out, new).astype(asked.query.dtype),
-        _without_rows(index, ops.to_batch(index, lse, new)),
+        without_rows(index, ops.to_batch(index, lse, new)),
         after._replace(pools=dict(pools)),
     )
 
@@ -148,7 +148,7 @@ def attend_latents(kind: Kind, state: State, given: tuple[jax.Array, ...], count
     ops, new = kind.ops, given[0].shape[1]
     if ops.kernels != "portable":
         return _attend_to(append_latents(kind, state, given, count), asked)
-    index, after = _step(kind, state, new, count)
+    index, after = step_of(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
     pools = ops.store_entries(state.pools, 0, index, *rows)
     layer = ops.layers[0].only("entries")
@@ -164,12 +164,12 @@ def attend_latents(kind: Kind, state: State, given: tuple[jax.Array, ...], count
     out, lse = blocks.attend(source, index, query, seen, stop=index.lengths, sink=asked.sink)
     return Answer(
         ops.to_batch(index, out, new).astype(asked.query.dtype),
-        _without_rows(index, ops.to_batch(index, lse, new)),
+        without_rows(index, ops.to_batch(index, lse, new)),
         after._replace(pools=dict(pools)),
     )
 
 
-def _without_rows(index: StepIndex, lse: jax.Array) -> jax.Array:
+def without_rows(index: StepIndex, lse: jax.Array) -> jax.Array:
     """Log-sum-exps [B, S, H], -inf for padding."""
     new = (index.lengths - index.starts)[:, None]
     real = jnp.arange(lse.shape[1], dtype=jnp.int32)[None] < new
@@ -194,7 +194,7 @@ def _attend_to(seen: Seen, asked: Asked) -> Answer:
     return Answer(jnp.swapaxes(out, 0, 1).astype(asked.query.dtype), jnp.swapaxes(lse, 0, 1), seen.state)
 
 
-def _step(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepIndex, State]:
+def step_of(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepIndex, State]:
     """The index of a step, and the state after it but for pools and floors: columns that have no room are counted."""
     start = jnp.minimum(state.lengths, kind.length)
     end = jnp.minimum(state.lengths + count, kind.length)

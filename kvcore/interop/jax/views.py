@@ -27,12 +27,12 @@ from kvcore.interop.jax.layer_view import (
     LayerView,
     check_lengths,
     check_range,
-    component_of,
+    check_unpadded,
     first_columns,
     numbers,
 )
 from kvcore.interop.jax.rules import RULES, Rules, Table
-from kvcore.interop.jax.view_kinds import Kind
+from kvcore.interop.jax.view_kinds import Kind, held_by
 from kvcore.spec import CacheSpec, LayerSpec, from_json, to_json
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ class CacheViews:
 
         Raises:
             ShapeError: a slot that does not fit, or columns that are not 0 to ``max_length``; inside ``jit`` they are
-                moved there.
+                moved there. Any, where a layer compresses.
         """
+        check_unpadded("insert_starts", [view.kind.holds for view in self.views])
         starts = self._inserted("insert_starts", starts, slot)
         length = self.views[0].kind.length
         if not isinstance(starts, Tracer):
@@ -218,7 +219,7 @@ def init_views(
     """
     batch = check_count(SpecError, "init_views: batch", batch, 1)
     max_length = check_count(SpecError, "init_views: max_length", max_length, 1)
-    first = first_columns("init_views: starts", starts, batch, max_length)
+    first = first_columns("init_views: starts", starts, batch, max_length, spec.layers)
     views = []
     for kind in _kinds(spec, batch, max_length, mesh, rules):
         # Arrays of its own for every layer, so that each can be donated.
@@ -239,7 +240,7 @@ def _kinds(spec: CacheSpec, batch: int, max_length: int, mesh: Mesh | None, rule
         raise SpecError(got=str(table.axes("blocks")), where="rules: blocks", allowed=allowed, hint=hint)
     kinds: dict[LayerSpec, Kind] = {}
     for number, layer in enumerate(spec.layers):
-        component_of(layer, spec.path(number))
+        held_by(layer, spec.path(number))
         if layer not in kinds:
             kinds[layer] = Kind(layer, batch, max_length, spec.block_tokens, table)
     return [kinds[layer] for layer in spec.layers]
