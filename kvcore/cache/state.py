@@ -224,7 +224,7 @@ class CacheState:
 
     @property
     def keeps_index(self) -> Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None:
-        """Of backends that keep the block tables of padded steps: their verb that sends what changed."""
+        """Of backends that keep block tables, in place those of padded steps: their verb that sends what changed."""
         return getattr(self.ops, "kept_index", None)
 
     @property
@@ -400,10 +400,11 @@ class CacheState:
         if most and not padded and self.ops.in_place:
             columns = min(most, columns_for(max(map(len, numbers.blocks), default=0)))
         shape = numbers.shape(columns, pad_tokens, pad_requests)
-        if not padded:
-            return self.ops.index(kept_index(numbers, shape, tables))
-        # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next.
+        # A backend may keep padded indices in one place, so that a captured graph can be replayed on the next; one
+        # whose arrays do not change may keep any.
         keep = self.keeps_index
+        if not padded and (keep is None or self.ops.in_place):
+            return self.ops.index(kept_index(numbers, shape, tables))
         if keep is None:
             return self.ops.padded_index(kept_index(numbers, shape, tables))
         return keep(numbers, shape, tables)

@@ -30,6 +30,7 @@ from kvcore.backends.jax_pallas import (
     verbs,
     window,
 )
+from kvcore.backends.jax_pallas.block_tables import DeviceTables
 from kvcore.backends.jax_pallas.choice import INTERPRETED
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.runs import pool_shape
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from kvcore.ops import RawRows
     from kvcore.plan import CachePlan
     from kvcore.spec import Format
+    from kvcore.step import BlockTables, IndexShape, StepNumbers
 
 DEVICES = ("tpu", "cuda", "cpu")
 
@@ -76,6 +78,7 @@ class JaxOps(Decided, Ops):
         self.device = device
         self.kernels = kernels
         self._target = target
+        self._tables = DeviceTables(target)
         self.plain_class = type(jax.device_put(np.int32(0), target))
         self.why_portable = choice.why_portable(plan.layout, device) if kernels == "portable" else ""
         # Built once: the bytes are a static argument, and equal objects are told equal without a look at them.
@@ -122,6 +125,10 @@ class JaxOps(Decided, Ops):
     def index(self, host: StepIndex) -> StepIndex:
         """The step index on the device."""
         return StepIndex(*jax.device_put(tuple(host), self._target))
+
+    def kept_index(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
+        """The same of a step whose block tables are kept on the host: what changed of them goes along."""
+        return self._tables.index(numbers, shape, tables)
 
     def encode(self, format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
         """Values [rows, dim] -> canonical rows [rows, row_bytes] uint8."""

@@ -169,11 +169,8 @@ def _stored(source: Source, slots, table, q, seen: Seen, state: Softmax) -> Soft
             held = row + jnp.arange(count, dtype=jnp.int32)[None]
             newest = seen.stop[:, None] - 1
             # The newest position of every row; one that would be below 0 was never stored.
-            rows = jnp.where(
-                (held >= begin) & (slots[:, None] >= 0),
-                newest - place.rest(newest - held + region.rows, region.rows),
-                -1,
-            )
+            age = place.rest(newest - held + region.rows, region.rows)
+            rows = jnp.where((held >= begin) & (slots[:, None] >= 0), newest - age, -1)
         rows = jnp.where(rows < seen.stop[:, None], rows, -1)
         valid = (rows[:, None] >= seen.first[:, :, None]) & (rows[:, None] <= seen.last[:, :, None])
         valid &= rows[:, None] >= 0

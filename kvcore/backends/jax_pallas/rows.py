@@ -282,7 +282,7 @@ def _places(region: Region, run: Run, pool: Array, unit, row):
 
 @cache
 def _pieces(region: Region, run: Run, nbytes: int) -> tuple[int, int, int] | None:
-    """(pieces of a unit of ``nbytes``, the first row's number, a piece's bytes) of a run of pieces of one size, or None."""
+    """(pieces of a unit of ``nbytes``, the first row's number, a piece's bytes) of a run of like pieces, or None."""
     row_step, head_step = region.steps
     width = run.nbytes * region.heads
     together = run.stride == run.nbytes and not run.split and head_step == 1 and row_step == region.heads

@@ -335,7 +335,8 @@ class LayerView:
             rows_of = [(component.heads, component.dim), (component.heads,)] if name == "index" else []
             shapes.update(zip(pairs[name], rows_of or [(component.width,)] * 2, strict=True))
         arrays = dict(zip(given, self._given(verb, given, tuple(shapes.values())), strict=True))
-        arrays["query"] = constant(f"{verb}: query", arrays["query"], "Gradients are for views of keys and values.")
+        # Entries are selected by an order, which has no gradient, and those of the query are not worked out.
+        arrays = {name: constant(f"{verb}: {name}", array) for name, array in arrays.items()}
         ops, heads = self.kind.ops, arrays["query"].shape[2]
         weights: dict[str, Any] = {
             "sink": None if sink is None else check_float(ops, sink, f"{verb}: sink", (heads,)).astype(jnp.float32),
@@ -533,7 +534,7 @@ def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
             raise RollbackError(
                 got="a shorter length" if known else "lengths inside jit",
                 where=where,
-                allowed=f"the present length, or 0: {repr(view)} keeps no rows that closed, and no states of before",
+                allowed=f"the present length, or 0: {view!r} keeps no rows that closed, and no states of before",
                 hint="Keep the views of before, which hold them.",
             )
     if isinstance(lengths, Tracer) or isinstance(view.lengths, Tracer):

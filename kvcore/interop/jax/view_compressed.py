@@ -1,8 +1,8 @@
 """One step of views whose layers compress (DeepSeek-V4) or go on from a state, as one shard computes it.
 
-Entries are stored before they are scored and attended to, and a ring that has room for the step's rows beside those that
-its first query sees is written before it is read: so XLA writes pools in place. Where it has no room, and where a
-convolution's inputs are read, the write waits for what was read.
+Entries are stored before they are scored and attended to, and a ring that has room for the step's rows beside those
+that its first query sees is written before it is read: so XLA writes pools in place. Where it has no room, and where
+a convolution's inputs are read, the write waits for what was read.
 """
 
 from __future__ import annotations

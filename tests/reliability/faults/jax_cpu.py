@@ -3,8 +3,8 @@
 TABLE = {
     "rows.py": [
         (
-            "    return jnp.where(exists, unit, -1), number % region.rows\n",
-            "    return unit, number % region.rows\n",
+            "    return jnp.where(exists, unit, -1), rest(number, region.rows)\n",
+            "    return unit, rest(number, region.rows)\n",
             "rows that do not exist have a unit",
         ),
         (
@@ -162,13 +162,13 @@ TABLE = {
             "every token attends to the first request's rows",
         ),
         (
-            "newest - (newest - held) % region.rows, -1)",
+            "newest - age, -1)",
             "held, -1)",
             "a ring's rows are taken for the first positions",
         ),
         (
-            "        bounds = least // count, -(-most_seen // count)\n",
-            "        bounds = least // count, most_seen // count\n",
+            "        bounds = place.divided(least, count), place.divided(most_seen + count - 1, count)\n",
+            "        bounds = place.divided(least, count), place.divided(most_seen, count)\n",
             "the last piece is not read unless it is whole",
         ),
         (
@@ -236,8 +236,8 @@ TABLE = {
     "indexer.py": [
         ("jnp.maximum(products, 0)", "products", "scores without relu"),
         (
-            "(position + 1) // component.ratio, 0)",
-            "position // component.ratio, 0)",
+            "place.divided(position + 1, component.ratio), 0)",
+            "place.divided(position, component.ratio), 0)",
             "a query does not see the entry it completes",
         ),
         (
@@ -284,8 +284,8 @@ TABLE = {
         ("largest + jnp.log(", "jnp.log(", "lse lacks the maximum"),
         ("    if sink is not None:\n", "    if False:\n", "the sink is ignored"),
         (
-            "lax.fori_loop(0, -(-jnp.max(count, initial=0) // size)",
-            "lax.fori_loop(0, jnp.max(count, initial=0) // size",
+            "place.divided(jnp.max(count, initial=0) + size - 1, size)",
+            "place.divided(jnp.max(count, initial=0), size)",
             "the last round of entries is left out",
         ),
     ],
