@@ -19,6 +19,7 @@ nox.options.sessions = ["lint", "types", "tests", "conformance", "report"]
 
 TORCH = os.environ.get("KVCORE_TORCH", "torch==2.13.0")
 JAX = "jax==0.10.2"  # the last for Python 3.11
+FLAX = "flax>=0.12"  # for one example
 TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
 SHAPES = ("jaxtyping==0.3.11", "beartype==0.23.1")  # check shapes in signatures; nothing else needs them
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
@@ -139,6 +140,15 @@ def tests_jax_versions(session: nox.Session, jax: str) -> None:
     # What is compiled for TPUs needs that jax's own compiler, and is the same for all.
     line = [inside, "-m", "pytest", "-q", "-k", "not on_a_tpu", *chosen]
     session.run(*line, env=QUICK_COMPILES, external=True)
+
+
+@nox.session(venv_backend="virtualenv")
+def examples_jax(session: nox.Session) -> None:
+    """The examples for JAX users, flax among what they need; each says that it is what it should be, or fails."""
+    session.install(JAX, FLAX)
+    install(session, "jax")
+    for name in ("jax_decode", "jax_llama", "jax_nnx"):
+        session.run("python", f"examples/{name}.py", env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session(venv_backend="virtualenv")

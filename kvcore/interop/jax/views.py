@@ -205,7 +205,7 @@ def init_views(
     """Fresh views of a batch of sequences.
 
     Args:
-        spec: classic layers; ``presets.classic``, ``from_hf_config``, or composed of ``KV``.
+        spec: layers of keys and values, of latents (MLA), that compress (DeepSeek-V4), or recurrent ones.
         batch: sequences.
         max_length: columns of each, padding included.
         starts: [B] first column that is a token, where the batch is padded on the left.
@@ -214,8 +214,9 @@ def init_views(
             ``heads``; what does not divide is on every shard.
 
     Raises:
-        SpecError: a layer is not classic, a table that cannot hold, or one that cuts ``blocks``; a batch or length
-            that is not an integer of 1 or more.
+        SpecError: a layer that views do not hold, a table that cannot hold, or one that cuts ``blocks``; a batch or
+            length that is not an integer of 1 or more.
+        ShapeError: starts that do not fit, or any where a layer compresses.
     """
     batch = check_count(SpecError, "init_views: batch", batch, 1)
     max_length = check_count(SpecError, "init_views: max_length", max_length, 1)
