@@ -255,3 +255,37 @@ def test_bits_of_the_formats():
     }
     assert bits == {"int4_g32": 5.0, "int4_g64": 4.5, "int4_ch32": 5.0, "int4_ch64": 4.5}
     assert CODES["uint4"].largest == 15
+
+
+@pytest.mark.parametrize("window", [None, 7, 45])
+def test_one_token_at_a_time_gets_what_all_at_once_get(backend, window):
+    # Groups that close under way, one group, none, and a window that begins in one; with and without a sink.
+    kv = KV(key_heads=2, key_dim=16, key_format="int4_ch32", value_format="int4_ch32", window=window)
+    spec = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=64)
+    out = []
+    for name in ("reference", backend):
+        told = kvcore.create_cache(spec, backend=name, max_requests=2, max_tokens=256)
+        first, second = told.admit(), told.admit()
+        found = []
+        for tokens, at in ({first: 30, second: 64}, 0), *(({first: 1, second: 1}, 94 + 2 * step) for step in range(5)):
+            some = slice(at, at + sum(tokens.values()))
+            with told.step(tokens) as step:
+                step.layer(0).append_kv(K[some], K[some, ::-1])
+                sink = np.linspace(-1, 1, 4, dtype=np.float32) if at % 4 else None
+                found += map(to_numpy, step.layer(0).attend(Q[some], sink=sink)[:2])
+        out.append(found)
+    for mine, wanted in zip(out[1], out[0], strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5)
+
+
+def test_a_fault_of_one_channel_reaches_one_token_at_a_time(backend):
+    told = create(backend)
+    request = told.admit()
+    keys, values = K.copy(), V.copy()
+    values[3, 1, 5] = np.nan
+    tell(told, request, 64, keys=keys, values=values)
+    out = tell(told, request, 65, keys=keys, values=values)[0]
+    assert np.isnan(out[2:, :]).any()
+    assert np.isfinite(out[:2]).all()
+    keys[65, 0, 0] = np.inf
+    assert not np.isfinite(tell(told, request, 66, keys=keys, values=values)).all()

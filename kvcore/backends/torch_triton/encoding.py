@@ -22,6 +22,12 @@ DTYPES = {
     "int8": torch.int8,
 }
 BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
+FOUR_BITS: dict[str, tuple[float, ...]] = {
+    "nf4": NF4_LEVELS,
+    "e2m1": (*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)),
+    "uint4": tuple(map(float, range(16))),
+}
+"""Codes of four bits -> their values, code 0 first."""
 KNOWN = (*DTYPES, "e2m1", "nf4", "uint4")
 """Element codes that these encoders know."""
 
@@ -236,10 +242,10 @@ def within(values, code: str):
 
 def from_bytes(stored: torch.Tensor, code: str) -> torch.Tensor:
     """The code's bytes [rows, nbytes] -> fp32 [rows, dims]."""
-    if code in ("nf4", "e2m1"):
-        return levels(code, stored.device)[unpack_nibbles(stored).int()]
-    if code == "uint4":
-        return unpack_nibbles(stored).to(torch.float32)
+    if code in FOUR_BITS:
+        # A byte at a time: both of its values are one number of 64 bits.
+        found = pairs_of(code, stored.device).index_select(0, stored.reshape(-1).int())
+        return found.view(torch.float32).reshape(len(stored), 2 * stored.shape[1])
     if code not in DTYPES:
         raise unknown("element code", code, "decode")
     return reinterpret(stored, DTYPES[code]).to(torch.float32)
@@ -248,8 +254,14 @@ def from_bytes(stored: torch.Tensor, code: str) -> torch.Tensor:
 @cache
 def levels(code: str, device):
     """The sixteen values of a 4-bit code, fp32, code 0 first."""
-    values = NF4_LEVELS if code == "nf4" else (*E2M1_LEVELS, *(-level for level in E2M1_LEVELS))
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return torch.tensor(FOUR_BITS[code], dtype=torch.float32, device=device)
+
+
+@cache
+def pairs_of(code: str, device):
+    """The two values of every byte, the low nibble's first, as int64 [256] of their bits."""
+    values, byte = levels(code, device), torch.arange(256, device=device)
+    return torch.stack([values[byte & 0xF], values[byte >> 4]], dim=1).view(torch.int64).reshape(256)
 
 
 @cache

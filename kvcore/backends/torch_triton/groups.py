@@ -4,14 +4,16 @@ A query at position p sees what a request of p + 1 tokens holds. On a GPU nothin
 as many groups as could close in a step of its shape, and those that do not are read as zeros and written nowhere.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcore.backends.torch_triton import cpu_views, entries
 from kvcore.backends.torch_triton import rows as place
+from kvcore.backends.torch_triton.cpu_views import PIECE, fused, joined
 from kvcore.backends.torch_triton.layer import Layer
-from kvcore.ops import StepIndex
+from kvcore.ops import Attention, StepIndex
 from kvcore.plan import Region
 from kvcore.pools import Pools
 
@@ -114,6 +116,67 @@ def gather(layer: Layer, pools: Pools, index: StepIndex, positions: torch.Tensor
             coded = torch.where(is_open[:, :, None, None], opened[requests, row], coded)
         dense.append(place.blank(coded.contiguous(), positions >= 0))
     return dense
+
+
+def attend_last(
+    layer: Layer, pools: Pools, index: StepIndex, q: torch.Tensor, *, sink: torch.Tensor | None, scale: float
+) -> Attention | None:
+    """Attend from the one new token of each request, q [Q, H, dim], to what is stored, a piece of groups at a time.
+
+    None where a step is any other, keys and values are unlike, or a number is not finite: all rows are decoded then.
+    """
+    component, host = layer.component("kv"), layer.ops.host(index)
+    keys, values = component.given
+    ratio, heads, dim = component.ratio, keys.heads, keys.format.dim or 0
+    if not host.few or (heads, dim) != (values.heads, values.format.dim):
+        return None
+    outs: list[torch.Tensor] = []
+    logs_of: list[torch.Tensor] = []
+    for request, (start, length, left) in enumerate(zip(host.starts, host.lengths, host.padding, strict=True)):
+        if length != start + 1 or length <= left:
+            return None
+        first = int(component.first_visible(start, left))
+        mine = q[request].to(torch.float32).reshape(1, heads, q.shape[1] // heads, dim)
+        closed = length // ratio * ratio
+        total: Any = None
+        logs: Any = None
+        for low, high in _pieces(first, closed, length, ratio):
+            k, v = (
+                _tokens(layer, pools, index, request, part, range(low, high), raw=low >= closed)[max(first - low, 0) :]
+                for part in (0, 1)
+            )
+            part, part_logs = fused(mine, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
+            total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
+        if not logs.max().item() < torch.inf:  # nor NaN, which is the largest if there is one
+            return None
+        total, logs = total.reshape(-1, dim), logs.reshape(-1)
+        if sink is not None:
+            total = total * torch.sigmoid(logs - sink.to(torch.float32))[:, None]
+        outs.append(total.to(q.dtype))
+        logs_of.append(logs)
+    return Attention(torch.stack(outs), torch.stack(logs_of)) if outs else None
+
+
+def _pieces(first: int, closed: int, length: int, ratio: int) -> Iterator[tuple[int, int]]:
+    """Positions from the group of ``first`` on, in whole groups; then those of the open one."""
+    size = max(PIECE // ratio, 1) * ratio
+    yield from ((low, min(low + size, closed)) for low in range(first // ratio * ratio, closed, size))
+    if length > closed:
+        yield max(first, closed), length
+
+
+def _tokens(
+    layer: Layer, pools: Pools, index: StepIndex, request: int, part: int, positions: range, *, raw: bool
+) -> torch.Tensor:
+    """Keys or values [n, heads, dim] fp32 of one request, raw ones or those of whole groups."""
+    if raw:
+        at = torch.arange(positions.start, positions.stop)
+        return raw_rows(layer, pools, index, torch.full_like(at, request), at, part, None).to(torch.float32)
+    region, ratio = layer.regions["kv"][part], layer.component("kv").ratio
+    numbers = torch.arange(positions.start // ratio, positions.stop // ratio)
+    stored = place.load(pools, region, *place.locate(region, index, torch.full_like(numbers, request), numbers))
+    # Of a single group a view may be left whose channels are no neighbours, which the fused kernel takes for such.
+    return tokens_of(region, stored[None])[0].to(torch.float32).contiguous()
 
 
 def own_rows(layer: Layer, given: Given) -> list[torch.Tensor | None]:

@@ -171,9 +171,12 @@ def attend_kv(
         # torch's own attention divides by the number of heads.
         out = q.new_zeros((tokens, heads, layer.component("kv").given[1].format.dim or 0))
         return Attention(out, torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device))
-    if k is None and not q.is_cuda and not layer.over_tokens:
+    if k is None and not q.is_cuda:
         factor = dim**-0.5 if scale is None else scale
-        found = cpu_views.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
+        if layer.over_tokens:
+            found = over_tokens.attend_last(layer, pools, index, q, sink=sink, scale=factor)
+        else:
+            found = cpu_views.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
         if found is not None:
             return found
     if layer.over_tokens:
