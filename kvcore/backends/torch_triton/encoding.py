@@ -73,10 +73,15 @@ def decode(format: str | Format, rows: torch.Tensor, dim: int | None = None, glo
         values = from_bytes(take(rows, format, field.name), field.code)
         if field.group is not None:
             scales, offsets = group_values(rows, format, field)
-            values = values * spread(scales, field)
-            if offsets is not None:
+            if field.size == field.groups * field.width:
+                # Group by group, with no scale written out for every channel.
+                values = values.view(len(rows), field.groups, field.width)
+                values = values * scales[:, :, None]
                 # Code times scale is exact, so the sum rounds once.
-                values = values.add_(spread(offsets, field))
+                values = (values if offsets is None else values.add_(offsets[:, :, None])).flatten(1)
+            else:
+                values = values * spread(scales, field)
+                values = values if offsets is None else values.add_(spread(offsets, field))
             # Code times scale is exact, so the product with the global scale rounds once.
             values = values * global_scale if format.global_scaled else values
         channels.append(values.to(DTYPES[format.value_code]))
