@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -58,14 +57,16 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         unit, row = jnp.pad(source.unit, more, constant_values=-1), jnp.pad(source.row, more)
         numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
         last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
-        scalars.append((last + ROWS_A_STEP - 1) // ROWS_A_STEP)
+        needed = (last + ROWS_A_STEP - 1) // ROWS_A_STEP
         chunk = functools.partial(_chunk, first=first, count=count)
-        pools, given, places = source.pools, [unit, row], [unit.reshape(-1), row.reshape(-1)]
+        pools, given, places = source.pools, [unit, row], [needed, unit.reshape(-1), row.reshape(-1)]
         if not interpret:
             pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
         if compact.narrow(source.region):
             given = [compact.in_pairs(unit, ROWS_A_STEP), compact.parts_of(source.region, unit, row)]
             pools, places = compact.flat(source.region, pools, unit, row)
+            live = jnp.arange(count, dtype=jnp.int32)[None] < needed[:, None]
+            places = [*compact.order(live.reshape(-1)), *places]
         scalars += places
         inputs += [array.reshape(-1, 1, ROWS_A_STEP) for array in given]
         specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * 2
@@ -109,7 +110,7 @@ def _chunk(t, j, first: int, count: int):
 def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     scalars = []
     for region, _ in regions:
-        size = 1 + (len(buffers_of(region)) if compact.narrow(region) else 2)
+        size = 2 + len(buffers_of(region)) if compact.narrow(region) else 3
         scalars.append(refs[:size])
         refs = refs[size:]
     q, refs = refs[0], refs[1:]
@@ -128,18 +129,19 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     for number, ((region, global_scale), count) in enumerate(zip(regions, chunks, strict=True)):
         size = len(buffers_of(region)) + 1
         held, refs = refs[:size], refs[size:]
-        needed, *places = scalars[number]
         unit, row, *pools = given[number]
         if compact.narrow(region):
+            numbers, following, *places = scalars[number]
             stream = compact.Rows(region, pools, held, places, ROWS_A_STEP, interpret)
-            pl.when((token == 0) & (step == 0) & (needed[0] > 0))(lambda stream=stream: stream.start(0))
-            pl.when((step >= first) & (step < first + count))(
-                functools.partial(
-                    _narrow, q, stream, unit, row, token, step - first, count, needed, largest, total, weighted
-                )
+            order = numbers, following
+            pl.when((token == 0) & (step == 0))(lambda stream=stream, order=order: stream.start(0, order))
+            chunk = token * count + jnp.clip(step - first, 0, count - 1)
+            pl.when((step >= first) & (step < first + count) & (numbers[chunk] >= 0))(
+                functools.partial(_narrow, q, stream, chunk, order, unit, row, largest, total, weighted)
             )
             first += count
             continue
+        needed, *places = scalars[number]
         stream = Stream(region, pools, held, *places, ROWS_A_STEP)
         pl.when((token == 0) & (step == 0))(lambda stream=stream: stream.start(0))
 
@@ -172,25 +174,15 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     softmax.end(step, largest, total, weighted, sink, out, lse)
 
 
-def _narrow(q, stream, unit, parts, token, step, count: int, needed, largest, total, weighted) -> None:
-    """A step over rows of narrow codes: chunks without a row are neither fetched nor looked at."""
-    chunk, chunks = token * count + step, pl.num_programs(0) * count
-    following = jnp.minimum(chunk + 1, chunks - 1)
-    is_live = lax.rem(following, count) < needed[lax.div(following, count)]
-    pl.when((chunk + 1 < chunks) & is_live)(lambda: stream.start(following))
-
-    @pl.when(step < needed[token])
-    def _():
-        lines = stream.lines(chunk, parts[0])
-        exists = jnp.broadcast_to(unit[0] >= 0, (q.shape[1], ROWS_A_STEP))
-        logits = sum(
-            _in_parts(q[0, :, LANES * number : LANES * (number + 1)], line, contract=1)
-            for number, line in enumerate(lines)
-        )
-        kept, weights = softmax.weigh_logits(logits, exists, largest, total)
-        for number, line in enumerate(lines):
-            some = slice(LANES * number, LANES * (number + 1))
-            weighted[:, some] = weighted[:, some] * kept + _in_parts(weights, line, contract=0)
+def _narrow(q, stream, chunk, order, unit, parts, largest, total, weighted) -> None:
+    """A step over rows of narrow codes, some of which exist."""
+    lines = stream.lines(chunk, order, parts[0])
+    exists = jnp.broadcast_to(unit[0] >= 0, (q.shape[1], ROWS_A_STEP))
+    slices = [slice(LANES * number, LANES * (number + 1)) for number in range(len(lines))]
+    logits = sum(_in_parts(q[0, :, some], line, contract=1) for some, line in zip(slices, lines, strict=True))
+    kept, weights = softmax.weigh_logits(logits, exists, largest, total)
+    for some, line in zip(slices, lines, strict=True):
+        weighted[:, some] = weighted[:, some] * kept + _in_parts(weights, line, contract=0)
 
 
 def _in_parts(left, right, *, contract: int):

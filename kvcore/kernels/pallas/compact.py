@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas.lines import Buffer, buffers_of, column, lanes
@@ -152,27 +153,35 @@ class Rows:
         self._pools, self._tiles, self._arrived = pools, held[:-1], held[-1]
         self._count, self._interpret = count, interpret
 
-    def start(self, chunk) -> None:
-        """Let a chunk come."""
-        half = lax.rem(chunk, HALVES)
+    def start(self, chunk, order) -> None:
+        """Let the chunk come that is next from ``chunk`` on, if there is one: a predicate of each copy, no branch."""
+        numbers, following = order
+        chunk = following[chunk]
+        needed = chunk < numbers.shape[0]
+        chunk = jnp.minimum(chunk, numbers.shape[0] - 1)
+        half = numbers[chunk] & HALVES - 1
 
         def row(i, _):
             for places, pool, tiles in zip(self._places, self._pools, self._tiles, strict=True):
                 at = pool.at[places[chunk * self._count + i]]
-                pltpu.make_async_copy(at, tiles.at[half, i], self._arrived.at[half]).start()
+                copy = pltpu.make_async_copy(at, tiles.at[half, i], self._arrived.at[half])
+                pl.when(needed)(copy.start)
             return _
 
         # The interpreter's programs grow with every copy that is written out, and compiling them is most of its time.
         lax.fori_loop(0, self._count, row, None, unroll=not self._interpret)
 
-    def lines(self, chunk, parts) -> list:
+    def lines(self, chunk, order, parts) -> list:
         """Wait for a chunk; its rows' lines [K, 128] bf16, in the order of ``in_pairs``, zeros where there is no row.
+
+        The next chunk's copies are issued under this one's arithmetic.
 
         Args:
             chunk: that was started.
+            order: two references, as ``order`` makes them.
             parts: [1, K] int32, each row's number within the tile that it shares, -1 where there is none.
         """
-        half = lax.rem(chunk, HALVES)
+        half = order[0][chunk] & HALVES - 1
         for tiles in self._tiles:
             pltpu.make_async_copy(tiles.at[half], tiles.at[half], self._arrived.at[half]).wait()
         part = jnp.broadcast_to(column(parts), (self._count, LANES))
@@ -180,6 +189,7 @@ class Rows:
             buffer.name: jnp.where(part >= 0, words(tiles, half, interpret=self._interpret), 0)
             for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
         }
+        self.start(chunk + 1, order)
         places = {place.field: place for place in self._region.unit.places}
         first, *more = [field for field in self._region.format.fields if field.is_value]
         pairs = _pairs(words_of[places[first.name].buffer])
@@ -221,6 +231,18 @@ def out_of_pairs(numbers, count: int):
     """What ``in_pairs`` undoes."""
     pairs = numbers.reshape(*numbers.shape[:-1], -1, count // ROWS_OF_A_WORD, ROWS_OF_A_WORD)
     return pairs.swapaxes(-1, -2).reshape(numbers.shape)
+
+
+def order(live):
+    """Of chunks [n], which of them have rows: their numbers among those that do, else -1; the next one from each on.
+
+    The second is [n + 1], and n where there is none. So a chunk without a row is neither fetched nor walked.
+    """
+    count = len(live)
+    numbers = jnp.where(live, jnp.cumsum(live.astype(jnp.int32)) - 1, -1)
+    places = jnp.where(live, jnp.arange(count, dtype=jnp.int32), count)
+    following = lax.cummin(places, reverse=True)
+    return numbers, jnp.pad(following, (0, 1), constant_values=count)
 
 
 def parts_of(region: Region, unit, row):

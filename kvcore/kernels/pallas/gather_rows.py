@@ -33,9 +33,9 @@ def gather_rows(region: Region, pools, unit, row, *, global_scale: float = 1.0, 
     if narrow:
         unit, row = compact.out_of_pairs(unit, size), compact.out_of_pairs(row, size)
         given = [compact.parts_of(region, unit, row).reshape(shape)]
-        live = jnp.any(unit.reshape(shape) >= 0, axis=(1, 2)).astype(jnp.int32)
+        order = compact.order(jnp.any(unit.reshape(shape) >= 0, axis=(1, 2)))
         pools, places = compact.flat(region, pools, unit, row)
-        scalars = [live, *places]
+        scalars = [*order, *places]
     else:
         given, scalars = [unit.reshape(shape), row.reshape(shape)], [unit, row]
     chunk = pl.BlockSpec((1, 1, size), lambda i, *_: (i, 0, 0))
@@ -74,20 +74,18 @@ def _gather(units, rows, unit, row, *refs, region: Region, pools: int, global_sc
         values[:, LANES * number : LANES * (number + 1)] = kept.astype(values.dtype)
 
 
-def _gather_narrow(live, *refs, region: Region, pools: int, interpret: Any):
+def _gather_narrow(numbers, following, *refs, region: Region, pools: int, interpret: Any):
     places, parts, refs = refs[:pools], refs[pools], refs[pools + 1 :]
     held, values, pools = refs[pools + 1 :], refs[pools], refs[:pools]
-    step, steps = pl.program_id(0), pl.num_programs(0)
+    step, order = pl.program_id(0), (numbers, following)
     stream = compact.Rows(region, pools, held, places, ROWS_A_STEP, interpret)
-    pl.when((step == 0) & (live[0] > 0))(lambda: stream.start(0))
-    following = jnp.minimum(step + 1, steps - 1)
-    pl.when((step + 1 < steps) & (live[following] > 0))(lambda: stream.start(following))
+    pl.when(step == 0)(lambda: stream.start(0, order))
 
-    @pl.when(live[step] > 0)
+    @pl.when(numbers[step] >= 0)
     def _():
-        for number, line in enumerate(stream.lines(step, parts[0])):
+        for number, line in enumerate(stream.lines(step, order, parts[0])):
             values[:, LANES * number : LANES * (number + 1)] = line.astype(values.dtype)
 
-    @pl.when(live[step] == 0)
+    @pl.when(numbers[step] < 0)
     def _():
         values[...] = jnp.zeros(values.shape, values.dtype)
