@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvcore.kernels.pallas import codes, rows_codec
 from kvcore.kernels.pallas.arithmetic import pool
 from kvcore.kernels.pallas.lines import lanes
-from kvcore.kernels.pallas.store_rows import in_place, put, target_scratch
+from kvcore.kernels.pallas.store_rows import in_place, inside, put, target_scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
@@ -81,7 +81,11 @@ def flush(
         pools=len(pools),
     )
     more = (*held, pltpu.SemaphoreType.DMA((HALVES,)))
-    scalars = (*sources, *places, skipped)
+    token, unit, number = sources
+    # Where neither is, a row is not fetched; no address is checked after this.
+    held_rows = (unit < tails[0].shape[0]) & (number >= 0) & (number < tails[0].shape[1])
+    sources = jnp.minimum(token, own[0].shape[0] - 1), jnp.where(held_rows, unit, -1), number
+    scalars = (*sources, *inside(region, pools, *places), skipped)
     return in_place(kernel, region, pools, scalars, inputs, specs, count, 1, more, interpret)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import rows_codec
+from kvcore.kernels.pallas import compact, rows_codec
 from kvcore.kernels.pallas.lines import SUBLANES, Buffer, buffers_of, tiles_of, words_of
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
@@ -25,6 +25,7 @@ def store_rows(region: Region, pools, unit, row, values, *, global_scale: float 
     count, dim = values.shape
     more, lines = -count % ROWS_A_STEP, rows_codec.line_count(region)
     unit, row = jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
+    unit, row = inside(region, pools, unit, row)
     values = jnp.pad(values.astype(jnp.float32), ((0, more), (0, lines * LANES - dim)))
     block = pl.BlockSpec((ROWS_A_STEP, lines * LANES), lambda i, *_: (i, 0))
     kernel = functools.partial(_store, region=region, pools=len(pools), global_scale=global_scale)
@@ -33,8 +34,18 @@ def store_rows(region: Region, pools, unit, row, values, *, global_scale: float 
     )
 
 
+def inside(region: Region, pools, unit, row):
+    """(unit, row) of a region's pools, -1 where a pool has no such unit: nothing in the kernel looks for it."""
+    tiles = [pool.shape[1] * buffer.parts for buffer, pool in zip(buffers_of(region), pools, strict=True)]
+    exists = (unit < pools[0].shape[0]) & (row >= 0) & (row < min(tiles))
+    return jnp.where(exists, unit, -1), row
+
+
 def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, rows: int, more, interpret: Any):
-    """Call a kernel ``(*scalars, *inputs, *old pools, *new pools, *scratch of Target, *more)`` that updates pools."""
+    """Call a kernel ``(*scalars, *inputs, *old pools, *new pools, *scratch of Target, *more)`` that updates pools.
+
+    No address is checked in it: whoever calls has made sure that all are inside.
+    """
     if not interpret:
         # Without this XLA may carry a small pool into VMEM and back, whole, on every call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
@@ -50,6 +61,7 @@ def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, 
             out_specs=anywhere,
             scratch_shapes=[*target_scratch(region, rows), *more],
         ),
+        compiler_params=compact.COMPILER,
         input_output_aliases={first + number: number for number in range(len(pools))},
         interpret=interpret,
     )(*scalars, *inputs, *pools)
