@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer
 from kvcore.backends.jax_pallas.backend import INTERPRETED
@@ -18,7 +19,7 @@ from kvcore.backends.reference import encoding as reference
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
-from kvcore.kernels.pallas import codes, rows_codec
+from kvcore.kernels.pallas import codes, compact, rows_codec
 from kvcore.kernels.pallas.attend_rows import Source, attend_rows
 from kvcore.kernels.pallas.gather_rows import gather_rows
 from kvcore.kernels.pallas.store_rows import store_rows
@@ -132,6 +133,46 @@ def test_codes_are_those_of_the_casts(rng: np.random.Generator) -> None:
     want = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert np.array_equal(np.asarray(jax.jit(codes.to_e4m3)(values)), want)
     assert np.array_equal(np.asarray(codes.to_bf16(values)), values.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_codes_in_halves_of_words_are_those_of_the_casts() -> None:
+    """All codes of both halves, as bf16: e4m3, e2m1, e8m0, bytes that a product moves."""
+    every = np.arange(256, dtype=np.int32)
+    words = np.tile(every | every[::-1] << 16, (8, 1)).reshape(16, 128)
+
+    def converted(convert):
+        def kernel(given, found):
+            found[...] = convert(given[...])
+
+        shape = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16)
+        found = np.asarray(pl.pallas_call(kernel, out_shape=shape, interpret=INTERPRETER)(words)).astype(np.float32)
+        lower, upper = found[0:4:2].reshape(-1), found[1:4:2].reshape(-1)
+        np.testing.assert_array_equal(upper, lower[::-1])
+        return lower
+
+    codes_of = every.astype(np.uint8)
+    wanted = codes_of.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(converted(compact.from_e4m3), wanted)
+    nibbles = codes_of[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(converted(compact.from_e2m1), np.tile(nibbles, 16))
+    scales = np.concatenate([[0], np.exp2(np.arange(1, 255) - 127.0), [-1]]).astype(np.float32)
+    np.testing.assert_array_equal(converted(compact.from_exponents), scales)
+    np.testing.assert_array_equal(np.asarray(compact.bytes_again(converted(compact.from_bytes))), every)
+
+
+def test_chunks_without_a_row_are_passed_over(rng: np.random.Generator) -> None:
+    numbers, following = compact.order(jnp.array([False, True, False, True]))
+    assert (numbers.tolist(), following.tolist()) == ([-1, 0, -1, 1], [1, 1, 3, 3, 4])
+    one = region("v4_584")
+    pools, values = noise(one), rng.standard_normal((20, 512)).astype(np.float32)
+    at = np.arange(20, dtype=np.int32)
+    pools = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))(pools, at // ROWS, at % ROWS, values)
+    stored = np.asarray(reference.decode("v4_584", reference.encode("v4_584", values, 1.0), 512, 1.0))
+    pick = np.full(3 * 128, -1, np.int32)
+    pick[[130, 300, 383]] = 3, 19, 8
+    unit, row = np.where(pick >= 0, pick // ROWS, -1), np.maximum(pick, 0) % ROWS
+    found = jax.jit(functools.partial(gather_rows, one, interpret=INTERPRETER))(pools, unit, row)
+    np.testing.assert_array_equal(np.asarray(found), np.where(pick[:, None] >= 0, stored[pick], 0))
 
 
 @pytest.mark.parametrize("columns", [300, 1024])

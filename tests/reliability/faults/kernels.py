@@ -301,6 +301,18 @@ PALLAS = {
             "padding is written to unit 0",
         ),
     ],
+    "compact.py": [
+        (
+            "    return bf16((pairs & BYTES) << 7 ^ (nan << 7 | nan << 6))\n",
+            "    return bf16((pairs & BYTES) << 7)\n",
+            "a scale that is no number spoils the whole row",
+        ),
+        (
+            "    return jnp.where(unit >= 0, row & (parts - 1), -1)\n",
+            "    return row & (parts - 1)\n",
+            "rows that do not exist are no zeros",
+        ),
+    ],
     "gather_rows.py": [
         (
             "        kept = jnp.where(jnp.broadcast_to(exists, line.shape), line, 0.0)\n",
