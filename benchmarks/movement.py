@@ -3,7 +3,10 @@
 Two requests: keys and values of eight layers (64 MiB), and DeepSeek-V4-Flash's rows (windows, tails, entries and index
 keys of 43 layers). ``digest`` is ``Cache.digest``; ``lanes`` the backend's digest of rows that lie in memory; beside
 them what the same bytes cost a copy, and the hashes of libraries. Every move is checked: the digest of what arrived is
-that of what left.
+that of what left. ``compiled`` says whether the digest runs in C, as in a process that has digested much it does where a
+compiler is found.
+
+``restore`` is 100K tokens of V4-Flash out of a store in the host's memory, verified.
 
 Seconds are those of the process, so that others on the machine count for little; the caches that they share still do.
 
@@ -23,11 +26,14 @@ import numpy as np
 
 import kvcore
 from kvcore import environment
+from kvcore import store as stores
 from kvcore.arrays import to_numpy
+from kvcore.digest import native
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.ops import RawRows
 from kvcore.portable.record import RequestRecord
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
+from kvcore.store import BlockStore, HostTier
 
 MiB = 1 << 20
 
@@ -101,6 +107,27 @@ def moves(spec: CacheSpec, backend: str, tokens: int, repeats: int) -> dict[str,
     return {"bytes": len(blob), "seconds": seconds}
 
 
+def restored(backend: str, repeats: int) -> dict[str, Any]:
+    """Seconds of a long request's way into a store in the host's memory and back; ``far`` leaves what is selected."""
+    spec = presets.deepseek_v4_flash(draft=False)
+    tokens = 100_000 // spec.block_tokens * spec.block_tokens
+    cache, request = filled(spec, backend, tokens)
+    right, store, ids = cache.digest([request]), BlockStore([HostTier(1 << 33)]), range(tokens)
+
+    def arrived(moved: Any) -> None:
+        stores.bring(cache, moved)
+        if cache.digest([moved]) != right:
+            raise SystemExit(f"{backend}: what arrived is not what left")
+        cache.release(moved)
+
+    seconds = {
+        "save": best(lambda: (store.clear(), stores.save(store, cache, request, ids)), repeats),
+        "restore": best(lambda: stores.load(store, cache, ids), repeats, arrived),
+        "restore far": best(lambda: stores.load(store, cache, ids, far=True), repeats, arrived),
+    }
+    return {"bytes": store.tiers[0].used, "seconds": seconds}
+
+
 def lanes(backend: str, repeats: int) -> dict[str, Any]:
     """Seconds of the digest of 64 MiB of rows of 2 KiB, as many as the keys and values of one layer."""
     rows = np.random.default_rng(1).integers(0, 256, (1, 16384, 4096), np.uint8)
@@ -129,22 +156,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="2,048 are 64 MiB of keys and values")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scenes", default=",".join(SCENES))
+    parser.add_argument("--restore", default="reference,torch_triton", help="backends that restore 100K tokens")
     parser.add_argument("--before", type=Path, help="a record of an older commit, to be kept beside this one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    compiled = native.wait() is not None
     found: dict[str, Any] = {"memory": {"": memory(args.repeats)}}
     for backend in args.backends.split(","):
         found[backend] = {"rows in memory": lanes(backend, args.repeats)}
         for scene in args.scenes.split(","):
             spec, tokens = SCENES[scene](args.tokens)
             found[backend][scene] = moves(spec, backend, tokens, args.repeats)
+        if backend in args.restore.split(","):
+            found[backend]["100K tokens of V4"] = restored(backend, args.repeats)
     for backend, scenes in found.items():
         for scene, measured in scenes.items():
             for name, seconds in measured["seconds"].items():
                 rate = measured["bytes"] / seconds / 1e6
                 print(f"{backend:14} {scene:18} {name:20} {seconds * 1e3:10.1f} ms {rate:10.0f} MB/s")
     if args.out:
-        record = {"environment": environment.describe(), "tokens": args.tokens, "measured": found}
+        record = {"environment": environment.describe(), "tokens": args.tokens, "compiled": compiled, "measured": found}
         if args.before:
             record["before"] = json.loads(args.before.read_text())
         args.out.write_text(json.dumps(record, indent=1) + "\n")
