@@ -3,8 +3,8 @@
 Two requests: keys and values of eight layers (64 MiB), and DeepSeek-V4-Flash's rows (windows, tails, entries and index
 keys of 43 layers). ``digest`` is ``Cache.digest``; ``lanes`` the backend's digest of rows that lie in memory; beside
 them what the same bytes cost a copy, and the hashes of libraries. Every move is checked: the digest of what arrived is
-that of what left. ``compiled`` says whether the digest runs in C, as in a process that has digested much it does where a
-compiler is found.
+that of what left. ``compiled`` says whether the digest runs in C, as it does in a process that has digested much, where
+a compiler is found.
 
 ``restore`` is 100K tokens of V4-Flash out of a store in the host's memory, verified.
 

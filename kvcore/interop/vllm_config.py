@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvcore.errors import SpecError
-from kvcore.spec import KV, CacheSpec, Component, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import KV, ROLES, CacheSpec, Component, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.spec.formats import FORMATS
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\b|^(\d+)\.")
@@ -62,7 +62,7 @@ def spec_from(
     """
     read = _Reader(dict(index or {}), dict(formats or {}))
     layers: dict[int, dict[str, Component]] = {}
-    for named, spec in _specs(config):
+    for named, spec in specs_of(config):
         number = _number(named)
         role, component = read.component(named, spec)
         if role in layers.setdefault(number, {}):
@@ -87,7 +87,16 @@ def spec_from(
     return CacheSpec(layers=tuple(LayerSpec(**roles) for roles in found), name=name, **options)
 
 
-def _specs(config: Any) -> Iterator[tuple[str, Any]]:
+def names_from(
+    config: Any, *, index: Mapping[str, int] | None = None, formats: Mapping[str, str] | None = None
+) -> list[str]:
+    """The caches' names in the order of the spec's components, by layer and role; arguments as for ``spec_from``."""
+    read = _Reader(dict(index or {}), dict(formats or {}))
+    found = [(_number(name), ROLES.index(read.component(name, spec)[0]), name) for name, spec in specs_of(config)]
+    return [name for *_, name in sorted(found)]
+
+
+def specs_of(config: Any) -> Iterator[tuple[str, Any]]:
     """(layer's name, its spec); a group of several kinds has one for each."""
     for group in config.kv_cache_groups:
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)

@@ -15,11 +15,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.adoption import adopt
+from kvcore.errors import SpecError
 from kvcore.interop.stores import GIB, store_of
-from kvcore.interop.vllm_config import spec_from
+from kvcore.interop.vllm_config import names_from, spec_from, specs_of
 from kvcore.requests.prefix import chain, seed_of
 from kvcore.store.blocks import Blocks
 from kvcore.store.store import About
+
+WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of caches that keep all blocks of a request."""
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
@@ -65,7 +69,10 @@ def connector() -> Any:
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
             extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self.spec = spec_from(kv_cache_config, index=extra.get("index"), formats=extra.get("formats"))
+            _check_one_table(kv_cache_config)
+            told: dict[str, Any] = {"index": extra.get("index"), "formats": extra.get("formats")}
+            self.spec = spec_from(kv_cache_config, **told)
+            self._names = names_from(kv_cache_config, **told)
             self.store = store_of(extra, host_bytes=4 * GIB)
             self._known: dict[str, Known] = {}
             self._saved: dict[str, int] = {}
@@ -150,8 +157,12 @@ def connector() -> Any:
 
         def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
             """Adopt the engine's tensors."""
-            names = sorted(kv_caches, key=lambda name: [int(part) for part in name.split(".") if part.isdecimal()])
-            tensors = [kv_caches[name] for name in names]
+            missing = [name for name in self._names if name not in kv_caches]
+            if missing:
+                raise SpecError(
+                    got=f"no tensor of {missing[0]!r}", where="register_kv_caches", allowed="one of every layer"
+                )
+            tensors = [kv_caches[name] for name in self._names]
             self._blocks = Blocks(adopt(self.spec, tensors, layout=self._layout), self.store)
 
         def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -184,3 +195,28 @@ def connector() -> Any:
             return self._blocks
 
     return KvcoreConnector
+
+
+def _check_one_table(config: Any) -> None:
+    """Refuse what blocks by number do not hold whole: groups with block tables of their own, and windows.
+
+    Raises:
+        SpecError: naming them.
+    """
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        raise SpecError(
+            got=f"{len(groups)} KV-cache groups, of {', '.join(group.layer_names[0] for group in groups)} and others",
+            where="KvcoreConnector",
+            allowed="one group, whose layers share a block table",
+            hint="Windows, tails and states have tables of their own: kvcore.adopt takes them in pages.",
+        )
+    for name, kind in specs_of(config):
+        # Blocks behind a window are taken away, and their numbers become that of an empty one.
+        if type(kind).__name__ not in WHOLE:
+            raise SpecError(
+                got=f"{name}, a {type(kind).__name__}",
+                where="KvcoreConnector",
+                allowed=f"{' or '.join(WHOLE)}, all of whose blocks are kept",
+                hint="--disable-hybrid-kv-cache-manager makes vLLM keep those of windows.",
+            )
