@@ -29,6 +29,9 @@ TILE_BYTES = 512
 
 LANES = 128
 
+WORDS = "words"
+"""Buffer of ``tpu_tile`` that holds the scales of rows whose codes lie in another: 32-bit words, a lane each."""
+
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where one field of a block's rows lies.
@@ -145,6 +148,32 @@ def _planar(format: Format, rows: int) -> _Placed:
 
 def _tpu_tile(format: Format, rows: int) -> _Placed:
     """16-bit fields get a buffer of their own, split into byte planes; the others share tiles while they fit."""
+    return _scales_apart(format, rows) or _tiles(format, rows)
+
+
+def _scales_apart(format: Format, rows: int) -> _Placed | None:
+    """Codes one after another, a power of two of bytes each, and what scales them in words of their own.
+
+    Rows of keys and values are read by blocks, so that scales come as lanes beside the logits that they scale. None for
+    rows of engines' pages, which are read one by one: a second DMA for the scales of each would cost more than it
+    saves; and for rows over tokens, which are tiles as they are.
+    """
+    codes, *scales = format.fields
+    others = any(field.is_value or field.name == "pad" for field in scales)
+    if format.page_alignment > 1 or format.tokens > 1 or others or not scales:
+        return None
+    stride = 1 << (codes.nbytes - 1).bit_length() if codes.nbytes < TILE_BYTES else _round_up(codes.nbytes, TILE_BYTES)
+    places = [Place(field=codes.name, buffer="tile0", base=0, stride=stride, nbytes=codes.nbytes)]
+    word = _round_up(sum(field.nbytes for field in scales), 4)
+    base = 0
+    for field in scales:
+        places.append(Place(field=field.name, buffer=WORDS, base=base, stride=word, nbytes=field.nbytes))
+        base += field.nbytes
+    sizes = {"tile0": rows * stride, WORDS: rows * word}
+    return places, [(name, _round_up(size, TILE_BYTES)) for name, size in sizes.items()]
+
+
+def _tiles(format: Format, rows: int) -> _Placed:
     places: list[Place] = []
     bins: list[tuple[str, int]] = []
     for field in format.fields:

@@ -4,12 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.reference import ReferenceBackend
-from kvcore.kernels.pallas import attend_kv
+from kvcore.kernels.pallas import attend_kv, block_lines
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
@@ -27,7 +30,7 @@ def steps(left_padding=(None, None, None)):
     return build_index([row._replace(start=0, new=row.length) for row in rows], max_blocks=4), read
 
 
-def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_padding=(None, None, None)):
+def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_padding=(None, None, None), bf16=False):
     """((out, lse) of the reference, the same of the interpreted kernel)."""
     spec, found = CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), []
     written, read = steps(left_padding)
@@ -37,6 +40,7 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         # One head's row of one request, which its later tokens see, and the other heads do not.
         k[12, 0], v[12, 1, 3], v[13, 0] = np.nan, np.inf, np.nan
     q = rng.standard_normal((len(read.positions), heads, kv.key_dim)).astype(np.float32)
+    q = q.astype(ml_dtypes.bfloat16).astype(np.float32) if bf16 else q
     for layout in ("packed", "tpu_tile"):
         plan = plan_cache(spec, max_requests=4, max_tokens=80, layout=layout)
         if layout == "packed":
@@ -47,8 +51,9 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         every = (write.asarray(np.arange(count, dtype=np.int32)) for count in (4, 10))
         pools = write.poison(write.allocate(), *every)
         pools = write.append_kv(pools, 0, write.index(written), write.asarray(k), write.asarray(v))
+        asked = write.asarray(q).astype(jnp.bfloat16) if bf16 and layout != "packed" else write.asarray(q)
         options = {"columns": 30, "sink": None if sink is None else write.asarray(sink), "scale": 0.2}
-        got = read_with.attend_kv(pools, 0, write.index(read), write.asarray(q), **options)
+        got = read_with.attend_kv(pools, 0, write.index(read), asked, **options)
         found.append([np.asarray(array, np.float64) for array in got])
     return found
 
@@ -57,13 +62,19 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
     ("kv", "heads"),
     [
         pytest.param(KV(key_heads=2, key_dim=128), 8, id="bf16"),
+        pytest.param(KV(key_heads=4, key_dim=64), 4, id="bf16, two rows a line"),
+        pytest.param(KV(key_heads=2, key_dim=256), 4, id="bf16, two lines a row"),
         pytest.param(KV(key_heads=3, key_dim=128, key_format="fp32"), 3, id="fp32, a head each"),
         pytest.param(KV(key_heads=2, key_dim=128, key_format="fp8_row", window=11), 4, id="fp8_row, a window"),
         pytest.param(KV(key_heads=1, key_dim=64, key_format="int8_row", chunk=12), 5, id="int8_row, chunks, one head"),
+        pytest.param(KV(key_heads=2, key_dim=400, key_format="int8_row"), 2, id="int8_row, four lines a row"),
         pytest.param(KV(key_heads=4, key_dim=64, key_format="mxfp4"), 8, id="mxfp4"),
+        pytest.param(KV(key_heads=3, key_dim=128, key_format="mxfp4"), 6, id="mxfp4, heads in two slots each"),
+        pytest.param(KV(key_heads=2, key_dim=256, key_format="mxfp4"), 4, id="mxfp4, eight scales a row"),
         pytest.param(
-            KV(key_heads=2, key_dim=192, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
+            KV(key_heads=2, key_dim=96, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
         ),
+        pytest.param(KV(key_heads=1, key_dim=192, value_dim=256, key_format="fp8_row"), 4, id="longer dims differ"),
     ],
 )
 def test_decode_attention_is_the_references(kv, heads, rng):
@@ -85,11 +96,38 @@ def test_left_padding_is_not_seen(chunk, rng):
     assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
 
 
-def test_a_large_block_is_taken_in_pieces(rng, monkeypatch):
-    monkeypatch.setattr(attend_kv, "TILES_AT_ONCE", 3)
-    (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128, window=11), rng, heads=4)
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4"])
+def test_a_large_block_is_taken_in_pieces(format, rng, monkeypatch):
+    monkeypatch.setattr(attend_kv, "PIECE_LINES", 128)
+    kv = KV(key_heads=32, key_dim=128, key_format=format, window=11)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=32)
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_in_bf16_are_as_exact_as_their_result(rng):
+    kv = KV(key_heads=2, key_dim=128, key_format="fp8_row")
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, bf16=True)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, out, rtol=2.0**-7, atol=2.0**-8 * np.abs(out).max())
+
+
+def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
+    """Denormals, -0 and NaN among them."""
+    kv = KV(key_heads=1, key_dim=128, key_format="fp8_row")
+    (region, _) = plan_cache(
+        CacheSpec(layers=[LayerSpec(kv=kv)], block_tokens=8), max_requests=1, max_tokens=8, layout="tpu_tile"
+    ).region(0, "kv")
+    how = block_lines.lie(region)
+    codes = rng.permutation(np.arange(8 * 512, dtype=np.int32) % 256).astype(np.uint8)
+    words = codes.reshape(8, 4, 128).swapaxes(1, 2).copy().view(np.int32)[:, :, 0]
+    cast = pl.pallas_call(
+        lambda words, out: out.__setitem__(..., block_lines.matrices(how, words[...], False)[0].astype(jnp.float32)),
+        out_shape=jax.ShapeDtypeStruct((32, 128), jnp.float32),
+        interpret=pltpu.InterpretParams(),
+    )(words)
+    want = codes.reshape(32, 128).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(cast) * block_lines.factor(how, False), want)
 
 
 def test_what_is_not_finite_stays_with_its_head(rng):
@@ -104,7 +142,9 @@ def test_what_is_not_finite_stays_with_its_head(rng):
     [
         pytest.param(KV(key_heads=2, key_dim=128, storage="slot"), id="contiguous"),
         pytest.param(KV(key_heads=2, key_dim=128, key_format="nf4_b64"), id="nf4_b64"),
-        pytest.param(KV(key_heads=2, key_dim=128, key_format="fp32", value_format="bf16"), id="tiles differ"),
+        pytest.param(KV(key_heads=2, key_dim=256, value_dim=128), id="lines differ"),
+        pytest.param(KV(key_heads=2, key_dim=64, key_format="fp8_row", value_format="bf16"), id="order differs"),
+        pytest.param(KV(key_heads=2, key_dim=1024, key_format="fp8_row"), id="long rows"),
         pytest.param(KV(key_heads=2, key_dim=64, value_heads=1), id="heads differ"),
     ],
 )

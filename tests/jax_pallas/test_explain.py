@@ -69,11 +69,11 @@ CLASSIC = {
     "kv_view": NO_VIEWS,
     "attend_kv": covered("int8_row", ", else pallas and jax.numpy: k and v are given; too many columns"),
 }
-APART = "attention needs small blocks of keys and values that lie alike, each in one buffer that it can decode"
+IN_SLOTS = "attention reads blocks of tiles, and rows are in slots of layout tpu_tile"
 SLIDING = {
     **CLASSIC,
     **dict.fromkeys(("read_ring", "restore_ring"), MOVED),
-    "attend_kv": ("pallas and jax.numpy", APART),
+    "attend_kv": ("pallas and jax.numpy", IN_SLOTS),
 }
 ON_TPU = {"V4-Flash": V4, "V3 latent": V3, "classic int8": CLASSIC, "sliding": SLIDING}
 

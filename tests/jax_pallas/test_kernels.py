@@ -54,17 +54,45 @@ def test_rows_are_written_and_read_where_they_belong(tile, dtype, count, rng) ->
     assert np.asarray(found).tobytes() == np.where((unit >= 0)[:, None, None], new, 0).astype(dtype).tobytes()
 
 
-@pytest.mark.parametrize("parts", [pytest.param(4, id="quarter tiles"), pytest.param(2, id="half tiles")])
-def test_rows_that_share_a_tile_leave_their_neighbours_alone(parts, rng) -> None:
-    pool = rng.integers(0, 256, (3, 2, 4, 128), np.uint8)
+@pytest.mark.parametrize("count", [2, 3])
+def test_neighbours_are_written_and_read_together(count, rng) -> None:
+    pool = rng.integers(0, 256, (3, 12, 4, 128), np.uint8)
+    unit, row = places(rng, 3, 12 // count, 9)
+    new = rng.integers(0, 256, (9, count, 4, 128), np.uint8)
+    wanted = pool.copy()
+    for i in range(9):
+        if unit[i] >= 0:
+            wanted[unit[i], row[i] * count : (row[i] + 1) * count] = new[i]
+    written = jax.jit(functools.partial(write_rows, interpret=INTERPRETER))(pool, unit, row * count, new)
+    assert np.asarray(written).tobytes() == wanted.tobytes()
+    read = jax.jit(functools.partial(read_rows, count=count, interpret=INTERPRETER))
+    new[unit < 0] = 0
+    assert np.asarray(read(written, unit, row * count)).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("parts", "dtype"),
+    [
+        pytest.param(4, np.uint8, id="quarter tiles"),
+        pytest.param(2, np.uint8, id="half tiles"),
+        pytest.param(16, np.uint8, id="part of a line"),
+        pytest.param(64, np.uint32, id="two words"),
+    ],
+)
+def test_rows_that_share_a_tile_leave_their_neighbours_alone(parts, dtype, rng) -> None:
+    tile = (4, 128) if dtype == np.uint8 else (1, 128)
+    size = tile[0] * tile[1] // parts
+    pool = rng.integers(0, 256, (3, 2, *tile), dtype)
     unit, part = places(rng, 3, 2 * parts, 7)
-    new = rng.integers(0, 256, (7, 4 // parts, 128), np.uint8)
-    wanted = pool.copy().reshape(3, 2 * parts, 4 // parts, 128)
-    for i in range(7):
+    unit, part = np.append(unit, unit[:1]), np.append(part, part[0] ^ 1)  # a neighbour, in the same tile
+    new = rng.integers(0, 256, (8, size), dtype)
+    wanted = pool.copy().reshape(3, 2 * parts, size)
+    for i in range(8):
         if unit[i] >= 0:
             wanted[unit[i], part[i]] = new[i]
-    write = jax.jit(functools.partial(write_parts, interpret=INTERPRETER))
-    assert np.asarray(write(pool, unit, part, np.repeat(new[:, None], parts, 1))).tobytes() == wanted.tobytes()
+    write = jax.jit(functools.partial(write_parts, parts=parts, interpret=INTERPRETER))
+    tiles = np.tile(new, (1, parts)).reshape(8, *tile)
+    assert np.asarray(write(pool, unit, part, tiles)).tobytes() == wanted.tobytes()
 
 
 def test_every_verb_of_a_decode_step_on_the_kernels(rng) -> None:

@@ -192,6 +192,26 @@ def test_tpu_tiles_are_whole_tiles_or_lane_wide_parts(name, expected):
     assert dict(block.buffers) == {buffer: 8 * size for buffer, size in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "expected"),
+    [
+        ("fp8_row", 128, {"tile0": 128, "words": 4}),
+        ("int8_row", 128, {"tile0": 128, "words": 4}),
+        ("int8_row", 96, {"tile0": 128, "words": 4}),
+        ("mxfp4", 128, {"tile0": 64, "words": 4}),
+        ("mxfp4", 64, {"tile0": 32, "words": 4}),
+        ("nf4_b64", 128, {"tile0": 64, "words": 8}),
+        ("int4_g64", 128, {"tile0": 64, "words": 8}),
+        ("int4_g32", 128, {"tile0": 64, "words": 16}),
+        ("fp8_row", 600, {"tile0": 1024, "words": 4}),
+    ],
+)
+def test_what_scales_keys_and_values_has_words_of_its_own_in_tiles(name, dim, expected):
+    block = block_layout(FORMATS[name].for_dim(dim), 512, "tpu_tile")
+    assert dict(block.buffers) == {buffer: 512 * size for buffer, size in expected.items()}
+    assert sum(place.nbytes for place in block.places) == block.format.row_bytes
+
+
 def test_tpu_tile_splits_rope_into_high_and_low_bytes():
     (rope,) = [place for place in block_layout(FORMATS["v4_584"], 2, "tpu_tile").places if place.field == "rope"]
     assert rope.split

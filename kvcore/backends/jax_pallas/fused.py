@@ -162,16 +162,17 @@ def attends_kv(pools, regions, q, columns: int) -> bool:
     return fits and classic.supports(keys, values)
 
 
-def attend_kv(pools, regions, blocks, first, last, q, sink):
-    """Out [T, H, e] and lse [T, H] fp32 from q, scaled; see the kernel."""
+def attend_kv(pools, regions, blocks, first, last, q, scale, sink):
+    """Out [T, H, e] and lse [T, H] fp32; see the kernel."""
     keys, values = regions
-    (key_pool,), (value_pool,) = _of(pools, keys), _of(pools, values)
     step = max(1, ROWS_A_CALL // blocks.shape[1])
     outs, lses = [], []
     for start in range(0, len(q), step):
         some = slice(start, start + step)
-        given = blocks[some], first[some], last[some], q[some]
-        out, lse = classic.attend_kv(keys, values, key_pool, value_pool, *given, sink, interpret=interpreted(pools))
+        given = blocks[some], first[some], last[some], q[some], scale, sink
+        out, lse = classic.attend_kv(
+            *regions, _of(pools, keys), _of(pools, values), *given, interpret=interpreted(pools)
+        )
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)

@@ -112,8 +112,7 @@ def attend_kv(
     if k is None and v is None and index.block_table.size and not layer.over_tokens:
         blocks, first, last = seen_blocks(layer, index, columns)
         if fused.attends_kv(pools, layer.regions["kv"], q, blocks.shape[1]):
-            given = blocks, first, last, q.astype(jnp.float32) * factor
-            out, lse = fused.attend_kv(pools, layer.regions["kv"], *given, sink)
+            out, lse = fused.attend_kv(pools, layer.regions["kv"], blocks, first, last, q, factor, sink)
             return Attention(out.astype(q.dtype), lse)
     elif pools.kernels in TILED and k is not None and not layer.over_tokens:
         fall_back(pools.kernels, "attend_kv", "k and v are given")

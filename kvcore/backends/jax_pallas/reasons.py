@@ -171,9 +171,7 @@ def _attend(layer: Layer) -> tuple[str, tuple[str, ...]]:
 
 
 def _attend_kv(layer: Layer) -> tuple[str, tuple[str, ...]]:
-    keys, values = layer.regions["kv"]
-    declined = "attention needs small blocks of keys and values that lie alike, each in one buffer that it can decode"
-    return "" if classic.supports(keys, values) else declined, ("k and v are given", "too many columns")
+    return classic.declined(*layer.regions["kv"]), ("k and v are given", "too many columns")
 
 
 def _index_scores(layer: Layer) -> tuple[str, tuple[str, ...]]:

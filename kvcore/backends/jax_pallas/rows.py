@@ -76,7 +76,7 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
             offset_dims=(where.ndim - 1,), collapsed_slice_dims=(0,), start_index_map=axes
         )
         stored = lax.gather(flat, where, numbers, (1, width), mode="clip")
-        stored = to_bytes(stored).reshape(*unit.shape, region.heads, run.nbytes)
+        stored = to_bytes(stored).reshape(*unit.shape, region.heads, -1)[..., : run.nbytes]
         pieces.append(jnp.zeros((*unit.shape, region.heads, run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
@@ -116,6 +116,7 @@ def store(pools: Held, region: Region, unit: Array, row: Array, rows: Array) -> 
         pool = flat = pools[name]
         stored = rows[..., run.first : run.first + run.nbytes]
         stored = split_bytes(stored) if run.split else stored
+        stored = jnp.pad(stored, ((0, 0),) * (stored.ndim - 1) + ((0, -run.nbytes % pool.dtype.itemsize),))
         for copy in range(region.copies):
             flat, where, width = _places(region, run, flat.reshape(pool.shape), unit, row + copy * region.rows)
             values = from_bytes(stored, pool.dtype).reshape(*where.shape[:-1], width)
@@ -258,7 +259,7 @@ def _places(region: Region, run: Run, pool: Array, unit, row):
 
     The pool is [pieces, elements] where each lies at a multiple of its size, with indices [..., 1]; else
     [units, elements] with indices [..., 2] of (unit, first element). Heads that lie side by side are one piece, others
-    one each: [..., heads, 2].
+    one each: [..., heads, 2]. A piece is whole elements, the last one with what pads a row there.
     """
     size, units = pool.dtype.itemsize, pool.shape[0]
     pieces = _pieces(region, run, pool.size // units * size) if units else None
@@ -277,7 +278,7 @@ def _places(region: Region, run: Run, pool: Array, unit, row):
         row = row[..., None] + heads.reshape((1,) * row.ndim + (-1,))
         unit = jnp.broadcast_to(unit[..., None], row.shape)
     where = jnp.stack([unit, divided(run.base + row * run.stride, size)], axis=-1)
-    return pool.reshape(units, -1), where, width // size
+    return pool.reshape(units, -1), where, -(-width // size)
 
 
 @cache

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from kvcore.plan import Region
-from kvcore.spec.layout import LANES, TILE_BYTES
+from kvcore.spec.layout import LANES, TILE_BYTES, WORDS
 
 
 class Run(NamedTuple):
@@ -49,10 +49,13 @@ def pool_shape(region: Region, buffer: str, units: int):
     On a TPU a row is moved by one DMA only if it is a whole tile of the array, so there the last two axes are a row's
     tile: [units, rows, 4n, 128] uint8; [units, tiles, 4, 128] where several short rows share a tile; and
     [units, rows, n, 128] fp32 for fp32 rows, since bytes cannot be joined to wider elements without moving lanes.
+    Words of scales are [units, tiles, 1, 128] uint32 for the same reason.
     """
     size = dict(region.unit.buffers)[buffer]
     if region.layout != "tpu_tile":
         return (units, size), np.uint8
+    if buffer == WORDS:
+        return (units, size // TILE_BYTES, 1, LANES), np.uint32
     places = [place for place in region.unit.places if place.buffer == buffer]
     stride = places[0].stride
     if stride % TILE_BYTES:

@@ -3,6 +3,9 @@
 A row of every buffer is a whole number of tiles, or shares one with its neighbours; pads are written as zeros.
 """
 
+from functools import cache
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,27 +20,29 @@ from kvcore.spec.layout import TILE_BYTES
 def load(pools, region: Region, unit, row):
     """Canonical rows [..., heads, row_bytes] of positions or entries; zeros where the unit is -1."""
     shape = unit.shape
-    unit, row = _every_head(region, unit, row)
     interpret = interpreted(pools)
     fields = {}
     for buffer, (name, _) in region.buffers.items():
-        pool, (stride, parts) = pools[name], _row_of(region, buffer)
+        moved = _moved(region, buffer)
+        units, rows = _every(region, moved, unit, row)
         found = []
-        for first in range(0, len(unit), ROWS_A_CALL):
-            some = slice(first, first + ROWS_A_CALL)
-            found.append(read_rows(pool, unit[some], row[some] // parts, interpret=interpret))
-        stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, parts * stride), jnp.uint8)
-        stored = stored.reshape(len(unit), parts, stride)
-        mine = jnp.arange(parts, dtype=jnp.int32)[None] == (row % parts)[:, None]
-        fields[buffer] = jnp.max(jnp.where(mine[:, :, None], stored, np.uint8(0)), axis=1)
+        for first in range(0, len(units), ROWS_A_CALL // moved.tiles):
+            some = slice(first, first + ROWS_A_CALL // moved.tiles)
+            at = units[some], rows[some] // moved.parts * moved.tiles
+            found.append(read_rows(pools[name], *at, count=moved.tiles, interpret=interpret))
+        stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, moved.parts * moved.nbytes), jnp.uint8)
+        stored = stored.reshape(len(units), moved.parts, moved.nbytes)
+        mine = jnp.arange(moved.parts, dtype=jnp.int32)[None] == (rows % moved.parts)[:, None]
+        stored = jnp.max(jnp.where(mine[:, :, None], stored, np.uint8(0)), axis=1)
+        fields[buffer] = stored.reshape(unit.size * region.heads, moved.stride)
     pieces = []
     end = 0
     for run in runs(region):
         stored = fields[run.buffer][:, run.base : run.base + run.nbytes]
-        pieces.append(jnp.zeros((len(unit), run.first - end), jnp.uint8))
+        pieces.append(jnp.zeros((len(stored), run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
-    pieces.append(jnp.zeros((len(unit), region.format.row - end), jnp.uint8))
+    pieces.append(jnp.zeros((unit.size * region.heads, region.format.row - end), jnp.uint8))
     return jnp.concatenate(pieces, axis=1).reshape(*shape, region.heads, region.format.row)
 
 
@@ -59,43 +64,66 @@ def load_fp32(pools, region: Region, unit, row):
 
 def store(pools, region: Region, unit, row, rows):
     """Pools with canonical rows [..., heads, row_bytes] written; nothing happens where the unit is -1."""
-    unit, row = _every_head(region, unit, row)
-    rows = rows.reshape(len(unit), region.format.row)
+    rows = rows.reshape(unit.size * region.heads, region.format.row)
     interpret = interpreted(pools)
     for buffer, (name, _) in region.buffers.items():
-        stride, parts = _row_of(region, buffer)
+        moved = _moved(region, buffer)
         pieces = []
         end = 0
         for run in sorted((run for run in runs(region) if run.buffer == buffer), key=lambda run: run.base):
             stored = rows[:, run.first : run.first + run.nbytes]
-            pieces.append(jnp.zeros((len(unit), run.base - end), jnp.uint8))
+            pieces.append(jnp.zeros((len(rows), run.base - end), jnp.uint8))
             pieces.append(split_bytes(stored) if run.split else stored)
             end = run.base + run.nbytes
-        pieces.append(jnp.zeros((len(unit), stride - end), jnp.uint8))
+        pieces.append(jnp.zeros((len(rows), moved.stride - end), jnp.uint8))
         pool = pools[name]
-        stored = from_bytes(jnp.concatenate(pieces, axis=1), pool.dtype)
-        for first in range(0, len(unit), ROWS_A_CALL):
-            some = slice(first, first + ROWS_A_CALL)
-            if parts == 1:
-                tiles = stored[some].reshape(-1, *pool.shape[2:])
-                pool = write_rows(pool, unit[some], row[some], tiles, interpret=interpret)
+        units, numbers = _every(region, moved, unit, row)
+        stored = jnp.concatenate(pieces, axis=1).reshape(len(units), moved.nbytes)
+        for first in range(0, len(units), ROWS_A_CALL // moved.tiles):
+            some = slice(first, first + ROWS_A_CALL // moved.tiles)
+            if moved.parts == 1:
+                tiles = from_bytes(stored[some], pool.dtype).reshape(-1, moved.tiles, *pool.shape[2:])
+                pool = write_rows(pool, units[some], numbers[some] * moved.tiles, tiles, interpret=interpret)
             else:
-                tile = stored[some].reshape(-1, 1, 4 // parts, 128)
-                tile = jnp.broadcast_to(tile, (len(tile), parts, *tile.shape[2:]))
-                pool = write_parts(pool, unit[some], row[some], tile, interpret=interpret)
+                tile = from_bytes(jnp.tile(stored[some], (1, moved.parts)), pool.dtype).reshape(-1, *pool.shape[2:])
+                given = units[some], numbers[some], tile
+                pool = write_parts(pool, *given, parts=moved.parts, interpret=interpret)
         pools = pools.replace(name, pool)
     return pools
 
 
-def _every_head(region: Region, unit, row):
-    """Units and rows [n] of every head of positions or entries [...], flat."""
-    heads = jnp.arange(region.heads, dtype=jnp.int32)
-    row = row.reshape(-1)[:, None] * region.heads + heads[None]
+class _Moved(NamedTuple):
+    """What of a buffer moves together: all heads of a position where those fill tiles or a fraction of one.
+
+    Attributes:
+        heads: rows that move together, all of a position's or one.
+        stride: bytes of a row.
+        nbytes: bytes that move together.
+        tiles: items of the pool's second axis that those are; 1 where they are part of one.
+        parts: how many lie in a tile, 1 where they are one or more.
+    """
+
+    heads: int
+    stride: int
+    nbytes: int
+    tiles: int
+    parts: int
+
+
+@cache
+def _moved(region: Region, buffer: str) -> _Moved:
+    stride = next(place.stride for place in region.unit.places if place.buffer == buffer)
+    # Rows of whole tiles are items of the pool, however many tiles they have.
+    item = TILE_BYTES if stride % TILE_BYTES else stride
+    together = region.heads * stride
+    heads = region.heads if together % item == 0 or item % together == 0 else 1
+    nbytes = heads * stride
+    return _Moved(heads, stride, nbytes, max(1, nbytes // item), max(1, item // nbytes))
+
+
+def _every(region: Region, moved: _Moved, unit, row):
+    """Units [n], and numbers in units of what moves together [n], of positions or entries [...], flat."""
+    groups = region.heads // moved.heads
+    row = row.reshape(-1)[:, None] * groups + jnp.arange(groups, dtype=jnp.int32)[None]
     unit = jnp.broadcast_to(unit.reshape(-1)[:, None], row.shape)
     return unit.reshape(-1), row.reshape(-1)
-
-
-def _row_of(region: Region, buffer: str) -> tuple[int, int]:
-    """(bytes of a row in a buffer, rows that share a tile)."""
-    stride = next(place.stride for place in region.unit.places if place.buffer == buffer)
-    return stride, max(1, TILE_BYTES // stride)

@@ -28,7 +28,7 @@ TOPOLOGIES = {
 """Chip -> the smallest topology by which libtpu knows it."""
 
 MOVES = ("copy", "copy-start", "transpose")
-DTYPES = {"uint8": "u8", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8"}
+DTYPES = {"uint8": "u8", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8", "uint32": "u32"}
 
 
 class InPlace(NamedTuple):

@@ -2,183 +2,673 @@
 
 A block holds every head's rows side by side. All query heads are multiplied with all of them at once, which a matrix
 unit does in the time that the block takes to arrive, and what a query head does not share is masked. The next blocks
-come under the arithmetic of these; nothing that was gathered is ever written out.
+come under the arithmetic of these; blocks that a token does not see are not walked, and nothing that was gathered is
+ever written out.
+
+Products are of bf16 and summed in fp32: codes are exact in it, and where queries are not, they and the weights are
+taken apart into terms that are. Scales multiply logits and weights, a lane a row.
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import rows_codec, softmax
+from kvcore.kernels.pallas import block_lines, softmax
+from kvcore.kernels.pallas.block_lines import Lie
 from kvcore.kernels.pallas.lines import buffers_of
-from kvcore.kernels.pallas.stream import Stream, ahead, scratch
 from kvcore.plan import Region
-from kvcore.spec.layout import LANES
+from kvcore.spec.layout import LANES, TILE_BYTES
 
-TILES_AT_ONCE = 256
-"""Tiles that are decoded at a time; small blocks come several in a step, large ones are taken in pieces."""
+CHUNK_BYTES = 1 << 19
+"""Of codes in one pool, that arrive together; two chunks of each pool are held at a time."""
 BLOCK_BYTES = 1 << 20
-"""Of a block in one pool; two of each pool are held at a time."""
+"""Of a block in one pool that is taken at all."""
+PIECE_LINES = 2048
+"""Lines that are multiplied together; fewer by the scales of a row, each of which makes logits of its own."""
+CAREFUL_LINES = 256
+"""The same where rows may be no numbers, which is rare: less code."""
+HALVES = 2
+TERMS = 3
+"""bf16 numbers that an fp32 number is the sum of."""
+FAR = 1 << 30
+"""A position that no token sees."""
+LOG2E = math.log2(math.e)
+
+
+class Lies(NamedTuple):
+    """Keys and values of a layer, as the kernel reads them.
+
+    Attributes:
+        regions: of keys, and of values.
+        how: how the rows of each lie.
+        count: blocks of a chunk.
+        pieces: of a chunk.
+        lines: of a piece.
+        positions: from a piece to the next.
+        native: the chip casts e4m3 itself.
+        terms: bf16 numbers that a query, or a weight, is the sum of.
+    """
+
+    regions: tuple[Region, Region]
+    how: tuple[Lie, Lie]
+    count: int
+    pieces: int
+    lines: int
+    positions: int
+    native: bool
+    terms: int
+
+
+def declined(keys: Region, values: Region) -> str:
+    """Why the kernel does not take a layer's keys and values; "" where it does."""
+    if (keys.heads, keys.rows, keys.growth) != (values.heads, values.rows, values.growth):
+        return "keys and values have not as many heads"
+    how = [block_lines.lie(region) for region in (keys, values)]
+    for one in how:
+        if isinstance(one, str):
+            return one
+    mine, theirs = how
+    if isinstance(mine, str) or isinstance(theirs, str) or (mine.slots, mine.span) != (theirs.slots, theirs.span):
+        return "rows of keys and values take not as many lines"
+    if not np.array_equal(block_lines.rows_of(keys, mine), block_lines.rows_of(values, theirs)):
+        return "rows of keys and values come in another order"
+    if any(region.unit.nbytes > BLOCK_BYTES for region in (keys, values)):
+        return f"a block is more than {BLOCK_BYTES} bytes"
+    return ""
 
 
 def supports(keys: Region, values: Region) -> bool:
-    """True for blocks whose rows of keys and values lie alike, each in one buffer."""
-    alike = (keys.heads, keys.rows, keys.growth) == (values.heads, values.rows, "block")
-    if not alike or not all(rows_codec.decodes(region) for region in (keys, values)):
-        return False
-    buffers = [buffers_of(region) for region in (keys, values)]
-    if [len(some) for some in buffers] != [1, 1] or buffers[0][0].parts != buffers[1][0].parts:
-        return False
-    small = all(region.unit.nbytes <= BLOCK_BYTES for region in (keys, values))
-    return small and keys.heads * keys.rows % buffers[0][0].parts == 0
+    """True for blocks whose rows of keys and values lie alike."""
+    return not declined(keys, values)
 
 
-def _piece(tiles: int, parts: int, heads: int) -> int:
-    """Tiles of a piece of a block: every piece begins with the same head, and pieces are as few as can be."""
-    for pieces in range(-(-tiles // TILES_AT_ONCE), tiles + 1):
-        if tiles % pieces == 0 and tiles // pieces * parts % heads == 0:
-            return tiles // pieces
-    return tiles
+def lies(keys: Region, values: Region, blocks: int, *, native: bool, terms: int, careful: bool = False) -> Lies:
+    """How a token's ``blocks`` blocks are walked."""
+    how = _lie(keys), _lie(values)
+    rows = block_lines.rows_of(keys, how[0])
+    limit = CAREFUL_LINES if careful else max(LANES, PIECE_LINES // max(1, *(one.groups for one in how)))
+    unit, held = rows.shape[1], keys.rows * keys.heads
+    most = max(dict(region.unit.buffers)[region.unit.places[0].buffer] for region in (keys, values))
+    count = max(1, min(blocks, CHUNK_BYTES // most))
+    words = max(one.words for one in how)
+    whole = bool((rows >= 0).all()) and held * words % LANES == 0
+    for pieces in range(1, count * unit // LANES + 1) if whole else ():
+        lines, rest = divmod(count * unit, pieces)
+        some = lines * rows.shape[0] // how[0].span
+        fits = lines <= limit and lines % LANES == 0 and some % keys.heads == 0 and some * words % LANES == 0
+        if not rest and fits:
+            return Lies((keys, values), how, count, pieces, lines, some // keys.heads, native, terms)
+    return Lies((keys, values), how, count, count, unit, keys.rows, native, terms)
 
 
-def attend_kv(keys: Region, values: Region, key_pool, value_pool, blocks, first, last, q, sink=None, *, interpret: Any):
-    """Attend from q [T, H, key_dim], scaled -> out [T, H, value_dim] fp32 and lse [T, H]; -inf and 0 without a row.
+def _lie(region: Region) -> Lie:
+    found = block_lines.lie(region)
+    if isinstance(found, str):
+        raise TypeError(found)
+    return found
+
+
+def attend_kv(
+    keys: Region, values: Region, key_pools, value_pools, blocks, first, last, q, scale, sink=None, *, interpret: Any
+):
+    """Attend from q [T, H, key_dim] -> out [T, H, value_dim] fp32 and lse [T, H]; -inf and 0 without a row.
 
     Args:
         keys, values: the regions; H is a multiple of their heads.
-        key_pool, value_pool: their pools.
+        key_pools, value_pools: their pools.
         blocks: [T, n] int32 units of each token's rows, in order; -1 is not read.
         first, last: [T] int32 first and last position that each token sees; last -1: none.
-        q: fp32.
+        q: fp32, or bf16, whose weights are rounded to bf16, too.
+        scale: of logits, a number or an fp32 scalar.
         sink: [H], one logit a head in the denominator alone, or None.
         interpret: as in ``pallas_call``.
     """
-    tokens, heads, dim = q.shape
-    parts, tiles = buffers_of(keys)[0].parts, key_pool.shape[1]
-    count = max(1, min(blocks.shape[1], TILES_AT_ONCE // tiles))
-    piece = _piece(tiles, parts, keys.heads)
-    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % count)), constant_values=-1)
-    steps = blocks.shape[1] // count
-    key_lines, value_lines = rows_codec.line_count(keys), rows_codec.line_count(values)
-    q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, key_lines * LANES - dim)))
-    # Of the rows of one piece, those that are the n-th of their tiles: each one's position, and who shares its head.
-    row = jnp.arange(count * piece, dtype=jnp.int32)[None] * parts + jnp.arange(parts, dtype=jnp.int32)[:, None]
-    position = (row // keys.heads)[:, None]
-    shared = (jnp.arange(heads, dtype=jnp.int32) * keys.heads // heads)[None, :, None]
-    mine = (shared == (row % keys.heads)[:, None]).astype(jnp.float32)
-    inputs = [q, position, mine]
-    specs = [
-        pl.BlockSpec((1, heads, key_lines * LANES), lambda t, *_: (t, 0, 0)),
-        pl.BlockSpec(position.shape, lambda *_: (0, 0, 0)),
-        pl.BlockSpec(mine.shape, lambda *_: (0, 0, 0)),
-    ]
-    if sink is not None:
-        array, spec = softmax.sink_input(sink, heads)
-        inputs.append(array)
-        specs.append(spec)
-    pools = [key_pool, value_pool]
+    native = False if interpret else pltpu.get_tpu_info().generation not in block_lines.REBIASED
+    options = {"native": native, "terms": 1 if q.dtype == jnp.bfloat16 else TERMS}
+    ways = [lies(keys, values, blocks.shape[1], careful=careful, **options) for careful in (False, True)]
+    by = ways[0]
+    how, tokens, heads = by.how, q.shape[0], q.shape[1]
+    more = -blocks.shape[1] % by.count
+    blocks = jnp.pad(blocks, ((0, 0), (0, more)), constant_values=-1)
+    copies = _copies(by)
+    virtual = len(copies) * heads
+    asked = _asked(by, q, copies)
+    moves = [[block_lines.moves_of(_rows(way), one.words) for one in how] for way in ways]
+    inputs = [asked, *(_positions(way, copies, heads) for way in ways)]
+    inputs += [jnp.asarray(one.patterns, jnp.bfloat16) for way in moves for one in way if len(one.patterns)]
+    factors = [block_lines.factor(one, native) for one in how]
+    scale = (jnp.float32(scale) * jnp.float32(LOG2E * factors[0])).reshape(1)
+    pools = [*key_pools, *value_pools]
     if not interpret:
+        # Compiled code does not look whether a block exists.
+        blocks = jnp.minimum(blocks, pools[0].shape[0] - 1)
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+    planes, held = how[1].planes * how[1].span, [*_scratch(keys, by), *_scratch(values, by)]
+
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
     out, lse = pl.pallas_call(
-        functools.partial(_attend, keys=keys, values=values, count=count, piece=piece, sunk=sink is not None),
+        functools.partial(_attend, ways=ways, moves=moves, copies=copies, heads=heads, interpret=bool(interpret)),
         out_shape=[
-            jax.ShapeDtypeStruct((tokens, heads, value_lines * LANES), jnp.float32),
-            jax.ShapeDtypeStruct((tokens, heads, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, planes * virtual, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, virtual, LANES), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(tokens, steps),
-            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            num_scalar_prefetch=4,
+            grid=(tokens,),
+            in_specs=[
+                pl.BlockSpec((1, *asked.shape[1:]), lambda t, *_: (t, 0, 0)),
+                *map(whole, inputs[1:]),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            ],
             out_specs=[
-                pl.BlockSpec((1, heads, value_lines * LANES), lambda t, *_: (t, 0, 0)),
-                pl.BlockSpec((1, heads, LANES), lambda t, *_: (t, 0, 0)),
+                pl.BlockSpec((1, planes * virtual, LANES), lambda t, *_: (t, 0, 0)),
+                pl.BlockSpec((1, virtual, LANES), lambda t, *_: (t, 0, 0)),
             ],
-            scratch_shapes=[
-                *softmax.state(heads, value_lines * LANES),
-                *scratch(keys, count, tiles),
-                *scratch(values, count, tiles),
-            ],
+            scratch_shapes=[*softmax.state(virtual, LANES)[:2], pltpu.SMEM((1,), jnp.int32), *held],
         ),
+        # Blocks of the next token come under those of this one.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=_vmem(by, virtual)
+        ),
+        cost_estimate=_cost(by, tokens, heads, blocks.shape[1]),
         interpret=interpret,
-    )(blocks.reshape(-1), first, last, *inputs, *pools)
-    return out[:, :, : values.format.dim], lse[:, :, 0]
+        name="attend_kv",
+    )(blocks.reshape(-1), first, last, scale, *inputs, *pools)
+    return _finished(by, out * factors[1], lse[:, :, 0], copies, heads, sink)
 
 
-def _attend(units, firsts, lasts, q, position, mine, *refs, keys: Region, values: Region, count, piece, sunk: bool):
-    sink, refs = (refs[0], refs[1:]) if sunk else (None, refs)
-    key_pool, value_pool, out, lse, largest, total, weighted, *held = refs
-    token, step = pl.program_id(0), pl.program_id(1)
-    number, every = token * pl.num_programs(1) + step, pl.num_programs(0) * pl.num_programs(1)
+def _vmem(by: Lies, virtual: int) -> int:
+    """Bytes of VMEM that the kernel may take: chunks twice, and some arrays of a piece's logits."""
+    chunks = sum(2 * HALVES * by.count * region.unit.nbytes for region in by.regions)
+    logits = 4 * virtual * by.lines * sum(one.span * max(1, one.groups) * by.terms for one in by.how)
+    return min(96 << 20, max(32 << 20, chunks + 4 * logits))
 
-    softmax.begin(step, largest, total, weighted)
 
-    streams = [
-        Stream(region, (pool,), some, units, None, count)
-        for region, pool, some in ((keys, key_pool, held[:2]), (values, value_pool, held[2:]))
-    ]
-    for stream in streams:
-        ahead(stream, number, every)
-    for stream in streams:
-        stream.wait(number)
-    parts, tiles = buffers_of(keys)[0].parts, key_pool.shape[1]
-    rows = count * piece * parts // keys.heads
+def _cost(by: Lies, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
+    """Of every block that a call could read."""
+    keys, values = by.regions
+    rows = tokens * blocks * keys.rows
+    dims = (keys.format.dim or 0) + (values.format.dim or 0)
+    return pl.CostEstimate(
+        flops=2 * rows * heads * dims,
+        bytes_accessed=tokens * blocks * (keys.unit.nbytes + values.unit.nbytes),
+        transcendentals=rows * heads,
+    )
 
-    def take(some, _):
-        # Positions that the token sees, counted from the piece's first one.
-        start = step * (count * keys.rows) + some * rows
-        first, last = firsts[token] - start, lasts[token] - start
 
-        @pl.when((last >= 0) & (first < rows))
+def _rows(by: Lies) -> np.ndarray:
+    """[slots, lines] rows of a piece, counted from its first one."""
+    keys, _ = by.regions
+    unit = block_lines.rows_of(keys, by.how[0])
+    units = np.arange(-(-by.lines // unit.shape[1])) * keys.rows * keys.heads
+    every = np.where(unit[:, None] >= 0, units[None, :, None] + unit[:, None], -1)
+    return every.reshape(len(unit), -1)[:, : by.lines]
+
+
+def _copies(by: Lies) -> np.ndarray:
+    """[copies, heads of keys] the slots that hold a head's rows: one, or several, each of which is asked by itself."""
+    (keys, _), rows = by.regions, _rows(by)
+    head = np.where(rows >= 0, rows % keys.heads, -1)
+    slots = [[slot for slot in range(len(rows)) if (head[slot] == number).any()] for number in range(keys.heads)]
+    most = max(map(len, slots))
+    return np.array([[some[min(copy, len(some) - 1)] for some in slots] for copy in range(most)])
+
+
+def _asked(by: Lies, q, copies):
+    """Queries as lines: [T, planes · span · groups · terms · copies · H, 128], channels where a row's lie."""
+    region, how = by.regions[0], by.how[0]
+    channels = block_lines.channels_of(region, how)
+    heads, groups = q.shape[1], max(1, how.groups)
+    slot_of = np.repeat(copies, heads // region.heads, axis=1)
+    values = q.astype(jnp.float32)
+    parts = [values] if how.code == "fp32" or by.terms == 1 else terms(values, by.terms)
+    parts = jnp.stack(parts, axis=1)
+    found = []
+    for plane in range(how.planes):
+        for span in range(how.span):
+            channel = channels[plane, span]
+            taken = jnp.where(jnp.asarray(channel >= 0), parts[..., np.maximum(channel, 0)], 0)
+            for group in range(groups):
+                mine = (channel >= 0) & (channel // (how.width if how.groups else 1 << 30) == group)
+                row = jnp.where(jnp.asarray(mine), taken, 0)
+                # [T, terms, copies, H, slots, lanes of one]
+                slots = np.arange(how.slots)[None, None] == slot_of[:, :, None]
+                row = jnp.where(jnp.asarray(slots)[None, None, :, :, :, None], row[:, :, None, :, None], 0)
+                found.append(row.reshape(len(q), -1, LANES))
+    return jnp.concatenate(found, axis=1).astype(jnp.float32 if how.code == "fp32" else jnp.bfloat16)
+
+
+def _positions(by: Lies, copies, heads: int):
+    """[copies · H, lines] int32 positions from a piece's first one, biased by the smallest int32; far where not shared.
+
+    One 128 lines of them where all others are these and so many positions more.
+    """
+    keys = by.regions[0]
+    shared = np.arange(heads) * keys.heads // heads
+    row = _rows(by)[copies[:, shared].reshape(-1)]
+    mine = (row >= 0) & (row % keys.heads == np.tile(shared, len(copies))[:, None])
+    # Copies that are as many for all heads are one too many for some.
+    again = np.array([[copies[copy, head] in copies[:copy, head] for head in shared] for copy in range(len(copies))])
+    mine &= ~again.reshape(-1)[:, None]
+    position = np.where(mine, row // keys.heads, FAR)
+    step = _step(by)
+    if step:
+        several = position.reshape(len(position), -1, LANES)
+        shift = step * np.arange(several.shape[1])[None, :, None]
+        if np.array_equal(np.where(several < FAR, several - shift, FAR), several[:, :1] + np.zeros_like(several)):
+            position = position[:, :LANES]
+    return jnp.asarray(position + np.iinfo(np.int32).min, jnp.int32)
+
+
+def _step(by: Lies) -> int:
+    """Positions from 128 lines to the next 128, 0 where those are no whole number."""
+    step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
+    return 0 if rest or by.lines % LANES else step
+
+
+def terms(values, count: int) -> list:
+    """fp32 numbers as the sum of so many that are bf16, by their bits: compilers may take a rounding for none."""
+    found, rest = [], values
+    for _ in range(count):
+        bits = lax.bitcast_convert_type(rest, jnp.int32) & np.int32(-0x10000)
+        found.append(lax.bitcast_convert_type(bits, jnp.float32))
+        rest = rest - found[-1]
+    return found
+
+
+def _scratch(region: Region, by: Lies) -> list:
+    """Chunks of a region's pools, and their semaphores."""
+    found = []
+    for _, size in region.unit.buffers:
+        shape, dtype = _items(region, size, len(found) > 0)
+        found.append(pltpu.VMEM((HALVES, by.count * shape[0], *shape[1:]), dtype))
+    return [*found, pltpu.SemaphoreType.DMA((HALVES,))]
+
+
+def _items(region: Region, size: int, words: bool):
+    """(shape of a unit, dtype) of a pool, its tiles one after another."""
+    if words:
+        return (size // TILE_BYTES, 1, LANES), jnp.uint32
+    buffer = buffers_of(region)[0]
+    tile = buffer.tile
+    return (size // (tile[0] * LANES * jnp.dtype(buffer.dtype).itemsize), *tile), buffer.dtype
+
+
+def _finished(by: Lies, out, lse, copies, heads: int, sink):
+    """Out [T, H, d] and lse [T, H] of what every copy of a query found [T, planes · span · copies · H, 128]."""
+    region, how = by.regions[1], by.how[1]
+    channels = block_lines.channels_of(region, how)
+    shared = np.arange(heads) * region.heads // heads
+    slots = copies[:, shared]
+    tokens = len(out)
+    out = out.reshape(tokens, how.planes, how.span, len(copies), heads, how.slots, how.slot)
+    every = out.transpose(0, 3, 4, 5, 1, 2, 6).reshape(tokens, len(copies), heads, how.slots, -1)
+    mine = jnp.asarray(slots[:, :, None] == np.arange(how.slots))
+    every = jnp.sum(jnp.where(mine[None, :, :, :, None], every, 0), axis=3)
+    flat = channels.reshape(-1)
+    order = np.argsort(np.where(flat < 0, 1 << 30, flat), kind="stable")[: region.format.dim]
+    every = every[..., order]
+    lse = lse.reshape(tokens, len(copies), heads)
+    most = jnp.max(lse, axis=1, keepdims=True)
+    shares = jnp.exp(lse - jnp.where(most == -jnp.inf, 0, most))
+    total = jnp.sum(shares, axis=1)
+    if len(copies) > 1:
+        every = jnp.where(shares[..., None] > 0, every * shares[..., None], 0)
+        found = jnp.sum(every, axis=1) / jnp.where(total == 0, 1, total)[..., None]
+        lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + most[:, 0])
+    else:
+        found, lse = every[:, 0], lse[:, 0]
+    if sink is not None:
+        found = found / (1 + jnp.exp(sink.astype(jnp.float32)[None] - lse))[..., None]
+    return found, lse
+
+
+def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: int, interpret: bool):
+    by, (positions, refs) = ways[0], (refs[: len(ways)], refs[len(ways) :])
+    patterns = []
+    for one in (one for way in moves for one in way):
+        patterns.append(refs[0] if len(one.patterns) else None)
+        refs = refs[len(one.patterns) > 0 :]
+    buffers = [len(region.unit.buffers) for region in by.regions]
+    pools, refs = refs[: sum(buffers)], refs[sum(buffers) :]
+    out, lse, largest, total, turn, *held = refs
+    sides = []
+    for region, size in zip(by.regions, buffers, strict=True):
+        sides.append(_Side(region, by, pools[:size], held[: size + 1], units, interpret))
+        pools, held = pools[size:], held[size + 1 :]
+    weighted = out.at[0]
+    token, tokens = pl.program_id(0), pl.num_programs(0)
+    every = units.shape[0] // firsts.shape[0] // by.count
+    rows = by.count * by.regions[0].rows
+
+    def chunks(token):
+        begin = jnp.minimum(lax.div(jnp.maximum(firsts[token], 0), jnp.int32(rows)), every - 1)
+        return begin, jnp.maximum(lax.div(lasts[token], jnp.int32(rows)) + 1, begin + 1)
+
+    def start(token, chunk, half):
+        for side in sides:
+            side.each(token * every + chunk, half, lambda copy: copy.start())
+
+    begin, end = chunks(token)
+
+    @pl.when(token == 0)
+    def _():
+        # What was never written is no number, maybe, and 0 times that is none.
+        sides[1].clear()
+        turn[0] = 0
+        start(0, begin, 0)
+
+    def clear():
+        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
+
+    fold, carefully = (
+        functools.partial(
+            _fold, by=way, sides=sides, moves=moves[n], patterns=patterns[2 * n : 2 * n + 2], q=q,
+            position=positions[n], scale=scale, copies=copies, heads=heads, state=(largest, total, weighted),
+            careful=n > 0,
+        )
+        for n, way in enumerate(ways)
+    )  # fmt: skip
+
+    def walk(chunk, _):
+        half = lax.rem(turn[0], HALVES)
+        turn[0] += 1
+        more = chunk + 1 < end
+        after = jnp.minimum(token + 1, tokens - 1)
+
+        @pl.when(more | (token + 1 < tokens))
         def _():
-            key_words, value_words = (stream.piece(number, some * piece, piece) for stream in streams)
-            for part in range(parts):
-                row = jnp.full((count * piece, 1), part, jnp.int32)
-                k = rows_codec.decode(keys, key_words, row)
-                v = rows_codec.decode(values, value_words, row)
-                seen = (position[part] >= first) & (position[part] <= last)
-                exists = jnp.broadcast_to(seen, (q.shape[1], count * piece)) & (mine[part] > 0)
-                kept, weights = softmax.weigh(q, k, exists, largest, total)
-                # Along sublanes the same positions: a row's number by its heads, rounded down.
-                held_row = lax.broadcasted_iota(jnp.int32, (count * piece, LANES), 0) * parts + part
-                held_at = jnp.floor((held_row.astype(jnp.float32) + 0.5) * (1.0 / keys.heads)).astype(jnp.int32)
-                v = [jnp.where((held_at >= first) & (held_at <= last), line, 0.0) for line in v]
-                _add(weights, v, held_row - held_at * keys.heads, kept, keys.heads, weighted)
+            start(jnp.where(more, token, after), jnp.where(more, chunk + 1, chunks(after)[0]), 1 - half)
 
+        for side in sides:
+            side.each(token * every + chunk, half, lambda copy: copy.wait())
+        seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
+        for piece in range(by.pieces):
+            fold(half, piece, *seen)
         return _
 
-    lax.fori_loop(0, tiles // piece, take, None)
+    clear()
+    lax.fori_loop(begin, end, walk, None)
+    faulty = jnp.max(jnp.where(jnp.abs(weighted[...]) < jnp.inf, 0.0, 1.0)).astype(jnp.int32)
 
-    softmax.end(step, largest, total, weighted, sink, out, lse)
-
-
-def _add(weights, v, head, kept, heads: int, weighted) -> None:
-    """Add values, lines [n, 128] of rows of ``head`` [n, 128], to the weighted sums.
-
-    A weight is 0 where a query head does not share a row's head, and 0 times a number that is not finite is NaN: where
-    there is one, each head's rows are multiplied by themselves.
-    """
-    finite = [jnp.abs(line) < jnp.inf for line in v]
-    faulty = sum(jnp.max(jnp.where(some, 0.0, 1.0)) for some in finite)
-
-    @pl.when(faulty == 0)
+    @pl.when(faulty == 1)
     def _():
-        softmax.add(weights, v, kept, weighted)
+        # Some row is no number: again, each head's rows by themselves, in the half that nothing comes to.
+        half = lax.rem(turn[0] + 1, HALVES)
+        clear()
 
-    @pl.when(faulty > 0)
-    def _():
-        query = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 0)
-        group = weights.shape[0] // heads
-        for n, line in enumerate(v):
-            some = slice(LANES * n, LANES * (n + 1))
-            sums = weighted[:, some] * kept
-            for number in range(heads):
-                shares = (query >= number * group) & (query < (number + 1) * group)
-                added = softmax.product(weights, jnp.where(head == number, line, 0.0), contract=0)
-                sums = jnp.where(shares, sums + added, sums)
-            weighted[:, some] = sums
+        def again(chunk, _):
+            for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
+                for side in sides:
+                    side.each(token * every + chunk, half, act)
+            seen = firsts[token] - chunk * rows, lasts[token] - chunk * rows
+            lax.fori_loop(0, ways[1].pieces, lambda piece, _: carefully(half, piece, *seen), None)
+            return _
+
+        lax.fori_loop(begin, end, again, None)
+
+    sums = total[...]
+    lse[0] = jnp.where(sums == 0, -jnp.inf, largest[...] * np.float32(1 / LOG2E) + jnp.log(sums))
+    shrink = 1 / jnp.where(sums == 0, 1, sums)
+    virtual = len(sums)
+    for number in range(weighted.shape[0] // virtual):
+        some = slice(virtual * number, virtual * (number + 1))
+        weighted[some] = weighted[some] * shrink
+
+
+class _Side:
+    """Keys or values: how their chunks come, and what a piece of one is."""
+
+    def __init__(self, region: Region, by: Lies, pools, held, units, interpret: bool) -> None:
+        self.region, self._by, self._pools, self._units, self._interpret = region, by, pools, units, interpret
+        self.how: Lie = by.how[by.regions.index(region)]
+        self._held, self._arrived = held[:-1], held[-1]
+
+    def each(self, chunk, half, act) -> None:
+        """``act`` on the copies of a chunk: of whole blocks, -1 left out."""
+        count = self._by.count
+
+        def one(number, _):
+            unit = self._units[chunk * count + number]
+
+            @pl.when(unit >= 0)
+            def _():
+                for pool, held in zip(self._pools, self._held, strict=True):
+                    tiles = held.shape[1] // count
+                    target = held.at[half, pl.ds(number * tiles, tiles)]
+                    act(pltpu.make_async_copy(pool.at[unit], target, self._arrived.at[half]))
+
+            return _
+
+        lax.fori_loop(0, count, one, None, unroll=count == 1)
+
+    def clear(self) -> None:
+        """Zeros where chunks come to."""
+        for held in self._held:
+            held[...] = jnp.zeros(held.shape, held.dtype)
+
+    def matrices(self, by: Lies, half, piece) -> list:
+        """Every plane of a piece, [lines, 128]."""
+        size = by.lines if self.how.code == "fp32" else by.lines // self.how.lines
+        return block_lines.matrices(self.how, self._view(0, half, piece, size), by.native)
+
+    def words(self, by: Lies, half, piece):
+        """Words of scales of a piece [m, 128]."""
+        return self._view(1, half, piece, self._held[1].shape[1] // by.pieces)
+
+    def _view(self, number: int, half, piece, size: int):
+        """Lines of words, or of fp32."""
+        held = self._held[number]
+        fp32 = held.dtype == jnp.float32
+        lines = held.shape[1] * held.shape[2] // (4 if held.dtype == jnp.uint8 else 1)
+        if not self._interpret:
+            flat = held if fp32 else held.bitcast(jnp.int32)
+            return flat.reshape(HALVES, lines, LANES)[half, pl.ds(piece * size, size)]
+        # The interpreter knows no views: what a piece is of is read as it lies.
+        items = size * held.shape[1] // lines
+        tiles = held[half, pl.ds(piece * items, items)]
+        if fp32:
+            return tiles.reshape(size, LANES)
+        if held.dtype == jnp.uint32:
+            return lax.bitcast_convert_type(tiles, jnp.int32).reshape(size, LANES)
+        return pltpu.bitcast(tiles, jnp.int32).reshape(size, LANES)
+
+
+def _fold(
+    half, piece, first, last, *, by: Lies, sides, moves, patterns, q, position, scale, copies, heads, state, careful
+):
+    """Take a piece into the softmax, whose first row is position ``piece · positions``."""
+    largest, total, weighted = state
+    keys, values = sides
+    shift = piece * by.positions
+    logits = _logits(by, keys, half, piece, q, scale, moves[0], patterns[0], copies, heads)
+    exists = _exists(by, position, first - shift, last - shift, logits.shape)
+    logits = jnp.where(exists, logits, -jnp.inf)
+    before = largest[:, :1]
+    higher = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    base = jnp.where(higher == -jnp.inf, 0, higher)
+    weights = jnp.exp2(logits - base)
+    kept = jnp.exp2(before - base)
+    largest[...] = jnp.broadcast_to(higher, largest.shape)
+    total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True) * np.float32(1 / by.how[1].span)
+    _weigh(by, values, half, piece, weights, exists, kept, weighted, moves[1], patterns[1], copies, heads,
+           (first - shift, last - shift) if careful else None)  # fmt: skip
+
+
+def _exists(by: Lies, position, first, last, shape):
+    """[V, lines] whether a line's row is seen: one comparison of numbers without a sign."""
+    count = jnp.maximum(last - first + 1, 0) + np.iinfo(np.int32).min
+    if position.shape[1] == shape[1]:
+        return position[...] - first < count
+    held, step = position[...], _step(by)
+    return jnp.concatenate([held - (first - step * n) < count for n in range(shape[1] // LANES)], axis=1)
+
+
+def _logits(by: Lies, side: _Side, half, piece, q, scale, moves, patterns, copies, heads: int):
+    """[V, lines] in powers of two, the same in all lines of a row."""
+    how, virtual = side.how, len(copies) * heads
+    matrices = side.matrices(by, half, piece)
+    rows = q.shape[1] // how.planes
+    precision = lax.Precision.HIGHEST if how.code == "fp32" else lax.Precision.DEFAULT
+    products = None
+    for plane, matrix in enumerate(matrices):
+        one = lax.dot_general(
+            q[0, plane * rows : (plane + 1) * rows], matrix, (((1,), (1,)), ((), ())),
+            precision=precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        products = one if products is None else products + one
+    assert products is not None, "a tile is a plane at least"
+    count = rows // how.span // max(1, how.groups) // virtual
+    by_scale = _scales(by, side, half, piece, moves, patterns, copies, heads, products.shape[1], scale[0])
+    lane = lax.broadcasted_iota(jnp.int32, (virtual, products.shape[1]), 1)
+    found, number = None, 0
+    for span in range(how.span):
+        line = None
+        for group in range(max(1, how.groups)):
+            terms = [products[virtual * (number + n) : virtual * (number + n + 1)] for n in range(count)]
+            number += count
+            one = functools.reduce(jnp.add, reversed(terms))
+            one = one * (scale[0] if by_scale is None else by_scale[group])
+            line = one if line is None else line + one
+        found = line if found is None else jnp.where(lane & (how.span - 1) == span, line, found)
+    step = 1
+    while step < how.span:
+        # Every line of a row gets the sum of all.
+        other = jnp.where(lane & step != 0, _rolled(found, step), _rolled(found, -step))
+        found = found + other
+        step *= 2
+    return found
+
+
+def _rolled(values, lanes: int):
+    """Lanes moved within lines of 128."""
+    pieces = [values[:, first : first + LANES] for first in range(0, values.shape[1], LANES)]
+    rolled = [pltpu.roll(piece, lanes % piece.shape[1], 1) for piece in pieces]
+    return rolled[0] if len(rolled) == 1 else jnp.concatenate(rolled, axis=1)
+
+
+def _scales(by: Lies, side: _Side, half, piece, moves, patterns, copies, heads: int, lines: int, factor=None):
+    """What scales every group's logits or weights, [1 or V, lines] each; None without scales."""
+    how = side.how
+    if not how.groups:
+        return None
+    words = side.words(by, half, piece)
+    through = block_lines.moved(words, patterns, len(moves.patterns)) if patterns is not None else []
+
+    def held(slot: int, word: int):
+        pieces = []
+        for number in range(-(-lines // LANES)):
+            parts = [
+                (words if pattern < 0 else through[pattern])[source : source + 1]
+                for source, pattern in moves.of[slot, word, number]
+            ]
+            pieces.append(functools.reduce(jnp.bitwise_or, parts))
+        whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+        return whole[:, :lines]
+
+    slots = [[held(slot, word) for word in range(how.words)] for slot in range(how.slots)]
+    code = side.region.format.fields[0].scale or ""
+    per_slot = [[block_lines.scales(how, code, mine, group) for mine in slots] for group in range(how.groups)]
+    if factor is not None:
+        per_slot = [[one * factor for one in mine] for mine in per_slot]
+    if how.slots == 1:
+        return [mine[0] for mine in per_slot]
+    # Which slot a query asks: constants along its heads, in the order of copies.
+    shared = np.arange(heads) * side.region.heads // heads
+    slot_of = copies[:, shared].reshape(-1)
+    virtual = lax.broadcasted_iota(jnp.int32, (len(slot_of), lines), 0)
+    found = []
+    for mine in per_slot:
+        scales = jnp.broadcast_to(mine[0], virtual.shape)
+        for slot in range(1, how.slots):
+            scales = jnp.where(_among(virtual, slot_of == slot), jnp.broadcast_to(mine[slot], virtual.shape), scales)
+        found.append(scales)
+    return found
+
+
+def _among(number, some: np.ndarray):
+    """Whether ``some`` of a row ``number``, by its runs."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], some.astype(np.int8), [0]])))
+    found = jnp.zeros(number.shape, jnp.bool_)
+    for begin, end in edges.reshape(-1, 2).tolist():
+        found |= (number >= begin) & (number < end)
+    return found
+
+
+def _weigh(by: Lies, side: _Side, half, piece, weights, exists, kept, weighted, moves, patterns, copies, heads, seen):
+    """Add values to the weighted sums; ``seen`` (first, last) where some of them may be no numbers."""
+    how, virtual = side.how, len(weights)
+    matrices = side.matrices(by, half, piece)
+    by_scale = _scales(by, side, half, piece, moves, patterns, copies, heads, weights.shape[1])
+    lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    exact = how.code == "fp32" or seen is not None
+    stacked, count = [], 1 if exact else by.terms
+    for span in range(how.span):
+        mine = weights if how.span == 1 else jnp.where(lane & (how.span - 1) == span, weights, 0.0)
+        for group in range(max(1, how.groups)):
+            one = mine if by_scale is None else mine * by_scale[group]
+            if seen is not None:
+                one = jnp.where(exists, one, 0.0)
+            stacked += [one] if count == 1 else terms(one, count)
+    stacked = [one if exact else one.astype(jnp.bfloat16) for one in stacked]
+    left = stacked[0] if len(stacked) == 1 else jnp.concatenate(stacked, axis=0)
+    for plane, matrix in enumerate(matrices):
+        if seen is None:
+            precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+            found = lax.dot_general(
+                left, matrix, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+        else:
+            found = _apart(by, side, left, matrix.astype(jnp.float32), seen, virtual, heads)
+        number = 0
+        for span in range(how.span):
+            total = None
+            for group in range(max(1, how.groups)):
+                parts = [found[virtual * (number + n) : virtual * (number + n + 1)] for n in range(count)]
+                number += count
+                one = functools.reduce(jnp.add, reversed(parts))
+                total = one if total is None else jnp.where(_group_of(how, plane, span) == group, one, total)
+            some = slice(virtual * (plane * how.span + span), virtual * (plane * how.span + span + 1))
+            weighted[some] = weighted[some] * kept + total
+
+
+def _group_of(how: Lie, plane: int, span: int):
+    """[1, 128] the group of a lane's channel."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) & how.slot - 1
+    return lax.shift_right_logical((lane + LANES * span) * how.planes + plane, how.width.bit_length() - 1)
+
+
+def _apart(by: Lies, side: _Side, left, matrix, seen, virtual: int, heads: int):
+    """The same product with each head's rows by themselves, and only those that are seen: 0 times NaN is NaN."""
+    how, region = side.how, side.region
+    line, lane = (lax.broadcasted_iota(jnp.int32, matrix.shape, axis) for axis in (0, 1))
+    slot = lax.shift_right_logical(lane, how.slot.bit_length() - 1)
+    if how.code == "bf16" and how.slots == 2:
+        row = lax.shift_right_logical(line, 1) * 4 + (line & 1) + 2 * slot
+    else:
+        row = lax.shift_right_logical(line, how.span.bit_length() - 1) * how.slots + slot
+    position = jnp.floor((row.astype(jnp.float32) + 0.5) * np.float32(1 / region.heads)).astype(jnp.int32)
+    head = row - position * region.heads
+    held = (position >= seen[0]) & (position <= seen[1]) & (position < by.positions)
+    query = lax.broadcasted_iota(jnp.int32, (len(left), LANES), 0)
+    query = lax.rem(query, jnp.int32(heads))
+    group = heads // region.heads
+
+    def one(number, found):
+        mine = jnp.where(held & (head == number), matrix, 0.0)
+        added = softmax.product(left, mine, contract=0)
+        return jnp.where((query >= number * group) & (query < (number + 1) * group), added, found)
+
+    return lax.fori_loop(0, region.heads, one, jnp.zeros((len(left), LANES), jnp.float32))

@@ -12,35 +12,35 @@ from jax.experimental.pallas import tpu as pltpu
 ROWS_IN_FLIGHT = 8
 
 
-def read_rows(pool, unit, row, *, interpret: Any = False):
-    """Tiles [n, s, 128] of pool [units, rows, s, 128] at (unit, row) [n]; zeros where the unit is -1."""
-    count = len(unit)
-    more = -count % ROWS_IN_FLIGHT
+def read_rows(pool, unit, row, *, count: int = 1, interpret: Any = False):
+    """Tiles [n, count · s, 128] of pool [units, rows, s, 128] from (unit, row) [n] on; zeros where the unit is -1."""
+    rows = len(unit)
+    more = -rows % ROWS_IN_FLIGHT
     unit, row = jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
     tile = pool.shape[2:]
     if not interpret:
         # Without this XLA may carry a small pool into VMEM, whole, on every call.
         pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     tiles = pl.pallas_call(
-        functools.partial(_read, unroll=not interpret),
-        out_shape=jax.ShapeDtypeStruct((len(unit), *tile), pool.dtype),
+        functools.partial(_read, count=count, unroll=not interpret),
+        out_shape=jax.ShapeDtypeStruct((len(unit), count, *tile), pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(len(unit) // ROWS_IN_FLIGHT,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec((ROWS_IN_FLIGHT, *tile), lambda i, *_: (i, 0, 0)),
+            out_specs=pl.BlockSpec((ROWS_IN_FLIGHT, count, *tile), lambda i, *_: (i, 0, 0, 0)),
             scratch_shapes=[pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))],
         ),
         interpret=interpret,
     )(unit, row, pool)
-    return tiles[:count]
+    return tiles[:rows].reshape(rows, count * tile[0], tile[1])
 
 
-def _read(units, rows, pool, tiles, arrived, *, unroll: bool):
+def _read(units, rows, pool, tiles, arrived, *, count: int, unroll: bool):
     first = pl.program_id(0) * ROWS_IN_FLIGHT
 
     def copy(i):
-        at = pool.at[units[first + i], rows[first + i]]
+        at = pool.at[units[first + i], pl.ds(rows[first + i], count)]
         return pltpu.make_async_copy(at, tiles.at[i], arrived.at[i])
 
     def start(i, _):

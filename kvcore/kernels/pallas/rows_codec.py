@@ -12,7 +12,7 @@ from kvcore.kernels.pallas.lines import Buffer, at_lane, buffers_of, byte_line, 
 from kvcore.plan import Region
 from kvcore.spec import Field, Format
 from kvcore.spec.codes import CODES, E4M3_SCALE_SMALLEST, unknown
-from kvcore.spec.layout import LANES, Place
+from kvcore.spec.layout import LANES, WORDS, Place
 
 PLAIN = {"bf16": codes.to_bf16, "fp32": lambda line: line}
 TO_CODE = {"e4m3": codes.to_e4m3, "e2m1": codes.to_e2m1}
@@ -34,7 +34,7 @@ def supports(region: Region) -> bool:
 
 def decodes(region: Region) -> bool:
     """True where ``decode`` knows every field of the region's format, in tiles, of any number of heads."""
-    if region.layout != "tpu_tile" or region.format.dim is None:
+    if region.layout != "tpu_tile" or region.format.dim is None or WORDS in dict(region.unit.buffers):
         return False
     values = [field for field in region.format.fields if field.is_value]
     fp32 = all(buffer.fp32 for buffer in buffers_of(region))

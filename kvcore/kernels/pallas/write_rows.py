@@ -1,4 +1,4 @@
-"""Write rows into a pool of tiles, in place: one DMA a row that is a tile, a read-modify-write where rows share one."""
+"""Write rows into a pool of tiles, in place: a DMA a row of whole tiles, else tiles are fetched and merged."""
 
 import functools
 from typing import Any
@@ -15,84 +15,113 @@ ROWS_IN_FLIGHT = 8
 def write_rows(pool, unit, row, tiles, *, interpret: Any = False):
     """Pool [units, rows, s, 128] with tiles [n, s, 128] at (unit, row) [n]; rows with unit -1 are skipped.
 
-    Rows must be distinct: DMAs in flight together have no order.
+    Tiles [n, k, s, 128] are k neighbours each, from ``row`` on. Rows must be distinct: DMAs in flight together have no
+    order.
     """
+    if tiles.ndim == 3:
+        tiles = tiles[:, None]
     tiles, unit, row = _padded(tiles, unit, row)
-    kernel = functools.partial(_write, unroll=not interpret)
+    kernel = functools.partial(_write, count=tiles.shape[1], unroll=not interpret)
     scratch = [pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))]
-    return _call(kernel, pool, unit, row, tiles, ROWS_IN_FLIGHT, scratch, interpret)
+    return _call(kernel, pool, (unit, row), tiles, scratch, interpret)
 
 
-def write_parts(pool, unit, part, tiles, *, interpret: Any = False):
-    """Pool [units, tiles, 4, 128] uint8 with part ``part`` [n] of a unit replaced; unit -1 is skipped.
+def write_parts(pool, unit, part, tiles, *, parts: int, interpret: Any = False):
+    """Pool [units, tiles, s, 128] with part ``part`` [n] of a unit replaced; unit -1 is skipped.
 
-    A unit's parts lie one after another, each a whole fraction of a tile: 4 // parts sublanes.
+    A unit's parts lie one after another, ``parts`` to a tile. Parts of one tile are merged into it together, so that
+    a tile is fetched and put once for neighbours.
 
     Args:
-        tiles: [n, parts, 4 // parts, 128], every slice along ``parts`` the same row, so that it need not be moved.
+        tiles: [n, s, 128], the same part again and again, so that it need not be moved.
     """
-    parts = tiles.shape[1]
-    scratch = [pltpu.VMEM((4, 128), jnp.uint8), pltpu.SemaphoreType.DMA(())]
-    kernel = functools.partial(_merge, parts=parts)
-    return _call(kernel, pool, unit, part, tiles.reshape(-1, 4, 128), 1, scratch, interpret)
+    tiles, unit, part = _padded(tiles, unit, part)
+    groups = unit.reshape(-1, ROWS_IN_FLIGHT), (part // parts).reshape(-1, ROWS_IN_FLIGHT)
+    same = functools.reduce(jnp.logical_and, (array[:, :, None] == array[:, None] for array in groups))
+    # Who fetches and puts the tile of each: the first of the group that lies in it.
+    first = jnp.argmax(same, axis=2).astype(jnp.int32).reshape(-1)
+    scratch = [pltpu.VMEM((ROWS_IN_FLIGHT, *pool.shape[2:]), pool.dtype), pltpu.SemaphoreType.DMA((ROWS_IN_FLIGHT,))]
+    kernel = functools.partial(_merge, parts=parts, unroll=not interpret)
+    return _call(kernel, pool, (unit, part, first), tiles, scratch, interpret)
 
 
-def _write(units, rows, tiles, _, pool, arrived, *, unroll: bool):
+def _write(units, rows, tiles, _, pool, arrived, *, count: int, unroll: bool):
     first = pl.program_id(0) * ROWS_IN_FLIGHT
 
     def copy(i):
-        at = pool.at[units[first + i], rows[first + i]]
+        at = pool.at[units[first + i], pl.ds(rows[first + i], count)]
         return pltpu.make_async_copy(tiles.at[i], at, arrived.at[i])
 
-    def start(i, _):
-        pl.when(units[first + i] >= 0)(lambda: copy(i).start())
-        return _
+    _each(lambda i: units[first + i] >= 0, lambda i: copy(i).start(), unroll)
+    _each(lambda i: units[first + i] >= 0, lambda i: copy(i).wait(), unroll)
 
-    def finish(i, _):
-        pl.when(units[first + i] >= 0)(lambda: copy(i).wait())
+
+def _merge(units, numbers, firsts, tiles, _, pool, held, arrived, *, parts: int, unroll: bool):
+    first = pl.program_id(0) * ROWS_IN_FLIGHT
+    size = held.shape[1] * held.shape[2] // parts
+
+    def leads(i):
+        return (units[first + i] >= 0) & (firsts[first + i] == i)
+
+    def at(i):
+        return pool.at[units[first + i], lax.div(numbers[first + i], jnp.int32(parts))]
+
+    def fetch(i):
+        return pltpu.make_async_copy(at(i), held.at[i], arrived.at[i])
+
+    def put(i):
+        return pltpu.make_async_copy(held.at[i], at(i), arrived.at[i])
+
+    def merge(i):
+        tile = held.at[firsts[first + i]]
+        element = lax.broadcasted_iota(jnp.int32, tile.shape, 0) * tile.shape[1]
+        element = element + lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+        begin = lax.rem(numbers[first + i], jnp.int32(parts)) * size
+        mine = (element >= begin) & (element < begin + size)
+        # Narrow elements are not selected as they are on every chip.
+        wide = jnp.int32 if tile.dtype == jnp.uint8 else tile.dtype
+        tile[...] = jnp.where(mine, tiles[i].astype(wide), tile[...].astype(wide)).astype(tile.dtype)
+
+    for when, act in (
+        (leads, lambda i: fetch(i).start()),
+        (leads, lambda i: fetch(i).wait()),
+        (lambda i: units[first + i] >= 0, merge),
+        (leads, lambda i: put(i).start()),
+        (leads, lambda i: put(i).wait()),
+    ):
+        _each(when, act, unroll)
+
+
+def _each(when, act, unroll: bool) -> None:
+    """``act`` on every row of a group where ``when``."""
+
+    def one(i, _):
+        pl.when(when(i))(lambda: act(i))
         return _
 
     # The interpreter's programs grow with every copy that is written out, and compiling them is most of its time.
-    lax.fori_loop(0, ROWS_IN_FLIGHT, start, None, unroll=unroll)
-    lax.fori_loop(0, ROWS_IN_FLIGHT, finish, None, unroll=unroll)
+    lax.fori_loop(0, ROWS_IN_FLIGHT, one, None, unroll=unroll)
 
 
-def _merge(units, numbers, tiles, _, pool, old, arrived, *, parts):
-    row = pl.program_id(0)
-
-    @pl.when(units[row] >= 0)
-    def _():
-        at = pool.at[units[row], lax.div(numbers[row], parts)]
-        fetch = pltpu.make_async_copy(at, old, arrived)
-        fetch.start()
-        fetch.wait()
-        sublane = lax.broadcasted_iota(jnp.int32, (4, 128), 0)
-        mine = lax.div(sublane, 4 // parts) == lax.rem(numbers[row], parts)
-        merged = jnp.where(mine, tiles[0].astype(jnp.int32), old[...].astype(jnp.int32))
-        old[...] = merged.astype(jnp.uint8)
-        put = pltpu.make_async_copy(old, at, arrived)
-        put.start()
-        put.wait()
-
-
-def _call(kernel, pool, unit, number, tiles, rows, scratch, interpret):
+def _call(kernel, pool, scalars, tiles, scratch, interpret):
     if not interpret:
         # Without this XLA may carry a small pool into VMEM and back, whole, on every call.
         pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    rest = (0,) * (tiles.ndim - 1)
     written = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(len(tiles) // rows,),
-            in_specs=[pl.BlockSpec((rows, *tiles.shape[1:]), lambda i, *_: (i, 0, 0)), anywhere],
+            num_scalar_prefetch=len(scalars),
+            grid=(len(tiles) // ROWS_IN_FLIGHT,),
+            in_specs=[pl.BlockSpec((ROWS_IN_FLIGHT, *tiles.shape[1:]), lambda i, *_: (i, *rest)), anywhere],
             out_specs=anywhere,
             scratch_shapes=scratch,
         ),
-        input_output_aliases={3: 0},
+        input_output_aliases={len(scalars) + 1: 0},
         interpret=interpret,
-    )(unit, number, tiles, pool)
+    )(*scalars, tiles, pool)
     # A pinned pool that is an output of the program without anything in between is refused by XLA's verifier.
     return written if interpret else lax.optimization_barrier(written)
 
@@ -100,5 +129,5 @@ def _call(kernel, pool, unit, number, tiles, rows, scratch, interpret):
 def _padded(tiles, unit, row):
     """Whole groups of rows in flight; the rows added are skipped."""
     more = -len(tiles) % ROWS_IN_FLIGHT
-    tiles = jnp.pad(tiles, ((0, more), (0, 0), (0, 0)))
+    tiles = jnp.pad(tiles, ((0, more), *((0, 0),) * (tiles.ndim - 1)))
     return tiles, jnp.pad(unit, (0, more), constant_values=-1), jnp.pad(row, (0, more))
