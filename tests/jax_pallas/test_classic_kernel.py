@@ -63,8 +63,13 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
     [
         pytest.param(KV(key_heads=2, key_dim=128), 8, id="bf16"),
         pytest.param(KV(key_heads=4, key_dim=64), 4, id="bf16, two rows a line"),
+        pytest.param(KV(key_heads=2, key_dim=64), 4, id="bf16, heads in two slots each"),
         pytest.param(KV(key_heads=2, key_dim=256), 4, id="bf16, two lines a row"),
+        pytest.param(KV(key_heads=2, key_dim=160, value_dim=256), 4, id="bf16, padded"),
+        pytest.param(KV(key_heads=2, key_dim=96), 4, id="bf16, a line with some of another"),
+        pytest.param(KV(key_heads=2, key_dim=48), 4, id="bf16, shorter than half a line"),
         pytest.param(KV(key_heads=3, key_dim=128, key_format="fp32"), 3, id="fp32, a head each"),
+        pytest.param(KV(key_heads=1, key_dim=160, key_format="fp32"), 2, id="fp32, padded"),
         pytest.param(KV(key_heads=2, key_dim=128, key_format="fp8_row", window=11), 4, id="fp8_row, a window"),
         pytest.param(KV(key_heads=1, key_dim=64, key_format="int8_row", chunk=12), 5, id="int8_row, chunks, one head"),
         pytest.param(KV(key_heads=2, key_dim=400, key_format="int8_row"), 2, id="int8_row, four lines a row"),
@@ -130,8 +135,10 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
     np.testing.assert_array_equal(np.asarray(cast) * block_lines.factor(how, False), want)
 
 
-def test_what_is_not_finite_stays_with_its_head(rng):
-    (out, lse), (got, got_lse) = beside_the_reference(KV(key_heads=2, key_dim=128), rng, heads=4, spoiled=True)
+@pytest.mark.parametrize("dim", [pytest.param(128, id="a line each"), pytest.param(64, id="two heads in a line")])
+def test_what_is_not_finite_stays_with_its_head(dim, rng):
+    kv = KV(key_heads=4, key_dim=dim)
+    (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, spoiled=True)
     assert not np.isfinite(out).all()
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-5)

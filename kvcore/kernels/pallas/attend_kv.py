@@ -401,7 +401,8 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
 
     clear()
     lax.fori_loop(begin, end, walk, None)
-    faulty = jnp.max(jnp.where(jnp.abs(weighted[...]) < jnp.inf, 0.0, 1.0)).astype(jnp.int32)
+    faulty = jnp.max(jnp.where(jnp.abs(weighted[...]) < jnp.inf, 0.0, 1.0))
+    faulty = jnp.maximum(faulty, jnp.max(jnp.where(total[...] < jnp.inf, 0.0, 1.0))).astype(jnp.int32)
 
     @pl.when(faulty == 1)
     def _():
@@ -493,7 +494,7 @@ def _fold(
     largest, total, weighted = state
     keys, values = sides
     shift = piece * by.positions
-    logits = _logits(by, keys, half, piece, q, scale, moves[0], patterns[0], copies, heads)
+    logits = _logits(by, keys, half, piece, q, scale, moves[0], patterns[0], copies, heads, careful)
     exists = _exists(by, position, first - shift, last - shift, logits.shape)
     logits = jnp.where(exists, logits, -jnp.inf)
     before = largest[:, :1]
@@ -516,19 +517,26 @@ def _exists(by: Lies, position, first, last, shape):
     return jnp.concatenate([held - (first - step * n) < count for n in range(shape[1] // LANES)], axis=1)
 
 
-def _logits(by: Lies, side: _Side, half, piece, q, scale, moves, patterns, copies, heads: int):
+def _logits(by: Lies, side: _Side, half, piece, q, scale, moves, patterns, copies, heads: int, careful: bool):
     """[V, lines] in powers of two, the same in all lines of a row."""
     how, virtual = side.how, len(copies) * heads
     matrices = side.matrices(by, half, piece)
     rows = q.shape[1] // how.planes
     precision = lax.Precision.HIGHEST if how.code == "fp32" else lax.Precision.DEFAULT
+    # A row of another slot is multiplied with 0, and may be no number: each slot by itself.
+    slots = range(how.slots) if careful and how.slots > 1 else (-1,)
+    slot_of = copies[:, np.arange(heads) * side.region.heads // heads].reshape(-1)
     products = None
     for plane, matrix in enumerate(matrices):
-        one = lax.dot_general(
-            q[0, plane * rows : (plane + 1) * rows], matrix, (((1,), (1,)), ((), ())),
-            precision=precision, preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        products = one if products is None else products + one
+        for slot in slots:
+            one = lax.dot_general(
+                q[0, plane * rows : (plane + 1) * rows], _only(how, matrix, slot), (((1,), (1,)), ((), ())),
+                precision=precision, preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            if slot >= 0:
+                query = lax.rem(lax.broadcasted_iota(jnp.int32, one.shape, 0), jnp.int32(virtual))
+                one = jnp.where(_among(query, slot_of == slot), one, 0.0)
+            products = one if products is None else products + one
     assert products is not None, "a tile is a plane at least"
     count = rows // how.span // max(1, how.groups) // virtual
     by_scale = _scales(by, side, half, piece, moves, patterns, copies, heads, products.shape[1], scale[0])
@@ -550,6 +558,15 @@ def _logits(by: Lies, side: _Side, half, piece, q, scale, moves, patterns, copie
         found = found + other
         step *= 2
     return found
+
+
+def _only(how: Lie, matrix, slot: int):
+    """A matrix with the rows of one slot, or of all where that is -1."""
+    if slot < 0:
+        return matrix
+    lane = lax.broadcasted_iota(jnp.int32, matrix.shape, 1)
+    mine = lax.shift_right_logical(lane, how.slot.bit_length() - 1) == slot
+    return jnp.where(mine, matrix.astype(jnp.float32), 0.0).astype(matrix.dtype)
 
 
 def _rolled(values, lanes: int):

@@ -37,6 +37,7 @@ class Lie(NamedTuple):
         groups: scales of a row, 0 where it has none.
         width: channels that share one.
         words: that hold a row's scales.
+        channels: of a row in every plane.
     """
 
     code: str
@@ -47,6 +48,7 @@ class Lie(NamedTuple):
     groups: int
     width: int
     words: int
+    channels: int
 
     @property
     def slot(self) -> int:
@@ -73,11 +75,13 @@ def lie(region: Region) -> Lie | str:
     size = {"bf16": 2, "fp32": 4}.get(field.code, 1)
     lanes = place.stride // size
     planes, span = 1 + (field.code == "e2m1"), max(1, lanes // LANES)
-    if span > MOST_SPAN or span & span - 1 or (field.code == "bf16" and (span > 2 or lanes < LANES // 2)):
+    bf16 = field.code == "bf16"
+    if span > MOST_SPAN or span & span - 1 or (bf16 and (span > 2 or lanes < LANES // 2)):
         return f"rows of {format.dim} channels are too long or too short a line"
     words = 0 if field.group is None else region.unit.places[-1].stride // 4
     lines = TILE_BYTES // size // LANES
-    return Lie(field.code, planes, max(1, LANES // lanes), span, lines, field.groups, field.width, words)
+    channels = -(-field.size // planes)
+    return Lie(field.code, planes, max(1, LANES // lanes), span, lines, field.groups, field.width, words, channels)
 
 
 def rows_of(region: Region, how: Lie) -> np.ndarray:
@@ -106,9 +110,10 @@ def matrices(how: Lie, words, native: bool) -> list:
     ``native``: the chip casts e4m3 itself.
     """
     if how.code == "fp32":
-        return [words]
+        return [_filled(how, words)]
     if how.code == "bf16":
-        return [pltpu.bitcast(_halves(how, words), jnp.bfloat16)]
+        return [pltpu.bitcast(_filled(how, _halves(how, words)), jnp.bfloat16)]
+    words = _filled(how, words)
     if how.code == "int8":
         return [pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)]
     if how.code == "e4m3":
@@ -121,25 +126,49 @@ def matrices(how: Lie, words, native: bool) -> list:
     return [pltpu.bitcast(half, jnp.float8_e5m2).astype(jnp.bfloat16) for half in (low, high)]
 
 
+def _filled(how: Lie, words):
+    """Lines without what pads rows in them: it may be anything, and 0 times that is a number only where that is one."""
+    if how.channels == how.slot * how.span:
+        return words
+    if how.code == "fp32":
+        line, lane = (lax.broadcasted_iota(jnp.int32, words.shape, axis) for axis in (0, 1))
+        return jnp.where(lane + LANES * (line & how.span - 1) < how.channels, words, 0.0)
+    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) & how.slot - 1
+    bits, kept = 32 // how.lines, jnp.zeros((1, LANES), jnp.int32)
+    for number in range(how.lines):
+        mine = np.uint32(((1 << bits) - 1) << bits * number).view(np.int32)
+        kept |= jnp.where(lane + LANES * (number & how.span - 1) < how.channels, mine, np.int32(0))
+    return words & kept
+
+
 def factor(how: Lie, native: bool) -> float:
     """What a matrix must be multiplied by: casts that have another exponent's bias."""
     return {"e4m3": 1.0 if native else 2.0**4, "e2m1": 2.0**14}.get(how.code, 1.0)
 
 
 def _halves(how: Lie, words):
-    """Words of high and low bytes of bf16 rows -> words of two elements each."""
+    """Words of bf16 rows, all high bytes of a row and then all low ones -> words of two elements each."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     if how.slots == 2:
-        # Bytes of four rows, high ones in the first half of the lanes: the other half has the low ones of each.
-        lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
-        other = pltpu.roll(words, LANES // 2, 1)
-        first = (words & 0xFF) << 8 | other & 0xFF | (words & 0xFF00) << 16 | (other & 0xFF00) << 8
-        second = lax.shift_right_logical(other, 8) & 0xFF00 | lax.shift_right_logical(words, 16) & 0xFF
-        second = second | other & np.int32(-0x1000000) | lax.shift_right_logical(words, 8) & 0xFF0000
+        # Bytes of four rows: two of them become the first half of the lanes, two the other.
+        high, low = _turned(words, LANES // 2), _turned(words, -how.channels)
+        first = (words & 0xFF) << 8 | low & 0xFF | (words & 0xFF00) << 16 | (low & 0xFF00) << 8
+        low = _turned(words, LANES // 2 - how.channels)
+        second = lax.shift_right_logical(high, 8) & 0xFF00 | lax.shift_right_logical(low, 16) & 0xFF
+        second = second | high & np.int32(-0x1000000) | lax.shift_right_logical(low, 8) & 0xFF0000
         return jnp.where(lane < LANES // 2, first, second)
+    # Low bytes begin where high ones end: in a line of bytes, and go on in the next.
+    low, rest = _turned(words, -how.channels), how.span * LANES - how.channels
     if how.span == 1:
-        return (words & 0x00FF00FF) << 8 | lax.shift_right_logical(words, 8) & 0x00FF00FF
-    high = (words & 0xFF) << 8 | (words & 0xFF00) << 16
-    return high | lax.shift_right_logical(words, 16) & 0xFF | lax.shift_right_logical(words, 8) & 0xFF0000
+        after = lax.shift_right_logical(low, 8)
+        return (words & 0x00FF00FF) << 8 | (jnp.where(lane < rest, low, after) if rest else after) & 0x00FF00FF
+    after = lax.shift_right_logical(low, 16)
+    low = jnp.where(lane < rest, lax.shift_right_logical(low, 8), after) if rest else after
+    return (words & 0xFF) << 8 | (words & 0xFF00) << 16 | low & 0xFF | (low & 0xFF00) << 8
+
+
+def _turned(words, lanes: int):
+    return pltpu.roll(words, lanes % LANES, 1) if lanes % LANES else words
 
 
 def _rebiased(words):
