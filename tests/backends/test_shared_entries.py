@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.backends.torch_triton import cpu_views
+from kvcore.backends.torch_triton import cpu_attention
 from kvcore.spec import CacheSpec, Entries, LayerSpec
 
 DIM, HEADS = 16, 3
@@ -14,13 +14,13 @@ SPEC = CacheSpec(layers=[LayerSpec(entries=Entries(dim=DIM, ratio=1, format="fp3
 @pytest.fixture
 def calls(monkeypatch):
     """How often torch's fused attention was called."""
-    found, plain = [], cpu_views.fused
+    found, plain = [], cpu_attention.fused
 
     def counted(*arguments, **options):
         found.append(arguments[0].shape)
         return plain(*arguments, **options)
 
-    monkeypatch.setattr(cpu_views, "fused", counted)
+    monkeypatch.setattr(cpu_attention, "fused", counted)
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvcore
-from kvcore.backends.torch_triton import cpu_views
+from kvcore.backends.torch_triton import cpu_attention
 from kvcore.errors import NonFiniteError, ShapeError, StepError
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from tests.support.backends_under_test import BACKENDS, poison
@@ -27,16 +27,16 @@ HEADS, KEY_HEADS, DIM = 6, 2, 64
 
 @pytest.fixture
 def pieces_of_four(monkeypatch):
-    """Pieces smaller than a block and a window; the list grows by one for every attention that was cpu_views."""
-    taken, attend = [], cpu_views.attend
+    """Pieces smaller than a block and a window; the list grows by one for every attention that was in pieces."""
+    taken, attend = [], cpu_attention.attend
 
     def counted(*arguments, **options):
         found = attend(*arguments, **options)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(cpu_views, "PIECE", 4)
-    monkeypatch.setattr(cpu_views, "attend", counted)
+    monkeypatch.setattr(cpu_attention, "PIECE", 4)
+    monkeypatch.setattr(cpu_attention, "attend", counted)
     return taken
 
 
@@ -83,6 +83,72 @@ def test_agrees_with_the_reference(kind, form, sink, rng, pieces_of_four):
         for a, b in zip(want, got, strict=True):
             np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
     assert sum(pieces_of_four) >= len(STEPS) - 2  # all but prompts beyond a ring
+
+
+SHARERS = [(2, 0, 3), (1, 1, 1), (0, 4, 1), (3, 2, 2), (1, 1, 1)]
+"""New tokens of a request, of a stranger, and of a fork of the first, step by step."""
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8_row"])
+@pytest.mark.parametrize("kind", ["paged", "sliding, paged"])
+def test_requests_that_share_blocks_look_at_them_in_one_product(kind, form, rng, monkeypatch):
+    """Also where a stranger's tokens lie between theirs, and where windows end at different rows of a shared block."""
+    products, right = [], cpu_attention.over_rows
+
+    def counted(*arguments):
+        products.append(arguments[6].count)
+        return right(*arguments)
+
+    monkeypatch.setattr(cpu_attention, "over_rows", counted)
+    made, fill, alike = caches(**KINDS[kind], key_format=form), rows(rng), []
+    first = fill(19)[1:]
+    for cache in made:
+        requests = [cache.admit(), cache.admit()]
+        with cache.step({requests[0]: 19}) as step:
+            for number in range(2):
+                step.layer(number).append_kv(*first)
+        alike.append([*requests, cache.fork(requests[0])])
+    for counts in SHARERS:
+        q, k, v = fill(sum(counts))
+        found = []
+        for cache, mine in zip(made, alike, strict=True):
+            with cache.step(dict(zip(mine, counts, strict=True))) as step:
+                step.layer(0).append_kv(v, k)
+                step.layer(1).append_kv(k, v)
+                found.append([kvcore.to_numpy(part) for part in step.layer(1).attend(q)])
+        want, got = found
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+    if kind == "paged" and form == "fp32":
+        assert 5 in products  # the two that share, in their first step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_one_length_are_a_batch_where_their_rows_are_evenly_spaced(kind, rng, monkeypatch):
+    """Four that lie evenly, then three of them that do not, in either order."""
+    batches, right = [], cpu_attention.over_rows
+
+    def counted(*arguments):
+        batches.append((arguments[6].batch, arguments[6].count))
+        return right(*arguments)
+
+    monkeypatch.setattr(cpu_attention, "over_rows", counted)
+    spec = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=KEY_HEADS, key_dim=DIM, **KINDS[kind]))], block_tokens=8)
+    options = {"max_requests": 4, "max_tokens": 128, "max_draft_tokens": 1}
+    made = [kvcore.create_cache(spec, backend=name, **options) for name in BACKENDS]
+    fill, requests = rows(rng), [[cache.admit() for _ in range(4)] for cache in made]
+    everyone, some = (0, 1, 2, 3), (0, 1, 3)
+    for members, count in [(everyone, 5), (everyone, 2), (some, 1), (some, 2), (some[::-1], 1), (some, 9), (some, 1)]:
+        q, k, v = fill(len(members) * count)
+        found = []
+        for cache, mine in zip(made, requests, strict=True):
+            with cache.step({mine[number]: count for number in members}) as step:
+                layer = step.layer(0)
+                layer.append_kv(k, v)
+                found.append([kvcore.to_numpy(part) for part in layer.attend(q)])
+        for a, b in zip(*found, strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
+    assert {(4, 2), (2, 1)} <= set(batches)
 
 
 def test_bf16_queries_get_bf16_answers(rng, pieces_of_four):

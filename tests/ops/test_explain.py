@@ -73,17 +73,17 @@ def test_a_gpu_without_triton_is_refused(monkeypatch) -> None:
 @pytest.mark.parametrize("queries", ["bf16", "float32"])
 def test_classic_attention_runs_as_it_is_said_to(monkeypatch, queries: str) -> None:
     torch = pytest.importorskip("torch")
-    from kvcore.backends.torch_triton import cpu_views
+    from kvcore.backends.torch_triton import cpu_attention
     from kvcore.step import StepRequest, build_index
 
     ops, pieces = made("torch_triton"), []
-    right = cpu_views.one_request
+    right = cpu_attention.over_rows
 
     def counted(*arguments):
         pieces.append(arguments)
         return right(*arguments)
 
-    monkeypatch.setattr(cpu_views, "one_request", counted)
+    monkeypatch.setattr(cpu_attention, "over_rows", counted)
     said = {choice.layer: choice.reason for choice in ops.explain() if choice.verb == "attend_kv"}
     pools, index = (
         ops.allocate(),

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcore.backends.torch_triton import cpu_views
+from kvcore.backends.torch_triton import cpu_attention
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.backends.torch_triton.tail import rotate
@@ -71,12 +71,12 @@ def _shared(layer, pools, index, q, sink, factor) -> Attention | None:
         seen = torch.arange(most) <= index.positions.view(-1, new, 1)
         seen = torch.where(seen, 0.0, -torch.inf).repeat_interleave(heads, dim=1)[:, None]
     mine = q.reshape(-1, 1, new * heads, dim).to(torch.float32)
-    out, lse = cpu_views.fused(mine, keys, keys, attn_mask=seen, scale=factor)
+    out, lse = cpu_attention.fused(mine, keys, keys, attn_mask=seen, scale=factor)
     lse = lse.view(tokens, heads)
     out = out.view(tokens, heads, dim)
     if sink is not None:
         out = out * torch.sigmoid(lse - sink.to(torch.float32))[..., None]
-    return Attention(out.to(q.dtype), lse) if cpu_views.finite(lse) else None
+    return Attention(out.to(q.dtype), lse) if cpu_attention.finite(lse) else None
 
 
 def inverse_rope(out: torch.Tensor, positions: torch.Tensor, rope: Rope | torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 What a decode step of a real model waits for: rows of plain formats (bf16, fp16, fp32) that are copied are copied once,
 and what is only read is not copied. Which rows can be read as views is one question, ``BlockLayout.supports_views``.
 From top to bottom: a step's numbers on the host; memory that is used again; where rows lie; gathering and appending
-them; views; classic attention over pieces of the rows.
+them; views; which of it a layer can have.
 """
 
 import math
@@ -14,9 +14,8 @@ from weakref import ref
 
 import torch
 
-from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.encoding import DTYPES, plain_code, within
-from kvcore.ops import Attention, StepIndex
+from kvcore.ops import StepIndex
 from kvcore.ops.choices import Decision
 from kvcore.pools import Pools
 
@@ -440,104 +439,6 @@ def new_seen_place(region, host, component, stored: Lines, columns: int) -> Plac
     return (len(seen), columns, *stored.rows.shape[1:]), (step * row, row, *others), begin + begins[0] * row
 
 
-PIECE = 2048
-"""Rows of a piece: in fp32, keys of eight heads of 64 take 4 MiB."""
-
-fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""(q, k, v [B, heads, n, dim], mask as a summand) -> (out, log-sum-exp); what torch's attention calls."""
-
-
-def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
-    """Attend from q [T, H, dim] to what the pools hold; None where this is not possible, and another way must be taken.
-
-    That is: a padded step, keys and values of different heads or dims, or a number that is not finite, which a sum over
-    unseen rows would spread.
-    """
-    keys, values = ops.plan.region(layer, "kv")
-    heads, host = q.shape[1], ops.host(index)
-    if not host.few or unlike(keys, values):
-        return None
-    component = ops.component(layer, "kv")
-    stored = [lines(ops, pools, region) for region in (keys, values)]
-    single = one_token_places(stored, (keys, values), component, host)
-    outs, logs_of, token = [], [], 0
-    for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
-        new = length - start
-        if length <= max(start, host.padding[request]):
-            outs.append(q.new_zeros((new, heads, keys.format.dim)))
-            logs_of.append(torch.full((new, heads), -torch.inf, dtype=torch.float32))
-        else:
-            mine = (
-                q[token : token + new].to(torch.float32).reshape(new, keys.heads, heads // keys.heads, keys.format.dim)
-            )
-            if new == 1 and single is not None:
-                found = one_token(stored, single[request], mine, scale)
-            else:
-                where = index, request, start, host.padding[request]
-                found = one_request(ops, pools, component, (keys, values), where, mine, scale)
-            if found is None:
-                return None
-            total, logs = found
-            if sink is not None:
-                total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]
-            outs.append(total.to(q.dtype))
-            logs_of.append(logs)
-        token += new
-    if not outs:
-        return None
-    out, logs = (outs[0], logs_of[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(logs_of))
-    return Attention(out, logs) if single is None or finite(logs) else None
-
-
-def finite(logs) -> bool:
-    """Whether no log-sum-exp is infinite, nor NaN, which is the largest if there is one; -inf is of no key at all."""
-    return not logs.numel() or logs.max().item() < torch.inf
-
-
-def one_token_places(stored, regions, component, host) -> list[list[tuple[Any, Any]]] | None:
-    """Request by request the views of keys and values [1, heads, n, dim] that one new token sees, in pieces.
-
-    Empty for requests of other numbers of tokens; None: rows are decoded, or don't lie alike. Worked out once for all
-    layers whose rows lie alike.
-    """
-    keys, values = stored
-    if keys is None or values is None:
-        return None
-    key = one_token_places, keys.kind, values.kind, component
-    if key not in host.kept:
-        found: list[list[tuple[Any, Any]]] | None = []
-        for request, (start, length) in enumerate(zip(host.starts, host.lengths, strict=True)):
-            places: list[Any] = []
-            at: Any
-            if length == start + 1 and length > host.padding[request]:
-                first = component.first_visible(start, host.padding[request])
-                for low, high, at in pieces(regions, stored, host, request, first, length):
-                    if None in at:
-                        host.kept[key] = None
-                        return None
-                    places.append(tuple(piece_place(*one, high - low) for one in zip(stored, at, strict=True)))
-            found.append(places)
-        host.kept[key] = found
-    return host.kept[key]
-
-
-def piece_place(stored: Lines, line: int, count: int) -> Place:
-    """The view [1, heads, count, dim] of rows from ``line`` on."""
-    (_, heads, dim), (row, head, channel) = stored.rows.shape, stored.rows.stride()
-    return (1, heads, count, dim), (0, head, row, channel), stored.rows.storage_offset() + line * row
-
-
-def one_token(stored, places, q, scale):
-    """As ``one_request`` for one token q [1, key heads, group, dim], whose numbers are looked at by the caller."""
-    total: Any = None
-    logs: Any = None
-    for place_of_keys, place_of_values in places:
-        k, v = stored[0].rows.as_strided(*place_of_keys), stored[1].rows.as_strided(*place_of_values)
-        part, part_logs = fused(q, k.to(torch.float32), v.to(torch.float32), scale=scale)
-        total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
-    return total.flatten(1, 2), logs.flatten(1, 2)
-
-
 def unlike(keys, values) -> str:
     """Why keys and values are not attended to in pieces; "" where they are."""
     alike = (keys.heads, keys.format.dim) == (values.heads, values.format.dim)
@@ -569,79 +470,3 @@ def decide(ops: Any, layer: Any, verb: str) -> Decision:
 
 def _copied(region) -> bool:
     return not region.unit.supports_views
-
-
-def one_request(ops, pools, component, regions, where, q, scale):
-    """(out [n, H, dim], lse [n, H]) fp32 of one request's new tokens q [n, key heads, group, dim]; None as above.
-
-    ``where`` is (the step's index, which request, its length before the step, its left padding).
-    """
-    index, request, start, left = where
-    new, key_heads, group, dim = q.shape
-    # Of a single token the queries lie by key head already.
-    grouped = q if new == 1 else q.permute(1, 2, 0, 3).reshape(1, key_heads, group * new, dim)
-    total = logs = None
-    stored = [lines(ops, pools, region) for region in regions]
-    first = component.first_visible(max(start, left), left)
-    for low, high, places in pieces(regions, stored, ops.host(index), request, first, start + new):
-        k, v = (
-            read(ops, pools, region, index, request, low, high, lines, line)
-            for region, lines, line in zip(regions, stored, places, strict=True)
-        )
-        seen = None
-        if high > start + 1 or component.first_visible(start + new - 1, left) > low:
-            position, query = torch.arange(low, high), torch.arange(start, start + new)
-            first_of = component.first_visible(query, left, place.maximum)
-            seen = (position <= query[:, None]) & (position >= first_of[:, None])
-            # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
-            if not bool(v.isfinite().all()):
-                return None
-        mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).repeat(group, 1)[None, None]
-        part, part_logs = fused(grouped, k[None], v[None], attn_mask=mask, scale=scale)
-        if seen is not None:
-            part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)
-        if not part_logs.max().item() < torch.inf:  # nor NaN, which is the largest if there is one
-            return None
-        total, logs = (part, part_logs) if total is None else joined(total, logs, part, part_logs)
-    assert total is not None
-    assert logs is not None  # there is at least the query's own row
-    if new == 1:
-        return total.reshape(1, key_heads * group, dim), logs.reshape(1, key_heads * group)
-    out = total.reshape(key_heads, group, new, dim).permute(2, 0, 1, 3).flatten(1, 2)
-    return out, logs.reshape(key_heads, group, new).permute(2, 0, 1).flatten(1, 2)
-
-
-def pieces(regions, stored, host, request, first, last):
-    """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
-
-    The order of keys does not matter to a sum: a ring that lies once and has wrapped is two pieces, never put in order.
-    """
-    alike = {
-        None if lines is None else (region.growth, region.rows, region.places, lines.unit)
-        for region, lines in zip(regions, stored, strict=True)
-    }
-    if len(alike) == 1 and None not in alike:
-        for run in runs(regions[0], host, request, first, last, stored[0].unit, regions[0].places):
-            for done in range(0, run.count, PIECE):
-                some = min(PIECE, run.count - done)
-                yield first + done, first + done + some, (run.line + done,) * 2
-            first += run.count
-        return
-    for low in range(first, last, PIECE):
-        yield low, min(low + PIECE, last), (None, None)
-
-
-def read(ops, pools, region, index, request, low, high, lines, line):
-    """Rows low .. high - 1 of a request as fp32 [heads, n, dim]; ``line`` is where they lie if in one run."""
-    if line is not None:
-        return lines.rows[line : line + high - low].to(torch.float32).transpose(0, 1)
-    numbers = torch.arange(low, high)
-    rows = place.load(pools, region, *place.locate(region, index, torch.full_like(numbers, request), numbers))
-    return ops.decode_rows(region, rows).to(torch.float32).transpose(0, 1)
-
-
-def joined(out, logs, more, more_logs):
-    """Attention over two sets of keys from the attention over each."""
-    total = torch.logaddexp(logs, more_logs)
-    share = torch.exp(more_logs - total).nan_to_num(0)  # no key in either: -inf less -inf
-    return torch.lerp(out, more, share[..., None]), total

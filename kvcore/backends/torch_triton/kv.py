@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import torch
 
-from kvcore.backends.torch_triton import cpu_views
+from kvcore.backends.torch_triton import cpu_attention, cpu_views
 from kvcore.backends.torch_triton import groups as over_tokens
 from kvcore.backends.torch_triton import rows as place
 from kvcore.backends.torch_triton.attention import softmax_sum
@@ -176,7 +176,7 @@ def attend_kv(
         if layer.over_tokens:
             found = over_tokens.attend_last(layer, pools, index, q, sink=sink, scale=factor)
         else:
-            found = cpu_views.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
+            found = cpu_attention.attend(layer.ops, pools, layer.number, index, q, sink=sink, scale=factor)
         if found is not None:
             return found
     if layer.over_tokens:

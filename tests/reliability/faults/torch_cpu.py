@@ -510,14 +510,16 @@ TABLE = {
             "    alike = keys.format.dim == values.format.dim\n",
             "keys and values of different heads share one group",
         ),
+    ],
+    "cpu_attention.py": [
         (
-            "        if length <= max(start, host.padding[request]):\n",
-            "        if length <= start:\n",
+            "    if length <= max(start, left):\n",
+            "    if length <= start:\n",
             "a request of padding alone attends",
         ),
         (
-            "                total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]\n",
-            "                pass\n",
+            "        total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]\n",
+            "        pass\n",
             "the sink is ignored",
         ),
         (
@@ -526,23 +528,23 @@ TABLE = {
             "left padding is attended to",
         ),
         (
-            "        if high > start + 1 or component.first_visible(start + new - 1, left) > low:\n",
+            "        if high > start + 1 or component.first_visible(length - 1, left) > low:\n",
             "        if high > start + 1:\n",
             "a window that begins inside a piece is not masked",
         ),
         (
-            "        if high > start + 1 or component.first_visible(start + new - 1, left) > low:\n",
-            "        if component.first_visible(start + new - 1, left) > low:\n",
+            "        if high > start + 1 or component.first_visible(length - 1, left) > low:\n",
+            "        if component.first_visible(length - 1, left) > low:\n",
             "tokens of one step see later ones",
         ),
         (
-            "            if not bool(v.isfinite().all()):\n                return None\n",
+            "        if not bool(v.isfinite().all()):\n            return None\n",
             "",
             "a row that no query sees spreads its NaN",
         ),
         (
-            "            part_logs = torch.where(seen.any(dim=1).repeat(group), part_logs, -torch.inf)\n",
-            "            pass\n",
+            "        logs = logs.masked_fill(product.blind.repeat(group), -torch.inf)\n",
+            "        pass\n",
             "a piece that a query sees nothing of counts",
         ),
         (
@@ -561,6 +563,37 @@ TABLE = {
             "    total = torch.logaddexp(logs, more_logs)\n",
             "    total = torch.maximum(logs, more_logs)\n",
             "pieces are weighted by the larger one alone",
+        ),
+        (
+            "    middle = max(first, start) if new * (start - first) > MASKED else first if new > 1 else length\n",
+            "    middle = length\n",
+            "what was there before is masked, and looked at by one request at a time",
+            "the same numbers by more work",
+        ),
+        (
+            "        if order is None:\n",
+            "        if True:\n",
+            "outputs of tokens that lie apart are taken in the order of products",
+        ),
+        (
+            "    return slice(begin, end) if numbers == list(range(begin, end)) else torch.tensor(numbers)\n",
+            "    return slice(begin, end)\n",
+            "tokens between those of requests that share rows look in their place",
+        ),
+        (
+            "    return min(steps) >= 0 and (len(group) == 1 or steps_of(first, group[1]) == steps)\n",
+            "    return min(steps) >= 0\n",
+            "rows that are not evenly spaced are one batch",
+        ),
+        (
+            "        q = q.reshape(key_heads, group, batch, count, dim).permute(2, 0, 1, 3, 4)\n",
+            "        q = q.reshape(key_heads, group, count, batch, dim).permute(3, 0, 1, 2, 4)\n",
+            "queries of a batch look at other requests' rows",
+        ),
+        (
+            "not product.places or product.seen is not None else product.places\n",
+            "not product.places else product.places\n",
+            "requests of other masks look through one",
         ),
     ],
     "encoding.py": [
