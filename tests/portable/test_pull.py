@@ -437,3 +437,9 @@ def test_pages_whose_way_is_not_trusted_have_a_digest_that_nobody_forges(backend
         pull(cache, desk.export(request), Direct(desk), digests=("sha256",))
     with pytest.raises(kvcore.errors.SpecError, match="xxh3_128 or sha256"):
         Exporter(cache, digest="lanes")
+
+
+def test_a_long_request_of_a_large_model_is_few_pieces():
+    layout = page_layout(presets.deepseek_v4_pro(), 131_072 - 8, 131_072)
+    assert layout.pages <= 1000
+    assert layout.blocks == 131_072 // 256
