@@ -81,7 +81,8 @@ def lloyd(samples: np.ndarray, count: int, rounds: int = 12) -> np.ndarray:
 def nuq(bits: int, *, over_tokens: bool, outliers: float = 0.01) -> Coder:
     """KVQuant (arXiv 2401.18079): levels by k-means, over what is left when the largest 1 % are set aside as they are.
 
-    Keys by channel and before their rotary turn, values by token. Its weights by Fisher information are left out.
+    Keys by channel and before their rotary turn, values by token. Its weights by Fisher information, and the first
+    token that it keeps raw, are left out.
     """
 
     def code(rows: np.ndarray) -> np.ndarray:

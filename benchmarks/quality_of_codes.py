@@ -299,7 +299,11 @@ class Progress:
         self.found: dict[tuple[str, int, str], Found] = {}
         self._path = path
         if path is not None and resume and path.exists():
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8")
+            if not text.endswith("\n"):  # a line that was broken off gets no other one behind it
+                with path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
+            first, *lines = text.splitlines()
             if json.loads(first) != settings:
                 raise ValueError(f"{path} is of {first}, not of {json.dumps(settings)}")
             for line in lines:
@@ -356,7 +360,9 @@ def row(method: str, methods: Sequence[str], progress: Progress, wanted: dict[in
         "greedy_tokens_before_first_difference": round(float(np.mean(np.cumprod(greedy, axis=1))), 4)
         if greedy
         else None,
-        "needles_found": sum(progress.found["needle", one, method].best == wanted[one] for one in needles),
+        "needles_found": sum(progress.found["needle", one, method].best == wanted[one] for one in needles)
+        if needles
+        else None,
     }
 
 
@@ -375,6 +381,9 @@ def as_record(
         "greedy": f"{len(progress.done('prompt', methods))} prompts × {settings['new']} tokens",
         "needles": f"{len(progress.done('needle', methods))} in {NEEDLE} tokens each",
         "baseline": BASELINE,
+        "stopped_early": any(
+            (task.kind, task.number, method) not in progress.found for task in given for method in methods
+        ),
         **environment.of_script(),
         "rows": [row(method, methods, progress, wanted) for method in methods],
     }
@@ -418,7 +427,7 @@ def as_table(record: dict[str, Any]) -> str:
         f"| {each['interval'][0]:+.1%} to {each['interval'][1]:+.1%} "
         f"| {each['best_token_agreement']:.1%} "
         f"| {'–' if each['greedy_tokens_same'] is None else format(each['greedy_tokens_same'], '.0%')} "
-        f"| {each['needles_found']} |"
+        f"| {'–' if each['needles_found'] is None else each['needles_found']} |"
         for each in record["rows"]
     ]
     return "\n".join(lines) + "\n"

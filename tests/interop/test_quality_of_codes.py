@@ -41,7 +41,17 @@ def test_bits_and_what_stays_raw():
     assert keys.raw(at[150:151, None], at[None])[0].nonzero().min() == 128
 
 
-@pytest.mark.parametrize(("method", "most"), [("KIVI, 4 bits, residual 128", 0.08), ("NVFP4", 0.13)])
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        ("KIVI, 4 bits, residual 128", 0.08),
+        ("NVFP4", 0.13),
+        ("TurboQuant, 4 bits", 0.11),
+        ("TurboQuant, 3 bits", 0.2),
+        ("KVQuant, 4 bits, 1 % aside", 0.12),
+        ("KVarN, 4-bit keys, 2-bit values", 0.6),
+    ],
+)
 def test_the_error_of_a_baseline(method, most):
     rows = np.random.default_rng(9).standard_normal((256, 64)).astype(np.float32)
     for side in quality.METHODS[method]():
@@ -52,3 +62,62 @@ def test_the_error_of_a_baseline(method, most):
 def test_a_rotation_is_undone():
     rows = ROWS[:, 0]
     assert np.allclose(codes_of_others.rotated(lambda turned: turned)(rows), rows, atol=1e-5)
+
+
+def test_a_rotary_turn_is_undone_and_moves_all_positions_but_the_first():
+    rows = torch.from_numpy(ROWS[:, 0])[None, None]
+    turned = quality.turned(rows, 1e5)
+    assert torch.allclose(quality.turned(turned, 1e5, back=True), rows, atol=1e-5)
+    assert torch.equal(turned[0, 0, 0], rows[0, 0, 0])
+    assert not torch.allclose(turned[0, 0, 1:], rows[0, 0, 1:], atol=0.1)
+
+
+def test_what_is_set_aside_is_read_as_it_is():
+    rows = np.random.default_rng(10).standard_normal((200, 8)).astype(np.float32)
+    rows[17, 3], rows[40, 3] = 1000, -900
+    read = codes_of_others.nuq(4, over_tokens=True)(rows)
+    assert (read[17, 3], read[40, 3]) == (1000, -900)
+    assert np.abs(read - rows).max() < 0.5
+
+
+METHODS = ["bf16", "int8_row"]
+SETTINGS = {"windows": 2, "tokens": 8, "needles": 1, "prompts": 0, "new": 1}
+TASKS = [
+    quality.Task("window", 0, torch.zeros(1, 8, dtype=torch.long), 5),
+    quality.Task("window", 1, torch.zeros(1, 8, dtype=torch.long), 5),
+    quality.Task("needle", 0, torch.arange(8)[None], 2),
+]
+
+
+def noted(progress, task, shift=0.0, best=(1, 2)):
+    for number, method in enumerate(METHODS):
+        progress.add(task, method, quality.Found([1.0 + number * shift, 2.0 + number * shift], list(best)))
+
+
+def test_a_run_that_was_broken_off_goes_on(tmp_path):
+    path = tmp_path / "lines"
+    progress = quality.Progress(SETTINGS, path)
+    assert quality.as_record(progress, METHODS, SETTINGS, TASKS) is None
+    noted(progress, TASKS[0], 0.1)
+    progress.add(TASKS[1], "bf16", quality.Found([9.0, 9.0], [1, 2]))
+    record = quality.as_record(progress, METHODS, SETTINGS, TASKS)
+    # A window counts once every method has done it.
+    assert record["text"].startswith("genesis_1_25.txt: 1 windows of 8 tokens, of which the last 5 count")
+    assert record["stopped_early"]
+    assert [row["change"] for row in record["rows"]] == [0, round(float(np.expm1(0.1)), 5)]
+    assert [row["needles_found"] for row in record["rows"]] == [None, None]
+    with path.open("a") as file:
+        file.write('["window", 1, "int8')  # killed while it wrote
+    again = quality.Progress(SETTINGS, path, resume=True)
+    assert again.found == progress.found
+    noted(again, TASKS[1], 0.3)
+    noted(again, TASKS[2], best=(6, 7))
+    record = quality.as_record(again, METHODS, SETTINGS, TASKS)
+    assert record["text"].startswith("genesis_1_25.txt: 2 windows")
+    assert not record["stopped_early"]
+    assert [row["needles_found"] for row in record["rows"]] == [1, 1]
+    assert "| int8_row | 8.50 |" in quality.as_table(record)
+    assert quality.as_svg(record).count("<circle") == 1
+    assert quality.Progress(SETTINGS, path, resume=True).found == again.found
+    with pytest.raises(ValueError, match="lines is of"):
+        quality.Progress({**SETTINGS, "tokens": 16}, path, resume=True)
