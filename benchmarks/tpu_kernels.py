@@ -174,8 +174,9 @@ KERNELS: dict[str, Kernel] = {
     **{
         f"attend_kv {format}": Kernel(
             lambda format=format: verbs.verb((verbs.llama(format),), verbs.attend_kv, (32, 128), (32,)),
-            "kvcore.attend_kv",
-            "a block's keys and values",
+            "attend_kv",
+            "a chunk of keys and values",
+            inner=True,
             quick=format == "bf16",
         )
         for format in ("bf16", "fp8_row", "int8_row", "mxfp4")
