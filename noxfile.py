@@ -147,7 +147,9 @@ def examples_jax(session: nox.Session) -> None:
     """The examples for JAX users, flax among what they need; each says that it is what it should be, or fails."""
     session.install(JAX, FLAX)
     install(session, "jax")
-    for name in ("jax_decode", "jax_llama", "jax_nnx"):
+    session.install("gguf>=0.17")
+    install_language_model(session)
+    for name in ("jax_decode", "jax_llama", "jax_smollm2", "jax_nnx"):
         session.run("python", f"examples/{name}.py", env={"JAX_PLATFORMS": "cpu"})
 
 
