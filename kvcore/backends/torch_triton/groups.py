@@ -11,7 +11,7 @@ import torch
 
 from kvcore.backends.torch_triton import cpu_views, entries
 from kvcore.backends.torch_triton import rows as place
-from kvcore.backends.torch_triton.cpu_views import PIECE, fused, joined
+from kvcore.backends.torch_triton.cpu_attention import PIECE, fused, joined
 from kvcore.backends.torch_triton.layer import Layer
 from kvcore.ops import Attention, StepIndex
 from kvcore.plan import Region
