@@ -1,6 +1,6 @@
 """Every causal model type of transformers on a ``KVCache``, tiny and random, way by way: its own cache's tokens?
 
-``python benchmarks/families.py [--types NAME ...] [--json FILE] [--page FILE]``. For each type a spec is asked for, and
+``python -m benchmarks.families [--types NAME ...] [--json FILE] [--page FILE]``. For each type a spec is asked for, and
 each way of generating is run twice: with the cache that the model makes by itself, and with ours. A way *works* if both
 give the same tokens; it is *refused* if ours raises one of the library's errors; it is *not the model's* if the model
 with its own cache fails as well. What is left would be *other tokens* and *untyped errors*.
@@ -242,7 +242,7 @@ def _default(kind: str) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="*", default=family_models.TYPES, metavar="NAME")
-    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--json", type=Path, help="write the record here; rows of other types stay")
     parser.add_argument("--page", type=Path, help="write the table here")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -252,12 +252,93 @@ def main(arguments: list[str] | None = None) -> int:
     for kind in given.types:
         rows.append(row(kind))
         print(summary(rows[-1]), flush=True)
-    record = {**environment.of_script(), "types": rows}
+    old: dict[str, Any] = {"runs": [], "types": []}
+    if given.json and given.json.exists():
+        old = json.loads(given.json.read_text())
+    kept = [found for found in old["types"] if found["type"] not in given.types]
+    runs = [*old["runs"], {**environment.of_script(), "types": len(rows)}]
+    record = {"runs": runs, "types": sorted([*kept, *rows], key=lambda found: found["type"])}
     if given.json:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
+    if given.page:
+        given.page.write_text(page(record))
     counts = Counter(way["found"] for found in rows for way in found.get("ways", {}).values())
     print(", ".join(f"{count} {name}" for name, count in counts.most_common()))
     return int(bool(counts[OTHER] or counts[UNTYPED]))
+
+
+PAGE = """# Models of transformers
+
+Every causal model type of transformers {version}, tiny and random, on a `KVCache`. A tick: the tokens that the model
+gives with its own cache. A letter: the reason below the table; what is *refused* ends in a typed error, what is *not
+the model's* fails with its own cache as well. Of {types} types {specs} have a spec and {models} of these were run,
+{whole} of them without a refusal but for fixed shapes. Other tokens: {other}. Untyped errors: {untyped}.
+
+*Greedy*: one row. *Padded*: two rows, one padded on the left. *Beams*: three of two rows. *One token*: a prompt of one.
+*Long*: a prompt of 33 tokens, where windows are of 8. *Chat*: three turns on one cache. *Look-up*: drafts from the
+prompt. *Static*: `static=True`, not compiled. *Quantised*: rows in `int8_row`, states in `bf16`, beside the model's own
+cache given the same rounded numbers.
+
+Made by `python -m benchmarks.families --json records/families.json --page docs/families.md`.
+
+"""
+HEADS = ("greedy", "padded", "beams", "one token", "long", "chat", "look-up", "static", "quantised")
+
+
+def page(record: dict[str, Any]) -> str:
+    """The table, as Markdown."""
+    letters: dict[str, str] = {}
+
+    def letter(why: str) -> str:
+        return letters.setdefault(why, _letter(len(letters)))
+
+    lines = []
+    for found in record["types"]:
+        ways = found.get("ways")
+        if ways:
+            cells = ["✓" if way["found"] == WORKS else letter(_reason(way)) for way in ways.values()]
+            lines.append(f"| `{found['type']}` | ✓ | {' | '.join(cells)} |")
+        else:
+            has = "✓" if found["spec"] == WORKS else ""
+            why = letter(_reason({"found": found["spec"] if not has else NO_MODEL, "why": found["why"]}))
+            cells = [why if has else ""] * len(WAYS)
+            lines.append(f"| `{found['type']}` | {has or why} | {' | '.join(cells)} |")
+    said = {found["type"]: found.get("ways", {}).values() for found in record["types"] if found["spec"] == WORKS}
+    whole = [ways for ways in said.values() if ways and all(_is_whole(name, way) for name, way in _named(ways))]
+    counts = Counter(way["found"] for ways in said.values() for way in ways)
+    head = PAGE.format(
+        other=counts[OTHER],
+        untyped=counts[UNTYPED],
+        version=record["runs"][-1]["versions"]["transformers"],
+        types=len(record["types"]),
+        specs=len(said),
+        models=sum(bool(ways) for ways in said.values()),
+        whole=len(whole),
+    )
+    table = [f"| type | spec | {' | '.join(HEADS)} |", f"|---|{':-:|' * (len(HEADS) + 1)}", *lines]
+    notes = [f"- **{letter}** {why}" for why, letter in letters.items()]
+    return head + "\n".join([*table, "", *notes]) + "\n"
+
+
+def _named(ways: Any) -> list[tuple[str, dict[str, str]]]:
+    return list(zip(WAYS, ways, strict=True))
+
+
+def _is_whole(name: str, way: dict[str, str]) -> bool:
+    return way["found"] in (WORKS, NOT_OURS) or (name == "static" and way["found"] == REFUSED)
+
+
+def _letter(number: int) -> str:
+    return (chr(ord("a") + number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
+
+
+def _reason(way: dict[str, str]) -> str:
+    """Why, without what differs from model to model."""
+    why = re.sub(r"such as \w+", "such as this one", way["why"]).replace("|", "/")
+    why = re.sub(r"^layers\[\d+\]: static=True", "layers of this kind have no fixed shapes", why)
+    why = re.sub(r"^KVCache: static=True", "the model's class says that it is not for fixed shapes", why)
+    why = re.sub(r"\b\d{4,} parameters", "too many parameters", why)
+    return f"{way['found']}: {why}"
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Ready-made specs: DeepSeek-V4 and V4.1, a tiny twin of each, and classic decoders.
+"""Ready-made specs: DeepSeek-V4 and V4.1, a tiny twin of each, classic decoders and hybrids.
 
 The figures are the published configurations' (section 4.2.1 of the DeepSeek-V4 and V4.1 papers, and the released
 config files). Only this file, the format table and tests may know them.
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Entries, IndexKeys, Tail, Window
 from kvcore.spec.model import CacheSpec, LayerSpec
+from kvcore.spec.recurrent import Conv, State
 
 V4_FORMATS = {"window": "v4_584", "entries": "v4_584", "index_keys": "index_fp4_68_h"}
 V41_FORMATS = {"window": "v41_528", "entries": "v41_fp4_288", "index_keys": "index_fp4_68"}
@@ -182,6 +183,34 @@ def deepseek_v3_2(*, format: str = "v32_656", block_tokens: int = 64) -> CacheSp
     return CacheSpec(layers=(layer,) * 61, block_tokens=block_tokens, name="deepseek_v3_2")
 
 
+def qwen3_next_80b(*, key_format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Qwen3-Next-80B-A3B: 48 layers, three of gated delta nets (32 states of 128 × 128) to one with 2 heads of 256."""
+    attends = LayerSpec(kv=KV(key_heads=2, key_dim=256, key_format=key_format))
+    recurrent = LayerSpec(
+        state=State(heads=32, key_dim=128, value_dim=128, format=state_format), conv=Conv(dim=8192, width=4)
+    )
+    layers = (recurrent, recurrent, recurrent, attends) * 12
+    return CacheSpec(layers=layers, block_tokens=block_tokens, name="qwen3_next_80b")
+
+
+def kimi_linear_48b(*, format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Kimi-Linear-48B-A3B: 27 layers, 20 of delta attention (32 states of 128 × 128) and 7 with a latent row of 576."""
+    attends = LayerSpec(entries=Entries(dim=576, ratio=1, format=format))
+    recurrent = LayerSpec(
+        state=State(heads=32, key_dim=128, value_dim=128, format=state_format), conv=Conv(dim=12288, width=4)
+    )
+    layers = tuple(attends if number in (3, 7, 11, 15, 19, 23, 26) else recurrent for number in range(27))
+    return CacheSpec(layers=layers, block_tokens=block_tokens, name="kimi_linear_48b")
+
+
+def jamba_v0_1(*, key_format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Jamba-v0.1: 32 layers, seven of Mamba (8,192 states of 16) to one with 8 heads of 128."""
+    attends = LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=key_format))
+    recurrent = LayerSpec(state=State(heads=8192, key_dim=16, format=state_format), conv=Conv(dim=8192, width=4))
+    layers = tuple(attends if number % 8 == 4 else recurrent for number in range(32))
+    return CacheSpec(layers=layers, block_tokens=block_tokens, name="jamba_v0_1")
+
+
 PRESETS = {
     preset.__name__: preset
     for preset in (
@@ -195,6 +224,9 @@ PRESETS = {
         llama_3_8b,
         mistral_7b,
         gemma_3_1b,
+        qwen3_next_80b,
+        kimi_linear_48b,
+        jamba_v0_1,
     )
 }
 """Presets that need no arguments, by name: what the command line offers."""

@@ -1,6 +1,7 @@
 """Every causal model type of transformers: a spec of the layers that its own cache would have, or what is missing."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from kvcore.errors import SpecError
 from kvcore.interop.transformers import KVCache
 from kvcore.spec import CacheSpec, LayerSpec, from_hf_config
 from kvcore.spec.families import FAMILIES, LATENT, MISSING
+from kvcore.spec.presets import PRESETS
 from kvcore.spec.recurrent_families import RECURRENT
 
+ROOT = Path(__file__).parents[2]
 KNOWN = {*FAMILIES, *LATENT, *RECURRENT, *MISSING, "deepseek_v4"}
 SEEN = {
     "full_attention": (True, False),
@@ -292,6 +295,63 @@ def test_a_layer_counts_what_it_has_stored_of_a_forward() -> None:
         assert [cache.get_seq_length(layer) for layer in (0, 1)] == [3, 0]
 
 
+LINEAR_OF_KIMI = {
+    "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+    "kda_layers": [layer for layer in range(1, 28) if layer not in (4, 8, 12, 16, 20, 24, 27)],
+}  # fmt: skip
+RELEASED: dict[str, dict[str, Any]] = {
+    "qwen3_next_80b": {
+        "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4, "hidden_size": 2048,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    "kimi_linear_48b": {
+        "model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "linear_attn_config": LINEAR_OF_KIMI,
+    },
+    "jamba_v0_1": {
+        "model_type": "jamba", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_expand": 2,
+    },
+}  # fmt: skip
+"""What the released configuration files say of the cache."""
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_presets_of_hybrids_are_the_released_files(name: str) -> None:
+    file = RELEASED[name]
+    assert PRESETS[name]().layers == from_hf_config(file).layers
+    given = {key: value for key, value in file.items() if key != "model_type"}
+    assert PRESETS[name]().layers == from_hf_config(CONFIG_MAPPING[file["model_type"]](**given)).layers
+
+
+def test_bytes_of_a_hybrid_are_those_that_the_models_own_cache_takes() -> None:
+    """In the released sizes, given one token by hand; they keep one input of a convolution too many."""
+    file = RELEASED["qwen3_next_80b"] | {"num_hidden_layers": 4}
+    config = CONFIG_MAPPING["qwen3_next"](**{key: value for key, value in file.items() if key != "model_type"})
+    own = DynamicCache(config=config)
+    for number, layer in enumerate(PRESETS["qwen3_next_80b"]().layers[:4]):
+        if layer.kv is not None:
+            rows = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim, dtype=torch.bfloat16)
+            own.update(rows, rows, number)
+            held = own.layers[number].keys.nbytes + own.layers[number].values.nbytes
+            assert held == sum(part.heads * part.format.row_bytes for part in layer.kv.parts)
+        else:
+            assert layer.state is not None
+            assert layer.conv is not None
+            own.update_conv_state(
+                torch.zeros(1, layer.conv.channels, 1, dtype=torch.bfloat16), number, conv_kernel_size=4
+            )
+            own.update_recurrent_state(torch.zeros(1, *layer.state.shape), number)
+            mine = own.layers[number]
+            assert mine.recurrent_states[0].nbytes == sum(
+                part.heads * part.format.row_bytes for part in layer.state.parts
+            )
+            row = sum(part.heads * part.format.row_bytes for part in layer.conv.parts)
+            assert mine.conv_states[0].nbytes == (layer.conv.span + 1) * row
+
+
 SAMPLE = {"gpt_bigcode": ("greedy", "beams"), "zamba": ("left-padded", "quantised"), "hy_v4": ("chat", "quantised")}
 
 
@@ -314,3 +374,19 @@ def test_a_cache_of_other_rows_is_noticed() -> None:
         patched.setattr(families, "KVCache", Forgetful)
         found = families.row("llama", {"greedy": families.greedy})
     assert found["ways"]["greedy"]["found"] == families.OTHER
+
+
+RECORD = json.loads((ROOT / "records" / "families.json").read_text())
+
+
+def test_the_table_is_that_of_the_record_and_of_every_type() -> None:
+    assert (ROOT / "docs" / "families.md").read_text() == families.page(RECORD)
+    assert [found["type"] for found in RECORD["types"]] == list(family_models.TYPES)
+
+
+def test_nothing_in_the_record_gave_other_tokens_or_an_untyped_error() -> None:
+    """And what the table says has a spec does, as far as its model can be had."""
+    ways = [way for found in RECORD["types"] for way in found.get("ways", {}).values()]
+    assert {way["found"] for way in ways} <= {families.WORKS, families.REFUSED, families.NOT_OURS}
+    whole = [found for found in RECORD["types"] if found.get("ways")]
+    assert sum(found["ways"]["greedy"]["found"] == families.WORKS for found in whole) > 150
