@@ -54,7 +54,7 @@ class Fields:
             return self.restated(cast("Mapping[str, Any]", own), where) if isinstance(own, Mapping) else self
         if isinstance(layers, Sequence) and not isinstance(layers, str):
             whole = cast("Sequence[Any]", layers)
-            return Fields(whole[number], where, self._names) if number < len(whole) else self
+            return Fields(whole[number], where, self._names, self._instead) if number < len(whole) else self
         return self
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -279,6 +279,15 @@ def test_encoders_are_no_decoders(config: dict[str, Any], where: str) -> None:
     assert caught.value.where == where
 
 
+def test_a_decoders_heads_are_not_its_encoders() -> None:
+    config = CONFIG_MAPPING["whisper"](
+        encoder_attention_heads=2, decoder_attention_heads=8, d_model=64, decoder_layers=3
+    )
+    config.is_encoder_decoder = False
+    kept = [layer.kv for layer in from_hf_config(config).layers]
+    assert [kv and (kv.key_heads, kv.key_dim) for kv in kept] == [(8, 8)] * 3
+
+
 def test_models_that_no_cache_or_no_fixed_shapes_serve() -> None:
     """A model whose masks are cut by how many keys there are would give other tokens, silently."""
     for kind, options, match in (("gpt_neo", {"static": True}, "static=True"), ("mpt", {}, "every token again")):
