@@ -70,7 +70,7 @@ EXTENSIONS = {
         "index_select": "score and select without all scores in memory",
         "append_rows": "components that outside code defines have no verb of their own",
         "read_state": "recurrent layers go on from it",
-        "lend_state": "without a copy where it lies in one piece",
+        "state_view": "without a copy where it lies in one piece",
         "write_state": "of a prompt they give the state after its last token",
         "append_state": "of drafts the state after each",
         "append_conv": "short convolutions beside them",

@@ -541,7 +541,7 @@ class LayerHandle:
         self._check_state("read_state")
         return self._ops.read_state(self._context.pools, self._layer, self._index)
 
-    def lend_state(self) -> Array:
+    def state_view(self) -> Array:
         """What ``read_state`` gives, where it lies if that can be: for reading alone, and only until the write.
 
         The pool's own memory on backends that work in place, in a plain format, where the requests lie in slots that
@@ -555,22 +555,22 @@ class LayerHandle:
             >>> with step:
             ...     step.layer(0).write_state(np.ones((1, 2, 3), np.float32))
             >>> with cache.step({cache.requests[0]: 0}) as step:
-            ...     np.shares_memory(step.layer(0).lend_state(), cache.pools["0.state.page"])
+            ...     np.shares_memory(step.layer(0).state_view(), cache.pools["0.state.page"])
             True
         """
-        self._check_state("lend_state")
+        self._check_state("state_view")
         rows, (region,) = self._context.rows, self._plan.regions["state"]
-        lend = getattr(self._ops, "lend_state", None)
-        if lend is not None and rows and len(rows) == self._index.slots.shape[0]:
+        view = getattr(self._ops, "state_view", None)
+        if view is not None and rows and len(rows) == self._index.slots.shape[0]:
             first, ring = rows[0], region.rows
             place = (first.start - 1) % ring
             if all(
                 row.start and row.slot == first.slot + number and (row.start - 1) % ring == place
                 for number, row in enumerate(rows)
             ):
-                lent = lend(self._context.pools, self._layer, first.slot, len(rows), place)
-                if lent is not None:
-                    return lent
+                found = view(self._context.pools, self._layer, first.slot, len(rows), place)
+                if found is not None:
+                    return found
         return self._ops.read_state(self._context.pools, self._layer, self._index)
 
     def _check_state(self, verb: str) -> None:

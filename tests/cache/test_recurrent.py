@@ -94,7 +94,7 @@ def test_states_are_lent_where_they_lie(backend, layout):
 
     def lent(*asked):
         with cache.step(dict.fromkeys(asked, 0)) as step:
-            found, wanted = step.layer(0).lend_state(), step.layer(0).read_state()
+            found, wanted = step.layer(0).state_view(), step.layer(0).read_state()
             assert kvcore.to_numpy(found).tolist() == kvcore.to_numpy(wanted).tolist()
             assert found.shape == wanted.shape
             pool = next(pool for name, pool in cache.pools.items() if name.startswith("0.state"))
@@ -107,8 +107,8 @@ def test_states_are_lent_where_they_lie(backend, layout):
     assert not lent(cache.admit())
     with cache.step({requests[0]: 1}) as step:
         step.layer(0).write_state(np.zeros((1, 2, 3, 4), np.float32))
-        with pytest.raises(StepError, match="lend_state after the write"):
-            step.layer(0).lend_state()
+        with pytest.raises(StepError, match="state_view after the write"):
+            step.layer(0).state_view()
         step.abort()
 
 

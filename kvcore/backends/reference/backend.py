@@ -34,9 +34,9 @@ class ReferenceOps(Decided, Ops):
         """NumPy on the CPU."""
         return "cpu"
 
-    def lend_state(self, pools: Pools, layer: int, slot: int, count: int, row: int) -> Any:
+    def state_view(self, pools: Pools, layer: int, slot: int, count: int, row: int) -> Any:
         """States of requests that follow each other as the pool's own memory, [count, ...]; None: only as a copy."""
-        return recurrent.lend_state(self.layers[layer], pools, slot, count, row)
+        return recurrent.state_view(self.layers[layer], pools, slot, count, row)
 
     def decide(self, layer: int | None, verb: str) -> Decision:
         """NumPy, whatever it is."""

@@ -50,7 +50,7 @@ def read_state(layer: LayerPlan, pools: Pools, index: StepIndex) -> np.ndarray:
     return found.reshape(len(index.slots), *layer.component("state").shape)
 
 
-def lend_state(layer: LayerPlan, pools: Pools, slot: int, count: int, row: int) -> np.ndarray | None:
+def state_view(layer: LayerPlan, pools: Pools, slot: int, count: int, row: int) -> np.ndarray | None:
     """Row ``row`` of the rings of ``count`` slots from ``slot`` on as the pool's memory; None: only as a copy."""
     (region,) = layer.regions["state"]
     if not region.format.is_plain or (region.heads > 1 and region.steps[1] != 1):

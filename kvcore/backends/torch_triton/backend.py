@@ -91,9 +91,9 @@ class TorchOps(Decided, Ops):
         device = torch.device(self.device)
         return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else self.device
 
-    def lend_state(self, pools: Any, layer: int, slot: int, count: int, row: int) -> Any:
+    def state_view(self, pools: Any, layer: int, slot: int, count: int, row: int) -> Any:
         """States of requests that follow each other as the pool's own memory, [count, ...]; None: only as a copy."""
-        return recurrent.lend_state(self.layers[layer], pools, slot, count, row)
+        return recurrent.state_view(self.layers[layer], pools, slot, count, row)
 
     def forget_pools(self) -> None:
         """Let go of pools that calls were given: their cache is gone, and its memory is wanted."""

@@ -56,7 +56,7 @@ def read_state(layer: Layer, pools: Pools, index: StepIndex) -> torch.Tensor:
     return found.reshape(len(index.slots), *layer.component("state").shape)
 
 
-def lend_state(layer: Layer, pools: Pools, slot: int, count: int, row: int) -> torch.Tensor | None:
+def state_view(layer: Layer, pools: Pools, slot: int, count: int, row: int) -> torch.Tensor | None:
     """Row ``row`` of the rings of ``count`` slots from ``slot`` on as the pool's memory; None: only as a copy."""
     (region,) = layer.regions["state"]
     if not region.format.is_plain or (region.heads > 1 and region.steps[1] != 1):
