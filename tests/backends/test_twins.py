@@ -28,6 +28,7 @@ BESIDE = {
             "spread",
             "within",
             "levels",
+            "pairs_of",
             "nf4_midpoints",
             "e2m1_edges",
             "plain_code",
@@ -42,10 +43,10 @@ BESIDE = {
         "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
-        "encoding": {"large", "sylvester", "bytes_of"},
+        "encoding": {"half_away", "large", "sylvester", "bytes_of"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
-        | {"of", "visible", "numbered", "requests_like"},
+        | {"of", "visible", "numbered", "requests_like", "divided", "rest"},
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},
         "attention": {"inverse_rope", "read", "by_tokens", "no_keys", "finish"},

@@ -129,14 +129,7 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     groups = clamp(groups, field.limit)
     amax = jnp.clip(jnp.where(finite, amax, 0), np.float32(format.amax_floor), np.float32(field.limit))
     scales, scale_bits = scale_of(amax, field, format, global_scale)
-    if field.rule == "pow2":
-        ratios = over_power(groups, (bits_of(scales) >> 23)[:, :, None])
-    elif field.rule == "quotient":
-        ratios = groups * divide(jnp.ones_like(scales), scales)[:, :, None]
-        ratios = half_away(ratios) if field.code == "int8" else ratios
-    else:
-        ratios = divide(groups, scales[:, :, None])
-    ratios = jnp.where(finite[:, :, None], ratios, 0)
+    ratios = jnp.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)
     codes = to_bytes(ratios.reshape(padded.shape)[:, : field.size], field.code, clamp=True)
     # NF4 writes zero as code 7, so a faulty group's codes are cleared by hand.
     if field.code == "nf4":
@@ -144,6 +137,16 @@ def quantise(channels: Array, field: Field, format: Format, global_scale: float)
     scale = field.scale_element
     scale_bits = jnp.where(finite, scale_bits, scale.nan or 0).astype(BITS[scale.bits])
     return codes, bytes_of(scale_bits)
+
+
+def ratios_of(groups: Array, scales: Array, field: Field) -> Array:
+    """Values over their scales, as the field's rule divides; integers of the ``quotient`` rule are whole already."""
+    if field.rule == "pow2":
+        return over_power(groups, bits_of(scales) >> 23)
+    if field.rule != "quotient":
+        return divide(groups, scales)
+    ratios = groups * divide(jnp.ones_like(scales), scales)
+    return half_away(ratios) if field.code == "int8" else ratios
 
 
 def half_away(ratios: Array) -> Array:

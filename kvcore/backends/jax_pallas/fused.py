@@ -169,10 +169,8 @@ def attend_kv(pools, regions, blocks, first, last, q, scale, sink):
     outs, lses = [], []
     for start in range(0, len(q), step):
         some = slice(start, start + step)
-        given = blocks[some], first[some], last[some], q[some], scale, sink
-        out, lse = classic.attend_kv(
-            *regions, _of(pools, keys), _of(pools, values), *given, interpret=interpreted(pools)
-        )
+        rows = _of(pools, keys), _of(pools, values), blocks[some], first[some], last[some]
+        out, lse = classic.attend_kv(keys, values, *rows, q[some], scale, sink, interpret=interpreted(pools))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs), jnp.concatenate(lses)

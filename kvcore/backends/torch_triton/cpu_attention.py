@@ -208,7 +208,10 @@ def _goes_on(group: list[Product], one: Product) -> bool:
         return False
     if first.blind is not None or one.blind is not None or (len(group) + 1) * one.places[0][0][2] > PIECE:
         return False
-    if (first.seen is None) != (one.seen is None) or (first.seen is not None and not torch.equal(first.seen, one.seen)):
+    if first.seen is None or one.seen is None:
+        if first.seen is not one.seen:
+            return False
+    elif not torch.equal(first.seen, one.seen):
         return False
     steps = steps_of(last, one)
     return min(steps) >= 0 and (len(group) == 1 or steps_of(first, group[1]) == steps)

@@ -181,6 +181,7 @@ class LayerView:
             StepError: a latent layer, which has ``append_latents``.
         """
         kv = self._holds("kv", "append").layer.kv
+        assert kv is not None  # it holds them
         rows = [(part.heads, part.format.dim) for part in kv.parts]
         given = self._given("append", {"keys": keys, "values": values}, rows)
         (keys, values), mask, positions, view = _append(self, given, self._count("append", given[0].shape[1], new))
@@ -237,6 +238,7 @@ class LayerView:
             StepError: a latent layer, which has ``attend_latents``.
         """
         kv = self._holds("kv", "attend").layer.kv
+        assert kv is not None  # it holds them
         rows = [(part.heads, part.format.dim) for part in kv.parts]
         given = self._given("attend", {"keys": keys, "values": values}, rows)
         groups = [part.heads for part in kv.parts]
@@ -386,8 +388,8 @@ class LayerView:
             count, columns = self._count("recall", self.kind.length, new), 1
         else:
             (inputs,) = self._given("recall: inputs", {"inputs": inputs}, [(conv.channels,)])
-            inputs = constant("recall: inputs", inputs)
             columns = inputs.shape[1]
+            inputs = constant("recall: inputs", inputs)
             count = self._count("recall", columns, new)
         found, states, view = _recall(self, inputs, count, columns)
         return Recalled(found, states, self.lengths, view)

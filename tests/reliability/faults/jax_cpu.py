@@ -307,11 +307,15 @@ TABLE = {
             "a group of zeros has scale 0",
         ),
         (
-            "        ratios = divide(groups, scales[:, :, None])\n",
+            "        return divide(groups, scales)\n",
             "        ratios = groups * (np.float32(1) / scales[:, :, None])\n",
             "codes come from a product with the reciprocal",
         ),
-        ("    ratios = jnp.where(finite[:, :, None], ratios, 0)\n", "", "a faulty group keeps codes"),
+        (
+            "jnp.where(finite[:, :, None], ratios_of(groups, scales[:, :, None], field), 0)",
+            "ratios_of(groups, scales[:, :, None], field)",
+            "a faulty group keeps codes",
+        ),
         (
             "    scale_bits = jnp.where(finite, scale_bits, scale.nan or 0)",
             "    scale_bits = jnp.where(finite, scale_bits, 0)",
