@@ -1,8 +1,9 @@
 """``KVCache``: a kvcore cache that a ``transformers`` model takes as ``cache=``.
 
 One forward of the model is one kvcore step over all rows of the batch. The step opens at the first layer's update and
-commits when the last layer has what it needs: when all layers have stored the forward's tokens. Until then
-``get_seq_length`` answers with the length before the forward, which is what masks and positions are made from.
+commits when the last layer has what it needs: when all layers have stored the forward's tokens. Until a
+layer has stored them ``get_seq_length`` answers for it with the length before the forward, which is what masks and
+positions are made from; afterwards it counts them, as transformers' own caches do.
 
 A forward that the cache refuses is undone at once. One that fails elsewhere in the model leaves its step open, just as
 one does in which some layer does not store anything, and the cache cannot tell which it was. So it does not guess: what
