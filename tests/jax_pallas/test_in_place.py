@@ -34,7 +34,8 @@ def floats(*shape: int) -> jax.Array:
 def world(layer: LayerSpec, layout: str) -> tuple[Any, Any, StepIndex]:
     """Verbs, pools, and the index of a padded step of two tokens of two requests."""
     spec = CacheSpec(layers=(layer,), block_tokens=16)
-    sizes = {"max_requests": 3, "max_tokens": 3000, "max_draft_tokens": 3}
+    # More slots than the step has requests, so that no array that is read has as many elements as a pool.
+    sizes = {"max_requests": 4, "max_tokens": 3000, "max_draft_tokens": 3}
     cache = kvcore.create_cache(spec, backend="jax_pallas", layout=layout, **sizes)
     with cache.step({cache.admit(): 2, cache.admit(): 2}, pad_tokens=TOKENS, pad_requests=3) as step:
         step.abort()

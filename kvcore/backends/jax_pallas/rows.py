@@ -76,7 +76,10 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
             offset_dims=(where.ndim - 1,), collapsed_slice_dims=(0,), start_index_map=axes
         )
         stored = lax.gather(flat, where, numbers, (1, width), mode="clip")
-        stored = to_bytes(stored).reshape(*unit.shape, region.heads, -1)[..., : run.nbytes]
+        stored = to_bytes(stored)
+        # Not -1: where there is no row, the rest of the shape does not say how wide one is.
+        width = math.prod(stored.shape[unit.ndim :]) // region.heads
+        stored = stored.reshape(*unit.shape, region.heads, width)[..., : run.nbytes]
         pieces.append(jnp.zeros((*unit.shape, region.heads, run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
