@@ -456,7 +456,10 @@ def decide(ops: Any, layer: Any, verb: str) -> Decision:
             "views", "rows are read where they lie; none where requests see unevenly many, or not in one run"
         )
     if ops.layers[layer].over_tokens:
-        return Decision("torch", "groups of tokens are coded and decoded whole, beside the raw rows of the open one")
+        why = "groups of tokens are coded and decoded whole, beside the raw rows of the open one"
+        if verb == "attend_kv" and not unlike(*regions):
+            why += "; one new token of each request attends to them a piece at a time"
+        return Decision("torch", why)
     if verb == "attend_kv":
         why = unlike(*regions) or (
             "torch's fused attention over pieces of the rows; all rows are gathered first where k and v are given, in "
