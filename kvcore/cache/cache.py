@@ -47,7 +47,7 @@ def _asked(verb: str, tokens: Tokens, new_tokens: SupportsIndex, salt: str | Non
 def _faults(state: CacheState, requests: Sequence[Request] | None) -> tuple[Fault, ...]:
     if state.canary is None:
         raise SpecError(got="canary=False", where="faults", allowed="a cache that was created with canary=True")
-    wanted = state.manager.requests if requests is None else requests
+    wanted = state.manager.chosen(requests, "faults")
     chosen = [state.manager.check(request, lost=True) for request in wanted]
     rows = {request: state.row_of(state.manager.place_of(request)) for request in chosen}
     state.pools, found = state.canary.faults(state.pools, rows)
@@ -535,7 +535,7 @@ class Cache:
 
     @verb("save")
     def _snapshot(self, requests: Sequence[Request] | None, checkpoints: bool) -> list[bytes | memoryview]:
-        chosen = [self._state.manager.check(request) for request in (self.requests if requests is None else requests)]
+        chosen = [self._state.manager.check(request) for request in self._state.manager.chosen(requests, "save")]
         return snapshot.to_parts(self._state, chosen, checkpoints=checkpoints)
 
     def digest(self, requests: Sequence[Request] | None = None) -> int:
@@ -544,7 +544,7 @@ class Cache:
         Args:
             requests: in the order that counts; None for all live ones in order of admission.
         """
-        wanted = self.requests if requests is None else requests
+        wanted = self._state.manager.chosen(requests, "digest")
         return digest.combine(self.exclusive("digest", lambda state: state.digest_lanes(wanted)))
 
     def faults(self, requests: Sequence[Request] | None = None) -> tuple[Fault, ...]:

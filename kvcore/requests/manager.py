@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from kvcore.counts import as_count
 from kvcore.errors import OutOfBlocks, OutOfSlots, RequestError, RollbackError
+from kvcore.foreign import shortened
 from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.grants import BlockGrant, Opening, shared_columns
@@ -145,6 +146,14 @@ class Manager:
             del place.keys[place.complete // self.plan.block_tokens :]
         held = [block for place in places for block in place.blocks]
         self.blocks.mend([*held, *(block for grant in grants.values() for block in grant.taken)])
+
+    def chosen(self, requests: Iterable[Request] | None, where: str) -> list[Request]:
+        """Those that a caller named, in that order, or all live ones for None; whether they live is not looked at."""
+        try:
+            return list(self.requests if requests is None else requests)
+        except TypeError as error:
+            allowed = "a sequence of requests, or None for all"
+            raise RequestError(got=shortened(requests), where=where, allowed=allowed) from error
 
     def check(self, request: object, where: str = "request", *, lost: bool = False) -> Request:
         """The request, if it is a live one of this cache, and not a lost one unless ``lost``.
