@@ -157,7 +157,7 @@ def examples_jax(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """torch and JAX in one environment: requests move between them, and torch's kernels run under JAX."""
     session.install(JAX)
-    install(session, "torch", "jax", "conformance", groups=("test",), torch=True)
+    install(session, "torch", "jax", "transformers", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON, *JAX_TRITON)
     session.run("pytest", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
 
