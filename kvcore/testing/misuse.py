@@ -107,7 +107,7 @@ class World:
         """The same where nobody did anything wrong."""
         return type(self)(self.backend, self.device, check=self.check).proceed()
 
-    def bytes(self) -> dict[str, bytes]:
+    def content(self) -> dict[str, bytes]:
         """Every byte of the cache, by pool."""
         return {name: to_numpy(array).tobytes() for name, array in self.cache.pools.items()}
 
@@ -116,7 +116,7 @@ class World:
         cache = self.cache
         return {
             "digest": cache.digest(),
-            "bytes": self.bytes(),
+            "bytes": self.content(),
             "free": (cache.free_slots, cache.free_blocks),
             "requests": [(r, r.id, r.slot, r.generation, r.length, r.blocks, r.tokens) for r in cache.requests],
             "formats": list(FORMATS),
@@ -192,10 +192,10 @@ def check_in_step(case: Case, world: World) -> None:
     step = world.cache.step(world.both if case.tokens is None else case.tokens(world))
     if case.prepare is not None:
         case.prepare(step, world)
-    inside = world.bytes(), world.cache.free_blocks
+    inside = world.content(), world.cache.free_blocks
     refused(case, step, world)
     if not case.ends_step:
-        require((world.bytes(), world.cache.free_blocks) == inside, "bytes changed inside the step")
+        require((world.content(), world.cache.free_blocks) == inside, "bytes changed inside the step")
         step.abort()
     after = world.state()
     if case.prepare is not None:

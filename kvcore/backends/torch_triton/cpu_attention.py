@@ -20,12 +20,11 @@ PIECE = 2048
 SMALL = 1 << 18
 """Elements of a mask that is kept as the summand that it becomes, one more of four bytes, for all layers of a step."""
 
-fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""(q, k, v [B, heads, n, dim], mask as a summand) -> (out, log-sum-exp); what torch's attention calls."""
-
-
 MASKED = 1 << 14
 """Tokens by rows of before up to which one product under a mask is quicker than two, one of them without."""
+
+fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""(q, k, v [B, heads, n, dim], mask as a summand) -> (out, log-sum-exp); what torch's attention calls."""
 
 
 class Product(NamedTuple):
@@ -33,8 +32,7 @@ class Product(NamedTuple):
 
     Attributes:
         tokens: which: neighbours, or numbers int64.
-        where: (request, first position, end, line of the first in keys and in values); lines are None of rows that are
-            decoded.
+        where: (request, first position, end).
         places: of the views of keys and values [batch, heads, rows, dim]; empty where rows are decoded.
         seen: bool or the summand [count, rows]; None: every token sees every row.
         blind: bool [count], tokens that see no row; None if there are none.
@@ -42,7 +40,7 @@ class Product(NamedTuple):
 
     tokens: slice | torch.Tensor
     count: int
-    where: tuple[int, int, int, tuple[int | None, ...]]
+    where: tuple[int, int, int]
     places: tuple[Place, ...]
     seen: torch.Tensor | None = None
     blind: torch.Tensor | None = None
@@ -151,9 +149,8 @@ def products_of(regions, stored, component, host: HostStep, request: int, shared
     middle = max(first, start) if new * (start - first) > MASKED else first if new > 1 else length
     cuts = sorted({first, min(max(first, shared), start), middle, length})
     parts = (pieces(regions, stored, host, request, low, high) for low, high in pairwise(cuts))
-    for low, high, at in chain.from_iterable(parts):
-        begins = [line for line in at if line is not None]
-        places = tuple(place_of(found, line, high - low) for found, line in zip(stored, begins, strict=False))
+    for low, high, line in chain.from_iterable(parts):
+        places = () if line is None else tuple(place_of(found, line, high - low) for found in stored)
         seen = blind = None
         if high > start + 1 or component.first_visible(length - 1, left) > low:
             position, query = torch.arange(low, high), torch.arange(start, length)
@@ -162,7 +159,7 @@ def products_of(regions, stored, component, host: HostStep, request: int, shared
             blind = ~seen.any(dim=1)
             blind = blind if bool(blind.any()) else None
             seen = torch.where(seen, 0.0, -torch.inf) if seen.numel() <= SMALL else seen
-        yield Product(slice(token, token + new), new, (request, low, high, at), places, seen, blind)
+        yield Product(slice(token, token + new), new, (request, low, high), places, seen, blind)
 
 
 def together(products: list[Product]) -> Product:
@@ -255,11 +252,7 @@ def over_rows(ops, pools, regions, stored, index, by_head, product: Product, sca
         q = q.reshape(key_heads, group, batch, count, dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(batch, key_heads, group * count, dim)
     if not places:
-        request, low, high, at = product.where
-        k, v = (
-            read(ops, pools, region, index, request, low, high, found, line)[None]
-            for region, found, line in zip(regions, stored, at, strict=True)
-        )
+        k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
     else:
         k, v = (found.rows.as_strided(*where).to(torch.float32) for found, where in zip(stored, places, strict=True))
     mask = None
@@ -279,7 +272,7 @@ def over_rows(ops, pools, regions, stored, index, by_head, product: Product, sca
 
 
 def pieces(regions, stored, host, request, first, last):
-    """(first position, end, line of the first in keys and in values) of pieces that lie in one run, or are decoded.
+    """(first position, end, line of the first in keys and in values alike) of pieces in one run; None where decoded.
 
     The order of keys does not matter to a sum: a ring that lies once and has wrapped is two pieces, never put in order.
     """
@@ -291,17 +284,15 @@ def pieces(regions, stored, host, request, first, last):
         for run in runs(regions[0], host, request, first, last, stored[0].unit, regions[0].places):
             for done in range(0, run.count, PIECE):
                 some = min(PIECE, run.count - done)
-                yield first + done, first + done + some, (run.line + done,) * 2
+                yield first + done, first + done + some, run.line + done
             first += run.count
         return
     for low in range(first, last, PIECE):
-        yield low, min(low + PIECE, last), (None, None)
+        yield low, min(low + PIECE, last), None
 
 
-def read(ops, pools, region, index, request, low, high, lines, line):
-    """Rows low .. high - 1 of a request as fp32 [heads, n, dim]; ``line`` is where they lie if in one run."""
-    if line is not None:
-        return lines.rows[line : line + high - low].to(torch.float32).transpose(0, 1)
+def decoded(ops, pools, region, index, request, low, high):
+    """Rows low .. high - 1 of a request as fp32 [heads, n, dim]."""
     numbers = torch.arange(low, high)
     rows = place.load(pools, region, *place.locate(region, index, torch.full_like(numbers, request), numbers))
     return ops.decode_rows(region, rows).to(torch.float32).transpose(0, 1)

@@ -548,8 +548,8 @@ TABLE = {
             "a piece that a query sees nothing of counts",
         ),
         (
-            "                yield first + done, first + done + some, (run.line + done,) * 2\n",
-            "                yield first + done, first + done + some, (run.line,) * 2\n",
+            "                yield first + done, first + done + some, run.line + done\n",
+            "                yield first + done, first + done + some, run.line\n",
             "every piece of a long run is its first",
         ),
         ("            first += run.count\n", "", "positions of the second run are the first one's"),
