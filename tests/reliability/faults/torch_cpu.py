@@ -516,6 +516,7 @@ TABLE = {
             "    if length <= max(start, left):\n",
             "    if length <= start:\n",
             "a request of padding alone attends",
+            "all its rows are masked then, and what is not finite among them is left to the other way",
         ),
         (
             "        total = total * torch.sigmoid(logs - sink.to(torch.float32))[..., None]\n",
