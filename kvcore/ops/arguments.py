@@ -248,7 +248,7 @@ def check_integers(
         if narrow:
             value = value.to(_dtype_beside(value, "int32")) if hasattr(value, "to") else value.astype("int32")
         found = check_array(ops, value, where, shape, INTEGERS)
-        held = _on_host(found) if least is not None else None
+        held = on_host(found) if least is not None else None
     else:
         if value.dtype.kind not in "iu":
             raise ShapeError(got=f"dtype {value.dtype}", where=where, allowed="integers")
@@ -289,8 +289,10 @@ def _dtype_beside(array: Any, name: str) -> Any:
     return getattr(sys.modules[type(array.dtype).__module__], name)
 
 
-def _on_host(array: Any) -> np.ndarray[Any, Any] | None:
+def on_host(array: Any) -> np.ndarray[Any, Any] | None:
     """Integers that lie in the host's memory, None where a device, or a trace, has them."""
+    if is_a(array, np.ndarray):
+        return array
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return array.numpy() if array.device.type == "cpu" and not torch.compiler.is_compiling() else None

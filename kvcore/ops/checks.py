@@ -26,6 +26,7 @@ from kvcore.ops.arguments import (
     check_rope,
     check_weight,
     inputs_of,
+    on_host,
 )
 from kvcore.ops.fused import FUSED, REQUIRED
 from kvcore.plan import CachePlan
@@ -232,8 +233,15 @@ def _indices(call: Call, value: Any) -> Any:
 
 
 def _taken(call: Call, value: Any) -> Any:
-    """How many of each request's new tokens are taken."""
-    return check_integers(call.ops, value, call.where, (call.requests,), least=0)
+    """How many of each request's new tokens are taken: at most all of them, told where the host has both numbers."""
+    found = check_integers(call.ops, value, call.where, (call.requests,))
+    taken, starts, lengths = (on_host(array) for array in (found, call.index.starts, call.index.lengths))
+    if taken is not None and starts is not None and lengths is not None:
+        new = lengths - starts
+        for request in np.flatnonzero((taken < 0) | (taken > new))[:1]:
+            allowed = f"0 to {new[request]}, the new tokens of request {request} of the step"
+            raise ShapeError(got=int(taken[request]), where=call.where, allowed=allowed)
+    return found
 
 
 def _units(kind: str, least: int = 0) -> Check:

@@ -180,8 +180,11 @@ STEPS = "pools", "layer", "index"
 
 
 def _repeats(name: str, checks: Mapping[str, Check]) -> bool:
-    """Whether a verb is one of a step's layers: they, and ``select``, are called again and again."""
-    return name == "select" or tuple(checks)[:3] == STEPS
+    """Whether a verb is one of a step's layers: they, and ``select``, are called again and again.
+
+    But for one whose integers are looked at, ``taken``.
+    """
+    return name == "select" or (tuple(checks)[:3] == STEPS and "taken" not in checks)
 
 
 def _key(door: FunctionalOps, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from tests.support import functional_checks
 BACKEND = "jax_pallas"
 CHECKS = (
     "kinds_of_floats",
-    "kinds_of_integers", "no_integers", "units_out_of_range", "index_of_another_cache",
+    "kinds_of_integers", "no_integers", "units_out_of_range", "taken_out_of_range", "index_of_another_cache",
     "index_by_hand", "pools_of_another_cache", "unsized_formats", "absent_layers", "meaningful_numpy",
 )  # fmt: skip
 

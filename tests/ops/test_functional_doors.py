@@ -23,6 +23,10 @@ def test_units_that_the_plan_lacks_are_refused(backend):
     functional_checks.units_out_of_range(backend)
 
 
+def test_more_tokens_than_there_are_cannot_be_taken(backend):
+    functional_checks.taken_out_of_range(backend)
+
+
 def test_an_index_of_another_cache_is_refused_by_every_verb(backend):
     functional_checks.index_of_another_cache(backend)
 

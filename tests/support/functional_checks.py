@@ -8,7 +8,7 @@ import pytest
 
 import kvcore
 from kvcore.errors import KvcoreError, ShapeError, SpecError, StepError
-from kvcore.spec import FORMATS
+from kvcore.spec import FORMATS, CacheSpec, LayerSpec, State
 from tests.support import functional_cases as cases
 
 
@@ -156,6 +156,24 @@ def units_out_of_range(backend: str) -> None:
                     getattr(ops, verb)(pools, *map(put, given))
                 assert refused.value.where.startswith(f"{verb}: ")
     assert cases.answer(pools) == before
+
+
+def taken_out_of_range(backend: str) -> None:
+    """Fewer than no token, or more than a request has new: refused, also by a call like one that passed."""
+    spec = CacheSpec(layers=[LayerSpec(state=State(heads=1, key_dim=2))])
+    cache = kvcore.create_cache(spec, backend=backend, max_requests=2, max_tokens=32, max_draft_tokens=3)
+    ops, requests = cache.ops, [cache.admit(), cache.admit()]
+    with cache.step(dict(zip(requests, (3, 1), strict=True))) as step:
+        states = cache.asarray(np.ones((4, 1, 2), np.float32))
+        for put in (list, lambda values: cache.asarray(np.array(values, np.int32))):
+            pools = ops.select_state(ops.allocate(), 0, step.index, states, put([1, 0]))
+            before = cases.answer(pools)
+            for taken, wrong in (([-1, 0], -1), ([4, 0], 4), ([3, 2], 2)):
+                with pytest.raises(ShapeError) as refused:
+                    ops.select_state(pools, 0, step.index, states, put(taken))
+                assert (str(refused.value.got), refused.value.where) == (str(wrong), "select_state: taken")
+            assert cases.answer(pools) == before
+        step.layer(0).append_state(states)
 
 
 def index_of_another_cache(backend: str) -> None:

@@ -409,6 +409,7 @@ TABLE = {
             "    return name, layer, index.slots.shape[0], len(given), *options, like\n",
             "rows for other tokens pass",
         ),
+        (' and "taken" not in checks', "", "how many tokens are taken is looked at once"),
     ],
     "portable/rows.py": [
         (
