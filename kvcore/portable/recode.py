@@ -73,11 +73,12 @@ class Codec:
         """Rows [n, bytes] of one format as rows of another; ``scales``: global ones before and after."""
         size = max(1, AT_ONCE // (before.dim or 1))
         out = [np.zeros((0, after.row), np.uint8)]
+        stays = before.hadamard and after.hadamard
+        if stays:
+            after = msgspec.structs.replace(after, hadamard=False)  # they are rotated already
         for first in range(0, len(rows), size):
             values = self.decoded(before, rows[first : first + size], scales[0])
-            if before.hadamard and after.hadamard:
-                after = msgspec.structs.replace(after, hadamard=False)  # they are rotated already
-            elif before.hadamard:
+            if before.hadamard and not stays:
                 values = self._turned(values)
             out.append(self.encoded(after, values, scales[1]))
         return np.concatenate(out)

@@ -12,6 +12,7 @@ from kvcore import store
 from kvcore.backends.reference import encoding
 from kvcore.cli import main
 from kvcore.errors import OutOfSlots, RequestError, RollbackError, SnapshotError, SpecError
+from kvcore.portable import recode
 from kvcore.portable.blob import copy_request
 from kvcore.portable.convert import with_formats
 from kvcore.spec import KV, CacheSpec, Entries, LayerSpec, Window, presets
@@ -192,6 +193,21 @@ def test_keys_of_an_indexer_keep_their_rotation_or_get_it_or_lose_it(before, aft
         found.append(encoding.hadamard(values) if name.endswith("_h") else values)
     assert np.abs(found[0] - found[1]).max() < 0.25 * np.abs(found[0]).max()
     assert moved.converted[0].exact == (before.endswith("_h") == after.endswith("_h"))
+
+
+@pytest.mark.parametrize("after", ["index_fp8_132_h", "index_fp4_68"])
+def test_rows_of_many_passes_are_those_of_one(monkeypatch, after):
+    spec = with_formats(stories.STORED, {"index_keys": "index_fp4_68_h"})
+    cache = stories.create(spec, "reference")
+    request = cache.admit()
+    stories.tell(cache, {request: range(40)})
+    blob = cache.export_request(request)
+    made = []
+    for channels in (recode.AT_ONCE, 1 << 8):
+        monkeypatch.setattr(recode, "AT_ONCE", channels)
+        target = stories.create(with_formats(spec, {"index_keys": after}), "reference")
+        made.append(target.export_request(target.import_request(blob, convert=True)))
+    assert made[0] == made[1]
 
 
 def test_checkpoints_are_converted_with_their_request():

@@ -634,8 +634,8 @@ TABLE = {
     ],
     "portable/recode.py": [
         (
-            "            if before.hadamard and after.hadamard:\n",
-            "            if False:\n",
+            "        stays = before.hadamard and after.hadamard\n",
+            "        stays = False\n",
             "rows that are rotated are rotated again",
         ),
         (
