@@ -17,7 +17,7 @@ from kvcore.portable.digests import digests_of
 from kvcore.portable.manifest import Described, damaged, layout_of, manifest_of, refuse_blob
 from kvcore.portable.pages import Array, PageLayout, content_in, content_of, page_layout, put_rows
 from kvcore.portable.recode import Codec, Rows, Tokens, joined, pieces, scale_of
-from kvcore.portable.record import RequestRecord, difference_of
+from kvcore.portable.record import MOST_CONVERSIONS, RequestRecord, difference_of
 from kvcore.portable.rows import Content, kept_positions, owned
 from kvcore.requests.request import Conversion
 from kvcore.spec import DERIVED, FORMATS, CacheSpec, Component, LayerSpec, from_json
@@ -126,12 +126,21 @@ def convert(
         where: for messages.
 
     Raises:
-        SnapshotError: the specs differ in more, the channels of a component among it, or pages are damaged.
+        SnapshotError: the specs differ in more, the channels of a component among it, pages are damaged, or it went
+            through as many conversions as a record says.
     """
     difference = other_formats(source, target)
     if difference is not None:
         raise SnapshotError(
             got=f"a spec with {difference}", where=f"{where}: convert", allowed="a spec that differs in formats only"
+        )
+    if len(described.record.converted) >= MOST_CONVERSIONS:
+        # One more would be a record that nobody reads.
+        raise SnapshotError(
+            got=f"a request that was converted {MOST_CONVERSIONS} times",
+            where=f"{where}: convert",
+            allowed="fewer",
+            hint="Run its tokens again: every conversion that is not exact rounds what the last one left.",
         )
     layout = layout_of(source, described, pages.shape, where, refuse_blob)
     bad = damaged(layout, digests_of(described.digest, ops, layout).result(pages), described.digests)

@@ -326,6 +326,15 @@ def test_a_lie_about_it_is_refused(said):
     assert len(cache.requests) == 1
 
 
+def test_no_file_is_written_that_says_more_conversions_than_are_read(tmp_path, capsys):
+    said = [{"spec": "a", "formats": [], "exact": True}] * 64
+    blob = portable_form.changed(told(spec_of("bf16", "bf16"))[2], lambda tree: tree["request"].update(converted=said))
+    (tmp_path / "in.blob").write_bytes(blob)
+    assert main(["convert", str(tmp_path / "in.blob"), str(tmp_path / "out.blob"), "--formats", "key=int8_row"]) == 2
+    assert "converted 64 times" in capsys.readouterr().err
+    assert not (tmp_path / "out.blob").exists()
+
+
 def test_files(tmp_path, capsys):
     cache, request, blob = told(spec_of("bf16", "bf16"))
     cache.fork(request)
