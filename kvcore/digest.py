@@ -71,7 +71,9 @@ def row_lanes(rows: Array, positions: Array, salt: int) -> Array:
     words = -(-size // WORD)
     if not requests or not columns or not words:
         return lanes.astype(np.int64)
-    if not size % WORD and rows.strides[2] == 1 and (run := native(rows.nbytes)) is not None:
+    # C reads as many positions as there are rows; NumPy refuses fewer.
+    fits = not size % WORD and rows.strides[2] == 1 and positions.shape == (requests, columns)
+    if fits and (run := native(rows.nbytes)) is not None:
         offsets = cast("Array", np.arange(columns) * rows.strides[1])
         lanes_at(run, rows, offsets, positions, (requests, rows.strides[0]), words, salt, lanes)
         return lanes.astype(np.int64)

@@ -71,6 +71,13 @@ def test_rows_that_lie_apart_or_across_words(rng):
     assert (again == defined(wide[:1, :2, :40], places[:1, :2], 5)).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1), (3, 4), (2, 5)])
+@pytest.mark.usefixtures("way")
+def test_nothing_is_read_beyond_positions_that_are_too_few(rng, shape):
+    with pytest.raises(ValueError, match="shape"):
+        digest.row_lanes(rng.integers(0, 256, (3, 5, 64), np.uint8), np.zeros(shape, np.int32), 5)
+
+
 @pytest.mark.usefixtures("way")
 def test_read_only_rows_are_read(rng):
     rows = rng.integers(0, 256, (1, 4, 8), np.uint8)
