@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import block_lines, softmax
+from kvcore.kernels.pallas import block_lines, compact, softmax
 from kvcore.kernels.pallas.block_lines import Lie
 from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.plan import Region
@@ -70,12 +70,12 @@ def declined(keys: Region, values: Region) -> str:
     """Why the kernel does not take a layer's keys and values; "" where it does."""
     if (keys.heads, keys.rows, keys.growth) != (values.heads, values.rows, values.growth):
         return "keys and values have not as many heads"
-    how = [block_lines.lie(region) for region in (keys, values)]
-    for one in how:
-        if isinstance(one, str):
-            return one
-    mine, theirs = how
-    if isinstance(mine, str) or isinstance(theirs, str) or (mine.slots, mine.span) != (theirs.slots, theirs.span):
+    mine, theirs = block_lines.lie(keys), block_lines.lie(values)
+    if isinstance(mine, str):
+        return mine
+    if isinstance(theirs, str):
+        return theirs
+    if (mine.slots, mine.span) != (theirs.slots, theirs.span):
         return "rows of keys and values take not as many lines"
     if not np.array_equal(block_lines.rows_of(keys, mine), block_lines.rows_of(values, theirs)):
         return "rows of keys and values come in another order"
@@ -231,7 +231,7 @@ def _asked(by: Lies, q, copies):
     heads, groups = q.shape[1], max(1, how.groups)
     slot_of = np.repeat(copies, heads // region.heads, axis=1)
     values = q.astype(jnp.float32)
-    parts = [values] if how.code == "fp32" or by.terms == 1 else terms(values, by.terms)
+    parts = compact.terms(values, 1 if how.code == "fp32" else by.terms)
     parts = jnp.stack(parts, axis=1)
     found = []
     for plane in range(how.planes):
@@ -274,16 +274,6 @@ def _step(by: Lies) -> int:
     """Positions from 128 lines to the next 128, 0 where those are no whole number."""
     step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
     return 0 if rest or by.lines % LANES else step
-
-
-def terms(values, count: int) -> list:
-    """fp32 numbers as the sum of so many that are bf16, by their bits: compilers may take a rounding for none."""
-    found, rest = [], values
-    for _ in range(count):
-        bits = lax.bitcast_convert_type(rest, jnp.int32) & np.int32(-0x10000)
-        found.append(lax.bitcast_convert_type(bits, jnp.float32))
-        rest = rest - found[-1]
-    return found
 
 
 def _scratch(region: Region, by: Lies) -> list:
@@ -347,6 +337,7 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
         sides.append(_Side(region, by, pools[:size], held[: size + 1], units, interpret))
         pools, held = pools[size:], held[size + 1 :]
     weighted = out.at[0]
+    state = largest, total, weighted
     token, tokens = pl.program_id(0), pl.num_programs(0)
     every = units.shape[0] // firsts.shape[0] // by.count
     rows = by.count * by.regions[0].rows
@@ -368,15 +359,10 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
         turn[0] = 0
         start(0, begin, 0)
 
-    def clear():
-        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
-
     fold, carefully = (
         functools.partial(
             _fold, by=way, sides=sides, moves=moves[n], patterns=patterns[2 * n : 2 * n + 2], q=q,
-            position=positions[n], scale=scale, copies=copies, heads=heads, state=(largest, total, weighted),
+            position=positions[n], scale=scale, copies=copies, heads=heads, state=state,
             careful=n > 0,
         )
         for n, way in enumerate(ways)
@@ -399,7 +385,7 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
             fold(half, piece, *seen)
         return _
 
-    clear()
+    softmax.clear(*state)
     lax.fori_loop(begin, end, walk, None)
     faulty = jnp.max(jnp.where(jnp.abs(weighted[...]) < jnp.inf, 0.0, 1.0))
     faulty = jnp.maximum(faulty, jnp.max(jnp.where(total[...] < jnp.inf, 0.0, 1.0))).astype(jnp.int32)
@@ -408,7 +394,7 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
     def _():
         # Some row is no number: again, each head's rows by themselves, in the half that nothing comes to.
         half = lax.rem(turn[0] + 1, HALVES)
-        clear()
+        softmax.clear(*state)
 
         def again(chunk, _):
             for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
@@ -638,7 +624,7 @@ def _weigh(by: Lies, side: _Side, half, piece, weights, exists, kept, weighted, 
             one = mine if by_scale is None else mine * by_scale[group]
             if seen is not None:
                 one = jnp.where(exists, one, 0.0)
-            stacked += [one] if count == 1 else terms(one, count)
+            stacked += compact.terms(one, count)
     stacked = [one if exact else one.astype(jnp.bfloat16) for one in stacked]
     left = stacked[0] if len(stacked) == 1 else jnp.concatenate(stacked, axis=0)
     for plane, matrix in enumerate(matrices):

@@ -97,18 +97,20 @@ def shifted(word, bits: int):
     return lax.shift_right_logical(word, bits) if bits else word
 
 
-def exact_parts(values, count: int):
-    """[..., n, d] fp32 -> [..., count · n, d] bf16 whose sum they are: 8 bits of the significand each, 3 are all."""
-    parts = []
-    for number in range(count):
-        if number + 1 == count:
-            parts.append(values.astype(jnp.bfloat16))
-            break
+def terms(values, count: int) -> list:
+    """fp32 numbers as a sum of ``count``, in fp32: all but the last are exact in bf16, of three that one, too."""
+    found = []
+    for _ in range(count - 1):
         # By bits: a compiler may leave out a rounding that is undone at once.
         top = lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.int32) & np.int32(-0x10000), jnp.float32)
-        parts.append(top.astype(jnp.bfloat16))
+        found.append(top)
         values = values - top
-    return jnp.concatenate(parts, axis=-2)
+    return [*found, values]
+
+
+def exact_parts(values, count: int):
+    """[..., n, d] fp32 -> [..., count · n, d] bf16 whose sum they are: 8 bits of the significand each, 3 are all."""
+    return jnp.concatenate([part.astype(jnp.bfloat16) for part in terms(values, count)], axis=-2)
 
 
 def dot(left, right, *, contract: int = 1):

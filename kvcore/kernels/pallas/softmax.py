@@ -25,12 +25,14 @@ def sink_input(sink, heads: int):
 
 def begin(step, largest, total, weighted) -> None:
     """A token's first step has seen no keys."""
+    pl.when(step == 0)(lambda: clear(largest, total, weighted))
 
-    @pl.when(step == 0)
-    def _():
-        largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
+
+def clear(largest, total, weighted) -> None:
+    """No keys seen."""
+    largest[...] = jnp.full(largest.shape, -jnp.inf, jnp.float32)
+    total[...] = jnp.zeros(total.shape, jnp.float32)
+    weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
 
 def weigh(q, lines, exists, largest, total):
