@@ -101,7 +101,10 @@ def _parsed(text: str) -> dict[str, str]:
     for name, sign, format in pairs:
         if not (name and sign and format):
             raise SpecError(got=text, where="--formats", allowed="ROLE=FORMAT, with commas between several")
-    return {name: format for name, _, format in pairs}
+    found = {name: format for name, _, format in pairs}
+    if len(found) < len(pairs):
+        raise SpecError(got=text, where="--formats", allowed="every role once")
+    return found
 
 
 def _ops(spec: "CacheSpec") -> "Ops":

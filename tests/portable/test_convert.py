@@ -363,6 +363,7 @@ def test_files(tmp_path, capsys):
     [
         ["--formats", "key"],
         ["--formats", "key=int4"],
+        ["--formats", "key=bf16,key=int8_row"],
         ["--formats", "window=bf16"],
         ["--spec", "deepseek_v4_flash_tiny"],
         ["--spec", "nowhere.json"],
