@@ -156,13 +156,13 @@ def load(
     rows = _state(rings, held, length)
     left = RequestRecord(length=length, floor=state._floor(length), tokens=ids[:length], salt=salt, checkpoints=[])
     behind, layers = None, {key for key in form.keys if far and _is_selected(spec, key)}
-    if far:
+    if layers:
         behind = _left_behind(spec, form.rows(pages, set(form.keys) - layers), length)
 
     def write(ops: Any, pools: Any, row: StepRequest) -> Any:
         return write_rows(ops, form.write(ops, pools, row, pages, layers), row, rows)
 
-    shares = False if far else None
+    shares = False if layers else None
     return cache.exclusive(
         "store.load", lambda held: held.restore(left, write, into, salt=salt, shares=shares, far=behind)
     )

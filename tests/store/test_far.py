@@ -123,3 +123,10 @@ def test_where_all_rows_are_there_nothing_comes(backend):
     watched = kvcore.create_cache(SPEC, backend=backend, max_requests=1, max_tokens=256, canary=True)
     with pytest.raises(SpecError, match="canary"):
         stores.load(far.saved(), watched, TOKENS[:SAVED], far=True)
+
+
+def test_a_request_none_of_whose_rows_are_selected_is_all_there(backend):
+    spec = CacheSpec(layers=[LayerSpec(entries=Entries(dim=8, ratio=1, format="fp32"))], block_tokens=16)
+    cache = stories.create(spec, backend)
+    request = stores.load(far.saved(spec=spec), cache, TOKENS[:SAVED], far=True)
+    assert cache.digest([request]) == stories.retell("reference", spec, TOKENS[:SAVED])
