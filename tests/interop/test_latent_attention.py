@@ -74,6 +74,16 @@ def test_attention_from_latents_gives_the_models_logits(make, left, request):
     assert not any(SEAM in vars(module) for module in model.modules())
 
 
+def test_a_scale_that_is_none_is_that_of_the_models_queries():
+    model, mask = models.deepseek_v3(), padded(0)
+    for module in expansions(model):
+        module.scaling = None
+    own = logits(model, DynamicCache(config=model.config), mask)
+    cache = of(model, "cache")
+    assert torch.allclose(own, logits(model, cache, mask), atol=3e-5)
+    assert not fallbacks(cache)
+
+
 @pytest.mark.parametrize("make", LATENT)
 @pytest.mark.parametrize("form", ["fp8_row", "int8_row", "nf4_b64"])
 def test_coded_latents_are_attended_to_as_stored(make, form):

@@ -66,7 +66,7 @@ class Latents(HandedOut):
             return None
         projection, selected = found
         owner, context = layer.owner, self._handle._context
-        sink = options.get("s_aux", options.get("sinks"))
+        sink, scale = options.get("s_aux", options.get("sinks")), options.get("scaling")
         given = self._handle._ops.attend(
             context.pools,
             layer.number,
@@ -74,7 +74,8 @@ class Latents(HandedOut):
             owner.give(absorbed(query, projection)),
             selected,
             sink=None if sink is None else owner.give(sink.detach().float()),
-            scale=options.get("scaling", query.shape[3] ** -0.5),
+            # The default is that of the module's queries; those of latents are wider.
+            scale=query.shape[3] ** -0.5 if scale is None else scale,
         ).out
         return valued(owner.take(given, query.dtype)[..., : self._rank], projection, query.shape[0])
 
