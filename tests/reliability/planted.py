@@ -189,6 +189,7 @@ TRITON_CHECKS = {
     "topk": sampled("select"),
     "scores": sampled("index_scores or index_select"),
     "attend": sampled("attend"),
+    "states": sampled("_state or _conv", shapes="(ragged or padded)"),
     "units": "copy_slots or copy_blocks or reset_slots or poison or (restore_ring and ragged)",
 }
 EVERY_LAYOUT = sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged")

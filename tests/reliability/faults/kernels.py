@@ -248,6 +248,43 @@ TRITON = {
             "lse of split keys lacks the maximum",
         ),
     ],
+    "states.py": [
+        (
+            " - BEFORE + cell % BEFORE\n",
+            " - 1 - cell % BEFORE\n",
+            "inputs of before a step come last one first",
+        ),
+        (
+            "    new = inside & (position >= tl.load(starts_ptr + request, mask=inside, other=0))\n",
+            "    new = inside\n",
+            "states of before the step are written over",
+        ),
+        (
+            "tl.where(new, position, -1), back == 0,",
+            "tl.where(new, position, -1), back >= 0,",
+            "every length has the state of the last one",
+        ),
+        (
+            "    kept = known & (position < length) & (position >= length - R.rows)\n",
+            "    kept = known & (position >= length - R.rows)\n",
+            "what was not taken is written",
+        ),
+        (
+            "position == length - 1, row % R.heads,\n",
+            "position < length, row % R.heads,\n",
+            "every token that is taken leaves its state",
+        ),
+        (
+            "    x = tl.where(given[:, None, None], x, float(\"nan\"))\n",
+            "",
+            "a length without a state has one of zeros",
+        ),
+        (
+            "    at = (source * R.heads + head)[:, None, None] * R.dim + channel\n",
+            "    at = (source * R.heads)[:, None, None] * R.dim + channel\n",
+            "every head is given the first one's state",
+        ),
+    ],
     "units.py": [
         ("    mask = at < tl.where(unit >= 0, size, 0)\n", "    mask = at < size\n", "unit -1 is filled"),
         (
