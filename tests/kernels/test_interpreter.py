@@ -41,13 +41,15 @@ def test_interpreted_kernels_agree_with_the_reference(group):
 
 def test_the_kit_takes_no_warning_of_the_interpreter_for_a_fault(tmp_path):
     # Beside codes of 4 bits this format has channels that no scale was made for: with the smallest they overflow.
-    check = "torch_triton-append_rotated_window/mxfp4_368/planar/ragged"
+    # In this one a row with an infinity is rounded by what is left over of it.
+    first, second = "append_rotated_window/mxfp4_368/planar/ragged", "append_window/int8_per_token_head/packed/one_over"
+    check = f"torch_triton-{first} or torch_triton-{second}"
     # Where kvcore is installed its entry point loads the plug-in already.
     installed = any(entry.name == "kvcore" for entry in entry_points(group="pytest11"))
     kit = ("-m", "pytest", "-W", "error", *([] if installed else ["-p", "kvcore.testing.plugin"]))
     said = interpreted(*kit, "--pyargs", "kvcore.conformance", "--kv-backend=torch_triton", "-k", check, cwd=tmp_path)
-    assert "1 passed" in said
-    assert "torch_triton (cpu, Triton interpreter): 1 agree" in said
+    assert "2 passed" in said
+    assert "torch_triton (cpu, Triton interpreter): 2 agree" in said
 
 
 def interpreted(*arguments, **options):

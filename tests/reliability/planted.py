@@ -71,7 +71,10 @@ def suite(*paths: str, **environment: str) -> Run:
     return Run((*PYTEST, *paths), tuple(environment.items()), kit=False)
 
 
-ROWS = "(v4_584 or index_fp4_68_h or index_nvfp4 or int8_row or nf4_b64 or mxfp4 or fp32 or bf16 or fp16 or tail)"
+ROWS = (
+    "(v4_584 or index_fp4_68_h or index_nvfp4 or int8_row or int8_per_token_head or nf4_b64 or mxfp4 or fp32 or bf16"
+    " or fp16 or tail)"
+)
 """Formats that between them have every code and rule of scales."""
 
 

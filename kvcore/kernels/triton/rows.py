@@ -115,9 +115,9 @@ def quantise(x, inside, R: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.conste
         ratio = x * bits_float((254 << 23) - float_bits(scale))[:, :, None]
     elif R.rule == "quotient":
         ratio = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, :, None]
+        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
         if R.code == "int8":
             ratio = half_away(ratio)
-        ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)
     else:
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
         ratio = tl.minimum(tl.maximum(ratio, -R.largest), R.largest)

@@ -172,6 +172,21 @@ TRITON = {
             "    return x * (R.dim**-0.5)\n",
             "rotated rows are not rounded to bf16",
         ),
+        (
+            "    up = (magnitude - whole >= 0.5) | (bits == 0x3EFFFFFF)\n",
+            "    up = magnitude - whole > 0.5\n",
+            "halves are rounded towards zero",
+        ),
+        (
+            "        stored = tl.maximum(float_bits(quotient), R.scale_floor_bits)\n",
+            "        stored = float_bits(quotient)\n",
+            "a scale by the quotient is not floored",
+        ),
+        (
+            "        ratio = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, :, None]\n",
+            "        ratio = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))\n",
+            "values are divided where their scale's reciprocal multiplies them",
+        ),
     ],
     "codes.py": [
         (
@@ -275,7 +290,7 @@ TRITON = {
             "every token that is taken leaves its state",
         ),
         (
-            "    x = tl.where(given[:, None, None], x, float(\"nan\"))\n",
+            '    x = tl.where(given[:, None, None], x, float("nan"))\n',
             "",
             "a length without a state has one of zeros",
         ),
