@@ -150,14 +150,15 @@ NF4 = np.array([
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ], np.float32)
 # fmt: on
+LEVELS = {"e2m1": E2M1, "nf4": NF4, "uint4": np.arange(16, dtype=np.float32)}
 
 
 def elements(code: str, data: np.ndarray) -> np.ndarray:
     """Bytes [..., n] of a field as fp32 [..., dims]."""
     data = np.ascontiguousarray(data)
-    if code in ("e2m1", "nf4"):
+    if code in LEVELS:
         nibbles = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
-        return (E2M1 if code == "e2m1" else NF4)[nibbles]
+        return LEVELS[code][nibbles]
     if code == "bf16":
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     if code == "e8m0":
@@ -168,12 +169,15 @@ def elements(code: str, data: np.ndarray) -> np.ndarray:
     return data.view({"fp32": "<f4", "fp16": "<f2", "int8": "i1"}[code]).astype(np.float32)
 
 
-BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "e2m1": 4, "nf4": 4}
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, **dict.fromkeys(LEVELS, 4)}
 """Of an element; all other codes have 8."""
 
 
 def values(found: Rows) -> dict[str, np.ndarray]:
-    """Rows decoded: part -> fp32 [n, heads, channels]. What a format rotated before it was stored stays rotated."""
+    """Rows decoded: part -> fp32 [n, heads, channels], of keys and values coded over tokens [n x tokens, ...].
+
+    What a format rotated before it was stored stays rotated.
+    """
     decoded, start = {}, 0
     for part in found.component["parts"]:
         sizes = [-(-field["dims"] * BITS.get(field["code"], 8) // 8) for field in part["fields"]]
@@ -186,17 +190,30 @@ def values(found: Rows) -> dict[str, np.ndarray]:
             at += size
         channels = []
         for field in part["fields"]:
-            if field["name"] in ("scales", "pad"):
+            if field["name"] in ("scales", "offsets", "pad"):
                 continue
             plain = elements(field["code"], fields[field["name"]])[..., : field["dims"]]
             if field["group"] is not None:
                 scales = elements(field["scale"], fields["scales"])
                 plain = plain * np.repeat(scales, field["group"], axis=-1)[..., : field["dims"]]
+                if "offsets" in fields:
+                    offsets = elements(field["scale"], fields["offsets"])
+                    plain = plain + np.repeat(offsets, field["group"], axis=-1)[..., : field["dims"]]
                 if found.component["global_scale"] is not None:
                     plain = plain * np.float32(found.component["global_scale"])
             channels.append(plain)
-        decoded[part["name"]] = np.concatenate(channels, axis=-1)
+        tokens = found.component["tokens_per_row"] if found.role == "kv" else 1
+        decoded[part["name"]] = by_token(np.concatenate(channels, axis=-1), part["format"], tokens)
     return decoded
+
+
+def by_token(held: np.ndarray, format: str, tokens: int) -> np.ndarray:
+    """Rows [n, heads, tokens x channels] as [n x tokens, heads, channels]."""
+    count, heads, both = held.shape
+    if format.startswith("int4_ch"):  # all tokens of a channel, then of the next
+        held = held.reshape(count, heads, both // tokens, tokens).swapaxes(2, 3)
+    held = held.reshape(count, heads, tokens, both // tokens)
+    return held.swapaxes(1, 2).reshape(count * tokens, heads, both // tokens)
 
 
 def describe(request: Request) -> Iterator[str]:

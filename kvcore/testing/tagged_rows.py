@@ -83,7 +83,7 @@ def append_layer(
         if tail is not None:
             append(*(rows(Stream(number, role, part), tail.width) for part in tail.streams))
     if layer.kv is not None:
-        parts = layer.kv.parts
+        parts = layer.kv.given
         handle.append_kv(*(rows(Stream(number, "kv", part.name), part.heads, part.format.dim or 0) for part in parts))
     if layer.tail is not None and flush is not None:
         handle.flush(**flush)

@@ -17,8 +17,8 @@ from kvcore.handoff import FileTransport, decode_handle, encode_handle, pull
 from kvcore.portable import checkfile
 from kvcore.portable.importer import parse
 from kvcore.portable.rows import read_rows
-from kvcore.spec import from_json, to_json
-from tests.support import portable_form, stories, write_golden
+from kvcore.spec import FORMATS, Component, from_json, to_json
+from tests.support import every_format, portable_form, stories, write_golden
 
 FOLDERS = {name: Path(__file__).parent / name for name in write_golden.FOLDERS}
 OLDEST, *NEWER = FOLDERS.values()
@@ -26,6 +26,8 @@ FIRST, ALL = 14819178949510838875, 4192867769966869283
 """Digests of the first request and of all three, as they were where the files were written."""
 PAST = 11254040812821924935
 """Of the request with checkpoints."""
+EVERY = 13162598662479265202
+"""Of that of every format."""
 PROMPT = list(range(100, 121))
 
 
@@ -136,6 +138,42 @@ def golden_requests():
             directory, requests = read_portable.read_snapshot((folder / name).read_bytes())
             assert directory["sizes"]["max_tokens"] == 64
             yield from ((f"{folder.name} {name} {number}", request) for number, request in enumerate(requests))
+    yield "every format", read_portable.read_blob((NEWER[-1] / "blob_every_format").read_bytes())
+
+
+def of_tokens(cache, request, layer):
+    """Keys and values as a cache gives them to whoever attends."""
+    with cache.step({request: 0}) as step:
+        keys, values, _ = step.layer(layer).gather_kv()
+    return {"key": kvcore.to_numpy(keys)[0], "value": kvcore.to_numpy(values)[0]}
+
+
+def test_every_format_and_component_is_in_a_golden_file():
+    """A format or a component that is added is added to ``every_format``, and written down."""
+    written = read_portable.read_blob((NEWER[-1] / "blob_every_format").read_bytes()).manifest
+    found = from_json(read_portable.json.dumps(written["spec"]))
+    assert found.digest == every_format.spec().digest
+    assert every_format.used(found) == {*FORMATS, "tail"}
+    assert every_format.kinds(found) == set(kinds_of(Component))
+    assert {part["format"] for one in written["layout"]["components"] for part in one["parts"]} == {*FORMATS, "tail"}
+
+
+def kinds_of(kind):
+    """Its subclasses within kvcore, that of the seam for outside code left out."""
+    for one in kind.__subclasses__():
+        yield from kinds_of(one)
+        if one.__module__.startswith("kvcore.spec."):
+            yield one
+
+
+def test_a_request_of_every_format_is_imported_and_loaded(backend):
+    data = (NEWER[-1] / "blob_every_format").read_bytes()
+    cache = stories.create(every_format.spec(), backend, max_requests=1, max_tokens=128, max_draft_tokens=1)
+    moved = cache.import_request(data)
+    assert (cache.digest([moved]), cache.export_request(moved) == data) == (EVERY, True)
+    loaded = kvcore.load(NEWER[-1] / "snapshot_every_format.kv", backend=backend)
+    assert loaded.digest() == EVERY
+    assert checkfile.check(NEWER[-1] / "snapshot_every_format.kv")["whole"]
 
 
 @pytest.mark.parametrize("read", [pytest.param(one, id=name) for name, one in golden_requests()])
@@ -159,8 +197,12 @@ def test_a_reader_without_kvcore_decodes_what_kvcore_gathers(read):
             width = part.heads * part.format.row
             rows = np.ascontiguousarray(held.rows[:, start : start + width]).reshape(-1, part.format.row)
             start += width
-            wanted = kvcore.to_numpy(cache.ops.decode(part.format, cache.asarray(rows))).astype(np.float32)
+            scale = component.global_scale if part.format.global_scaled else 1.0
+            decoded = cache.ops.decode(part.format, cache.asarray(rows), global_scale=scale)
+            wanted = kvcore.to_numpy(decoded).astype(np.float32)
             values = read_portable.values(found)[part.name]
+            if found.role == "kv" and component.ratio > 1:
+                wanted = of_tokens(cache, request, found.layer)[part.name][: len(values)]
             assert np.array_equal(values.reshape(wanted.shape), wanted, equal_nan=True)
         seen.add((found.section, found.layer, found.role))
     assert len(seen) >= len(content) - sum(not len(held.positions) for held in content.values())

@@ -12,12 +12,14 @@ from kvcore.handoff import Exporter, encode_handle, publish
 from kvcore.portable import blob, snapshot
 from kvcore.portable.manifest import Staged, stage
 from kvcore.spec import to_json
-from tests.support import stories, version_1
+from tests.support import every_format, stories, version_1
 
 TESTS = Path(__file__).parents[1]
 EXPORTERS = {1: "ce6087ad867243ceb47c8910dede451d", 2: "0f1e2d3c4b5a69788796a5b4c3d2e1f0"}
 FOLDERS = {"golden_v1": (1, "lanes"), "golden_v2": (2, "sha256"), "golden_v2_xxh3_128": (2, "xxh3_128")}
 """Version of the files in each, and what their pages are verified by."""
+NEWEST = "golden_v2_xxh3_128"
+"""Also of every format and component."""
 DEADLINE = 1e9
 
 
@@ -74,6 +76,10 @@ def files(folder: str) -> dict[str, bytes]:
         found["snapshot_checkpoints.kv"] = snapshot.to_bytes(kept._state, [request], digest=digest)
         quantised, (first, *_) = three(stories.STORED)
         found["blob_quantised"] = blob.export(quantised._state, first, digest=digest)
+        if folder == NEWEST:
+            every, one = every_format.told()
+            found["blob_every_format"] = blob.export(every._state, one, digest=digest)
+            found["snapshot_every_format.kv"] = snapshot.to_bytes(every._state, [one], digest=digest)
         past = stage(kept._state, request, "export", export=(desk.name, 1, 0), digest=digest)
         found["handle_checkpoints"], found[f"{desk.name}.1.kvexport"] = export(desk, past, 1)
     found["manifest"] = staged.manifest
