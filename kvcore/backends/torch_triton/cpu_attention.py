@@ -34,8 +34,10 @@ class Product(NamedTuple):
         tokens: which: neighbours, or numbers int64.
         where: (request, first position, end).
         places: of the views of keys and values [batch, heads, rows, dim]; empty where rows are decoded.
-        seen: bool or the summand [count, rows]; None: every token sees every row.
+        seen: bool or the summand [count, rows]; None: every token sees every row, or ``causal`` says which.
         blind: bool [count], tokens that see no row; None if there are none.
+        causal: the rows are those of the tokens, and each sees its own and those before it. Half of the product is
+            then never computed, as a mask cannot tell.
     """
 
     tokens: slice | torch.Tensor
@@ -45,6 +47,7 @@ class Product(NamedTuple):
     seen: torch.Tensor | None = None
     blind: torch.Tensor | None = None
     batch: int = 1
+    causal: bool = False
 
 
 class Wave(NamedTuple):
@@ -114,7 +117,8 @@ def waves(regions, stored, component, host: HostStep, tokens: int) -> list[Wave]
             own = shared[request], token
             for number, product in enumerate(products_of(regions, stored, component, host, request, *own)):
                 found.extend({} for _ in range(number + 1 - len(found)))
-                alike = (request, number) if not product.places or product.seen is not None else product.places
+                mine = not product.places or product.seen is not None or product.causal
+                alike = (request, number) if mine else product.places
                 found[number].setdefault(alike, []).append(product)
             token += length - start
         joint = ([together(some) for some in groups.values()] for groups in found)
@@ -152,14 +156,15 @@ def products_of(regions, stored, component, host: HostStep, request: int, shared
     for low, high, line in chain.from_iterable(parts):
         places = () if line is None else tuple(place_of(found, line, high - low) for found in stored)
         seen = blind = None
-        if high > start + 1 or component.first_visible(length - 1, left) > low:
+        causal = (low, high) == (start, length) and new > 1 and component.first_visible(length - 1, left) <= low
+        if not causal and (high > start + 1 or component.first_visible(length - 1, left) > low):
             position, query = torch.arange(low, high), torch.arange(start, length)
             first_of = component.first_visible(query, left, place.maximum)
             seen = (position <= query[:, None]) & (position >= first_of[:, None])
             blind = ~seen.any(dim=1)
             blind = blind if bool(blind.any()) else None
             seen = torch.where(seen, 0.0, -torch.inf) if seen.numel() <= SMALL else seen
-        yield Product(slice(token, token + new), new, (request, low, high), places, seen, blind)
+        yield Product(slice(token, token + new), new, (request, low, high), places, seen, blind, causal=causal)
 
 
 def together(products: list[Product]) -> Product:
@@ -203,7 +208,9 @@ def _goes_on(group: list[Product], one: Product) -> bool:
     first, last = group[0], group[-1]
     if first.count != one.count or not first.places or first.places[0][0] != one.places[0][0]:
         return False
-    if first.blind is not None or one.blind is not None or (len(group) + 1) * one.places[0][0][2] > PIECE:
+    if first.causal != one.causal or first.blind is not None or one.blind is not None:
+        return False
+    if (len(group) + 1) * one.places[0][0][2] > PIECE:
         return False
     if first.seen is None or one.seen is None:
         if first.seen is not one.seen:
@@ -250,19 +257,23 @@ def over_rows(ops, pools, regions, stored, index, by_head, product: Product, sca
     q = by_head[:, :, product.tokens]
     if batch > 1:
         q = q.reshape(key_heads, group, batch, count, dim).permute(2, 0, 1, 3, 4)
-    q = q.reshape(batch, key_heads, group * count, dim)
     if not places:
         k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
     else:
         k, v = (found.rows.as_strided(*where).to(torch.float32) for found, where in zip(stored, places, strict=True))
+    if product.causal:
+        q = q.reshape(batch, key_heads * group, count, dim)
+        k, v = (one[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for one in (k, v))
+    else:
+        q = q.reshape(batch, key_heads, group * count, dim)
+    # What some query does not look at is no summand of 0: nothing but finite values may be there.
+    if (seen is not None or product.causal) and not bool(v.isfinite().all()):
+        return None
     mask = None
     if seen is not None:
-        # What no query of this request looks at is no summand of 0: nothing but finite values may be there.
-        if not bool(v.isfinite().all()):
-            return None
         mask = torch.where(seen, 0.0, -torch.inf) if seen.dtype == torch.bool else seen
         mask = mask.repeat(group, 1)[None, None]
-    out, logs = fused(q, k, v, attn_mask=mask, scale=scale)
+    out, logs = fused(q, k, v, is_causal=product.causal, attn_mask=mask, scale=scale)
     if product.blind is not None:
         logs = logs.masked_fill(product.blind.repeat(group), -torch.inf)
     out, logs = (part.reshape(batch, key_heads, group, count, *part.shape[3:]) for part in (out, logs))

@@ -529,17 +529,17 @@ TABLE = {
             "left padding is attended to",
         ),
         (
-            "        if high > start + 1 or component.first_visible(length - 1, left) > low:\n",
-            "        if high > start + 1:\n",
+            "        if not causal and (high > start + 1 or component.first_visible(length - 1, left) > low):\n",
+            "        if not causal and high > start + 1:\n",
             "a window that begins inside a piece is not masked",
         ),
         (
-            "        if high > start + 1 or component.first_visible(length - 1, left) > low:\n",
+            "        if not causal and (high > start + 1 or component.first_visible(length - 1, left) > low):\n",
             "        if component.first_visible(length - 1, left) > low:\n",
             "tokens of one step see later ones",
         ),
         (
-            "        if not bool(v.isfinite().all()):\n            return None\n",
+            "    if (seen is not None or product.causal) and not bool(v.isfinite().all()):\n        return None\n",
             "",
             "a row that no query sees spreads its NaN",
         ),
@@ -592,9 +592,19 @@ TABLE = {
             "queries of a batch look at other requests' rows",
         ),
         (
-            "not product.places or product.seen is not None else product.places\n",
-            "not product.places else product.places\n",
+            "                mine = not product.places or product.seen is not None or product.causal\n",
+            "                mine = not product.places or product.causal\n",
             "requests of other masks look through one",
+        ),
+        (
+            "(low, high) == (start, length) and new > 1 and component.first_visible(length - 1, left) <= low\n",
+            "(low, high) == (start, length) and new > 1\n",
+            "a window that begins among the new tokens is not masked",
+        ),
+        (
+            "is_causal=product.causal, attn_mask=mask",
+            "attn_mask=mask",
+            "tokens of one step see later ones of it",
         ),
     ],
     "encoding.py": [
