@@ -1,6 +1,7 @@
 """One run: ceilings first, then every workload, into a record."""
 
 import gc
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import triton
 from kvcore import environment
 from kvcore.bench.kv import kv_workloads
 from kvcore.bench.reading import reading_workloads
+from kvcore.bench.states import state_workloads
 from kvcore.bench.timing import ceilings, copy_time, graph, single
 from kvcore.bench.workloads import all_workloads, rotating
 
@@ -21,7 +23,8 @@ def measure(device: str, only: str = "") -> dict[str, Any]:
     with torch.cuda.device(torch.device(device)):
         found = ceilings()
         rows = []
-        for make in (*all_workloads(device), *reading_workloads(device), *kv_workloads(device)):
+        makers = all_workloads(device), reading_workloads(device), kv_workloads(device), state_workloads(device)
+        for make in chain.from_iterable(makers):
             work = make()
             if only in work.name:
                 rows.append(timed(work, found))

@@ -49,10 +49,13 @@ class Setting:
         device: str,
         *,
         layout: str = "packed",
+        drafts: int = 0,
     ) -> None:
         spec = CacheSpec(layers=(layer,) * layers, block_tokens=BLOCK)
         slots = max((row.slot for row in rows), default=0) + 1
-        self.plan = plan_cache(spec, max_requests=slots, max_tokens=max(1, blocks) * BLOCK, layout=layout)
+        self.plan = plan_cache(
+            spec, max_requests=slots, max_tokens=max(1, blocks) * BLOCK, max_draft_tokens=drafts, layout=layout
+        )
         self.ops: Any = TritonOps(self.plan, device)
         self.pools = self.ops.allocate()
         self.layers = layers
