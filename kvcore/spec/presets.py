@@ -211,6 +211,43 @@ def jamba_v0_1(*, key_format: str = "bf16", state_format: str = "fp32", block_to
     return CacheSpec(layers=layers, block_tokens=block_tokens, name="jamba_v0_1")
 
 
+def nemotron_h_8b(*, key_format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Nemotron-H-8B: 52 layers, 24 of Mamba-2 (128 states of 64 × 128), 4 with 8 heads of 128; 24 MLPs keep nothing."""
+    kinds = {
+        "*": LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=key_format)),
+        "M": LayerSpec(
+            state=State(heads=128, key_dim=64, value_dim=128, format=state_format), conv=Conv(dim=10240, width=4)
+        ),
+        "-": LayerSpec(),
+    }
+    pattern = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
+    return CacheSpec(layers=tuple(kinds[letter] for letter in pattern), block_tokens=block_tokens, name="nemotron_h_8b")
+
+
+def falcon_h1_7b(*, key_format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Falcon-H1-7B: 44 layers, each with 24 states of 128 × 256 beside 2 heads of 128."""
+    layer = LayerSpec(
+        kv=KV(key_heads=2, key_dim=128, key_format=key_format),
+        state=State(heads=24, key_dim=128, value_dim=256, format=state_format),
+        conv=Conv(dim=3584, width=4),
+    )
+    return CacheSpec(layers=(layer,) * 44, block_tokens=block_tokens, name="falcon_h1_7b")
+
+
+def lfm2_1_2b(*, key_format: str = "bf16", block_tokens: int = 256) -> CacheSpec:
+    """LFM2-1.2B: 16 layers, 10 of a short convolution over three tokens and 6 with 8 heads of 64."""
+    attends = LayerSpec(kv=KV(key_heads=8, key_dim=64, key_format=key_format))
+    recurrent = LayerSpec(conv=Conv(dim=2048, width=3))
+    layers = tuple(attends if number in (2, 5, 8, 10, 12, 14) else recurrent for number in range(16))
+    return CacheSpec(layers=layers, block_tokens=block_tokens, name="lfm2_1_2b")
+
+
+def qwen3_5_35b(*, key_format: str = "bf16", state_format: str = "fp32", block_tokens: int = 256) -> CacheSpec:
+    """Qwen3.5-35B-A3B: 40 layers of Qwen3-Next's kinds and sizes."""
+    layers = qwen3_next_80b(key_format=key_format, state_format=state_format).layers[:40]
+    return CacheSpec(layers=layers, block_tokens=block_tokens, name="qwen3_5_35b")
+
+
 PRESETS = {
     preset.__name__: preset
     for preset in (
@@ -227,6 +264,10 @@ PRESETS = {
         qwen3_next_80b,
         kimi_linear_48b,
         jamba_v0_1,
+        nemotron_h_8b,
+        falcon_h1_7b,
+        lfm2_1_2b,
+        qwen3_5_35b,
     )
 }
 """Presets that need no arguments, by name: what the command line offers."""

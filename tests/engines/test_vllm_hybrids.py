@@ -6,6 +6,8 @@ page is then padded to an attention page, whose block is made long enough first.
 one of width - 1 + max(D, 1) inputs in every slot; blocks are as long as they are planned.
 """
 
+import contextlib
+import importlib
 import math
 import operator
 from types import SimpleNamespace
@@ -17,12 +19,13 @@ from kvcore.plan import plan_cache
 from kvcore.spec import from_hf_config
 from tests.engines.wheels import own_modules
 
-interface, _, _, mamba = own_modules(
+interface, _, _, mamba, platforms = own_modules(
     "vllm",
     "v1.kv_cache_interface",
     "utils.math_utils",
     "utils.torch_utils",
     "model_executor.layers.mamba.mamba_utils",
+    "platforms.interface",
     others=("cbor2", "zmq", "prometheus_client"),
 )
 SHAPES = mamba.MambaStateShapeCalculator
@@ -118,6 +121,56 @@ def test_a_slot_and_a_page(name, drafts):
     assert slot == needed + (row if not drafts else -drafts * (span + drafts) * row)
 
 
+class Attention:
+    """What vLLM's platform asks of an attention backend: that of its FlashAttention, which takes blocks of 16."""
+
+    sizes = (16,)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls):
+        return list(cls.sizes)
+
+    @staticmethod
+    def customize_spec(spec):
+        return spec
+
+
+class FlashMLA(Attention):
+    sizes = (64,)
+
+
+def aligned(of, shapes):
+    """What vLLM's own platform code makes of the block size and of a state's page: (tokens, bytes)."""
+    latent = isinstance(of, interface.MLAAttentionSpec)
+    backend = FlashMLA if latent else Attention
+
+    class Platform(platforms.Platform):
+        @classmethod
+        def _find_non_ssm_backends(cls, _):
+            return [backend]
+
+    class Model:
+        get_mamba_state_shape_from_config = staticmethod(lambda _: shapes)
+        get_mamba_state_dtype_from_config = staticmethod(lambda _: (torch.bfloat16, torch.float32)[: len(shapes)])
+
+    # What a config and a registry of the whole engine would be asked.
+    importlib.import_module("vllm.model_executor.models").ModelRegistry = SimpleNamespace(
+        resolve_model_cls=lambda *_, **__: (Model, "")
+    )
+    importlib.import_module("vllm.config.vllm").set_current_vllm_config = contextlib.nullcontext
+    cache = SimpleNamespace(
+        cache_dtype="auto", block_size=ROWS, mamba_cache_mode="none", mamba_page_size_padded=None,
+        kv_cache_dtype_skip_layers=(),
+    )  # fmt: skip
+    model = SimpleNamespace(
+        dtype=torch.bfloat16, use_mla=latent, architecture="", get_num_kv_heads=lambda _: of.num_kv_heads,
+        get_head_size=lambda: of.head_size,
+    )  # fmt: skip
+    config = SimpleNamespace(cache_config=cache, model_config=model, parallel_config=None)
+    Platform._align_hybrid_block_size(config, backend)
+    return cache.block_size, cache.mamba_page_size_padded
+
+
 @pytest.mark.parametrize("name", [name for name, (*_, padded) in MODELS.items() if padded])
 def test_what_padding_to_an_attention_page_costs(name):
     """vLLM makes attention's blocks so long that a state fits, then pads states: kvcore does neither."""
@@ -128,21 +181,19 @@ def test_what_padding_to_an_attention_page_costs(name):
         of = interface.FullAttentionSpec(
             block_size=1, num_kv_heads=attends.kv.key_heads, head_size=attends.kv.key_dim, dtype=torch.bfloat16
         )
-        least = ROWS
     else:
         of = interface.MLAAttentionSpec(
             block_size=1, num_kv_heads=1, head_size=attends.entries.dim, dtype=torch.bfloat16
         )
-        least = 128
     plan = plan_cache(spec, max_requests=1, max_tokens=2048)
     number, role = spec.layers.index(attends), "kv" if attends.kv is not None else "entries"
     ours = sum(region.unit.nbytes / region.rows for region in plan.region(number, role))
     assert ours == of.page_size_bytes
     state = page(shapes(0)).page_size_bytes
-    block = least * -(-state // (least * of.page_size_bytes))
-    assert block == tokens
+    block, whole = aligned(of, shapes(0))
+    assert (block, whole) == (tokens, tokens * of.page_size_bytes)
     padded = interface.MambaSpec(
         block_size=ROWS, shapes=shapes(0), dtypes=(torch.bfloat16, torch.float32)[: len(shapes(0))],
-        page_size_padded=block * of.page_size_bytes,
+        page_size_padded=whole,
     )  # fmt: skip
     assert round(100 * (padded.page_size_bytes - state) / state, 2) == percent
