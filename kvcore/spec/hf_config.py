@@ -1,4 +1,4 @@
-"""Specs from ``transformers`` configurations: DeepSeek-V4, latent attention, recurrent layers and classic decoders.
+"""Specs from ``transformers`` configurations: DeepSeek-V4, V4.1, latent attention, recurrent layers, classic decoders.
 
 Only fields are read, so any object with the same attributes will do, or a ``config.json`` as a mapping, and
 ``transformers`` need not be installed. What such a file leaves unsaid is derived as its model type does
@@ -18,7 +18,7 @@ from kvcore.spec.families import FAMILIES, LATENT, MISSING
 from kvcore.spec.formats import FORMATS
 from kvcore.spec.layer_schedules import CHUNK, CHUNKED, FULL, KINDS, SLIDING, WINDOW, WINDOWS, Family
 from kvcore.spec.model import CacheSpec, LayerSpec
-from kvcore.spec.presets import V4_FORMATS, v4_layer
+from kvcore.spec.presets import V4_FORMATS, V41_FORMATS, v4_layer, v41_layer
 from kvcore.spec.recurrent import Conv, State
 from kvcore.spec.recurrent_families import ATTENTION_OF, CONV, HYBRID, HYBRID_SLIDING, LINEAR, RECURRENT, kinds_of
 
@@ -76,7 +76,11 @@ def _decoder(config: Any) -> Fields:
         return Fields(config.get_text_config(decoder=True))
     whole = Fields(config)
     text = whole.get("text_config")
-    return whole if text is None or isinstance(text, str) else Fields(text, "config.text_config")
+    if text is None or isinstance(text, str):
+        return whole
+    found = Fields(text, "config.text_config")
+    # A part that does not say what it is is the whole's own kind.
+    return found if found.get("model_type") is not None else found.restated({"model_type": whole.get("model_type")})
 
 
 def _deepseek_v4(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
@@ -108,6 +112,82 @@ def _deepseek_v4(kind: str, fields: Fields, formats: dict[str, str], block_token
         block_tokens=block_tokens or _block_tokens([ratio for ratio, _ in schedule if ratio]),
         name="deepseek_v4",
     )
+
+
+def _deepseek_v41(kind: str, fields: Fields, formats: dict[str, str], block_tokens: int | None) -> CacheSpec:
+    """Windows everywhere; compressed pools of the layers that are sources, which those after them read."""
+    del kind
+    _check_formats(formats, V41_FORMATS)
+    ratios, drafts = _v41_ratios(fields)
+    sources = _v41_sources(fields, ratios)
+    dim, index_dim = fields.integer("head_dim", 512), fields.integer("index_head_dim", 128)
+    dims = {"window": dim, "entries": dim, "index_keys": index_dim}
+    chosen = {role: formats.get(role) or _fitting(V41_FORMATS[role], dims[role]) for role in V41_FORMATS}
+    window = fields.integer("sliding_window", 128)
+    heads, topk = fields.integer("index_n_heads", 32), fields.integer("index_topk", 512)
+    layers = tuple(
+        v41_layer(
+            ratio,
+            number,
+            sources,
+            formats=chosen,
+            dim=dim,
+            window=window,
+            index_dim=index_dim,
+            index_heads=heads,
+            index_topk=topk,
+        )
+        for number, ratio in enumerate([*ratios, *[0] * drafts])
+    )
+    return CacheSpec(
+        layers=layers[: len(ratios)],
+        draft_layers=layers[len(ratios) :],
+        block_tokens=block_tokens or _block_tokens([ratio for ratio in ratios if ratio]),
+        name="deepseek_v41",
+    )
+
+
+def _v41_ratios(fields: Fields) -> tuple[list[int], int]:
+    """The ratio of every layer, and how many draft layers follow: what the list does not say are windows alone."""
+    count, drafts = fields.layers(40), fields.integer("num_nextn_predict_layers", 3, least=0)
+    ratios = fields.integers("compress_ratios")
+    if ratios is None:
+        # The released schedule's shape, for as many layers as there are.
+        windows, pairs = min(2, count), 18 if count == 40 else max(0, count - min(2, count) + 1) // 2
+        ratios = [0] * windows + [2] * pairs + [1] * (count - windows - pairs)
+    if not count <= len(ratios) <= count + drafts:
+        allowed = f"{count} layers and at most {drafts} draft layers"
+        raise SpecError(got=f"{len(ratios)} layers", where=fields.path("compress_ratios"), allowed=allowed)
+    for number, ratio in enumerate(ratios[count:], count):
+        if ratio:
+            raise SpecError(got=ratio, where=fields.path(f"compress_ratios[{number}]"), allowed="0: a draft layer")
+    return ratios[:count], drafts
+
+
+def _v41_sources(fields: Fields, ratios: list[int]) -> list[int]:
+    """The layers that own compressed pools: those that are listed, or the first of every run of one ratio."""
+    sources = fields.integers("kv_source_layer_ids")
+    if sources is None:
+        released = len(ratios) == 40 and ratios == [0, 0, *[2] * 18, *[1] * 20]
+        runs = [n for n, ratio in enumerate(ratios) if ratio and (n == 0 or ratios[n - 1] != ratio)]
+        sources = [2, 8, 14, 20] if released else runs
+    for place, source in enumerate(sources):
+        if source >= len(ratios) or not ratios[source]:
+            raise SpecError(
+                got=source,
+                where=fields.path(f"kv_source_layer_ids[{place}]"),
+                allowed=f"a layer below {len(ratios)} whose ratio is 1 or more",
+            )
+    for number, ratio in enumerate(ratios):
+        before = [source for source in sources if source <= number]
+        if ratio and (not before or ratios[max(before)] != ratio):
+            raise SpecError(
+                got=f"{ratio} of layer {number}",
+                where=fields.path("compress_ratios"),
+                allowed="the ratio of the closest layer of kv_source_layer_ids at or before it",
+                hint="A layer reads that one's pools.",
+            )
+    return sources
 
 
 def _schedule(fields: Fields) -> list[tuple[int, bool]]:
@@ -339,6 +419,8 @@ def _block_tokens(ratios: list[int]) -> int:
 
 _READERS: dict[str, Callable[[str, Fields, dict[str, str], int | None], CacheSpec]] = {
     "deepseek_v4": _deepseek_v4,
+    "deepseek_v41": _deepseek_v41,
+    "deepseek_v41_text": _deepseek_v41,
     **dict.fromkeys(LATENT, _latent),
     **dict.fromkeys(FAMILIES, _kv),
     **dict.fromkeys(RECURRENT, _recurrent),

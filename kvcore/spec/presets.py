@@ -4,7 +4,7 @@ The figures are the published configurations' (section 4.2.1 of the DeepSeek-V4 
 config files). Only this file, the format table and tests may know them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvcore.errors import SpecError
 from kvcore.spec.components import KV, Entries, IndexKeys, Tail, Window
@@ -45,6 +45,40 @@ def v4_layer(
     )
 
 
+def v41_layer(
+    ratio: int,
+    number: int,
+    sources: Sequence[int],
+    *,
+    formats: Mapping[str, str],
+    dim: int = 512,
+    window: int = 128,
+    index_dim: int = 128,
+    index_heads: int = 32,
+    index_topk: int = 512,
+) -> LayerSpec:
+    """One DeepSeek-V4.1 layer: ratio 0 is window only; others read the pools of the closest source up to them."""
+    ring = Window(dim=dim, window=window, format=formats["window"])
+    if ratio == 0:
+        return LayerSpec(window=ring)
+    source = max(each for each in sources if each <= number)
+    share = None if number == source else source
+    return LayerSpec(
+        window=ring,
+        # Ratio 1 compresses nothing: entries are stored by the caller and no token ever waits.
+        tail=Tail(dim=dim, ratio=ratio, overlap=False) if share is None and ratio > 1 else None,
+        entries=Entries(dim=dim, ratio=ratio, format=formats["entries"], share=share),
+        index_keys=IndexKeys(
+            dim=index_dim,
+            ratio=ratio,
+            heads=index_heads,
+            topk=index_topk,
+            format=formats["index_keys"],
+            share=share,
+        ),
+    )
+
+
 def deepseek_v4_flash(
     *, formats: Mapping[str, str] | None = None, block_tokens: int = 256, draft: bool = True
 ) -> CacheSpec:
@@ -79,18 +113,16 @@ def deepseek_v4_1_flash(
     *, formats: Mapping[str, str] | None = None, block_tokens: int = 256, draft: bool = True
 ) -> CacheSpec:
     """V4.1-Flash: 40 layers over four shared compressed pools (sources 2, 8, 14, 20) and three draft layers."""
-    sources = {2: (2, range(2, 8)), 8: (2, range(8, 14)), 14: (2, range(14, 20)), 20: (1, range(20, 40))}
-    return _v41("deepseek_v4_1_flash", 40, sources, formats, block_tokens, 3 if draft else 0)
+    ratios = [0, 0, *[2] * 18, *[1] * 20]
+    return _v41("deepseek_v4_1_flash", ratios, (2, 8, 14, 20), formats, block_tokens, 3 if draft else 0)
 
 
 def deepseek_v4_1_flash_tiny(
     *, formats: Mapping[str, str] | None = None, block_tokens: int = 32, draft: bool = True
 ) -> CacheSpec:
     """Six layers: one window, two sharing a ratio-2 pool, three sharing a ratio-1 pool; one draft layer."""
-    sources = {1: (2, range(1, 3)), 3: (1, range(3, 6))}
-    return _v41(
-        "deepseek_v4_1_flash_tiny", 6, sources, formats, block_tokens, 1 if draft else 0, window=8, heads=4, topk=4
-    )
+    ratios = [0, 2, 2, 1, 1, 1]
+    return _v41("deepseek_v4_1_flash_tiny", ratios, (1, 3), formats, block_tokens, 1 if draft else 0, **_TINY)
 
 
 def classic(
@@ -288,33 +320,21 @@ def _v4(
 
 def _v41(
     name: str,
-    count: int,
-    sources: dict[int, tuple[int, range]],
+    ratios: list[int],
+    sources: tuple[int, ...],
     formats: Mapping[str, str] | None,
     block_tokens: int,
     drafts: int,
-    *,
-    window: int = 128,
-    heads: int = 32,
-    topk: int = 512,
+    **sizes: int,
 ) -> CacheSpec:
     chosen = _formats(formats, V41_FORMATS)
-    ring = Window(dim=512, window=window, format=chosen["window"])
-    layers = [LayerSpec(window=ring)] * count
-    for source, (ratio, readers) in sources.items():
-        for number in readers:
-            share = None if number == source else source
-            layers[number] = LayerSpec(
-                window=ring,
-                # Ratio 1 compresses nothing: entries are stored by the caller and no token ever waits.
-                tail=Tail(dim=512, ratio=ratio, overlap=False) if share is None and ratio > 1 else None,
-                entries=Entries(dim=512, ratio=ratio, format=chosen["entries"], share=share),
-                index_keys=IndexKeys(
-                    dim=128, ratio=ratio, heads=heads, topk=topk, format=chosen["index_keys"], share=share
-                ),
-            )
+    layers = [
+        v41_layer(ratio, number, sources, formats=chosen, **sizes)
+        for number, ratio in enumerate([*ratios, *[0] * drafts])
+    ]
+    count = len(ratios)
     return CacheSpec(
-        layers=tuple(layers), draft_layers=(LayerSpec(window=ring),) * drafts, block_tokens=block_tokens, name=name
+        layers=tuple(layers[:count]), draft_layers=tuple(layers[count:]), block_tokens=block_tokens, name=name
     )
 
 

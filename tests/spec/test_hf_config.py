@@ -8,7 +8,7 @@ import pytest
 import kvcore
 from kvcore.cli import main
 from kvcore.plan import plan_cache
-from kvcore.spec import from_hf_config
+from kvcore.spec import from_hf_config, presets
 from kvcore.spec.named import load_spec
 
 MIB = 2**20
@@ -21,6 +21,14 @@ V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 3, "head_dim": 64, "inde
       "index_topk": 4, "sliding_window": 8, "compress_ratios": [0, 4, 128]}  # fmt: skip
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
        "index_head_dim": 128, "index_n_heads": 2, "index_topk": 4}  # fmt: skip
+
+# What the released files say of the cache; transformers' class of V4.1 has the same defaults.
+V41 = {"model_type": "deepseek_v41_text", "num_hidden_layers": 40, "head_dim": 512, "sliding_window": 128,
+       "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "num_nextn_predict_layers": 3,
+       "compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0], "kv_source_layer_ids": [2, 8, 14, 20],
+       "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36], "candidate_source_layer_id": 20}  # fmt: skip
+V32_RELEASED = {"model_type": "deepseek_v32", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}  # fmt: skip
 
 
 def kinds(spec: kvcore.spec.CacheSpec) -> str:
@@ -88,7 +96,32 @@ def test_what_a_model_type_adds_to_a_file():
     assert (none.key_heads, none.key_dim) == (4, 16)
 
 
+def test_the_released_files_of_deepseek_are_the_presets():
+    spec, released = from_hf_config(V41), presets.deepseek_v4_1_flash()
+    assert (spec.layers, spec.draft_layers, spec.block_tokens) == (released.layers, released.draft_layers, 256)
+    assert from_hf_config(V32_RELEASED).layers == presets.deepseek_v3_2().layers
+    # The whole file keeps it in a part, which need not say what it is; what it leaves out is as released.
+    parts = V41, {"num_hidden_layers": 40}, {key: said for key, said in V41.items() if key != "model_type"}
+    for part in parts:
+        assert from_hf_config({"model_type": "deepseek_v41", "text_config": part}).layers == released.layers
+
+
+def test_layers_of_v41_read_the_pool_of_the_closest_source():
+    spec = from_hf_config({"model_type": "deepseek_v41_text", "num_hidden_layers": 7, "head_dim": 64})
+    ratios = [layer.entries and layer.entries.ratio for layer in spec.layers]
+    assert ratios == [None, None, 2, 2, 2, 1, 1]
+    assert [layer.entries and layer.entries.share for layer in spec.layers] == [None, None, None, 2, 2, None, 5]
+    assert [layer.tail is not None for layer in spec.layers] == [False, False, True, False, False, False, False]
+    assert {layer.window.format for layer in spec.layers} == {"bf16"}
+
+
 REFUSED = [
+    pytest.param({**V41, "kv_source_layer_ids": [2, 14]}, "config.compress_ratios", "1 of layer 20", id="V4.1: pool"),
+    pytest.param({**V41, "kv_source_layer_ids": [1, 20]}, "config.kv_source_layer_ids[0]", "1", id="V4.1: a window"),
+    pytest.param({**V41, "kv_source_layer_ids": [3, 20]}, "config.compress_ratios", "2 of layer 2", id="V4.1: before"),
+    pytest.param({**V41, "compress_ratios": [0] * 39}, "config.compress_ratios", "39 layers", id="V4.1: 39 of 40"),
+    pytest.param({**V41, "compress_ratios": [0] * 44}, "config.compress_ratios", "44 layers", id="V4.1: drafts"),
+    pytest.param({**V41, "compress_ratios": [0] * 40 + [2]}, "config.compress_ratios[40]", "2", id="V4.1: a draft's"),
     pytest.param({**GPT_OSS, "layer_types": ["full_attention"] * 3}, "config.layer_types", "3 layers", id="3 of 4"),
     pytest.param({**LLAMA, "layer_types": "full_attention"}, "config.layer_types", "full_attention", id="no list"),
     pytest.param({**LLAMA, "num_attention_heads": 0}, "config.num_attention_heads", "0", id="no heads"),
@@ -126,6 +159,7 @@ FILES = [
     {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32},
     V32,
     V4,
+    V41,
     {**V4, "compress_ratios": None, "layer_types": ["sliding_attention"] * 3, "compress_rates": {}},
 ]  # fmt: skip
 
