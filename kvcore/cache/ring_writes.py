@@ -8,7 +8,7 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,7 @@ class StepContext:
         index: the step's, on the device.
         numbers: the step as host integers.
         tokens: rows of every input, padding included.
+        copied: copies of arrays, as the backend makes them.
         traced, passed: see ``CacheState``.
         undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
@@ -73,6 +74,7 @@ class StepContext:
         self.ops = cache.ops
         self.plan = cache.plan
         self.check = cache.check
+        self.copied: Callable[[Any], Any] = getattr(cache.ops, "copied", copy.deepcopy)
         self.traced = cache.traced
         self.index = index
         self.numbers = numbers
@@ -216,7 +218,7 @@ class RingWrites:
         waits, undone = self.writing(role)
         if waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
-            self.waiting[role] = copy.deepcopy(arrays)
+            self.waiting[role] = context.copied(arrays)
             self.own[role] = self.waiting[role]
             if rotation:
                 # The step's own queries read them rotated; they are stored as in a step whose rows do not wait.
@@ -242,7 +244,7 @@ class RingWrites:
     def _append_group_rows(self, role: str, ring: str, arrays: tuple[Array, ...]) -> None:
         """Take rows that are coded in groups: what closes is coded at once, the ring is written when that is safe."""
         context, waits = self.context, self.writing(ring).waits
-        kept = copy.deepcopy(arrays) if waits or isinstance(arrays[0], np.ndarray) else arrays
+        kept = context.copied(arrays) if waits or isinstance(arrays[0], np.ndarray) else arrays
         if waits:
             # The verb writes both; the step's own queries still read the ring's old rows, which are put back.
             context.undo.keep(context.pools, self.number, ring)

@@ -197,6 +197,7 @@ TRITON_CHECKS = {
 }
 EVERY_LAYOUT = sampled("append or gather or store", "(packed or planar or tpu_tile or by_head or any)", "ragged")
 JAX_CHECKS = {
+    "buckets": sampled("append_window or append_kv", "planar", "ragged"),
     "rows": f"{EVERY_LAYOUT} or {sampled('append_kv or store_entries or gather_entries', 'packed', WRITTEN)}",
     "window": sampled("window", shapes="(ragged or longer)"),
     "tail": sampled("flush or compress or append_rotated"),

@@ -7,6 +7,7 @@ donates at the outermost ``jit``, the only place where donation counts.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from kvcore.arrays import host_view
 from kvcore.backends.jax_pallas import (
     attention,
+    buckets,
     canary,
     choice,
     encoding,
@@ -41,6 +43,7 @@ from kvcore.ops import Ops, Paging, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, strict
 from kvcore.pools import Pools, allocate
 from kvcore.spec.codes import check_known
+from kvcore.step import kept_index
 
 if TYPE_CHECKING:
     from jax import Array
@@ -79,6 +82,8 @@ class JaxOps(Decided, Ops):
         self.kernels = kernels
         self._target = target
         self._tables = DeviceTables(target)
+        self.place = buckets.Place(target, here=device == "cpu", whole=kernels == "interpret")
+        self.twins = buckets.Twins(self.place)
         self.plain_class = type(jax.device_put(np.int32(0), target))
         self.why_portable = choice.why_portable(plan.layout, device) if kernels == "portable" else ""
         # Built once: the bytes are a static argument, and equal objects are told equal without a look at them.
@@ -122,17 +127,28 @@ class JaxOps(Decided, Ops):
         # it later than this call ends.
         return jax.device_put(np.array(array), self._target, may_alias=False)
 
+    def copied(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Copies of rows that wait: the caller may give away its own."""
+        if self.place.here and buckets.is_known(arrays):  # JAX's own copy is compiled for every shape
+            return tuple(jax.device_put([np.array(array) for array in arrays], self._target))
+        return copy.deepcopy(arrays)
+
     def index(self, host: StepIndex) -> StepIndex:
         """The step index on the device."""
-        return StepIndex(*jax.device_put(tuple(host), self._target))
+        found = self._sent(host)
+        return self.twins.note(found, lambda shape: self._sent(buckets.padded(host, shape)))
 
     def kept_index(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step whose block tables are kept on the host: what changed of them goes along."""
-        return self._tables.index(numbers, shape, tables)
+        found = self._tables.index(numbers, shape, tables)
+        return self.twins.note(found, lambda larger: self._sent(kept_index(numbers, larger, tables)))
+
+    def _sent(self, host: StepIndex) -> StepIndex:
+        return StepIndex(*jax.device_put(tuple(host), self._target))
 
     def encode(self, format: str | Format, values: Array, global_scale: float = 1.0) -> Array:
         """Values [rows, dim] -> canonical rows [rows, row_bytes] uint8."""
-        return programs.encode(encoding.sized(format, values.shape[1]), values, float(global_scale))
+        return self._by_rows(programs.encode, encoding.sized(format, values.shape[1]), values, float(global_scale))
 
     def decode(
         self,
@@ -142,7 +158,13 @@ class JaxOps(Decided, Ops):
         global_scale: float = 1.0,
     ) -> Array:
         """Canonical rows [rows, row_bytes] -> values [rows, dim]."""
-        return programs.decode(encoding.sized(format, dim), rows, float(global_scale))
+        return self._by_rows(programs.decode, encoding.sized(format, dim), rows, float(global_scale))
+
+    def _by_rows(self, run: Any, format: Format, rows: Array, scale: float) -> Array:
+        count = len(rows)
+        if self.place.whole or not buckets.is_known(rows):
+            return run(format, rows, scale)
+        return self.place.cut(run(format, self.place.lengthen(rows, buckets.rounded(count)), scale), count)
 
     pack_page = facade.verb(encoding.pack_page)
     unpack_page = facade.verb(encoding.unpack_page)
@@ -151,34 +173,35 @@ class JaxOps(Decided, Ops):
     append_rotated_window = writer(window.append_rotated_window, "window")
     append_tail = writer(tail.append_tail, "tail", role="tail")
     append_index_tail = writer(tail.append_tail, "index_tail", name="append_index_tail", role="index_tail")
-    gather_window = reader(window.gather_window, "window")
-    compress = reader(tail.compress)
-    gather_entries = reader(entries.gather_entries, "entries")
-    gather_all_entries = reader(entries.gather_all_entries)
-    closed = indexed(entries.closed)
-    index_scores = reader(indexer.index_scores, "index_keys")
-    attend = reader(attention.attend, "window", "entries")
+    gather_window = reader(window.gather_window, "window", by="requests")
+    compress = reader(tail.compress, by=None)
+    gather_entries = reader(entries.gather_entries, "entries", by="tokens")
+    gather_all_entries = reader(entries.gather_all_entries, by="requests")
+    closed = indexed(entries.closed, by=None)
+    index_scores = reader(indexer.index_scores, "index_keys", by="tokens")
+    attend = reader(attention.attend, "window", "entries", by="tokens")
     append_kv = writer(kv.append_kv, "kv", "kv_tail")
-    gather_kv = reader(kv.gather_kv, "kv", "kv_tail")
-    mask = indexed(kv.mask)
-    visible_rows = indexed(kv.visible_rows)
-    from_batch = facade.verb(programs.from_batch)
-    to_batch = facade.verb(programs.to_batch)
-    attend_kv = reader(kv.attend_kv, "kv", "kv_tail")
+    gather_kv = reader(kv.gather_kv, "kv", "kv_tail", by="requests")
+    mask = indexed(kv.mask, by="tokens")
+    visible_rows = indexed(kv.visible_rows, by=("requests", "tokens"))
+    from_batch = verbs.from_batch
+    to_batch = verbs.to_batch
+    attend_kv = reader(kv.attend_kv, "kv", "kv_tail", by="tokens")
     append_state = writer(recurrent.append_state, "state")
-    write_state = writer(recurrent.write_state, "state")
+    write_state = writer(recurrent.write_state, "state", axes={"states": "requests"})
     select_state = writer(recurrent.select_state, "state")
-    read_state = reader(recurrent.read_state, "state")
+    read_state = reader(recurrent.read_state, "state", by="requests")
     append_conv = writer(recurrent.append_conv, "conv")
-    gather_conv = reader(recurrent.gather_conv, "conv")
-    gather_rows = reader(lifecycle.gather_rows)
+    gather_conv = reader(recurrent.gather_conv, "conv", by="requests")
+    gather_rows = reader(lifecycle.gather_rows, by="requests")
     store_rows = writer(lifecycle.store_rows)
-    read_ring = reader(lifecycle.read_ring)
+    read_ring = reader(lifecycle.read_ring, by="tokens")
     restore_ring = writer(lifecycle.restore_ring)
 
     watch = canary.watch
     rotated_rows = verbs.rotated_rows
     select = verbs.select
+    index_select = verbs.index_select
     store_entries = verbs.store_entries
     flush = facade.of_streams(verbs.flush)
     append_flush = verbs.append_flush

@@ -10,11 +10,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from kvcore.backends.jax_pallas import attention, encoding, indexer, kv, lifecycle, tail
+from kvcore.backends.jax_pallas import attention, encoding, indexer, kv, lifecycle, tail, window
 from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import as_elements
-from kvcore.ops import StepIndex
 from kvcore.ops.records import Compression
 from kvcore.pools import Pools
 
@@ -44,10 +43,6 @@ def in_trace(verb: str, arrays: tuple[Any, ...] = ()) -> bool:
     constant(verb, traced)
     # Where derivatives are taken or a batch is mapped, all else is computed as ever.
     return bool(traced) or isinstance(jax.device_put(np.int32(0)), Tracer)
-
-
-SMALLEST_BUCKET = (64, 8)
-"""Rows that an eager verb is compiled for at least; few in the interpreter, where each row costs more than a trace."""
 
 
 DIFFERENTIABLE = {
@@ -85,16 +80,6 @@ def as_given(pools: Any, arrays: dict[str, Any]) -> Any:
     if not isinstance(pools, Pools):
         return arrays
     return pools if arrays is pools else Pools(arrays)
-
-
-def bucket(count: int, index: StepIndex, smallest: int) -> int:
-    """A size that changes rarely while ``count`` grows, so that eager verbs are not traced anew for every length.
-
-    Inside the caller's trace ``count`` is the caller's own static choice and stays.
-    """
-    if isinstance(index.lengths, Tracer) or count == 0:
-        return count
-    return max(smallest, 1 << (count - 1).bit_length())
 
 
 @cache
@@ -143,6 +128,9 @@ reset = jax.jit(
 poison = jax.jit(lifecycle.poison, donate_argnums=0)
 copy_units = jax.jit(lifecycle.copy_units, donate_argnums=0)
 select = jax.jit(lambda scores, k, kernels: indexer.select(scores, k, kernels), static_argnums=(1, 2))
+rotated_rows = jax.jit(
+    lambda layer, index, arrays, eps: window.rotated_rows(layer, index, **arrays, eps=eps), static_argnums=(0, 3)
+)
 from_batch = jax.jit(kv.from_batch)
 to_batch = jax.jit(kv.to_batch, static_argnums=2)
 encode = jax.jit(

@@ -1,12 +1,12 @@
 """The table of verbs, for functions that are compiled: which arguments are arrays, and which a trace is made for."""
 
+import math
 from typing import Any
 
-import jax
 from jax import Array
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, choice, kv, programs, tail, window
+from kvcore.backends.jax_pallas import attention, buckets, choice, kv, programs, tail
 from kvcore.backends.jax_pallas import entries as entry
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.ops import Ops, RawRows, StepIndex, bounds, facade
@@ -18,25 +18,39 @@ STATIC = frozenset({"role", "eps", "closed", "count", "columns", "newest"})
 """Options that a trace is made for; all others are arrays."""
 
 
-def reader(function: Any, *roles: str, name: str = "", **fixed: Any) -> Any:
-    """A verb that reads pools of some roles, or of the role that it is given."""
-    return _of_layer(function, roles, name, fixed, writes=False)
+def reader(function: Any, *roles: str, by: str | None, name: str = "", **fixed: Any) -> Any:
+    """A verb that reads pools of some roles, or of the role that it is given.
+
+    Args:
+        function: of one layer.
+        roles: whose pools.
+        by: what the first axis of its outputs counts: tokens, requests, or None: the rows that it is asked for.
+        name: the verb's; the function's own unless given.
+        fixed: options that the verb has none of.
+    """
+    return _of_layer(function, roles, name, fixed, by=by)
 
 
-def writer(function: Any, *roles: str, name: str = "", **fixed: Any) -> Any:
-    """A verb that returns pools with those of some roles written, or of the role that it is given."""
-    return _of_layer(function, roles, name, fixed, writes=True)
+def writer(function: Any, *roles: str, name: str = "", axes: dict[str, str] | None = None, **fixed: Any) -> Any:
+    """A verb that returns pools with those of some roles written, or of the role that it is given.
+
+    ``axes`` says what the first axis of an argument counts, where that is another than ``buckets.AXES`` has it.
+    """
+    return _of_layer(function, roles, name, fixed, writes=True, axes=axes)
 
 
-def indexed(function: Any) -> Any:
-    """A verb of a layer's index alone."""
+def indexed(function: Any, by: str | tuple[str, ...] | None) -> Any:
+    """A verb of a layer's index alone; ``by`` of each output."""
     names, size = facade.parameters_of(function).names, facade.SIZES[function.__name__]
 
     def run(self: Any, layer: int, index: StepIndex, *given: Any, **options: Any) -> Any:
         options.update(zip(names, given, strict=False))
         count = _bucketed(self, size, layer, index, options)
         kind = self.layers[layer].only(size.role or options.get("role", "entries"))
-        return _trimmed(programs.indexed(function)(kind, index, tuple(sorted(options.items()))), size, count)
+        fit = self.twins.fit(index)
+        index = index if fit is None else fit.index
+        found = programs.indexed(function)(kind, index, tuple(sorted(options.items())))
+        return _trimmed(self, found, fit, by, size, count)
 
     return facade.as_verb(run, function)
 
@@ -47,16 +61,28 @@ def turning(compression: Compression) -> Compression:
     return Compression(weights[0], float(compression.eps), tail.frequencies_of(compression.rope), weights[1])
 
 
-def _of_layer(function: Any, roles: tuple[str, ...], name: str, fixed: dict[str, Any], *, writes: bool) -> Any:
+def _of_layer(
+    function: Any,
+    roles: tuple[str, ...],
+    name: str,
+    fixed: dict[str, Any],
+    *,
+    writes: bool = False,
+    by: str | None = None,
+    axes: dict[str, str] | None = None,
+) -> Any:
     names, size = facade.parameters_of(function).names, facade.SIZES.get(function.__name__)
+    counted = {name: buckets.AXES.get(name, "tokens") for name in names} | (axes or {})
+    trimmed = None if function is kv.attend_kv else size
 
     def call(self: Any, pools: Any, layer: int, index: StepIndex, given: Any, options: dict[str, Any]) -> Any:
         arrays, static = _sorted_out(self, function, {**dict(zip(names, given, strict=False)), **options})
         count = None if size is None else _bucketed(self, size, layer, index, static)
         touched = roles or _roles(function, static.get("role", "entries"))
+        fit, index, arrays = _fitted(self, pools, index, arrays, counted)
         move = _write if writes else _read
         found = move(self, function, pools, layer, touched, {"index": index, **arrays}, **static)
-        return found if size is None or function is kv.attend_kv else _trimmed(found, size, count)
+        return found if writes else _trimmed(self, found, fit, by, trimmed, count)
 
     def of_a_role(self: Any, pools: Any, layer: int, role: str, index: StepIndex, *given: Any, **options: Any) -> Any:
         return call(self, pools, layer, index, given, {**options, "role": role})
@@ -103,11 +129,28 @@ def _bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options
     return count
 
 
-def _trimmed(found: Any, size: facade.Size, count: int | None) -> Any:
-    """Outputs of the size that was asked for."""
-    if size.name == "columns":
-        return jax.tree.map(lambda array: array[:, :count] if array.ndim > 1 else array, found)
-    return jax.tree.map(lambda array: array[:count], found)
+def _fitted(
+    ops: Any, pools: Any, index: StepIndex, arrays: dict[str, Any], axes: dict[str, str | None]
+) -> tuple[buckets.Fit | None, StepIndex, dict[str, Any]]:
+    """(how a call's arrays are padded or None, its index, its arrays by name) outside of traces."""
+    fit = ops.twins.fit(index)
+    if fit is None or isinstance(next(iter(pools.values()), None), Tracer):
+        return None, index, arrays
+    if not all(fit.accepts(array, axes[name]) for name, array in arrays.items()):
+        return None, index, arrays
+    return fit, fit.index, {name: fit.lengthen(array, axes[name]) for name, array in arrays.items()}
+
+
+def _trimmed(
+    ops: Any, found: Any, fit: buckets.Fit | None, by: str | tuple[str, ...] | None, size: Any, count: int | None
+) -> Any:
+    """Outputs of the step's size, and of the size that was asked for."""
+    rows: Any = None
+    if fit is not None and by is not None:
+        rows = fit.given[by] if isinstance(by, str) else tuple(fit.given[axis] for axis in by)
+    if size is not None and size.name != "columns":
+        rows, count = count, None
+    return ops.place.cut(found, rows, None if size is None else count)
 
 
 def rotated_rows(
@@ -121,13 +164,54 @@ def rotated_rows(
     eps: float = 1e-6,
 ) -> Array:
     """Window rows [T, d] normed (if a weight is given) and rotated at their positions, as they are stored then."""
-    options = {"rope": tail.frequencies_of(rope), "norm_weight": norm_weight, "eps": float(eps)}
-    return window.rotated_rows(self.layers[layer], index, rows, **options)
+    arrays = {"rows": rows, "rope": tail.frequencies_of(rope), "norm_weight": norm_weight}
+    fit, index, arrays = _fitted(self, {}, index, arrays, {"rows": "tokens", "rope": None, "norm_weight": None})
+    found = programs.rotated_rows(self.layers[layer].only("window"), index, arrays, float(eps))
+    return _trimmed(self, found, fit, "tokens", None, None)
 
 
 def select(self: Any, scores: Array, k: int) -> Array:
     """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    return programs.select(scores, k, self.kernels)
+    if not buckets.is_known(scores) or self.place.whole:
+        return programs.select(scores, k, self.kernels)
+    tokens, columns = scores.shape
+    rows = buckets.doubled(tokens) if tokens < buckets.SMALL[1] else buckets.rounded(tokens)
+    padded = self.place.lengthen(scores, rows, self.place.rows(columns), value=-math.inf)
+    return self.place.cut(programs.select(padded, k, self.kernels), tokens)
+
+
+def index_select(
+    self: Any,
+    pools: Pools,
+    layer: int,
+    index: StepIndex,
+    q: Array,
+    weights: Array,
+    k: int,
+    *,
+    columns: int | None = None,
+) -> Array:
+    """``select`` of ``index_scores``."""
+    options: dict[str, Any] = {"columns": columns}
+    _bucketed(self, facade.SIZES["index_scores"], layer, index, options)
+    return self.select(self.index_scores(pools, layer, index, q, weights, **options), k)
+
+
+def from_batch(self: Any, index: StepIndex, batch: Array) -> Array:
+    """A batch [Q, S, ...] padded on the right -> rows [T, ...] in step order; padding rows are zeros."""
+    fit, index, arrays = _fitted(self, {}, index, {"batch": batch}, {"batch": "requests"})
+    batch = arrays["batch"]
+    if buckets.is_known((index, batch)) and not self.place.whole:
+        batch = self.place.lengthen(batch, len(batch), buckets.rounded(batch.shape[1]))
+    return _trimmed(self, programs.from_batch(index, batch), fit, "tokens", None, None)
+
+
+def to_batch(self: Any, index: StepIndex, rows: Array, width: int) -> Array:
+    """Rows [T, ...] -> a batch [Q, width, ...], zeros where a request has fewer new tokens."""
+    fit, index, arrays = _fitted(self, {}, index, {"rows": rows}, {"rows": "tokens"})
+    known = buckets.is_known((index, rows)) and not self.place.whole
+    found = programs.to_batch(index, arrays["rows"], buckets.rounded(width) if known else width)
+    return self.place.cut(found, None if fit is None else fit.given["requests"], width)
 
 
 def store_entries(
@@ -136,6 +220,10 @@ def store_entries(
     """Encode and store entries [closed, d] that the caller compressed, request by request; index keys likewise."""
     given = {"entries": entries, "index_keys": index_keys}
     writes = tuple(role for role, values in given.items() if values is not None)
+    fit, index, _ = _fitted(self, pools, index, given, dict.fromkeys(given))
+    if fit is not None:
+        count = self.place.rows(len(next(values for values in given.values() if values is not None)))
+        given = self.place.lengthen(given, count)
     return _write(self, entry.store_entries, pools, layer, writes, {"index": index, **given})
 
 
@@ -146,7 +234,9 @@ def flush(self: Any, pools, layer, index, streams, compression, *, closed=None):
         return pools
     writes = ("entries",) if streams.index_kv is None else ("entries", "index_keys")
     reads = tuple(TAIL_OF[role] for role in writes)
-    arrays = {"index": index, "streams": streams, "compression": turning(compression)}
+    arrays = {"streams": streams, "compression": turning(compression)}
+    _, index, arrays = _fitted(self, pools, index, arrays, {"streams": "tokens", "compression": None})
+    arrays["index"] = index
     # A launch finds on the device what closes: its trace needs no bound.
     closed = 1 if _flushes(self, layer, writes) else _bucket(self, closed, index)
     return _write(self, tail.flush, pools, layer, writes, arrays, reads, closed=closed)
@@ -179,11 +269,16 @@ def append_flush(
     """``flush``, then ``append_tail`` and ``append_index_tail``; one launch where kernels are Triton's."""
     roles = ("entries",) if index_kv is None else ("entries", "index_keys")
     tails = tuple(TAIL_OF[role] for role in roles)
+    closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
+    newest = len(index.positions) if newest is None else newest
+    # Padded once for all that follows.
+    given = {"streams": Streams(kv, score, index_kv, index_score)}
+    _, index, given = _fitted(self, pools, index, given, {"streams": "tokens"})
+    kv, score, index_kv, index_score = given["streams"]
     if _flushes(self, layer, roles):
-        streams = Streams(kv, score, index_kv, index_score)
+        streams = given["streams"]
         compression = turning(Compression(norm_weight, eps, rope, index_norm_weight))
         arrays = {"index": index, "streams": streams, "compression": compression}
-        newest = len(index.positions) if newest is None else newest
         options = {"closed": 1, "append": True, "newest": newest}
         return _write(self, tail.flush, pools, layer, (*roles, *tails), arrays, **options)
     weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
@@ -192,7 +287,6 @@ def append_flush(
         return Ops.append_flush(self, pools, layer, index, kv, score, index_kv, index_score, **options)
     # In one program the tails are read first: beside the write, XLA would read a copy of them.
     streams = {"entries": (kv, score, norm_weight), "index_keys": (index_kv, index_score, index_norm_weight)}
-    closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
     if closed:
         options, frequencies = {"closed": _bucket(self, closed, index), "eps": eps}, tail.frequencies_of(rope)
 
@@ -255,7 +349,10 @@ def copier(growth):
 
 
 def _bucket(self, count: int, index: StepIndex) -> int:
-    return programs.bucket(count, index, programs.SMALLEST_BUCKET[self.kernels == "interpret"])
+    """A size that changes rarely while ``count`` grows; inside the caller's trace it is the caller's own choice."""
+    if isinstance(index.lengths, Tracer):
+        return count
+    return self.place.rows(count)
 
 
 def _read(self, verb, pools, number, roles, arrays, **options):

@@ -330,7 +330,7 @@ TABLE = {
             "a recurrent state that a step overwrites is not kept for an abort",
         ),
         (
-            "            self.waiting[role] = copy.deepcopy(arrays)\n",
+            "            self.waiting[role] = context.copied(arrays)\n",
             "            self.waiting[role] = arrays\n",
             "the caller's buffer is read at commit",
         ),

@@ -1,6 +1,13 @@
 """Faults of the JAX backend's jax.numpy operations."""
 
 TABLE = {
+    "buckets.py": [
+        (
+            '        nothing = 0 if name in ("starts", "lengths", "stored", "left_padding") else -1\n',
+            "        nothing = 0\n",
+            "tokens that pad an eager step belong to its first request",
+        ),
+    ],
     "rows.py": [
         (
             "    return jnp.where(exists, unit, -1), rest(number, region.rows)\n",
