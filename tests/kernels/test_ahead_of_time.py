@@ -4,6 +4,8 @@ nothing fails, and nothing spills more than ``records/compile_triton.json`` says
     KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels -k ahead_of_time
 """
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -17,7 +19,7 @@ from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, windo
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window  # noqa: E402
-from tests.support.ahead_of_time import ARCHITECTURES, check  # noqa: E402
+from tests.support.ahead_of_time import ARCHITECTURES, check, compiled  # noqa: E402
 
 NAMES = [name for name, format in sorted(FORMATS.items()) if not any(field.has_offsets for field in format.fields)]
 """Formats of the kernels: rows whose groups have offsets are torch's."""
@@ -89,6 +91,24 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
             check(record, case, gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
             own = {"LAST": False, **ring, **common}
             check(record, case, gather.own_rows_kernel, arch, {"R": kv, **own}, given="fp32", **options)
+
+
+@pytest.mark.parametrize("name", PER_HEAD)
+def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
+    # Heads of 64 channels and their scale are 68 bytes: every second row lies off what 8 bytes at once would need.
+    kv = CacheSpec(layers=[LayerSpec(kv=KV(key_heads=2, key_dim=64, key_format=name))])
+    region = plan_cache(kv, max_requests=2, max_tokens=512, layout="packed").region(0, "kv")[0]
+    found = row_record(region)[0]
+    assert found.codes_stride == 68
+    rows, warps = tile(found, 64)
+    constants = {"R": found, "ROWS": rows, "NATIVE": True}
+    stored = compiled(append.append_kernel, 90, constants, given="fp32", warps=warps).asm["ptx"]
+    assert re.findall(r"st\.global\S*", stored)
+    assert not re.findall(r"st\.global\.v\S*", stored)
+    constants |= {"RING": False, "WINDOW": 0, "CHUNK": 0}
+    read = compiled(gather.gather_kv_kernel, 90, constants, warps=warps, exact=found.exact).asm["ptx"]
+    assert re.findall(r"ld\.global\S*", read)
+    assert not re.findall(r"ld\.global\.v\S*", read)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

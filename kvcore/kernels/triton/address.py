@@ -20,6 +20,16 @@ def locate(request, number, slots_ptr, table_ptr, table_columns, R: tl.constexpr
 
 
 @triton.jit
+def head_of(row, R: tl.constexpr):
+    """Head of rows of tokens × heads that are numbered one after the other.
+
+    Triton 3.6 takes a sum with ``row % heads`` for as even as its first element, and would move 8 bytes at once off
+    their alignment. So it is told that nothing is known of a head.
+    """
+    return tl.multiple_of(row % R.heads, 1)
+
+
+@triton.jit
 def closing(
     first, starts_ptr, lengths_ptr, requests, ROWS: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr,
     SPREAD: tl.constexpr,

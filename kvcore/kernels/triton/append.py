@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import closing, locate
+from kvcore.kernels.triton.address import closing, head_of, locate
 from kvcore.kernels.triton.codes import load_float, round_bf16
 from kvcore.kernels.triton.latent import inverse_rms, rotate, turns
 from kvcore.kernels.triton.rows import channels, store_codes, store_plain, store_rows
@@ -35,7 +35,7 @@ def append_kernel(
     least = bound if R.paged else bound - R.rows
     valid = (unit >= 0) & (position >= least)
     narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
-    place = place * R.heads + row % R.heads
+    place = place * R.heads + head_of(row, R)
     if split:
         store_codes(x, unit, place, valid, codes_ptr, scales_ptr, R, narrow, NATIVE)
         store_plain(y, plain, unit, place, valid, plain_ptr, R, narrow, NATIVE)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import locate
+from kvcore.kernels.triton.address import head_of, locate
 from kvcore.kernels.triton.codes import load_float
 from kvcore.kernels.triton.rows import as_stored, channels, load_rows, store_dense
 
@@ -99,7 +99,7 @@ def gather_kv_kernel(
     position = tl.where(inside & (position < length), position, -1)
     unit, place = locate(request, position, slots_ptr, table_ptr, table_columns, R)
     valid = unit >= 0
-    head = row % R.heads
+    head = head_of(row, R)
     x = load_rows(unit, place * R.heads + head, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
     store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
     tl.store(positions_out_ptr + cell, tl.where(valid, position, -1), mask=inside & (head == 0))
@@ -129,5 +129,5 @@ def own_rows_kernel(
     source = values_ptr + row.to(tl.int64)[:, None, None] * R.dim + channel
     x = load_float(source, keep[:, None, None] & (channel < R.dim))
     narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
-    at = ((request.to(tl.int64) * columns + column) * R.heads + row % R.heads) * R.dim
+    at = ((request.to(tl.int64) * columns + column) * R.heads + head_of(row, R)) * R.dim
     store_dense(out_ptr, at, as_stored(x, R, narrow, NATIVE), channel, keep, R, NATIVE)

@@ -8,7 +8,7 @@ they have: a state is as long as many keys together.
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import locate
+from kvcore.kernels.triton.address import head_of, locate
 from kvcore.kernels.triton.codes import load_float
 from kvcore.kernels.triton.record import PLAIN_BYTES, RowRecord, power_of_two
 from kvcore.kernels.triton.rows import channels, load_rows, store_dense, store_rows
@@ -47,7 +47,7 @@ def read_before_kernel(
     position = tl.load(starts_ptr + request, mask=inside, other=0) - BEFORE + cell % BEFORE
     unit, place = locate(request, tl.where(inside, position, -1), slots_ptr, slots_ptr, 0, R)
     valid = unit >= 0
-    x = load_rows(unit, place * R.heads + row % R.heads, valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
+    x = load_rows(unit, place * R.heads + head_of(row, R), valid, codes_ptr, scales_ptr, plain_ptr, R, NATIVE)
     store_dense(out_ptr, row.to(tl.int64) * R.dim, x, channels(R), inside, R, NATIVE)
 
 
@@ -67,7 +67,7 @@ def write_last_kernel(
     position = tl.load(lengths_ptr + request, mask=inside, other=0) - 1 - back
     new = inside & (position >= tl.load(starts_ptr + request, mask=inside, other=0))
     store_state(
-        values_ptr, request.to(tl.int64), request, tl.where(new, position, -1), back == 0, row % R.heads, codes_ptr,
+        values_ptr, request.to(tl.int64), request, tl.where(new, position, -1), back == 0, head_of(row, R), codes_ptr,
         scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def select_state_kernel(
     length = tl.load(starts_ptr + request, mask=known, other=0) + tl.load(taken_ptr + request, mask=known, other=0)
     kept = known & (position < length) & (position >= length - R.rows)
     store_state(
-        values_ptr, token.to(tl.int64), request, tl.where(kept, position, -1), position == length - 1, row % R.heads,
+        values_ptr, token.to(tl.int64), request, tl.where(kept, position, -1), position == length - 1, head_of(row, R),
         codes_ptr, scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
     )  # fmt: skip
 

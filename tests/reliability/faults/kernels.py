@@ -39,7 +39,7 @@ TRITON = {
             " byte checks on the device see",
         ),
         (
-            "    place = place * R.heads + row % R.heads\n",
+            "    place = place * R.heads + head_of(row, R)\n",
             "    place = place * R.heads\n",
             "every head writes to the first one's place",
         ),
@@ -285,8 +285,8 @@ TRITON = {
             "what was not taken is written",
         ),
         (
-            "position == length - 1, row % R.heads,\n",
-            "position < length, row % R.heads,\n",
+            "position == length - 1, head_of(row, R),\n",
+            "position < length, head_of(row, R),\n",
             "every token that is taken leaves its state",
         ),
         (
