@@ -159,7 +159,9 @@ class Cache:
     def turn_timeout(self, seconds: float | None) -> None:
         self._state.turn_timeout = seconds
 
-    def admit(self, tokens: TokenIds | None = None, *, salt: str | None = None) -> Request:
+    def admit(
+        self, tokens: TokenIds | None = None, *, salt: str | None = None, reuse: SupportsIndex | None = None
+    ) -> Request:
         """Admit a request: it gets a clean slot; blocks are taken by its steps.
 
         Args:
@@ -168,9 +170,12 @@ class Cache:
                 length.
             salt: prefixes are shared among requests of the same salt only, so that nobody learns from a hit what
                 others asked. It stays with the request, its forks, exports and snapshots.
+            reuse: most of the prompt's tokens to take over, where requests are to start equally long; None: all that
+                can be, but for the last.
 
         Raises:
-            OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids, or the salt is no text.
+            OutOfSlots: ``max_requests`` requests are live. ShapeError: tokens are not ids, the salt is no text, or
+            ``reuse`` is no count.
 
         Example:
             >>> prompt = [1, 2, 3, 4, 5, 6]
@@ -185,14 +190,17 @@ class Cache:
         """
         ids = [] if tokens is None else token_ids(tokens, "admit: tokens")
         salt = check_salt(salt, "admit: salt")
-        return self._admit(ids, salt)
+        most = max(len(ids) - 1, 0) if reuse is None else as_count(reuse)
+        if most is None:
+            raise ShapeError(got=reuse, where="admit: reuse", allowed="a number of tokens, or None")
+        return self._admit(ids, salt, min(most, len(ids) - 1))
 
     @verb("admit", in_step=True)
-    def _admit(self, ids: list[int], salt: str | None) -> Request:
+    def _admit(self, ids: list[int], salt: str | None, reuse: int) -> Request:
         request, place = self._state.admit(salt)
         place.prompt = ids
         try:
-            hit = self._state.prefix.find(ids, limit=len(ids) - 1, salt=salt)
+            hit = self._state.prefix.find(ids, limit=reuse, salt=salt)
             if hit.length:
                 self._state.take_prefix(request, place, hit, ids)
         except BaseException:

@@ -56,8 +56,10 @@ class PrefixCache:
         self._states: OrderedDict[bytes, Kept] = OrderedDict()
         # Last full block's key -> {key of a checkpoint: how many tokens beyond that block it lies}.
         self._beyond: dict[bytes, dict[bytes, int]] = {}
-        # One state a block is what a full history needs; points come on top.
-        self.capacity = 2 * manager.plan.blocks + manager.plan.slots
+        # One state a block is what a full history needs; points come on top. Without blocks every slot may have one.
+        plan = manager.plan
+        blocks = plan.blocks or plan.slots * (-(-plan.longest // plan.block_tokens) if plan.longest else 0)
+        self.capacity = 2 * blocks + plan.slots
         manager.blocks.on_evict = self._forget_beyond
 
     @property

@@ -147,3 +147,18 @@ def test_loading_is_refused_whole(tmp_path):
     cache = KVCache(model, batch=2, max_length=20)
     cache.load(tmp_path / "nothing")
     assert cache.batch_size == -1
+
+
+@pytest.mark.parametrize("make", [models.gemma3, models.deepseek_v3], ids=["mixed", "latent"])
+def test_a_prompt_is_taken_over_by_later_ones(make):
+    """Cut by blocks, and whole: with windows and without, to the last token."""
+    model, ids = make(), models.token_ids(1, 25)
+    other = torch.cat([ids[:, :13], ids[:, 13:].flip(1)], 1)
+    cache = KVCache(model, batch=1, max_length=40, block_tokens=4, prefix="full", prefix_tokens=128)
+    assert cache.admit(ids) == 0
+    generated(model, ids, cache)
+    cache.reset()
+    for prompt, taken in ((torch.cat([ids, ids[:, :3]], 1), 25), (other, 12)):
+        assert cache.admit(prompt) == taken
+        assert torch.equal(generated(model, prompt, cache), generated(model, prompt, None))
+        cache.reset()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcore.errors import RollbackError, SpecError, StepError
+from kvcore import Periodic
+from kvcore.errors import RequestError, RollbackError, ShapeError, SpecError, StepError
 from kvcore.interop.transformers import KVCache, cache_spec
 from kvcore.spec import CacheSpec, LayerSpec
 from tests.support import recurrent_models
@@ -212,3 +213,74 @@ def test_formats_of_states(made):
     generated(model, ids, mask, cache)
     whole = KVCache(model, batch=2, max_length=32)
     assert cache.nbytes < whole.nbytes
+
+
+@pytest.mark.parametrize("backend", ["torch_triton", "reference"])
+@pytest.mark.parametrize("kind", FEW)
+def test_a_prompt_is_found_by_later_ones(made, kind, backend):
+    """Where its forwards ended: cut by blocks, and whole. What is taken over is what the tokens make of nothing."""
+    if backend == "reference" and kind not in FEW[:2]:
+        return
+    model = made(kind)
+    ids, other = models.token_ids(1, 15), models.token_ids(1, 15)
+    other[:, 9:] = other[:, 9:].flip(1)
+    cache = KVCache(model, batch=1, max_length=32, block_tokens=4, backend=backend, prefix="full", prefix_tokens=64)
+    assert cache.admit(ids) == 0
+    options = {"prefill_chunk_size": 4}
+    assert torch.equal(generated(model, ids, None, cache, **options), generated(model, ids, None))
+    cache.reset()
+    # The same again from the last block's end; a longer one from the whole of it; another from where they part.
+    longer = torch.cat([ids, models.token_ids(1, 3)], 1)
+    for prompt, taken in ((ids, 12), (longer, 15), (other, 8)):
+        assert cache.admit(prompt) == taken
+        # generate takes ids off that the cache has, but not where all layers are recurrent: it is handed the rest.
+        rest = prompt[:, taken:] if kind == "mamba2" else prompt
+        found = generated(model, rest, None, cache)[:, -NEW:]
+        assert torch.equal(found, generated(model, prompt, None)[:, -NEW:])
+        cache.reset()
+    assert cache.admit(ids, salt="another image") == 0
+
+
+def test_rows_of_a_batch_begin_equally_long(made):
+    """The longest length that every row can take over; those that are padded alike."""
+    model, (ids, mask) = made("qwen3_next"), batch()
+    cache = KVCache(model, batch=2, max_length=32, block_tokens=4, prefix="full", prefix_tokens=64)
+    assert cache.admit(ids[1:]) == 0
+    generated(model, ids[1:], None, cache, prefill_chunk_size=4)
+    cache.reset()
+    assert cache.admit(ids[1:]) == 8
+    cache.reset()
+    assert cache.admit(ids[[1, 1]], mask[[0, 1]]) == 0
+    cache.reset()
+    for taken in (0, 8):
+        assert cache.admit(ids, mask) == taken
+        assert torch.equal(generated(model, ids, mask, cache, prefill_chunk_size=4), generated(model, ids, mask))
+        cache.reset()
+    ids[0, 5] += 1
+    assert cache.admit(ids, mask) == 4
+    assert torch.equal(generated(model, ids, mask, cache), generated(model, ids, mask))
+
+
+def test_what_a_prompt_must_be(made):
+    model, (ids, mask) = made("mamba2"), batch()
+    with pytest.raises(SpecError, match="prefix='full'"):
+        KVCache(model, batch=2, max_length=32).admit(ids)
+    for options, match in (({"prefix": "zero"}, "'zero'"), ({"prefix": "full", "static": True}, "blocks|static")):
+        with pytest.raises(SpecError, match=match):
+            KVCache(model, batch=2, max_length=32, **options)
+    cache = KVCache(model, batch=2, max_length=32, prefix=Periodic(4))
+    for given, match in (
+        ((ids[0],), "ids"), ((ids.float(),), "ids"), ((ids[:, :0],), "ids"), ((ids, mask.flip(1)), "at the left"),
+        ((ids, mask[:, 1:]), "at the left"),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match=match):
+            cache.admit(*given)
+    with pytest.raises(RequestError, match="at most 2"):
+        cache.admit(ids[[0, 1, 1]])
+    with pytest.raises(ShapeError, match="salt"):
+        cache.admit(ids, salt=3)
+    assert cache.length == 0
+    assert cache.admit(ids, mask) == 0
+    generated(model, ids, mask, cache)
+    with pytest.raises(RequestError, match="an empty cache"):
+        cache.admit(ids, mask)

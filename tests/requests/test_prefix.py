@@ -71,6 +71,20 @@ def test_a_hit_equals_an_uninterrupted_run_however_tokens_were_split(backend, sp
     assert min(hits[-1]) > 0
 
 
+def test_less_is_taken_over_where_the_caller_says_so(backend):
+    cache, first = told(LATENT, backend, "full")
+    for most, length in ((0, 0), (15, 0), (16, 16), (50, 48), (71, 64), (10**6, 64)):
+        request = cache.admit(PROMPT, reuse=most)
+        assert request.length == request.cached_tokens == length
+        stories.tell(cache, {request: PROMPT[length:]})
+        assert cache.digest([request]) == cache.digest([first])
+        cache.release(request)
+    for wrong in (-1, 1.5, "2", True):
+        with pytest.raises(ShapeError, match="reuse"):
+            cache.admit(PROMPT, reuse=wrong)
+    assert cache.requests == (first,)
+
+
 def test_full_restores_every_boundary_within_one_long_step(backend):
     cache = stories.create(LATENT, backend, prefix="full")
     stories.tell(cache, {cache.admit(PROMPT): PROMPT})

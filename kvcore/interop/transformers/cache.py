@@ -25,6 +25,7 @@ import kvcore
 from kvcore import Request, load, to_numpy
 from kvcore.counts import as_integer
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
+from kvcore.interop.transformers import reuse
 from kvcore.interop.transformers import rows as wanted
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
 from kvcore.interop.transformers.kinds import layer_of
@@ -39,6 +40,7 @@ from kvcore.interop.transformers.tensors import ACCEPTED, stored_as, to_torch, u
 from kvcore.interop.transformers.ways import Asked, OfLatents, explained, ways_of
 from kvcore.ops.results import Choice
 from kvcore.portable.blob import copy_request
+from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec
 
 
@@ -76,6 +78,8 @@ class KVCache(Cache):
         check: bool = False,
         spec: CacheSpec | None = None,
         attention: Asked = "auto",
+        prefix: Policy = "off",
+        prefix_tokens: int = 0,
     ) -> None:
         """Plan and allocate.
 
@@ -108,6 +112,9 @@ class KVCache(Cache):
                 gives what the model's would; ``model``: the model's own, over rows that the cache hands out, to the
                 bit what it gives with its own cache in the same format; ``auto``: whichever is faster. ``explain``
                 says which, and why.
+            prefix: ``full`` or ``kvcore.Periodic(n)``: prompts that ``admit`` is told may be found by later ones; full
+                attention then has blocks. ``off``: nothing is.
+            prefix_tokens: of earlier prompts that there is room for beside the rows' own.
 
         Raises:
             SpecError: the model, a format, a size or the spec is not supported. BackendError: the backend cannot run
@@ -130,6 +137,8 @@ class KVCache(Cache):
                 check=check,
                 spec=spec,
                 attention=attention,
+                prefix=prefix,
+                prefix_tokens=prefix_tokens,
             )
         )
 
@@ -139,6 +148,7 @@ class KVCache(Cache):
         self._awaited: list[Any] = []
         self._kv = settings.new_cache()
         self.requests: list[Request] = []
+        self._prompt = 0
         self.rows = settings.rows
         self.max_length = settings.max_length
         self.static = settings.static
@@ -345,6 +355,8 @@ class KVCache(Cache):
         if len(self._finished) == len(self._storing):
             step = self._forget_step()
             step.commit()
+            if self._prompt and self.requests[0].length == self._prompt:
+                reuse.keep(self._kv, self.requests)
 
     def abort(self) -> None:
         """Undo a forward that did not reach its end; nothing happens if there is none.
@@ -425,6 +437,36 @@ class KVCache(Cache):
         """
         del only_non_sliding
         self._refuse_to_move("prefetch", layer_idx)
+
+    def admit(self, tokens: Any, attention_mask: Any = None, *, salt: str | None = None) -> int:
+        """Begin a batch with its prompts; what earlier ones left is taken over, and how many tokens that is returned.
+
+        The model's forwards, or ``generate``, then begin behind them; of models with recurrent layers alone it must be
+        handed the rest of the ids, as with any cache that is not empty. The prompts' blocks can be found by later ones,
+        and, once all of a prompt is stored, the whole of it with all that windows and recurrent layers hold there.
+        Other lengths of those are kept where a forward ends and ``prefix`` says so: ``generate`` cuts prompts by
+        ``prefill_chunk_size``.
+
+        Args:
+            tokens: [rows, tokens]: ids of one length, padding at the left included: what the model is going to be run
+                on; with beams, as many rows as it is run on.
+            attention_mask: the same one as the model's; rows are found by prompts that are padded alike.
+            salt: prefixes are shared under the same salt only: say what else the rows depend on, such as images.
+
+        Raises:
+            SpecError: the cache was made with ``prefix="off"``. ShapeError: no table of ids, or a mask that is not
+            padding at the left. RequestError: this cache holds rows, or is too small. StepError: a forward is open.
+        """
+        self._check_closed("admit")
+        if self.length:
+            raise RequestError(
+                got=f"{self.length} tokens", where="KVCache.admit", allowed="an empty cache", hint="reset() first."
+            )
+        prompts = reuse.prompts_of(tokens, attention_mask, self.rows, salt, self._settings.prefix)
+        self._release()
+        self.requests = reuse.admitted(self._kv, prompts)
+        self._prompt = len(prompts[0].ids)
+        return self.requests[0].length
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all rows to a verified snapshot, which ``load`` reads; see ``kvcore.Cache.save``.
@@ -540,7 +582,7 @@ class KVCache(Cache):
             )
         if batch > self.rows:
             raise RequestError(got=f"{batch} rows", where="KVCache", allowed=f"at most {self.rows}: batch × beams")
-        if not self.length:
+        if not self.length and not self._prompt:
             self._release()  # those of a forward without tokens
         if self.requests and batch != len(self.requests):
             raise RequestError(
@@ -576,6 +618,7 @@ class KVCache(Cache):
 
     def _release(self) -> None:
         self._forget_handed_out()
+        self._prompt = 0
         live = set(self.kv.requests)
         while self.requests:
             if self.requests[-1] in live:  # else an interrupted call has released it

@@ -11,10 +11,12 @@ from kvcore.errors import SpecError
 from kvcore.interop.transformers.attention import Hooks, hooks_of
 from kvcore.interop.transformers.given import check_given
 from kvcore.interop.transformers.kinds import OfModel, of_model
+from kvcore.interop.transformers.reuse import check_reusable
 from kvcore.interop.transformers.seam import expanding
 from kvcore.interop.transformers.spec import Formats, cache_spec, decoder_of
 from kvcore.interop.transformers.tensors import DTYPES
 from kvcore.interop.transformers.ways import Asked, check_asked, decoder_module, reason_against
+from kvcore.requests.prefix import Policy, check_policy
 from kvcore.spec import CacheSpec
 
 
@@ -31,6 +33,8 @@ class Settings(NamedTuple):
         against: why the cache does not in any layer; "" where it may.
         hooks: what tells the cache of the model's forwards, if it attends itself.
         expanding: modules of the model that expand latents to keys and values, if it attends itself.
+        prefix: what is kept of prompts for later ones.
+        prefix_tokens: of earlier prompts that there is room for beside the rows.
     """
 
     spec: CacheSpec
@@ -50,11 +54,14 @@ class Settings(NamedTuple):
     against: str
     hooks: Hooks | None
     expanding: tuple[torch.nn.Module, ...]
+    prefix: Policy
+    prefix_tokens: int
 
     def new_cache(self) -> Cache:
         """A kvcore cache with room for all rows."""
         spec = self.spec
         blocks = -(-self.max_length // spec.block_tokens) + self.spare
+        kept = -(-self.prefix_tokens // spec.block_tokens)
         paged = any(component.growth == "block" for _, _, component in spec.components())
         classic = all(layer.kv is not None for layer in spec.layers)
         return create_cache(
@@ -63,7 +70,8 @@ class Settings(NamedTuple):
             device=self.place,
             max_requests=self.rows,
             # Blocks are planned for all rows together, contiguous rows for each slot.
-            max_tokens=blocks * spec.block_tokens * (self.rows if paged else 1),
+            max_tokens=(blocks * self.rows + kept if paged else blocks) * spec.block_tokens,
+            prefix=self.prefix,
             max_request_tokens=self.max_length,
             max_draft_tokens=self.max_draft_tokens,
             # A head's rows side by side are what attention on a CPU reads.
@@ -89,6 +97,8 @@ def settings_of(
     check: bool,
     spec: CacheSpec | None,
     attention: Asked,
+    prefix: Policy,
+    prefix_tokens: int,
 ) -> Settings:
     """The arguments of ``KVCache``, checked."""
     missing = [name for name in ("config", "dtype", "device") if not hasattr(model, name)]
@@ -101,9 +111,12 @@ def settings_of(
     if model.dtype not in DTYPES:
         raise SpecError(got=str(model.dtype), where="model.dtype", allowed=", ".join(map(str, DTYPES)))
     _check_served(model, static=static)
+    if prefix != "off":
+        check_reusable(check_policy(prefix), static=static, storage=storage, spec=spec)
     batch, beams = (check_count(SpecError, *given, 1) for given in (("batch", batch), ("beams", beams)))
     if spec is None:
-        spec = _derived(model, formats, block_tokens, storage, static, beams)
+        # Rows of full attention that others may take over lie in blocks.
+        spec = _derived(model, formats, block_tokens, storage or (None if prefix == "off" else "paged"), static, beams)
     else:
         for name, value in (("formats", formats), ("block_tokens", block_tokens), ("storage", storage)):
             if value is not None:
@@ -129,6 +142,8 @@ def settings_of(
         kinds=tuple(get_layer_types_and_kwargs(decoder_of(model.config))[0]),
         hooks=None if against else hooks_of(decoder_module(model)),
         expanding=() if against else expanding(decoder_module(model)),
+        prefix=prefix,
+        prefix_tokens=check_count(SpecError, "prefix_tokens", prefix_tokens, 0),
     )
 
 
