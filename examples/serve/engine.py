@@ -200,6 +200,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """Make a cache for every lane; ``lanes``: name -> formats; ``options``: of ``create_cache``, for each."""
         self.lanes: dict[str, Lane] = {}
+        self.vocabulary: int = model.model.get_input_embeddings().num_embeddings
         for name, formats in (lanes or {"default": None}).items():
             cache = model.create_cache(
                 formats, block_tokens=block_tokens, prefix=prefix, max_draft_tokens=drafts, **options
@@ -222,7 +223,10 @@ class Engine:
             raise OutOfBlocks(got=f"{wanted} tokens", where="submit", allowed=f"{longest} tokens in one request")
         # A step that fails is everybody's, so what its cache would refuse is refused here.
         check_salt(ask.salt, "submit: salt")
-        ask.known = token_ids(ask.prompt, "submit: prompt")
+        ids = token_ids(ask.prompt, "submit: prompt")
+        if max(ids) >= self.vocabulary:
+            raise ShapeError(got=max(ids), where="submit: prompt", allowed=f"ids below {self.vocabulary}")
+        ask.known = ids
         self.lanes[ask.lane].waiting.append(ask)
         return ask
 

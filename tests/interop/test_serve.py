@@ -142,7 +142,7 @@ def test_streams_stops_draws_and_ends(made):
     assert not engine.busy
 
 
-def test_what_cannot_be_served_is_refused(made):
+def test_what_cannot_be_served_is_refused(made, monkeypatch):
     engine = Engine(PackedModel(made["full"]), max_requests=2, max_tokens=32, block_tokens=4)
     for error, ask in [
         (OutOfBlocks, Ask([1] * 20, new=13)),
@@ -151,6 +151,7 @@ def test_what_cannot_be_served_is_refused(made):
         (RequestError, Ask([1], lane="other")),
         (ShapeError, Ask([1], new=1, salt="")),
         (ShapeError, Ask([-1], new=1)),
+        (ShapeError, Ask([1, models.VOCABULARY], new=1)),
     ]:
         with pytest.raises(error):
             engine.submit(ask)
@@ -159,9 +160,18 @@ def test_what_cannot_be_served_is_refused(made):
     engine.run()
     with pytest.raises(RequestError):
         engine.submit(done)
-    bad, good = engine.submit(Ask([models.VOCABULARY], new=2)), engine.submit(Ask([5, 6], new=2))
-    with pytest.raises(IndexError):
-        engine.step()
+    bad, good = engine.submit(Ask([9], new=2)), engine.submit(Ask([5, 6], new=2))
+    forward = made["full"].forward
+
+    def failing(*arguments, input_ids, **options):
+        if 9 in input_ids:
+            raise RuntimeError("nine")
+        return forward(*arguments, input_ids=input_ids, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made["full"], "forward", failing)
+        with pytest.raises(RuntimeError, match="nine"):
+            engine.step()
     # Nothing has changed, so whoever is at fault can go.
     engine.cancel(bad)
     engine.run()

@@ -72,17 +72,20 @@ def test_completions_chat_and_streams(packed, engine):
         assert "".join(part["delta"]["content"] for part in parts) == chat["choices"][0]["message"]["content"]
 
 
-def test_what_is_wrong_is_said(engine):
+def test_what_is_wrong_is_said(engine, packed, monkeypatch):
     with TestClient(create_app(engine, Letters(), "tiny")) as client:
         wrong = [{}, {"prompt": ""}, {"prompt": "a", "max_tokens": 999}, {"prompt": "a", "kv_format": "x"}, [1]]
         # These would fail the step, and with it everybody.
         wrong += [{"prompt": "a", "user": 5}, {"prompt": "a", "user": ""}, {"prompt": [1 << 70]}]
+        wrong += [{"prompt": [models.VOCABULARY], "max_tokens": 2}]
         for given in wrong:
             response = client.post("/v1/completions", json=given)
             assert response.status_code == 400
             assert response.json()["error"]["message"]
-        # An id that the model does not have fails the step; the next request is served.
-        response = client.post("/v1/completions", json={"prompt": [models.VOCABULARY], "max_tokens": 2})
+        # A step that fails is the end of its requests; the next one is served.
+        with monkeypatch.context() as patched:
+            patched.setattr(packed.model, "forward", lambda **_: 1 / 0)
+            response = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert (response.status_code, response.json()["choices"][0]["finish_reason"]) == (500, "error")
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     assert not engine.busy

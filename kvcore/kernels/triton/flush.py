@@ -433,7 +433,8 @@ def flush_kernel(
     BOUNDARY: tl.constexpr, BOUNDARY_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr,
     INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BOUNDARY: tl.constexpr,
     INDEX_BOUNDARY_CHUNK: tl.constexpr, INDEX: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
-APPEND: tl.constexpr, NATIVE: tl.constexpr, ):  # fmt: skip
+    APPEND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
     tokens = positions_ptr, request_ptr, count, requests
     step = slots_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, table_columns
