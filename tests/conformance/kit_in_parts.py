@@ -4,8 +4,8 @@
     python -m tests.conformance.kit_in_parts --backend jax_pallas --device cpu:interpret --only '*/tpu_tile/*' --out k
 
 16 cores end in minutes what takes one process hours. Processes take checks of one plan at a time, which share compiled
-code. What has ended when the time is up is reported, and the exit status is then 2 (1: some check fails). A race that
-the interpreter of TPU kernels sees fails its check.
+code; one whose device is lost to an error is replaced. What has ended when the time is up is reported, and the exit
+status is then 2 (1: some check fails). A race that the interpreter of TPU kernels sees fails its check.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import queue
 import random
 import shlex
 import subprocess
@@ -68,17 +69,16 @@ def prepare(backend: str, device: str) -> None:
     print(f"XLA_FLAGS={flags}", flush=True)
 
 
-def begin(backend: str, device: str, numbers: Any = None) -> None:
-    """What every process holds; and its GPU where there are several, of ``numbers``: (process, GPUs)."""
-    if numbers is not None:
-        number, gpus = numbers.get()
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
+def begin(backend: str, device: str, gpu: int | None = None) -> None:
+    """What every process holds; and its GPU where there are several."""
+    if gpu is not None:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(gpu))
     _checks.update((one.id, one) for one in checks_of(conformance_spec()))
-    _subjects.append(Subject(registry().backends[backend], device or None))
+    _subjects[:] = [Subject(registry().backends[backend], device or None)]
 
 
 def run(ids: list[str]) -> list[bytes]:
-    """The records of some checks of one plan."""
+    """The records of some checks of one plan; no more after an error that the device does not get over."""
     found: list[bytes] = []
     for one in ids:
         told = io.StringIO()
@@ -88,7 +88,35 @@ def run(ids: list[str]) -> list[bytes]:
             seen = next(line for line in told.getvalue().splitlines() if RACE in line)
             records = [msgspec.structs.replace(record, status="error", detail=seen) for record in records]
         found += map(msgspec.json.encode, records)
+        if any(record.status == "error" for record in records) and lost():
+            break
     return found
+
+
+def lost() -> bool:
+    """Whether this process can no longer use its device: some errors of CUDA outlive what caused them."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if jax is not None:
+            jax.numpy.zeros(1).block_until_ready()
+    except RuntimeError:
+        return True
+    return False
+
+
+def work(groups: Any, found: Any, backend: str, device: str, gpu: int | None = None) -> None:
+    """Take groups of checks, ids of one plan, and tell (records, ids that are left, whether the device is lost, gpu).
+
+    With the device the process ends; else it ends where no group is left: None.
+    """
+    begin(backend, device, gpu)
+    gone = False
+    while not gone and (ids := groups.get()) is not None:
+        records = run(ids)
+        gone = b'"status":"error"' in records[-1] and lost()
+        found.put((records, ids[len(records) :], gone, gpu))
 
 
 def main() -> int:
@@ -113,29 +141,42 @@ def main() -> int:
     plans: dict[str, list[str]] = {}
     for one in left:
         plans.setdefault(one.id.rsplit("/", 1)[0], []).append(one.id)
-    groups = list(plans.values())
+    shuffled = list(plans.values())
     # In no order, so that a run that is cut off has met every verb and format; the same one every time.
-    random.Random(0).shuffle(groups)
+    random.Random(0).shuffle(shuffled)
     records: list[Record] = []
     spawning = multiprocessing.get_context("spawn")
-    numbers = None
-    if options.gpus > 1:
-        numbers = spawning.Queue()
-        for number in range(options.jobs):
-            numbers.put((number, options.gpus))
-    with spawning.Pool(options.jobs, begin, (options.backend, options.device, numbers)) as pool:
-        coming = pool.imap_unordered(run, groups)
+    groups, found = spawning.Queue(), spawning.Queue()
+    for ids in shuffled:
+        groups.put(ids)
+    workers: list[Any] = []
+
+    def start(gpu: int | None) -> None:
+        workers.append(spawning.Process(target=work, args=(groups, found, options.backend, options.device, gpu)))
+        workers[-1].start()
+
+    try:
+        for number in range(min(options.jobs, len(shuffled))):
+            start(number % options.gpus if options.gpus > 1 else None)
         told = 0
-        for _ in groups:
-            with contextlib.suppress(multiprocessing.TimeoutError):
-                found = coming.next(max(0.0, options.seconds - (time.monotonic() - started)))
-                records += [msgspec.json.decode(text, type=Record) for text in found]
-            late = time.monotonic() - started
+        while len(records) < len(left):
+            try:
+                texts, rest, gone, gpu = found.get(timeout=max(0.0, options.seconds - (time.monotonic() - started)))
+            except queue.Empty:
+                break
+            records += [msgspec.json.decode(text, type=Record) for text in texts]
+            if rest:
+                groups.put(rest)
+            if gone:
+                print(f"the device was lost in {records[-1].check}; another process goes on", flush=True)
+                start(gpu)
             if len(records) >= told + 500:
                 told = len(records)
-                print(f"[{late:5.0f} s] {told} of {len(left)}", flush=True)
-            if late > options.seconds:
-                break
+                print(f"[{time.monotonic() - started:5.0f} s] {told} of {len(left)}", flush=True)
+    finally:
+        groups.cancel_join_thread()
+        for worker in workers:
+            worker.kill()
     order = {one.id: number for number, one in enumerate(chosen)}
     records.sort(key=lambda record: order[record.check])
     subject = Subject(registry().backends[options.backend], options.device or None)

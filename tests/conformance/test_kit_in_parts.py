@@ -1,5 +1,8 @@
 """The kit in many processes: every check once, one run in the report, what is left of a run that was cut off."""
 
+import queue
+
+import msgspec
 import pytest
 
 from kvcore import parity
@@ -40,3 +43,20 @@ def test_a_race_that_is_only_printed_fails_its_check(monkeypatch):
     (text,) = kit_in_parts.run(["append_window/bf16/packed/ragged"])
     assert b'"status":"error"' in text
     assert b"RACE DETECTED on device 0" in text
+
+
+def test_who_loses_the_device_leaves_the_rest_to_another(monkeypatch):
+    def failing(check, subjects):
+        return [msgspec.structs.replace(record, status="error") for record in real(check, subjects)]
+
+    real, ids = kit_in_parts.check_backends, [f"append_window/bf16/packed/{shape}" for shape in ("ragged", "one_token")]
+    monkeypatch.setattr(kit_in_parts, "check_backends", failing)
+    for lost, ended in ((True, 1), (False, 2)):
+        monkeypatch.setattr(kit_in_parts, "lost", lambda lost=lost: lost)
+        groups, found = queue.Queue(), queue.Queue()
+        for group in (ids, None):
+            groups.put(group)
+        kit_in_parts.work(groups, found, "reference", "")
+        records, left, gone, _ = found.get_nowait()
+        assert (len(records), left, gone) == (ended, ids[ended:], lost)
+        assert groups.empty() is not lost
