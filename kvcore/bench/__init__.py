@@ -12,10 +12,13 @@ from typing import Any
 
 from kvcore.errors import BackendError
 
+GROUPS = "write", "read", "attend", "states"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--device", default="cuda", help="the CUDA device, in torch's words (default: cuda)")
+    parser.add_argument("--group", default="", choices=GROUPS, help="run only rows of one kind, and prepare no others")
     parser.add_argument("--only", default="", help="run only rows whose name contains this")
     parser.add_argument("--out", help="write the record here, as JSON")
     parser.add_argument("--svg", help="write a bar picture here: time against the floor")
@@ -40,7 +43,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         )
     from kvcore.bench.session import measure
 
-    return measure(args.device, only=args.only)
+    return measure(args.device, only=args.only, group=args.group)
 
 
 def keep(record: dict[str, Any], args: argparse.Namespace) -> None:

@@ -18,13 +18,16 @@ GOAL_COPY_GB_S, GOAL_EMPTY_US = 4122.0, 0.87
 """Copy speed, and time of an empty kernel in a graph, of the GPU that the goals and the peers' times were taken on."""
 
 
-def measure(device: str, only: str = "") -> dict[str, Any]:
-    """Time every workload whose name contains ``only``; returns the record as plain data."""
+MAKERS = {"write": all_workloads, "read": reading_workloads, "attend": kv_workloads, "states": state_workloads}
+"""Groups of rows."""
+
+
+def measure(device: str, only: str = "", group: str = "") -> dict[str, Any]:
+    """Time every workload of a group (all of them) whose name contains ``only``; returns the record as plain data."""
     with torch.cuda.device(torch.device(device)):
         found = ceilings()
         rows = []
-        makers = all_workloads(device), reading_workloads(device), kv_workloads(device), state_workloads(device)
-        for make in chain.from_iterable(makers):
+        for make in chain.from_iterable(makers(device) for name, makers in MAKERS.items() if group in ("", name)):
             work = make()
             if only in work.name:
                 rows.append(timed(work, found))

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton import states as state_kernels  # noqa: E402
 from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
+from kvcore.kernels.triton.launches.states import cut  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
@@ -197,11 +198,14 @@ def test_kernels_of_recurrent_layers_compile(name, arch, record):
     spec = CacheSpec(layers=[LayerSpec(state=STATES[name])])
     region = plan_cache(spec, max_requests=2, max_tokens=64, max_draft_tokens=3).region(0, "state")[0]
     states = state_kernels.flattened(row_record(region)[0])
-    rows, warps = tile(states, 1 << 20)
-    constants, options = {"R": states, "ROWS": rows, "NATIVE": arch >= 89}, {"warps": warps, "exact": states.exact}
-    for kernel in (state_kernels.write_last_kernel, state_kernels.select_state_kernel):
-        check(record, name, kernel, arch, constants, **options)
-    check(record, name, state_kernels.read_before_kernel, arch, {"BEFORE": 3, **constants}, **options)
+    for kernel, more, count in (
+        (state_kernels.write_last_kernel, {}, 1 << 20),
+        (state_kernels.select_state_kernel, {}, 0),
+        (state_kernels.read_before_kernel, {"BEFORE": 3}, 1 << 20),
+    ):
+        rows, warps = cut(states, count)
+        constants = {**more, "R": states, "ROWS": rows, "NATIVE": arch >= 89}
+        check(record, name, kernel, arch, constants, warps=warps, exact=states.exact)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -202,7 +202,7 @@ def write_last(pools, region: Region, index, states, columns):
 def select_state(pools, region: Region, index, states, taken):
     """Pools with that of states [T, ...] stored that each request's ``taken`` [Q] new tokens end at."""
     number, names, _ = _states(region)
-    place = index.positions, index.request_index, index.slots, index.starts, taken.astype(jnp.int32)
+    place = index.slots, index.starts, index.lengths, taken.astype(jnp.int32)
     return _write("select_state_rows", pools, names, (_floats(states), *place), number)
 
 

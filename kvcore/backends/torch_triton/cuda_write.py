@@ -66,7 +66,7 @@ def write_state(part, ops, pools, layer, index, states, *, newest=None):
 def select_state(part, ops, pools, layer, index, states, taken):
     """Of the states after every token, [T, ...], store the one after each request's first ``taken``: one launch."""
     number, names, _ = part
-    place = index.positions, index.request_index, index.slots, index.starts
+    place = index.slots, index.starts, index.lengths
     buffers = [pools[name] for name in names]
     launch.calls().select_state_rows(states.contiguous(), *place, taken.to(torch.int32), buffers, number)
     return pools

@@ -14,10 +14,12 @@ from kvcore.kernels.triton.record import PLAIN_BYTES, RowRecord, power_of_two
 from kvcore.kernels.triton.rows import channels, load_rows, store_dense, store_rows
 from kvcore.ops.choices import Declined
 
-PIECE = 2048
+PIECE = 1024
 """Channels of a piece at most."""
 LEAST_PIECE = 16
 """Shorter ones are not cut: they would be more programs, not fewer channels of one."""
+EARLIER = tl.constexpr(128)
+"""Requests whose new tokens a program counts at a time, to find its own among all."""
 LARGEST = 8192
 """Channels of a row that a program takes whole."""
 
@@ -72,24 +74,32 @@ def write_last_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def select_state_kernel(
-    values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, starts_ptr, taken_ptr, count,
-    R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    values_ptr, codes_ptr, scales_ptr, plain_ptr, slots_ptr, starts_ptr, lengths_ptr, taken_ptr, R: tl.constexpr,
+    ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Of values [tokens, heads, dim] store that after the last token that is taken, and NaN after those before it."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < count
-    token = row // R.heads
-    position = tl.load(positions_ptr + token, mask=inside, other=-1)
-    request = tl.load(request_ptr + token, mask=inside, other=-1)
-    known = request >= 0
-    length = tl.load(starts_ptr + request, mask=known, other=0) + tl.load(taken_ptr + request, mask=known, other=0)
-    kept = known & (position < length) & (position >= length - R.rows)
-    store_state(
-        values_ptr, token.to(tl.int64), request, tl.where(kept, position, -1), position == length - 1, head_of(row, R),
-        codes_ptr, scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
-    )  # fmt: skip
+    """Of values [tokens, heads, dim] store that after the last token that is taken, and NaN after those before it.
+
+    A program is a request's, not a token's: tokens that are not taken cost nothing.
+    """
+    request = tl.program_id(1)
+    before = 0
+    for some in range(0, request, EARLIER):
+        q = some + tl.arange(0, EARLIER)
+        new = tl.load(lengths_ptr + q, mask=q < request, other=0) - tl.load(starts_ptr + q, mask=q < request, other=0)
+        before += tl.sum(new, axis=0)
+    start = tl.load(starts_ptr + request)
+    taken = tl.minimum(tl.load(taken_ptr + request), tl.load(lengths_ptr + request) - start)
+    head = head_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), R)
+    inside = tl.program_id(0) * ROWS + tl.arange(0, ROWS) < R.heads
+    requests = tl.zeros([ROWS], tl.int32) + request
+    source = (before + taken - 1).to(tl.int64)
+    for back in range(tl.minimum(taken, R.rows)):
+        store_state(
+            values_ptr, source, requests, tl.where(inside, start + taken - 1 - back, -1), inside & (back == 0), head,
+            codes_ptr, scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -280,13 +280,13 @@ TRITON = {
             "every length has the state of the last one",
         ),
         (
-            "    kept = known & (position < length) & (position >= length - R.rows)\n",
-            "    kept = known & (position >= length - R.rows)\n",
+            "    taken = tl.minimum(tl.load(taken_ptr + request), tl.load(lengths_ptr + request) - start)\n",
+            "    taken = tl.load(lengths_ptr + request) - start\n",
             "what was not taken is written",
         ),
         (
-            "position == length - 1, head_of(row, R),\n",
-            "position < length, head_of(row, R),\n",
+            "inside & (back == 0), head,\n",
+            "inside & (back >= 0), head,\n",
             "every token that is taken leaves its state",
         ),
         (
