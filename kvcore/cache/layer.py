@@ -17,7 +17,7 @@ import numpy as np
 from kvcore import digest
 from kvcore.arrays import to_numpy
 from kvcore.cache.far import Coming, fetch, fetched
-from kvcore.cache.ring_writes import AT_ONCE, WRITERS, RingWrites, StepWrites
+from kvcore.cache.ring_writes import AT_ONCE, DOOR, NO_STREAMS, NONE, ROWS_OF_TOKENS, WRITERS, RingWrites, StepWrites
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, StepError
 from kvcore.ops import (
@@ -37,6 +37,7 @@ from kvcore.ops import (
 from kvcore.ops.arguments import (
     FLOATS,
     INDEX_QUERIES,
+    UNKNOWN,
     check_array,
     check_finite,
     check_float,
@@ -49,6 +50,11 @@ from kvcore.ops.arguments import (
 )
 from kvcore.plan import Region
 from kvcore.spec import DERIVED, KV, TAIL_OF, Component, Conv, Entries, IndexKeys, Rope, State, Tail, Window
+
+HOW = "sink", "scale", "rope"
+"""Options of ``attend``, in its order."""
+
+NO_SHAPE: tuple[int, ...] = ()
 
 
 class LayerHandle:
@@ -127,13 +133,21 @@ class LayerHandle:
                 raise ShapeError(got="a norm without a rotation", where="append_window: norm_weight", allowed="rope")
             self._append("window", rows)
             return
+        self._context.check_open()
+        given: dict[str, Any] = {"rope": rope}
+        if norm_weight is not None:
+            given |= {"norm_weight": norm_weight, "eps": eps}
+        if self._writes.append_again("window", (rows,), given):
+            return
         dim = self._component("window", Window).dim
         self._context.check_outside("append_window", (rope, norm_weight))
         rotation = {"rope": check_rope(self._ops, rope, "append_window: rope", dim)}
         if norm_weight is not None:
             rotation["norm_weight"] = check_weight(self._ops, norm_weight, "append_window: norm_weight", dim)
             rotation["eps"] = check_number(eps, "append_window: eps")
-        self._writes.append("window", self._rows("window", (rows,)), **rotation)
+        checked = self._rows("window", (rows,))
+        self._writes.append("window", checked, **rotation)
+        self._writes.note("append_rotated_window", (rows,), given, (*checked, *rotation.values()))
 
     def append(self, **rows: Given | tuple[Given, ...]) -> None:
         """The ``append_`` verbs of the roles that are given, all of them or, if one is refused, none.
@@ -206,6 +220,11 @@ class LayerHandle:
         """
         context = self._context
         context.check_open()
+        flushed, tails = self._flushed
+        given = {"norm_weight": norm_weight, "eps": eps, "rope": rope, "index_norm_weight": index_norm_weight}
+        if self._writes.flush_again(tails, given):
+            self._writes.stored.update(flushed)
+            return
         how = norm_weight, eps, rope, index_norm_weight
         key = context.key_of("flush", self._layer, how)
         if key not in context.passed:
@@ -215,20 +234,15 @@ class LayerHandle:
             checked = self._flush_options(entries, *how)
             context.passes(key, how, checked)
             how = checked
-        flushed, tails = self._flushed
         streams: list[Array | None] = []
         for tail in TAIL_OF.values():
             streams += self._tail_rows(tail, "flush") if tail in tails else (None, None)
-        self._writes.flush(
-            tails,
-            streams,
-            closed=context.closed_count(self._spec.entries.ratio),  # type: ignore[union-attr]
-            norm_weight=how[0],
-            eps=how[1],
-            rope=how[2],
-            index_norm_weight=how[3],
-        )
+        closed = context.closed_count(self._spec.entries.ratio)  # type: ignore[union-attr]
+        at_once = self._writes.flush(tails, streams, closed=closed, **dict(zip(given, how, strict=True)))
         self._writes.stored.update(flushed)
+        if at_once:
+            options = self._writes.flush_options(given)
+            self._writes.note("append_flush", tuple(streams), options, (*streams, context.most_new, None, *how))
 
     @property
     def _flushed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -351,8 +365,14 @@ class LayerHandle:
         may be e4m3, which FP8 tensor cores multiply with e4m3 keys as they are stored: their scales are then part of
         the weights.
         """
+        found = self._index_again("index_scores", (q, weights))
+        if found is not UNKNOWN:
+            return found
+        given = q, weights
         _, q, weights, columns = self._indexed("index_scores", q, weights)
-        return self._ops.index_scores(self._context.held, self._layer, self._index, q, weights, columns=columns)
+        found = self._ops.index_scores(self._context.held, self._layer, self._index, q, weights, columns=columns)
+        self._writes.note("index_scores", given, {"columns": columns}, (q, weights, columns))
+        return found
 
     def index_select(self, q: Given, weights: Given, k: int | None = None) -> Array:
         """``select(index_scores(q, weights), k)`` in one go, without all scores at once where the backend can: [T, k].
@@ -362,10 +382,19 @@ class LayerHandle:
             weights: [T, H].
             k: entries for every token; as many as the spec says (``topk``) unless given.
         """
-        keys, q, weights, columns = self._indexed("index_select", q, weights)
+        if k is None and self._spec.index_keys is not None:
+            k = self._spec.index_keys.topk
+        found = self._index_again("index_select", (q, weights, k))
+        if found is not UNKNOWN:
+            return found
+        given = q, weights, k
+        _, q, weights, columns = self._indexed("index_select", q, weights)
         if type(k) is not int or k < 0:
-            k = keys.topk if k is None else check_count(ShapeError, "index_select: k", k, 0)
-        return self._ops.index_select(self._context.held, self._layer, self._index, q, weights, k, columns=columns)
+            k = check_count(ShapeError, "index_select: k", k, 0)
+        at = self._context.held, self._layer, self._index
+        found = self._ops.index_select(*at, q, weights, k, columns=columns)
+        self._writes.note("index_select", given, {"columns": columns}, (q, weights, k, columns))
+        return found
 
     def select(self, scores: Given, k: int) -> Array:
         """Top-k entries of scores [T, n] -> [T, k] int32, highest first, ties to the lowest entry, -1 at the end.
@@ -378,6 +407,12 @@ class LayerHandle:
         """
         context = self._context
         context.check_open()
+        known = context.known.get(None, NONE).get("select")
+        if known is not None and getattr(scores, "shape", NO_SHAPE)[:1] == (self._tokens,):
+            found = known.again(DOOR, None, None, (scores, k), {})
+            if found is not UNKNOWN:
+                return found
+        given = scores, k
         key = context.key_of("select", self._layer, (scores, k))
         if key not in context.passed:
             # No gradient comes from an order.
@@ -385,7 +420,10 @@ class LayerHandle:
             count = check_count(ShapeError, "select: k", k, 0)
             context.passes(key, (scores, k), (found, count))
             scores, k = found, count
-        return self._ops.select(scores, k)
+        selected = self._ops.select(scores, k)
+        if known is not None:
+            known.note(DOOR, None, given, {}, (scores, k))
+        return selected
 
     def attend(
         self,
@@ -423,18 +461,24 @@ class LayerHandle:
         context, spec, given, named = self._context, self._spec, (q, selected, sink, scale, rope), selected
         context.check_open()
         classic = spec.kv is not None
+        found = self._attend_again(*given)
+        if found is not UNKNOWN:
+            return found
         key = context.key_of("attend", self._layer, given)
         if key not in context.passed:
             checked = self._attend_kv_arguments(*given) if classic else self._attend_arguments(*given)
             context.passes(key, given, checked)
-            given = checked
-        q, selected, sink, scale, rope = given
+            q, selected, sink, scale, rope = checked
         at = context.held, self._layer, self._index
         if classic:
             self._require("kv", "attend")
             k, v = self._writes.unwritten("kv") or (None, None)
             columns = self._kv_columns(spec.kv, ended=True)  # type: ignore[arg-type]
-            return self._ops.attend_kv(*at, q, k, v, columns=columns, sink=sink, scale=scale)
+            how: dict[str, Any] = {"columns": columns, "sink": sink, "scale": scale}
+            found = self._ops.attend_kv(*at, q, k, v, **how)
+            as_given = {**how, "sink": given[2], "scale": given[3]}
+            self._writes.note("attend_kv", (given[0], k, v), as_given, (q, k, v, *how.values()))
+            return found
         if spec.window is not None:
             self._require("window", "attend")
         if spec.entries is not None:
@@ -442,7 +486,30 @@ class LayerHandle:
             if context.far and context.is_far(owner := self._owner("entries").number):
                 selected, at = fetched(context, owner, named, f"{self._where}.attend"), (context.held, *at[1:])
         rows = self._writes.unwritten("window")
-        return self._ops.attend(*at, q, selected, rows=rows[0] if rows else None, sink=sink, scale=scale, rope=rope)
+        how: dict[str, Any] = {"rows": rows[0] if rows else None, "sink": sink, "scale": scale, "rope": rope}
+        found = self._ops.attend(*at, q, selected, **how)
+        if not context.far:
+            as_given = {"rows": how["rows"], **dict(zip(HOW, given[2:], strict=True))}
+            self._writes.note("attend", given[:2], as_given, (q, selected, *how.values()))
+        return found
+
+    def _attend_again(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> Any:
+        """``attend``, where its arguments are known to pass; ``UNKNOWN``, with nothing done, else."""
+        context, spec, writes = self._context, self._spec, self._writes
+        if not context.known or context.far:
+            return UNKNOWN
+        if spec.kv is not None:
+            if selected is not None or rope is not None or ("kv" not in writes.own and self._tokens):
+                return UNKNOWN
+            how = {"columns": self._kv_columns(spec.kv, ended=True), "sink": sink, "scale": scale}
+            return writes.again("attend_kv", (q, *(writes.unwritten("kv") or NO_STREAMS)), how)
+        if spec.window is not None:
+            self._require("window", "attend")
+        if spec.entries is not None:
+            self._require_entries("entries", "attend")
+        rows = writes.unwritten("window")
+        how = {"rows": rows[0] if rows else None, "sink": sink, "scale": scale, "rope": rope}
+        return writes.again("attend", (q, selected), how)
 
     def _attend_arguments(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> tuple[Any, ...]:
         """Arguments of ``attend`` of a latent layer, checked."""
@@ -743,8 +810,10 @@ class LayerHandle:
         return found
 
     def _append(self, role: str, *values: Given) -> None:
-        context = self._context
+        context, given = self._context, values
         context.check_open()
+        if self._writes.append_again(role, values, {}):
+            return
         key = None if context.check else context.key_of(role, self._layer, values)
         if key not in context.passed:
             self._component(role)
@@ -752,6 +821,17 @@ class LayerHandle:
             context.passes(key, values, found)
             values = found
         self._writes.append(role, values)
+        if role in ROWS_OF_TOKENS:
+            self._writes.note(WRITERS[role], given, {}, values)
+
+    def _index_again(self, verb: str, given: tuple[Any, ...]) -> Any:
+        """What a verb of the indexer gives whose arguments are known to pass; ``UNKNOWN``, with nothing done, else."""
+        self._context.check_open()
+        keys = self._spec.index_keys
+        if keys is None or not self._context.known:
+            return UNKNOWN
+        self._require_entries("index_keys", verb)
+        return self._writes.again(verb, given, {"columns": self._context.longest(keys.ratio)})
 
     def _indexed(self, verb: str, q: Given, weights: Given) -> tuple[IndexKeys, Array, Array, int]:
         """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""

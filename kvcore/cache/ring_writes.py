@@ -8,8 +8,9 @@ appends to its ``RingWrites`` and reads through them; the step drives all of the
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvcore.cache.state import CacheState
 from kvcore.cache.undo import Undo
 from kvcore.errors import StepError
 from kvcore.ops import Array, Ops, RawRows, StepIndex
-from kvcore.ops.arguments import likes, note_passed
+from kvcore.ops.arguments import UNKNOWN, likes, note_passed
 from kvcore.plan import Region
 from kvcore.pools import Pools
 from kvcore.requests.manager import Opening, Request
@@ -47,6 +48,13 @@ class Writing(NamedTuple):
 
 AT_ONCE = Writing(waits=False, undone=False)
 
+ROWS_OF_TOKENS = frozenset({"window", "kv", "state", "conv"})
+"""Roles whose rows wait for no flush."""
+
+DOOR = "handle"
+NONE: Mapping[str, Any] = {}
+NO_STREAMS = None, None
+
 LAST_WRITERS = {"state": "write_state"}
 """The verbs that write of every request's new rows the last one alone."""
 
@@ -60,7 +68,7 @@ class StepContext:
         numbers: the step as host integers.
         tokens: rows of every input, padding included.
         copied: copies of arrays, as the backend makes them.
-        traced, passed: see ``CacheState``.
+        traced, passed, known: see ``CacheState``.
         undo: what an abort puts back.
         memo: what one layer worked out from the rows, for others of equal components: by its name and what it depends
             on.
@@ -80,6 +88,7 @@ class StepContext:
         self.numbers = numbers
         self.memo: dict[Any, Any] = {}
         self.passed = cache.passed
+        self.known = cache.known
         self.tokens: int = index.positions.shape[0]
         self.unflushed: RingWrites | None = None
         self.writings: dict[int, Writing] = {}
@@ -185,7 +194,8 @@ class RingWrites:
     """
 
     __slots__ = (
-        *("_regions", "_rotation", "context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
+        *("_known", "_regions", "_rotation"),
+        *("context", "last", "number", "own", "spec", "stored", "unflushed", "waiting"),
     )
 
     def __init__(self, context: StepContext, number: int) -> None:
@@ -200,6 +210,54 @@ class RingWrites:
         self.stored: set[str] = set()
         self.last: set[str] = set()
         self._regions = context.plan.layers[number].regions
+        self._known = context.known.get(number, NONE)
+
+    def again(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a verb of the layer gives whose arguments are known to pass; ``UNKNOWN``, with nothing done, else."""
+        known, context = self._known.get(verb), self.context
+        if known is None:
+            return UNKNOWN
+        return known.again(DOOR, context.held, context.index, arguments, options)
+
+    def note(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any], checked: Sequence[Any]) -> None:
+        """Note that a call passed and ran; ``checked`` is what was found of its arguments and options."""
+        known = self._known.get(verb)
+        if known is not None:
+            known.note(DOOR, self.context.index, arguments, options, checked)
+
+    def append_again(self, role: str, arrays: tuple[Array, ...], rotation: dict[str, Any]) -> bool:
+        """``append``, where the rows are stored at once and are known to pass; False, with nothing done, else."""
+        context, unflushed = self.context, self.context.unflushed
+        if not self._known or role in self.own or (unflushed is not None and unflushed is not self):
+            return False
+        if role not in ROWS_OF_TOKENS or RING_OF.get(role) in self._regions:
+            return False
+        waits, undone = self.writing(role)
+        if waits:
+            return False
+        if undone:
+            context.undo.keep(context.held, self.number, role)
+        verb = "append_rotated_window" if rotation else WRITERS[role]
+        if self.again(verb, arrays, rotation) is UNKNOWN:
+            return False
+        self._rotation = rotation
+        self.own[role] = arrays
+        return True
+
+    def flush_again(self, tails: Sequence[str], how: dict[str, Any]) -> bool:
+        """``flush``, likewise, of tails whose rows wait for it."""
+        waiting = self.unflushed
+        if not self._known or len(waiting) != len(tails):
+            return False
+        for tail in tails:
+            if tail not in waiting:
+                return False
+            self._keep_overwritten(tail)
+        streams = [*chain.from_iterable(waiting.get(tail, NO_STREAMS) for tail in TAIL_OF.values())]
+        if self.again("append_flush", tuple(streams), self.flush_options(how)) is UNKNOWN:
+            return False
+        self._all_flushed()
+        return True
 
     def append(self, role: str, arrays: tuple[Array, ...], **rotation: Any) -> None:
         """Take the step's rows of a role, and write them as soon as that is safe; a tail's with the flush."""
@@ -241,6 +299,10 @@ class RingWrites:
             self.unflushed[role] = self.own[role]
             context.unflushed = self
 
+    def flush_options(self, how: dict[str, Any]) -> dict[str, Any]:
+        """Options of the verb that flushes and appends; how many entries close decides nothing of what it launches."""
+        return {"newest": self.context.most_new, "closed": None, **how}
+
     def _append_group_rows(self, role: str, ring: str, arrays: tuple[Array, ...]) -> None:
         """Take rows that are coded in groups: what closes is coded at once, the ring is written when that is safe."""
         context, waits = self.context, self.writing(ring).waits
@@ -273,8 +335,10 @@ class RingWrites:
             self._write(role, arrays)
         self._all_flushed()
 
-    def flush(self, tails: Sequence[str], streams: Sequence[Array | None], **how: Any) -> None:
+    def flush(self, tails: Sequence[str], streams: Sequence[Array | None], **how: Any) -> bool:
         """Store the entries that close from what these tails and the step hold, and what waits of the step's own rows.
+
+        Returns whether that was one verb.
 
         Args:
             tails: roles of the tails that are read.
@@ -288,9 +352,10 @@ class RingWrites:
                 self._keep_overwritten(role)
             context.replace(context.ops.append_flush(*at, *streams, newest=context.most_new, **how))
             self._all_flushed()
-        else:
-            self.settle()
-            context.replace(context.ops.flush(context.pools, *at[1:], *streams, **how))
+            return True
+        self.settle()
+        context.replace(context.ops.flush(context.pools, *at[1:], *streams, **how))
+        return False
 
     def _all_flushed(self) -> None:
         self.unflushed.clear()

@@ -102,6 +102,7 @@ class CacheState:
             state, the request and its new place once the rows are stored, before the request has them; None: nobody.
         has_far: whether a request has or had entries in the host's memory; see ``kvcore.cache.far``.
         passed: calls of layers' verbs whose arguments passed as they are, by all that is checked of them.
+        known: layer -> verb -> what runs such calls at once, where the backend has that.
     """
 
     def __init__(self, plan: CachePlan, ops: Ops, *, prefix: Policy, check: bool) -> None:
@@ -125,6 +126,8 @@ class CacheState:
         self.follow: Callable[[CacheState, Request, RequestState, int], None] | None = None
         self.has_far = False
         self.passed: set[Any] = set()
+        known = {} if check or self.traced is not None else getattr(ops, "known", {})
+        self.known: Mapping[int | None, Mapping[str, Any]] = known
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.

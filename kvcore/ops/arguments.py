@@ -37,6 +37,9 @@ def dtype_name(dtype: Any) -> str:
 NUMBERS = frozenset({type(None), bool, int, float, Rope})
 """Classes of what is told by its value, of all that verbs are given."""
 
+STRANGE = AttributeError, RuntimeError, TypeError, NotImplementedError
+"""What an array raises that does not say what it is: nested, sparse, or of a framework of its own."""
+
 MOST_PASSED = 1 << 13
 """Calls whose arguments are known to pass, at a time."""
 
@@ -60,7 +63,7 @@ def likes(values: Sequence[Any]) -> tuple[Any, ...] | None:
                 if shape.__class__ is not tuple:
                     return None
                 found += shape, getattr(value, "dtype", None), getattr(value, "device", None)
-    except (AttributeError, RuntimeError, TypeError, NotImplementedError):  # nested, or of a framework of its own
+    except STRANGE:
         return None
     return tuple(found)
 
@@ -71,6 +74,22 @@ def note_passed(passed: set[Any], key: Any, given: Iterable[Any], found: Iterabl
         if len(passed) >= MOST_PASSED:
             passed.clear()
         passed.add(key)
+
+
+UNKNOWN: Any = object()
+"""What ``again`` of a backend's ``known`` verbs gives of a call that must be checked, and run the long way."""
+
+
+def are_same(given: Iterable[Any], found: Iterable[Any]) -> bool:
+    """Whether what checks found is what was given, or the same without the gradient that is asked of it."""
+    return all(one is other or _is_detached(one, other) for one, other in zip(given, found, strict=True))
+
+
+def _is_detached(array: Any, found: Any) -> bool:
+    if getattr(array, "requires_grad", False) is not True or getattr(found, "requires_grad", True):
+        return False
+    alike: bool = array.shape == found.shape and array.dtype == found.dtype
+    return alike and array.data_ptr() == found.data_ptr()
 
 
 def check_array(ops: Ops, array: Array, where: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> Array:

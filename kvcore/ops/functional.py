@@ -16,7 +16,7 @@ import numpy as np
 from kvcore.arrays import check_plain
 from kvcore.errors import ShapeError
 from kvcore.ops import Array, Ops, Paging, StepIndex
-from kvcore.ops.arguments import likes, note_passed
+from kvcore.ops.arguments import UNKNOWN, likes, note_passed
 from kvcore.ops.checks import CHECKS, Call, Check
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
@@ -150,6 +150,9 @@ def _checked(door: FunctionalOps, name: str, verb: Any, checks: Mapping[str, Che
     # Whose arguments' values nobody looks at, but those of plain numbers: what passed once passes again.
     repeats = _repeats(name, checks) and door.in_place
     wheres = {parameter: f"{name}: {parameter}" for parameter in checks}
+    # What runs calls at once that have passed before, by layer and verb, where the backend has that.
+    known: Mapping[int | None, Mapping[str, Any]] = getattr(door, "known", {}) if repeats else {}
+    leading, paging = 0 if name == "select" else len(STEPS), door.paging
     torch = sys.modules.get("torch")
     compiling = _never if torch is None else torch.compiler.is_compiling
 
@@ -157,9 +160,24 @@ def _checked(door: FunctionalOps, name: str, verb: Any, checks: Mapping[str, Che
     def run(*arguments: Any, **options: Any) -> Any:
         if compiling():
             return verb(*arguments, **options)
+        again, index = None, None
+        if leading and len(arguments) >= leading:
+            pools, layer, index, *_ = arguments
+            if type(layer) is int and index.__class__ is StepIndex and index.paging is paging:
+                again = known.get(layer, NONE).get(name)
+        else:
+            pools, again = None, known.get(None, NONE).get(name)
+        if again is not None:
+            found = again.again(DOOR, pools, index, arguments[leading:], options)
+            if found is not UNKNOWN:
+                return found
         key = _key(door, name, arguments, options) if repeats else None
         if key is not None and key in door.passed:
-            return verb(*arguments, **options)
+            found = verb(*arguments, **options)
+            if again is not None:
+                given = arguments[leading:]
+                again.note(DOOR, index, given, options, (*given, *options.values()))
+            return found
         call, given, named = Call(door, name), list(arguments), dict(options)
         for place, parameter, check in order:
             call.where = wheres[parameter]
@@ -171,12 +189,17 @@ def _checked(door: FunctionalOps, name: str, verb: Any, checks: Mapping[str, Che
             _size_format(call, given, options)
         if key is not None:
             note_passed(door.passed, key, (*arguments, *named.values()), (*given, *options.values()))
-        return verb(*given, **options)
+        found = verb(*given, **options)
+        if again is not None:
+            again.note(DOOR, index, arguments[leading:], named, (*given[leading:], *options.values()))
+        return found
 
     return run
 
 
 STEPS = "pools", "layer", "index"
+DOOR = "functional"
+NONE: Mapping[str, Any] = {}
 
 
 def _repeats(name: str, checks: Mapping[str, Check]) -> bool:

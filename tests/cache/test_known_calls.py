@@ -24,7 +24,7 @@ class World:
         self.number = next(n for n, layer in enumerate(self.spec.layers) if layer.index_keys or layer.kv)
         self.layer = self.spec.layers[self.number]
         self.cache = kvcore.create_cache(
-            self.spec, backend="torch_triton", device="cpu", max_requests=2, max_tokens=512
+            self.spec, backend="torch_triton", device="cpu", max_requests=2, max_tokens=512, max_draft_tokens=1
         )
         self.request = self.cache.admit()
         with self.step() as step:

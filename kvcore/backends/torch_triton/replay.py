@@ -8,6 +8,9 @@ programs. Addresses of pools and of a step's index are looked up once for these.
 A call that is not of this sort (arrays with gaps or off 16-byte boundaries, pools or an index that somebody put
 together, torch's own operations on the way) goes the verb's own way, and so does the first call of a kind, in which
 Triton compiles.
+
+All that checks of arguments ask of tensors on the device decides the kind, too. So calls of a kind pass or fail alike,
+and whoever checks asks first whether such a call has passed before (``again``): one look at the arguments is then all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +26,14 @@ from kvcore.backends.torch_triton import run_triton
 from kvcore.backends.torch_triton.run_triton import ALIGNED, INTERPRETED
 from kvcore.backends.torch_triton.symbols import New, Symbol, Trace, Unbound
 from kvcore.ops import StepIndex
-from kvcore.ops.arguments import NUMBERS
+from kvcore.ops.arguments import NUMBERS, STRANGE, UNKNOWN, are_same
 from kvcore.pools import Pools
 
 TENSORS = frozenset({Tensor, Parameter})
 """Classes of arguments that are tensors without more to them; programs may depend on the value of ``NUMBERS``."""
+
+_grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_dynamo_compiling
 
 MOST_KINDS = 512
 """Kinds of calls that are known at a time."""
@@ -70,6 +76,16 @@ class Seen:
         """A tensor on the device."""
         with torch.inference_mode(False):
             return torch.empty(0, device=self._device)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device, as tensors tell it."""
+        return self.like.device
+
+    def look(self, index: StepIndex) -> Indexed:
+        """What is known of an index."""
+        indexed = self.index
+        return indexed if indexed.index is index else self.take_index(index)
 
     def take_index(self, index: StepIndex) -> Indexed:
         """Look at another index."""
@@ -284,7 +300,9 @@ class Replayed:
             then.
     """
 
-    __slots__ = ("_bounds", "_kind", "_layer", "_names", "_ops", "_places", "_programs", "_seen", "_unread", "way")
+    __slots__ = (
+        *("_bounds", "_kind", "_layer", "_names", "_ops", "_passed", "_places", "_programs", "_seen", "_unread", "way"),
+    )
 
     def __init__(
         self,
@@ -303,20 +321,18 @@ class Replayed:
         alike = None if layer is None else ops.plan.spec.all_layers[layer]
         self._kind = verb, alike, frozen(given, self._names)
         self._programs: dict[Any, Program | None] = {}
+        # Of kinds whose arguments passed all checks as they were.
+        self._passed: dict[Any, Program] = {}
         # What stands for pools, and where those of them lie that a program takes.
         self._places: tuple[object, dict[tuple[int, ...], tuple[Any, ...] | None]] = None, {}
 
     def __call__(self, ops: Any, pools: Any, layer: int, index: Any, *arguments: Any, **options: Any) -> Any:
         """The verb of a layer."""
         seen = self._seen
-        indexed = seen.index
-        if indexed.index is not index:
-            indexed = seen.take_index(index)
+        indexed = seen.look(index)
         exact = options
-        for name in self._bounds:
-            bound = options.get(name)
-            if type(bound) is int:
-                options = {**options, name: rounded(bound)}
+        if self._bounds:
+            options = self._bounded(options)
         taken = None if indexed.kind is None or pools.__class__ is not Pools else self._take(arguments, options)
         if taken is None:
             return self.way(ops, pools, layer, index, *arguments, **exact)
@@ -344,6 +360,74 @@ class Replayed:
                     return pools if program.answer is None else program.answer(new)
         return self.way(ops, pools, layer, index, *arguments, **options)
 
+    def again(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a call gives of a kind that has passed all checks before; ``UNKNOWN``, with nothing done, else.
+
+        Args:
+            door: whose checks these were.
+            pools: that it is given, and the step's index; None of a verb of no layer.
+            arguments: behind them; and its options.
+        """
+        seen, lie = self._seen, ()
+        if _grad_enabled() or _compiling():
+            return UNKNOWN
+        kind: tuple[Any, ...] = (door,)
+        places: tuple[Any, ...] = ()
+        if self._layer is not None:
+            indexed = seen.index
+            if indexed.index is not index:
+                indexed = seen.take_index(index)
+            kind, places = (door, indexed.kind), indexed.places
+        if self._bounds:
+            options = self._bounded(options)
+        try:
+            taken = self._take(arguments, options)
+        except STRANGE:
+            return UNKNOWN
+        if taken is None:
+            return UNKNOWN
+        key, given = taken
+        program = self._passed.get((*kind, *key))
+        if program is None:
+            return UNKNOWN
+        if self._layer is not None:
+            # Pools are of this cache if they are those of a call that passed.
+            (held, token), (known, found) = seen.pools, self._places
+            lie = found.get(program.pools) if held is pools and known is token else None
+            if lie is None:
+                return UNKNOWN
+        new = program.run(given, places, lie, seen.like)
+        if new is False:
+            return UNKNOWN
+        return pools if program.answer is None else program.answer(new)
+
+    def note(
+        self, door: str, index: Any, arguments: tuple[Any, ...], options: dict[str, Any], checked: Sequence[Any]
+    ) -> None:
+        """Note that a call passed a door's checks, which found ``checked`` of its arguments and options, and ran."""
+        if _grad_enabled() or _compiling() or not are_same((*arguments, *options.values()), checked):
+            return
+        try:
+            taken = self._take(arguments, self._bounded(options))
+        except STRANGE:
+            return
+        if taken is not None:
+            indexed = self._seen.index
+            if self._layer is not None and indexed.index is not index:
+                return
+            key = (*(() if self._layer is None else (indexed.kind,)), *taken[0])
+            program = self._programs.get(key)
+            if program is not None:
+                self._passed[door, *key] = program
+
+    def _bounded(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options with bounds rounded up."""
+        for name in self._bounds:
+            bound = options.get(name)
+            if type(bound) is int:
+                options = {**options, name: rounded(bound)}
+        return options
+
     def of_none(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """The verb of no layer."""
         taken = self._take(arguments, options)
@@ -365,11 +449,14 @@ class Replayed:
             values = (*arguments, *[value for name, value in options.items() if name not in self._unread])
         key: list[Any] = [len(arguments), *options]
         given: list[Any] = []
+        device = self._seen.device
         for value in values:
             kind = value.__class__
             if kind in TENSORS:
                 address = value.data_ptr()
                 if address % ALIGNED or not value.is_contiguous():
+                    return None
+                if value.device != device or value.is_neg():
                     return None
                 key.append(value.shape)
                 key.append(value.dtype)
@@ -399,6 +486,7 @@ class Replayed:
             every[whole] = self._traced(at, arguments, options)
         if len(self._programs) >= MOST_KINDS:
             self._programs.clear()
+            self._passed.clear()
         program = self._programs[key] = every[whole]
         return program
 

@@ -88,6 +88,7 @@ class TritonOps(TorchOps):
     Attributes:
         records: (layer, role) -> what launches must know of its parts, or why kernels do not cover them.
         ways: verb -> layer -> what runs it; None is no layer.
+        known: layer -> verb -> what runs calls that have passed all checks before, of those that are replayed.
         decisions: likewise what is said of that.
         workspaces, scratch: what calls write beside their outputs.
         fresh: name of a pool -> bytes of a slot that nobody has used, on the device.
@@ -107,6 +108,7 @@ class TritonOps(TorchOps):
         self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)
         self.ways: dict[str, dict[int | None, Any]] = {name: {} for name in KERNELS}
+        self.known: dict[int | None, dict[str, Any]] = {layer: {} for layer in (None, *range(len(self.layers)))}
         self.decisions: dict[tuple[int | None, str], Decision] = {}
         for layer, verb in verbs_of(plan.spec, shared=True):
             self._bind(layer, verb)
@@ -121,6 +123,11 @@ class TritonOps(TorchOps):
         if row is not None:
             way = cuda.bound(self, layer, verb, row, getattr(TorchOps, PLAIN.get(verb, verb)))
             self.ways[verb][layer], self.decisions[layer, verb] = way
+            known = getattr(way.run, "__self__", way.run)
+            if isinstance(known, Replayed):
+                self.known[layer][verb] = known
+            else:
+                self.known[layer].pop(verb, None)
 
     @property
     def props(self) -> DeviceProps:
