@@ -6,7 +6,7 @@ for every stream of rows that a layer owns; pools are allocated from the regions
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -442,6 +442,7 @@ def point_bytes(spec: CacheSpec) -> int:
     return total
 
 
+@lru_cache(maxsize=1024)
 def row_bytes(component: Component) -> int:
     """Bytes of one row over all parts and heads, pads of the format included."""
     return sum(part.heads * part.format.row for part in component.parts)

@@ -62,12 +62,14 @@ def fresh_unit(region: Region, buffer: str) -> bytes | None:
 
     Only a tail differs from zeros: its scores start at -inf, so that a row that was never written weighs nothing.
     """
-    fills = {field.name: field.fill for field in region.format.fields}
-    if not any(fills[place.field] for place in region.unit.places if place.buffer == buffer):
+    fills = {field.name: field.fill for field in region.format.fields if field.fill}
+    if not fills:
+        return None
+    if not any(place.field in fills for place in region.unit.places if place.buffer == buffer):
         return None
     unit = bytearray(dict(region.unit.buffers)[buffer])
     for place in region.unit.places:
-        if place.buffer == buffer and fills[place.field]:
+        if place.buffer == buffer and place.field in fills:
             row = struct.pack("<f", fills[place.field]) * (place.nbytes // 4)
             for r in range(region.unit.rows):
                 start = place.base + r * place.stride

@@ -8,6 +8,7 @@ donates at the outermost ``jit``, the only place where donation counts.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +23,7 @@ from kvcore.backends.jax_pallas import (
     choice,
     encoding,
     entries,
+    host_memory,
     indexer,
     kv,
     lifecycle,
@@ -46,9 +48,11 @@ from kvcore.spec.codes import check_known
 from kvcore.step import kept_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jax import Array
 
-    from kvcore.ops import RawRows
+    from kvcore.ops import RawRows, Strip
     from kvcore.plan import CachePlan
     from kvcore.spec import Format
     from kvcore.step import BlockTables, IndexShape, StepNumbers
@@ -105,11 +109,13 @@ class JaxOps(Decided, Ops):
 
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
+        # Two primitives a pool cost more than one program, and a plan has hundreds of pools.
+        zeros = programs.zeros if self._target is None else partial(jnp.zeros, device=self._target)
 
         def make(units, size, fresh, region, buffer):
             shape, dtype = pool_shape(region, buffer, units)
             if fresh is None:
-                return jnp.zeros(shape, dtype, device=self._target)
+                return zeros(shape, dtype)
             unit = np.frombuffer(fresh, dtype).reshape(shape[1:])
             return jax.device_put(np.broadcast_to(unit, shape), self._target, may_alias=False)
 
@@ -209,6 +215,14 @@ class JaxOps(Decided, Ops):
     poison = verbs.poison
     copy_slots = verbs.copier("slot")
     copy_blocks = verbs.copier("block")
+
+    def move_strips(
+        self, pools: Pools, pages: Array, strips: Sequence[Strip], units: Array, *, store: bool = False
+    ) -> bool:
+        """A request's rows between pools and pages that both lie in the host's memory."""
+        if store:
+            return host_memory.store_strips(self.plan, pools, pages, strips, units)
+        return super().move_strips(pools, pages, strips, units)
 
     def digest_rows(self, raw: RawRows, salt: int) -> Array:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""

@@ -120,6 +120,7 @@ def _fresh(pool, fresh):
     return None if fresh is None else jnp.asarray(np.frombuffer(fresh, pool.dtype).reshape(pool.shape[1:]))
 
 
+zeros = jax.jit(jnp.zeros, static_argnums=(0, 1))
 reset = jax.jit(
     lambda pool, slots, fresh: lifecycle.reset_slots(pool, slots, _fresh(pool, fresh)),
     static_argnums=2,

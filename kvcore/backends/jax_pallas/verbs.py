@@ -6,7 +6,7 @@ from typing import Any
 from jax import Array
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, buckets, choice, kv, programs, tail
+from kvcore.backends.jax_pallas import attention, buckets, choice, host_memory, kv, programs, tail
 from kvcore.backends.jax_pallas import entries as entry
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.ops import Ops, RawRows, StepIndex, bounds, facade
@@ -318,6 +318,8 @@ def append_flush(
 
 def reset_slots(self: Any, pools: Pools, slots: Array) -> Pools:
     """Make slots [n] as if never used; -1 is ignored."""
+    if host_memory.reset(pools, slots, self._fresh):
+        return pools
     arrays = programs.written(pools, slots, [pools[name] for name in self._fresh])
     for name, fresh in self._fresh.items():
         programs.put(arrays, name, programs.reset(arrays[name], slots, fresh))

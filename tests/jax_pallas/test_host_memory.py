@@ -1,0 +1,69 @@
+"""Rows that come into pools in the host's memory are put there in place, and nobody's array changes for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcore
+from tests.support import stories
+
+OPS = {"planar": {}, "tpu_tile": {"layout": "tpu_tile"}}
+
+
+@pytest.fixture(params=OPS)
+def caches(request):
+    """A cache with a request, and its blob."""
+    cache = stories.create(stories.MIXED, "jax_pallas", max_requests=2, **OPS[request.param])
+    one = cache.admit()
+    stories.tell(cache, {one: list(range(21))})
+    return cache, one, cache.export_request(one)
+
+
+def test_what_comes_in_lies_where_pools_lay_and_who_held_those_is_told(caches):
+    cache, one, blob = caches
+    right = cache.digest([one])
+    before = dict(cache.pools)
+    where = {name: pool.unsafe_buffer_pointer() for name, pool in before.items()}
+    pool, other, *_ = (name for name, array in before.items() if array.size)
+    seen = np.asarray(before[pool])
+    kept, coming = seen.copy(), before[pool].astype(jnp.int32).sum() + jnp.zeros(1 << 20, jnp.int32)
+    moved = cache.import_request(blob)
+    assert cache.digest([one, moved]) == cache.digest([moved, one])
+    assert cache.digest([moved]) == cache.digest([one]) == right
+    # What was given away is dead; what somebody looks at, or computes with, is what it was.
+    assert before[other].is_deleted()
+    assert (seen == kept).all()
+    assert int(coming[0]) == int(kept.astype(np.int64).sum())
+    now = {name: array.unsafe_buffer_pointer() for name, array in cache.pools.items() if array.size}
+    assert len(set(now.values())) == len(now)
+    same = [name for name in now if now[name] == where[name]]
+    assert len(same) >= len(now) - 1
+    # And what goes on from there is as ever.
+    stories.tell(cache, {moved: list(range(21, 30)), one: list(range(21, 30))})
+    assert cache.digest([moved]) == cache.digest([one])
+
+
+def test_pools_that_nobody_can_write_to_are_left_to_programs(caches):
+    cache, one, blob = caches
+    ops, pools = cache.ops, cache.pools
+    traced = jax.jit(lambda held: ops.reset_slots(kvcore.pools.Pools(held), jnp.array([0])))(dict(pools))
+    assert {type(array) for array in traced.values()} == {type(pools[name]) for name in pools}
+    cache.admit()
+    plain = {name: array + 0 for name, array in cache.pools.items()}
+    given = ops.reset_slots(plain, jnp.array([1]))
+    assert type(given) is dict
+    assert set(given) == set(plain)
+    del one, blob
+
+
+def test_a_slot_that_is_given_again_is_fresh():
+    cache = stories.create(stories.MIXED, "jax_pallas", max_requests=1)
+    own = kvcore.create_cache(stories.MIXED, backend="jax_pallas", max_requests=1, max_tokens=64)
+    for _ in range(2):
+        one = cache.admit()
+        fresh = {name: np.asarray(cache.pools[name])[one.slot].tobytes() for name in cache.ops._fresh}
+        wanted = {name: np.asarray(own.pools[name])[0].tobytes() for name in own.ops._fresh}
+        assert fresh == wanted
+        stories.tell(cache, {one: list(range(9))})
+        cache.release(one)
