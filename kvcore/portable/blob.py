@@ -4,6 +4,7 @@ A blob is a head of 48 bytes, the manifest, and the pages. Import checks all of 
 leaves the cache as it was. Blobs of 0.1.0 are read too.
 """
 
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import NamedTuple, cast
 
@@ -193,8 +194,12 @@ def take_in(
     *,
     salt: str | None,
     shares: bool | None = None,
+    verify: Callable[[Sequence[bytes]], None] | None = None,
 ) -> Request:
-    """Make a request of pages that were verified, and keep its checkpoints where prefixes are kept."""
+    """Make a request of pages that were verified, and keep its checkpoints where prefixes are kept.
+
+    ``verify``: of pages that were not; given the lanes of what was stored, it raises, and there is no request.
+    """
     content: dict[str, Content] = {}
 
     def rows() -> Content:
@@ -203,9 +208,12 @@ def take_in(
         return content["rows"]
 
     def write(ops: Ops, pools: Pools, row: StepRequest) -> Pools:
-        return (
-            pools if move_at_once(ops, pools, row, layout, pages, store=True) else write_rows(ops, pools, row, rows())
-        )
+        lanes: list[Array] | None = None if verify is None else []
+        if not move_at_once(ops, pools, row, layout, pages, store=True, lanes=lanes):
+            pools = write_rows(ops, pools, row, rows())
+        if verify is not None:
+            verify(digests_of("lanes", ops, layout, lanes or ()).result(pages))
+        return pools
 
     keeps = cache.most_checkpoints and layout.checkpoints
     states = states_of(cache.ops, layout, pages, rows()) if keeps else []

@@ -20,7 +20,7 @@ from kvcore.ops import Ops, Strip
 from kvcore.ops.host import fields_in_place, rows_in_place
 from kvcore.plan import row_bytes
 from kvcore.pools import Pools
-from kvcore.portable.pages import HISTORY, Array, PageLayout, at_once, positions_of, rows_of
+from kvcore.portable.pages import HISTORY, Array, PageLayout, positions_of, ranged, rows_of
 from kvcore.portable.rows import digests_at, owned, page_places
 from kvcore.step import StepRequest
 
@@ -49,9 +49,9 @@ class Digests(Protocol):
         ...
 
 
-def digests_of(kind: str, ops: Ops, layout: PageLayout) -> Digests:
-    """What works out digests of a kind of ``SIZES``."""
-    return ByteDigests(layout, kind) if kind in HASHES else LaneDigests(ops, layout)
+def digests_of(kind: str, ops: Ops, layout: PageLayout, known: Sequence[Array] = ()) -> Digests:
+    """What works out digests of a kind of ``SIZES``; ``known``: lanes of history's pages and of the record, if any."""
+    return ByteDigests(layout, kind) if kind in HASHES else LaneDigests(ops, layout, *known)
 
 
 class ByteDigests:
@@ -85,12 +85,13 @@ def _on_host(pages: Array) -> np.ndarray[Any, Any]:
 class LaneDigests:
     """The lanes of every page of history, then of each other section."""
 
-    def __init__(self, ops: Ops, layout: PageLayout) -> None:
+    def __init__(self, ops: Ops, layout: PageLayout, history: Array = None, record: Array = None) -> None:
         self._ops = ops
         self._layout = layout
         # Lanes of the first pages, as far as they are here; on the device.
-        self._lanes: list[Array] = []
-        self._added = 0
+        self._lanes: list[Array] = [] if history is None else [history]
+        self._added = 0 if history is None else layout.blocks
+        self._record = record
 
     def add(self, pages: Array, first: int) -> None:
         """Begin with them, if the backend can and they are on its device."""
@@ -108,6 +109,9 @@ class LaneDigests:
         found = [self._lanes if self._added == len(history) else [self._one_by_one(history, paged)]]
         for section in self._layout.sections[1:]:
             record = section.of(pages)
+            if section is self._layout.record and self._record is not None:
+                found.append([self._record])
+                continue
             lanes = self._at_once(record, section.strips, 0)
             found.append([self._one_by_one(record, section.strips) if lanes is None else lanes])
         return [
@@ -118,7 +122,7 @@ class LaneDigests:
         ]
 
     def _at_once(self, part: Array, strips: tuple[Strip, ...], first: int) -> Array | None:
-        return self._ops.digest_strips(part, strips, first) if at_once(part, strips) else None
+        return self._ops.digest_strips(part, ranged(strips), first)
 
     def _one_by_one(self, part: Array, strips: tuple[Strip, ...]) -> np.ndarray[Any, Any]:
         """Lanes [pages, 2] int64, component by component; they stay on the device until the last is there."""

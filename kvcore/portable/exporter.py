@@ -20,7 +20,7 @@ from kvcore.errors import OutOfSlots, ShapeError, SpecError, TransferError
 from kvcore.foreign import shortened
 from kvcore.ops.arguments import check_seconds
 from kvcore.portable.caches import CacheInTurn, SharedCache
-from kvcore.portable.digests import DEFAULT, HASHES
+from kvcore.portable.digests import HASHES
 from kvcore.portable.manifest import ROOT_BYTES, Staged, root_of, stage
 from kvcore.portable.pages import Array
 from kvcore.requests.manager import Request
@@ -90,7 +90,8 @@ class Exporter:
     """Exports of one cache. Safe to use from several threads.
 
     ``digest`` is what pages on the host are verified by: ``xxh3_128`` finds damage at the speed of memory, ``sha256``
-    is for pages that come by a way that is not trusted, to whoever has the handle from a trusted one.
+    is for pages that come by a way that is not trusted, to whoever has the handle from a trusted one. None: the first,
+    or, of a cache on a GPU, ``lanes``, which the GPU works out as the rows leave it.
     """
 
     def __init__(
@@ -99,12 +100,12 @@ class Exporter:
         *,
         places: int = 64,
         on_device: bool = False,
-        digest: str = DEFAULT,
+        digest: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         places = check_count(SpecError, "places", places, 1)
-        if digest not in HASHES:
-            raise SpecError(got=digest, where="Exporter: digest", allowed=" or ".join(HASHES))
+        if digest is not None and digest not in HASHES:
+            raise SpecError(got=digest, where="Exporter: digest", allowed=f"None, {' or '.join(HASHES)}")
         self._digest = digest
         self.name = uuid.uuid4().hex
         self._cache = cache

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, TransferError
@@ -19,7 +20,7 @@ from kvcore.portable.digests import SIZES, digests_of
 from kvcore.portable.exporter import Handle
 from kvcore.portable.manifest import Described, damaged, empty_pages, layout_of, root_of
 from kvcore.portable.manifest import parse as parse_manifest
-from kvcore.portable.pages import Array, PageLayout
+from kvcore.portable.pages import Array, PageLayout, takes_chunks
 from kvcore.portable.record import RequestRecord, check_length, check_spec
 from kvcore.portable.transport import Transport, begin
 from kvcore.requests.manager import Request
@@ -33,11 +34,17 @@ refuse = partial(TransferError, reason="damaged")
 
 
 class Received(NamedTuple):
-    """An export that is here and verified, not yet a request."""
+    """An export that is here, not yet a request.
+
+    Attributes:
+        record, layout, pages: what it is.
+        declared: lanes that its pages are still to be verified by, as the device reads them; None: they were.
+    """
 
     record: RequestRecord
     layout: PageLayout
     pages: Array
+    declared: Sequence[bytes] | None = None
 
 
 def pull(
@@ -88,6 +95,7 @@ def pull(
         on_device=on_device,
         checkpoints=salt is not None,
         digests=digests,
+        verified=False,
     )
     request = commit(cache, received, salt)
     # It is here, whatever becomes of the exporter, whose lease ends by itself.
@@ -106,10 +114,13 @@ def receive(
     on_device: bool = False,
     checkpoints: bool = False,
     digests: Sequence[str] = tuple(SIZES),
+    verified: bool = True,
 ) -> Received:
     """Fetch an export and verify every page of it; arguments and errors as for ``pull``.
 
-    ``checkpoints``: fetch those too that a cache with a ``prefix`` policy keeps.
+    Args:
+        checkpoints: fetch those too that a cache with a ``prefix`` policy keeps.
+        verified: False leaves it to ``commit`` where that reads all pages once more, on their way to a device.
     """
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
@@ -128,17 +139,26 @@ def receive(
     # Pages of the checkpoints that are not wanted lie between the others.
     rest = layout.record.first + layout.record.pages
     skipped = whole.pages - layout.pages
-    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull")
+    later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
+    declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
+    lend = getattr(transport, "lend", None) if later and not wanted else None
+    if lend is not None:
+        lent: Array = lend(handle)
+        if isinstance(lent, np.ndarray) and lent.shape == (handle.pages, handle.page_bytes):
+            return Received(described.record, layout, lent[: layout.pages], declared)
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull", passing=True)
     verifying, here = digests_of(described.digest, cache.ops, layout), 0
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
         coming = pages[first : min(first + chunk_pages, rest if first < rest else layout.pages)]
         there = first if first < rest else first + skipped
         wait = begin(transport, handle, there, coming, timeout=_left(end))
         # What is here is verified while the next pages are on the way.
-        verifying.add(pages[here:first], here)
+        if not later:
+            verifying.add(pages[here:first], here)
         wait()
         here = first
-    declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
+    if later:
+        return Received(described.record, layout, pages, declared)
     bad = damaged(layout, verifying.result(pages), declared)
     if bad:
         raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
@@ -179,10 +199,18 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
     """Make a request of what was verified, its prefixes for requests of the salt, or for nobody.
 
     Raises:
-        OutOfSlots, OutOfBlocks: no room; nothing is changed.
+        TransferError: ``damaged``, of what was left to be verified here. OutOfSlots, OutOfBlocks: no room. Nothing is
+            changed.
     """
-    record, layout, pages = received
-    return cache.exclusive("pull", lambda state: take_in(state, record, layout, pages, salt=salt))
+    record, layout, pages, declared = received
+
+    def check(found: Sequence[bytes]) -> None:
+        bad = [] if declared is None else damaged(layout, found, declared)
+        if bad:
+            raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
+
+    verify = None if declared is None else check
+    return cache.exclusive("pull", lambda state: take_in(state, record, layout, pages, salt=salt, verify=verify))
 
 
 def encode_handle(handle: Handle) -> bytes:

@@ -7,6 +7,7 @@ down for others in ``docs/portable_format.md``.
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,17 @@ from kvcore.foreign import UNREADABLE, shortened
 from kvcore.plan import row_bytes
 from kvcore.portable.caches import Buffers, CacheInTurn
 from kvcore.portable.digests import DEFAULT, SIZES, digests_of
-from kvcore.portable.pages import Array, PageLayout, Section, least_bytes, move_at_once, page_layout, put_rows
+from kvcore.portable.pages import (
+    Array,
+    PageLayout,
+    Section,
+    least_bytes,
+    move_at_once,
+    page_layout,
+    passing_pages,
+    put_rows,
+    takes_chunks,
+)
 from kvcore.portable.record import Refusal, RequestRecord, is_coherent
 from kvcore.portable.rows import Content, owned, read_rows
 from kvcore.requests.manager import Request
@@ -161,17 +172,22 @@ def root_of(manifest: bytes) -> bytes:
     return hashlib.sha256(manifest).digest()
 
 
-def empty_pages(cache: Buffers, pages: int, page_bytes: int, *, on_device: bool, where: str) -> Array:
+def empty_pages(
+    cache: Buffers, pages: int, page_bytes: int, *, on_device: bool, where: str, passing: bool = False
+) -> Array:
     """Pages of any content: on the host, or beside the pools of a torch cache.
+
+    Args:
+        passing: as ``passing_pages``, for these pools.
 
     Raises:
         OutOfBlocks: there is no memory for them.
     """
+    like: Any = next(iter(cache.pools.values()), None)
     try:
         if on_device:
-            like: Any = next(iter(cache.pools.values()))
             return like.new_empty((pages, page_bytes))
-        return np.empty((pages, page_bytes), np.uint8)
+        return passing_pages(like if passing else None, pages, page_bytes)
     except (MemoryError, RuntimeError, ValueError) as error:
         raise OutOfBlocks(
             got=f"{pages} pages of {page_bytes} bytes",
@@ -259,11 +275,12 @@ class Staging:
         cache, row, layout = self._cache, self._row, self.layout
         # What is left of a page is zeros: of the last page of history, and of the records.
         pages[max(0, layout.blocks - 1) :] = 0
-        if not move_at_once(cache.ops, cache.pools, row, layout, pages):
+        lanes: list[Array] | None = [] if self._digest == "lanes" else None
+        if not move_at_once(cache.ops, cache.pools, row, layout, pages, lanes=lanes):
             stage_one_by_one(cache, row, self._floor, layout, pages)
         for section, (_, state) in zip(layout.checkpoints, self._states, strict=True):
             _fill(cache, section, state, pages)
-        return self.manifest(digests_of(self._digest, cache.ops, layout).result(pages))
+        return self.manifest(digests_of(self._digest, cache.ops, layout, lanes or ()).result(pages))
 
 
 def stage(
@@ -274,7 +291,7 @@ def stage(
     export: tuple[str, int, int] | None = None,
     checkpoints: bool = True,
     on_device: bool = False,
-    digest: str = DEFAULT,
+    digest: str | None = DEFAULT,
 ) -> Staged:
     """Copy a request out of the pools into pages.
 
@@ -285,15 +302,17 @@ def stage(
         export: (exporter, number, generation) for the manifest.
         checkpoints: whether those of its tokens go with it.
         on_device: leave the pages on the device of a torch cache, and digest them there.
-        digest: kind of the digests of pages on the host.
+        digest: kind of the digests of pages on the host; None: the one that their rows' device works out as they leave.
 
     Raises:
         RequestError: the request is still replaying the tokens of a prefix hit.
     """
-    digest = "lanes" if on_device else digest
+    if on_device or (digest is None and takes_chunks(cache.ops)):
+        digest = "lanes"
+    digest = DEFAULT if digest is None else digest
     staging = Staging(cache, request, where, export=export, checkpoints=checkpoints, digest=digest)
     layout = staging.layout
-    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where=where)
+    pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where=where, passing=True)
     return Staged(staging.fill(pages), pages)
 
 
@@ -345,33 +364,37 @@ def layout_table(spec: CacheSpec, layout: PageLayout) -> LayoutTable:
 
 
 def _component(layer: int, role: str, component: Component) -> ComponentTable:
-    scale: float | None = getattr(component, "global_scale", None)
+    size, tokens, scale, parts = _of_component(component)
     return ComponentTable(
-        layer=layer,
-        role=role,
-        row_bytes=row_bytes(component),
-        tokens_per_row=component.tokens_per_row,
-        global_scale=scale if any(part.format.global_scaled for part in component.parts) else None,
-        parts=[
-            PartTable(
-                name=part.name,
-                heads=part.heads,
-                format=part.format.name,
-                hadamard=part.format.hadamard,
-                fields=[
-                    FieldTable(
-                        name=field.name,
-                        dims=field.size,
-                        code=field.code,
-                        group=None if field.group is None else field.width,
-                        scale=field.scale,
-                    )
-                    for field in part.format.fields
-                ],
-            )
-            for part in component.parts
-        ],
+        layer=layer, role=role, row_bytes=size, tokens_per_row=tokens, global_scale=scale, parts=parts
     )
+
+
+@lru_cache(maxsize=256)
+def _of_component(component: Component) -> tuple[int, int, float | None, list[PartTable]]:
+    """What a manifest says of a component, whatever layer has it: layers are alike."""
+    scale: float | None = getattr(component, "global_scale", None)
+    parts = [
+        PartTable(
+            name=part.name,
+            heads=part.heads,
+            format=part.format.name,
+            hadamard=part.format.hadamard,
+            fields=[
+                FieldTable(
+                    name=field.name,
+                    dims=field.size,
+                    code=field.code,
+                    group=None if field.group is None else field.width,
+                    scale=field.scale,
+                )
+                for field in part.format.fields
+            ],
+        )
+        for part in component.parts
+    ]
+    scaled = any(part.format.global_scaled for part in component.parts)
+    return row_bytes(component), component.tokens_per_row, scale if scaled else None, parts
 
 
 def _ranges(numbers: range | tuple[int, ...]) -> list[tuple[int, int]]:

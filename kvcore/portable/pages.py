@@ -6,9 +6,11 @@ tails, slots) follows as one record, and so do the rings of every checkpoint, sh
 its own and is cut into pages of the same size. What is left of the last page of each is zeros.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -205,35 +207,83 @@ def positions_of(strip: Strip) -> Any:
     return found * strip.tokens_per_row
 
 
-def at_once(part: Array, strips: tuple[Strip, ...]) -> bool:
-    """Whether a backend can be asked for all strips at once: pages on the host, or rows that are neighbours.
+def ranged(strips: Sequence[Strip]) -> tuple[Strip, ...]:
+    """Strips of a record whose rows are all neighbours: those of one with gaps lie side by side, too."""
+    found: list[Strip] = []
+    for strip in strips:
+        if isinstance(strip.numbers, range):
+            found.append(strip)
+            continue
+        ends = [at + 1 for at, (one, after) in enumerate(pairwise(strip.numbers)) if after != one + 1]
+        for first, end in pairwise([0, *ends, len(strip.numbers)]):
+            numbers = range(strip.numbers[first], strip.numbers[end - 1] + 1)
+            found.append(strip._replace(start=strip.start + first * strip.row_bytes, rows=end - first, numbers=numbers))
+    return tuple(found)
 
-    A tail that could be rolled back over a window's end has rows of two windows.
+
+def takes_chunks(ops: Ops) -> bool:
+    """Whether pools lie on a device that takes pages out of the host's memory chunk by chunk, and gives them."""
+    device: Any = getattr(ops, "torch_device", None)
+    return device is not None and device.type == "cuda" and hasattr(ops, "through_device")
+
+
+def passing_pages(like: Any, pages: int, page_bytes: int) -> np.ndarray[Any, Any]:
+    """Pages of the host of any content, needed for a while.
+
+    Where they go to or come from a GPU (``like``: a pool), they are memory that it copies by itself, which torch keeps
+    for the next who asks.
     """
-    return isinstance(part, np.ndarray) or all(isinstance(strip.numbers, range) for strip in strips)
+    if getattr(getattr(like, "device", None), "type", "") == "cuda":
+        return sys.modules["torch"].empty((pages, page_bytes), dtype=like.dtype, pin_memory=True).numpy()
+    return np.empty((pages, page_bytes), np.uint8)
 
 
 def move_at_once(
-    ops: Ops, pools: Pools, row: StepRequest, layout: PageLayout, pages: Array, *, store: bool = False
+    ops: Ops,
+    pools: Pools,
+    row: StepRequest,
+    layout: PageLayout,
+    pages: Array,
+    *,
+    store: bool = False,
+    lanes: "list[Array] | None" = None,
 ) -> bool:
     """Copy a request's rows into its pages, or with ``store`` back; False where some must go component by component.
 
     Checkpoints are none of it: they are rows already.
+
+    Args:
+        lanes: given the structural digests of history's pages and of the record as they were on the device; it stays
+            empty where pages and pools lie side by side, and where rows are no whole words.
     """
-    state = layout.record.strips
-    if not at_once(pages, state):
-        return False
-    if store:
-        state = tuple(
-            _with_room(strip, row.length - ops.plan.region(strip.layer, strip.role)[0].rows) for strip in state
-        )
     history, record = layout.history.of(pages), layout.record.of(pages)
-    parts = (history, layout.history.strips, row.blocks[: layout.blocks]), (record, state, [row.slot])
-    return all(
-        ops.move_strips(pools, part, strips, np.array(units, np.int32), store=store)
-        for part, strips, units in parts
-        if len(part)
+    parts = (
+        (history, layout.history.strips, row.blocks[: layout.blocks]),
+        (record, ranged(layout.record.strips), [row.slot]),
     )
+    found: list[Array] = []
+    for part, strips, units in parts:
+        if not len(part):
+            found.append(np.zeros((0, 2), np.int64))
+            continue
+        moved = strips
+        if store and part is record:
+            fitting = [
+                _with_room(strip, row.length - ops.plan.region(strip.layer, strip.role)[0].rows) for strip in strips
+            ]
+            moved = tuple(strip for strip in fitting if strip.numbers)
+        at = np.array(units, np.int32)
+        if isinstance(part, np.ndarray) and takes_chunks(ops):
+            through: Any = cast("Any", ops).through_device
+            done, digested = through(pools, part, moved, at, store=store, digested=None if lanes is None else strips)
+            if not done:
+                return False
+            found += [] if digested is None else [digested]
+        elif not ops.move_strips(pools, part, moved, at, store=store):
+            return False
+    if lanes is not None:
+        lanes += found if len(found) == len(parts) else []
+    return True
 
 
 def _with_room(strip: Strip, first: int) -> Strip:

@@ -8,6 +8,7 @@ import numpy as np
 from kvcore.ops import Ops, Strip
 from kvcore.plan import row_bytes
 from kvcore.pools import Pools
+from kvcore.portable.pages import passing_pages, takes_chunks
 from kvcore.portable.rows import Content, HostRows, owned, read_rows, write_rows
 from kvcore.spec import CacheSpec
 from kvcore.step import StepRequest
@@ -16,6 +17,9 @@ Key = tuple[int, str]
 
 AT_ONCE = 1 << 22
 """Bytes of pages that are moved at a time."""
+
+IN_CHUNKS = 1 << 27
+"""The same to and from a device that takes them chunk by chunk."""
 
 
 class BlockPages:
@@ -43,8 +47,8 @@ class BlockPages:
 
     def read(self, ops: Ops, pools: Pools, row: StepRequest) -> list[Any]:
         """The pages of a request's blocks, all of which are full: at once where the pools lie in the host's memory."""
-        pages = np.empty((len(row.blocks), self.nbytes), np.uint8)
-        for first in range(0, len(pages), step := self._at_once):
+        pages = passing_pages(next(iter(pools.values()), None), len(row.blocks), self.nbytes)
+        for first in range(0, len(pages), step := self._at_once(ops)):
             some, units = pages[first : first + step], np.array(row.blocks[first : first + step], np.int32)
             if not ops.move_strips(pools, some, self._strips(len(some)), units):
                 content = read_rows(ops, pools, row, row.start, growth="block")
@@ -55,18 +59,21 @@ class BlockPages:
         self, ops: Ops, pools: Pools, row: StepRequest, pages: Sequence[memoryview], without: Container[Key] = ()
     ) -> Pools:
         """Pools with pages in a request's first blocks, some components left out: at once where that can be."""
-        for first in range(0, len(pages), step := self._at_once):
+        step = min(self._at_once(ops), max(1, len(pages)))
+        room = passing_pages(next(iter(pools.values()), None), step, self.nbytes)
+        for first in range(0, len(pages), step):
             some = pages[first : first + step]
-            held = np.frombuffer(b"".join(some), np.uint8).reshape(len(some), self.nbytes)
+            held = room[: len(some)]
+            for place, page in enumerate(some):
+                held[place] = np.frombuffer(page, np.uint8)
             units = np.array(row.blocks[first : first + step], np.int32)
             if not ops.move_strips(pools, held, self._strips(len(some), without), units, store=True):
                 return write_rows(ops, pools, row, self.rows(pages, without))
         return pools
 
-    @property
-    def _at_once(self) -> int:
+    def _at_once(self, ops: Ops) -> int:
         """Pages that are moved at a time."""
-        return max(1, AT_ONCE // max(1, self.nbytes))
+        return max(1, (IN_CHUNKS if takes_chunks(ops) else AT_ONCE) // max(1, self.nbytes))
 
     def _strips(self, pages: int, without: Container[Key] = ()) -> tuple[Strip, ...]:
         """Where the rows of so many pages lie in them."""

@@ -1,17 +1,23 @@
 """A part of ``check_cuda``: rows moved between pools and an export's pages at once, against the reference's verbs."""
 
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 import kvcore
+from kvcore import portable
 from kvcore.backends.reference import ReferenceOps
+from kvcore.backends.torch_triton import cuda_units
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.errors import TransferError
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.plan import plan_cache
+from kvcore.portable.digests import LaneDigests
 from kvcore.portable.manifest import stage_one_by_one
-from kvcore.portable.pages import content_of, move_at_once, page_layout
+from kvcore.portable.pages import content_of, move_at_once, page_layout, passing_pages
 from kvcore.portable.rows import write_rows
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.step import StepRequest
@@ -81,7 +87,53 @@ def check_strips(rng, device):
                 yield f"{case}: into the pools", "component by component"
             for name, pool in ours.items():
                 yield f"{case}: into {name}", different(pool, theirs[name])
+            if length in (3, 77):
+                yield from check_chunks(rng, (here, there), pages, row, want, case)
     yield from check_hand_off(rng, device)
+
+
+@contextmanager
+def chunks(pages, page_bytes):
+    """Pages of the host go through the device so many at a time, under the interpreter too."""
+    takes = {"takes_chunks": lambda ops: hasattr(ops, "through_device")}
+    with ExitStack() as stack:
+        for module in (portable.pages, portable.manifest, portable.importer):
+            stack.enter_context(patch.multiple(module, **takes))
+        stack.enter_context(patch.object(cuda_units, "CHUNK", pages * page_bytes))
+        yield
+
+
+def check_chunks(rng, sides, layout, row, want, case):
+    """The same with pages in the host's memory, three at a time, and their lanes; ``sides``: ops of both ways."""
+    (theirs, ours), (into, mine) = sides
+    digests = LaneDigests(theirs, layout).result(want)
+    pools = filled(theirs, rng)
+    write_rows(theirs, pools, row, content_of(layout, want))
+    pools = filled(ours, rng, pools)
+    for pool in (None, next(iter(pools.values()))):
+        got = passing_pages(pool, *want.shape)
+        got[:] = 0xEE
+        got[max(0, layout.blocks - 1) :] = 0
+        lanes = []
+        with chunks(3, layout.page_bytes):
+            at_once = move_at_once(ours, pools, row, layout, got, lanes=lanes)
+            known = LaneDigests(ours, layout, *lanes).result(got)
+        yield f"{case}: out of the pools in chunks", "" if at_once else "component by component"
+        yield f"{case}: out of the pools in chunks", different(torch.from_numpy(got), want)
+        yield f"{case}: lanes on the way out", "" if known == digests else "others"
+        plain = filled(into, rng)
+        target, lanes = filled(mine, rng, plain), []
+        write_rows(into, plain, row, content_of(layout, want))
+        given = passing_pages(pool, *want.shape)
+        given[:] = want
+        given.flags.writeable = pool is not None
+        with chunks(3, layout.page_bytes):
+            at_once = move_at_once(mine, target, row, layout, given, store=True, lanes=lanes)
+            known = LaneDigests(mine, layout, *lanes).result(given)
+        yield f"{case}: into the pools in chunks", "" if at_once else "component by component"
+        yield f"{case}: lanes on the way in", "" if known == digests else "others"
+        for name, pool in target.items():
+            yield f"{case}: into {name} in chunks", different(pool, plain[name])
 
 
 def check_hand_off(rng, device):
@@ -94,9 +146,11 @@ def check_hand_off(rng, device):
         layers = [LayerSpec(window=window), LayerSpec(kv=KV(key_heads=1, key_dim=dim))]
         spec = CacheSpec(layers=layers, block_tokens=block_tokens)
         yield f"hand-off from packed to planar, blocks of {block_tokens}", hand_off(spec, rng, device)
+        with chunks(2, 1 << 10):
+            yield f"the same through the host, blocks of {block_tokens}", hand_off(spec, rng, device, on_device=False)
 
 
-def hand_off(spec, rng, device) -> str:
+def hand_off(spec, rng, device, *, on_device=True) -> str:
     """What is wrong with 43 tokens that came another way; empty if nothing."""
     dim, key_dim = spec.layers[0].window.dim, spec.layers[1].kv.key_dim
     options = {"backend": "torch_triton", "device": device, "max_requests": 2, "max_tokens": 256}
@@ -114,6 +168,16 @@ def hand_off(spec, rng, device) -> str:
         with source.step({request: new}) as step:
             step.layer(0).append_window(window)
             step.layer(1).append_kv(*kv)
-    desk = Exporter(source, on_device=True)
-    moved = pull(target, desk.export(request), Direct(desk), chunk_pages=2, on_device=True)
-    return "" if target.digest([moved]) == source.digest([request]) else "digests differ"
+    desk = Exporter(source, on_device=on_device)
+    moved = pull(target, desk.export(request), Direct(desk), chunk_pages=2, on_device=on_device)
+    if target.digest([moved]) != source.digest([request]):
+        return "digests differ"
+    handle, before = desk.export(request), target.digest()
+    pages = desk.staged(desk.name, handle.number, handle.generation).pages
+    pages[len(pages) - 1, 0] ^= 1
+    try:
+        pull(target, handle, Direct(desk), on_device=on_device)
+    except TransferError as error:
+        whole = (target.digest(), list(target.requests)) == (before, [moved]) and error.reason == "damaged"
+        return "" if whole else "what was damaged left something behind"
+    return "what was damaged was taken in"

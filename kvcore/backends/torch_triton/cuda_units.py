@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.cuda import Kernel, Ready, name_of_kernels
+from kvcore.backends.torch_triton.host_pages import CHUNK, Buffers
 from kvcore.backends.torch_triton.launch import calls
 from kvcore.digest import MASK, region_salt
 from kvcore.kernels.triton import checksum
@@ -31,6 +32,9 @@ PLAIN: Any = TorchOps
 
 MOST_POOLS = 3
 """Pools of a region that a launch on ring rows takes."""
+
+ENTRY_ROWS, ENTRY_FIRST, ENTRY_COUNT = 10, 12, 13
+"""Of an entry's integers: rows of a page, the first row, rows in all."""
 
 SIZES = 9
 """Leading integers of an entry that are bytes before they become words; of a pool's address only multiples matter."""
@@ -228,12 +232,69 @@ def bind_move(ops, layer):
 def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
     """Copy a request's rows from the pools into pages, or with ``store`` back, in a launch for each width of words."""
     del bound
-    if isinstance(pages, np.ndarray):  # of the host's memory, as pools under the interpreter are
-        return PLAIN.move_strips(ops, pools, pages, strips, units, store=store)
+    if isinstance(pages, np.ndarray):
+        if ops.device == "cpu":  # as pools under the interpreter are
+            return PLAIN.move_strips(ops, pools, pages, strips, units, store=store)
+        return through_device(ops, pools, pages, strips, units, store=store)[0]
     units = _units(ops, units)
     for width, table in _of_move(ops.plan, pools, strips, _grain(pages), store=store):
         calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
     return True
+
+
+def through_device(ops, pools, pages, strips, units, *, store, digested=None):
+    """The same of pages [n, bytes] in the host's memory, chunk by chunk.
+
+    Returns:
+        (True, what ``digest_strips`` gives of the strips ``digested`` as they were on the device, [n, 2] int64, or None
+        where it gives none). (False, None), and nothing was done, where there are no launches for such strips.
+    """
+    unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *(digested or ())))
+    unlike |= any(runs(region) is None for region in ops.plan.regions)
+    digests = None if digested is None or unlike else _of_digest(tuple(digested), pages.shape[1])
+    if unlike or not pages.flags.c_contiguous:
+        return False, None
+    buffers = Buffers(ops.torch_device, pages, max(1, CHUNK // max(1, pages.shape[1])))
+    moves = [
+        (WORDS[width], ops.asarray(_by_chunk(table, len(pages), buffers.rows)))
+        for width, table in _of_move(ops.plan, pools, strips, pages.shape[1], store=store)
+    ]
+    digests = None if digests is None else ops.asarray(digests)
+    units, found, written = _units(ops, units), [], _written(strips)
+    for turn, some, room in buffers.chunks():
+        if store or pages.shape[1] > written.bytes or some.stop > written.pages:
+            # What is no strip's is left as it is.
+            buffers.bring(turn, some)
+        for dtype, tables in moves:
+            table = tables[some.start // buffers.rows]
+            calls().move_strips(_words(room, dtype), units[some], table, store)
+        if digests is not None:
+            found.append(_unsigned(calls().digest_strips(_words(room, torch.int32), digests, some.start)))
+        if not store:
+            buffers.send(turn, some)
+    buffers.finish()
+    return True, torch.cat(found) if found else None
+
+
+class _Written(NamedTuple):
+    """Bytes of a page that strips write, and how many pages from the first on they fill."""
+
+    bytes: int
+    pages: int
+
+
+def _written(strips):
+    whole = min((len(strip.numbers) // max(1, strip.rows) for strip in strips), default=0)
+    return _Written(sum(strip.nbytes for strip in strips), whole)
+
+
+def _by_chunk(table, pages, rows):
+    """[chunks, runs, ENTRY] of a table whose chunks of ``rows`` pages are moved one by one."""
+    before = np.arange(0, max(1, pages), rows)[:, None] * table[None, :, ENTRY_ROWS]
+    tables = np.repeat(table[None], len(before), axis=0)
+    tables[:, :, ENTRY_FIRST] += before
+    tables[:, :, ENTRY_COUNT] -= before
+    return tables
 
 
 def bind_digest(ops, layer):

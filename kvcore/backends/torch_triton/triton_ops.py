@@ -223,6 +223,11 @@ class TritonOps(TorchOps):
     digest_strips = of_none("digest_strips")
 
     @recording_nothing
+    def through_device(self, pools: Any, pages: Any, strips: Any, units: Any, *, store: bool, digested: Any) -> Any:
+        """``move_strips`` of pages in the host's memory, and what ``digest_strips`` gives of ``digested`` in them."""
+        return cuda_units.through_device(self, pools, pages, strips, units, store=store, digested=digested)
+
+    @recording_nothing
     def read_rings(self, pools: Any, rings: Any, index: Any) -> Any:
         """What ``read_ring`` reads of many rings (layer, role), in one launch; for ``restore_rings``."""
         return self._rings.read(pools, rings, index)

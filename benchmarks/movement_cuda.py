@@ -1,0 +1,199 @@
+"""How fast a request moves between a GPU and the host's memory, verified and committed, beside plain copies.
+
+DeepSeek-V4-Flash's rows. ``export`` lays a request out in pinned memory, verified by the digest that the GPU works out
+as rows leave it; ``pull`` takes it in again, verified where it arrives, and makes a request of it. ``store`` is the
+host's tier of a block store, whose pages are verified by XXH3 on the host. Every move is checked: the digest of what
+arrived is that of what left.
+
+    python -m benchmarks.movement_cuda --out records/movement_h200.json
+"""
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvcore
+from kvcore import environment
+from kvcore import store as stores
+from kvcore.handoff import Direct, Exporter, pull
+from kvcore.portable.record import RequestRecord
+from kvcore.spec import presets
+from kvcore.store import BlockStore, HostTier
+
+Act = Callable[[], Any]
+
+
+def filled(tokens: int) -> tuple[Any, Any]:
+    """A cache with room for two requests, one of them of so many tokens, every byte of its pools of any value."""
+    spec = presets.deepseek_v4_flash(draft=False)
+    sizes = {"max_requests": 2, "max_tokens": 2 * tokens + 512}
+    cache = kvcore.create_cache(spec, backend="torch_triton", device="cuda", **sizes)
+    for pool in cache.pools.values():
+        pool.random_()
+    # Rows are bytes here and nothing is computed: whatever lies in the pools is the request's.
+    record = RequestRecord(length=tokens, floor=tokens, tokens=None, salt=None, checkpoints=[])
+    return cache, cache.exclusive("fill", lambda state: state.restore(record, lambda _ops, pools, _row: pools))
+
+
+def seconds(act: Act, after: Callable[[Any], Any] = lambda _: None) -> float:
+    """Of one run, with all that the device does for it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = act()
+    torch.cuda.synchronize()
+    spent = time.perf_counter() - start
+    after(found)
+    return spent
+
+
+def profiled(act: Act, after: Callable[[Any], Any]) -> str:
+    """Where the host's time goes."""
+    profile, text = cProfile.Profile(), io.StringIO()
+    profile.enable()
+    found = act()
+    torch.cuda.synchronize()
+    profile.disable()
+    after(found)
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(16)
+    return text.getvalue()
+
+
+class Scene:
+    """One request and what it cost to move it."""
+
+    def __init__(self, tokens: int, repeats: int) -> None:
+        self.tokens, self.repeats = tokens, repeats
+        self.cache, self.request = filled(tokens)
+        self.right = self.cache.digest([self.request])
+        self.bytes = 0
+        self.seconds: dict[str, list[float]] = {}
+        self.profiles: dict[str, str] = {}
+
+    def arrived(self, moved: Any) -> None:
+        stores.bring(self.cache, moved)
+        if self.cache.digest([moved]) != self.right:
+            raise SystemExit("what arrived is not what left")
+        self.cache.release(moved)
+
+    def time(self, what: str, act: Act, after: Callable[[Any], Any] = lambda _: None, repeats: int = 0) -> None:
+        found = [seconds(act, after) for _ in range(repeats or self.repeats)]
+        self.seconds[what] = [round(one, 6) for one in found]
+        best = min(found)
+        print(f"{self.tokens:8} {what:30} {best * 1e3:9.2f} ms {self.bytes / best / 1e9:8.2f} GB/s", end="")
+        print(f"   first {found[0] * 1e3:.2f}, median {statistics.median(found) * 1e3:.2f}", flush=True)
+        self.profiles[f"{self.tokens} {what}"] = profiled(act, after)
+
+    def move(self) -> None:
+        """Between the device and pinned memory, and on the device."""
+        desk, cache, request = Exporter(self.cache, places=1), self.cache, self.request
+        on_device = Exporter(self.cache, places=1, on_device=True)
+        handle = desk.export(request)
+        self.bytes = handle.pages * handle.page_bytes
+        desk.finish(desk.name, handle.number, handle.generation)
+        self.plain()
+
+        def out(one: Exporter = desk) -> Any:
+            made = one.export(request)
+            return lambda: one.finish(one.name, made.number, made.generation)
+
+        self.time("export", out, lambda done: done())
+        handles: list[Any] = []
+
+        def bring() -> Any:
+            return pull(cache, handles.pop(), Direct(desk), timeout=600.0)
+
+        def again(moved: Any) -> None:
+            self.arrived(moved)
+            handles.append(desk.export(request))
+
+        handles.append(desk.export(request))
+        self.time("pull, committed", bring, again)
+        desk.finish(desk.name, handles[0].number, handles[0].generation)
+
+        def both() -> Any:
+            return pull(cache, desk.export(request), Direct(desk), timeout=600.0)
+
+        self.time("export and pull", both, self.arrived)
+        self.time("export on the device", lambda: out(on_device), lambda done: done())
+
+        def beside() -> Any:
+            return pull(cache, on_device.export(request), Direct(on_device), timeout=600.0, on_device=True)
+
+        self.time("export and pull on the device", beside, self.arrived)
+
+    def plain(self) -> None:
+        """Plain copies of as many bytes."""
+        here = torch.randint(0, 256, (self.bytes,), dtype=torch.uint8, device="cuda")
+        there, other = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True), torch.empty_like(here)
+        self.time("copy to pinned memory", lambda: there.copy_(here, non_blocking=True))
+        self.time("copy from pinned memory", lambda: here.copy_(there, non_blocking=True))
+        self.time("copy on the device", lambda: other.copy_(here))
+
+    def keep(self) -> None:
+        """In a store, and as a blob."""
+        cache, request, ids = self.cache, self.request, range(self.tokens)
+        store = BlockStore([HostTier(1 << 34)])
+        self.time("store.save", lambda: (store.clear(), stores.save(store, cache, request, ids)), repeats=2)
+        self.time("store.load", lambda: stores.load(store, cache, ids), self.arrived)
+        self.time("store.load, far", lambda: stores.load(store, cache, ids, far=True), self.arrived)
+        blob = cache.export_request(request)
+        self.time("export_request", lambda: cache.export_request(request), repeats=2)
+        self.time("import_request", lambda: cache.import_request(blob), self.arrived, repeats=2)
+
+    def shares(self) -> dict[str, float]:
+        """What moves cost beside plain copies: 1.0 is as fast."""
+        best = {what: min(found) for what, found in self.seconds.items()}
+        out, back = best["copy to pinned memory"], best["copy from pinned memory"]
+        return {
+            "export": round(best["export"] / out, 3),
+            "pull, committed": round(best["pull, committed"] / back, 3),
+            "export and pull": round(best["export and pull"] / (out + back), 3),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="131072,1048576")
+    parser.add_argument("--stored", type=int, default=99_840, help="tokens of what goes through a store; 0: none")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    profiles: dict[str, str] = {}
+    for tokens in [int(text) for text in args.tokens.split(",") if text]:
+        scene = Scene(tokens, args.repeats)
+        scene.move()
+        found[f"{tokens} tokens"] = {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": scene.shares()}
+        print(found[f"{tokens} tokens"]["beside copies"], flush=True)
+        profiles |= scene.profiles
+        del scene
+        torch.cuda.empty_cache()
+    if args.stored:
+        scene = Scene(args.stored, args.repeats)
+        scene.bytes = 0
+        scene.keep()
+        found[f"{args.stored} tokens through a store"] = {"seconds": scene.seconds}
+        profiles |= scene.profiles
+    if args.out:
+        command = "python -m benchmarks.movement_cuda --out records/movement_h200.json"
+        record = {
+            "command": command,
+            "device": torch.cuda.get_device_name(),
+            **environment.describe(),
+            "measured": found,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.with_suffix(".txt").write_text("\n".join(f"== {what}\n{text}" for what, text in profiles.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Pages in the host's memory and pools on a GPU: rows go through two buffers of the device, chunk by chunk.
+
+One is copied while kernels work on the other. Memory that a GPU can read by itself (pinned) is copied straight; any
+other goes through pinned buffers that torch keeps. What comes in is digested where it has arrived, so that what was
+verified is what is stored.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+CHUNK = 32 << 20
+"""Bytes of a buffer: few enough for the first copy to begin soon, enough for a link's full rate."""
+
+BUFFERS = 2
+
+
+class Buffers:
+    """Chunks of pages on their way, in turn through ``BUFFERS`` buffers.
+
+    Args:
+        device: of the pools; on the CPU, where kernels are interpreted, everything waits for everything.
+        pages: [pages, bytes] in the host's memory, written to unless they only come in.
+        rows: pages of a chunk.
+    """
+
+    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int) -> None:
+        self.pages, self.rows = pages, rows
+        self._cuda = device.type == "cuda"
+        shape = min(rows, len(pages)), pages.shape[1]
+        self._rooms = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        host = torch.from_numpy(writable(pages))
+        self._host = host if not self._cuda or host.is_pinned() else None
+        self._stages: list[torch.Tensor] = []
+        if self._host is None:
+            self._stages = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
+        self._copied: list[Any] = [None] * BUFFERS
+        self._used: list[Any] = [None] * BUFFERS
+        self._leaving: list[tuple[int, slice]] = []
+        if self._cuda:
+            self._here = torch.cuda.current_stream(device)
+            self._copies = torch.cuda.Stream(device)
+            # The buffers may have been somebody's on this stream.
+            self._copies.wait_stream(self._here)
+
+    def chunks(self) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """(buffer, pages, its bytes on the device) of every chunk, free to be written to by this stream."""
+        for number, first in enumerate(range(0, len(self.pages), self.rows)):
+            some, turn = slice(first, min(first + self.rows, len(self.pages))), number % BUFFERS
+            self._wait(self._copied[turn])
+            yield turn, some, self._rooms[turn][: some.stop - some.start]
+            if self._cuda:
+                self._used[turn] = self._here.record_event()
+
+    def bring(self, turn: int, some: slice) -> None:
+        """Copy a chunk to its buffer; what this stream does next finds it there."""
+        room = self._rooms[turn][: some.stop - some.start]
+        if not self._cuda:
+            room.copy_(torch.from_numpy(writable(self.pages[some])))
+            return
+        if self._host is None:
+            stage = self._stages[turn][: len(room)]
+            if self._copied[turn] is not None:
+                self._copied[turn].synchronize()
+            np.copyto(stage.numpy(), self.pages[some])
+        else:
+            stage = self._host[some]
+        with self._on_copies(turn):
+            room.copy_(stage, non_blocking=True)
+        self._here.wait_event(self._copied[turn])
+
+    def send(self, turn: int, some: slice) -> None:
+        """Copy a chunk from its buffer to the pages, where it is when ``finish`` has returned."""
+        room = self._rooms[turn][: some.stop - some.start]
+        if not self._cuda:
+            self.pages[some] = room.numpy()
+            return
+        self._land(turn)
+        self._used[turn] = self._here.record_event()
+        stage = self._stages[turn][: len(room)] if self._host is None else self._host[some]
+        with self._on_copies(turn):
+            stage.copy_(room, non_blocking=True)
+        if self._host is None:
+            self._leaving.append((turn, some))
+
+    def finish(self) -> None:
+        """Wait until nothing reads or writes the pages any more."""
+        while self._leaving:
+            self._land(self._leaving[0][0])
+        for event in self._copied:
+            if event is not None:
+                event.synchronize()
+        if self._cuda:
+            for room in self._rooms:
+                room.record_stream(self._copies)
+
+    def _land(self, turn: int) -> None:
+        """Put what has arrived in a stage where it belongs."""
+        while any(waiting == turn for waiting, _ in self._leaving):
+            first, some = self._leaving.pop(0)
+            self._copied[first].synchronize()
+            self.pages[some] = self._stages[first][: some.stop - some.start].numpy()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            self._here.wait_event(event)
+
+    @contextmanager
+    def _on_copies(self, turn: int) -> Iterator[None]:
+        """On the stream of copies, behind what uses the buffer."""
+        if self._used[turn] is not None:
+            self._copies.wait_event(self._used[turn])
+        with torch.cuda.stream(self._copies):
+            yield
+        self._copied[turn] = self._copies.record_event()
+
+
+def writable(pages: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same bytes, for torch, which has no arrays that are only read; nobody writes to those that come in."""
+    return pages if pages.flags.writeable else np.asarray(_Memory(pages))
+
+
+class _Memory:
+    """Bytes of an array, which it keeps alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
