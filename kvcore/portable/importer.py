@@ -141,11 +141,11 @@ def receive(
     skipped = whole.pages - layout.pages
     later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
     declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
-    lend = getattr(transport, "lend", None) if later and not wanted else None
-    if lend is not None:
-        lent: Array = lend(handle)
-        if isinstance(lent, np.ndarray) and lent.shape == (handle.pages, handle.page_bytes):
-            return Received(described.record, layout, lent[: layout.pages], declared)
+    in_place = getattr(transport, "in_place", None) if later and not wanted else None
+    if in_place is not None:
+        held: Array = in_place(handle)
+        if isinstance(held, np.ndarray) and held.shape == (handle.pages, handle.page_bytes):
+            return Received(described.record, layout, held[: layout.pages], declared)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull", passing=True)
     verifying, here = digests_of(described.digest, cache.ops, layout), 0
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
@@ -205,9 +205,9 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
     record, layout, pages, declared = received
 
     def check(found: Sequence[bytes]) -> None:
-        bad = [] if declared is None else damaged(layout, found, declared)
-        if bad:
-            raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
+        wrong = [] if declared is None else damaged(layout, found, declared)
+        if wrong:
+            raise refuse(got=f"other bytes than were exported in {wrong[0]}", where="pull", allowed="as exported")
 
     verify = None if declared is None else check
     return cache.exclusive("pull", lambda state: take_in(state, record, layout, pages, salt=salt, verify=verify))

@@ -30,8 +30,8 @@ class Transport(Protocol):
     """One way to an exporter. Every verb ends within ``timeout`` seconds.
 
     A transport may have ``begin`` too, with the arguments of ``fetch``: it returns while pages are on the way, and the
-    function that it returns waits for them. Where all pages lie in memory of this process, ``lend(handle)`` gives them
-    as they lie, to be read until the pull ends.
+    function that it returns waits for them. Where all pages lie in memory of this process, ``in_place(handle)`` gives
+    them as they lie, to be read until the pull ends.
 
     Raises:
         TransferError: what the exporter refuses (``unknown``, ``out_of_range``, ``consumed``, ``stale``, ``expired``),
@@ -71,7 +71,7 @@ class Direct:
         else:
             into[:] = pages.cpu().numpy() if isinstance(into, np.ndarray) else into.new_tensor(pages)
 
-    def lend(self, handle: Handle) -> Array:
+    def in_place(self, handle: Handle) -> Array:
         """All pages, where the exporter laid them."""
         return self._exporter.pages(*reference(handle), 0, handle.pages)
 
