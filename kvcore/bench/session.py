@@ -8,6 +8,7 @@ import torch
 import triton
 
 from kvcore import environment
+from kvcore.bench import GROUPS
 from kvcore.bench.kv import kv_workloads
 from kvcore.bench.reading import reading_workloads
 from kvcore.bench.states import state_workloads
@@ -18,7 +19,7 @@ GOAL_COPY_GB_S, GOAL_EMPTY_US = 4122.0, 0.87
 """Copy speed, and time of an empty kernel in a graph, of the GPU that the goals and the peers' times were taken on."""
 
 
-MAKERS = {"write": all_workloads, "read": reading_workloads, "attend": kv_workloads, "states": state_workloads}
+MAKERS = dict(zip(GROUPS, (all_workloads, reading_workloads, kv_workloads, state_workloads), strict=True))
 """Groups of rows."""
 
 
