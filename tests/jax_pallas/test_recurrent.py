@@ -3,11 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvcore
+from kvcore.backends.jax_pallas import JaxOps
+from kvcore.backends.reference.backend import ReferenceOps
 from kvcore.conformance.specs import conformance_spec
+from kvcore.kernels.pallas import states as states_of_tiles
 from kvcore.parity.run import run
+from kvcore.plan import plan_cache
 from kvcore.plugins import registry
+from kvcore.spec import CacheSpec, LayerSpec, State
+from kvcore.step import StepRequest, build_index
 from tests.support import recurrent
 
 
@@ -64,3 +71,42 @@ def test_the_kit_checks_the_verbs():
         report = run(conformance_spec(), [registry().backends["jax_pallas"]], only=f"{verb}/*fp32*/planar/ragged")
         assert report.checks
         assert {record.status for record in report.checks} == {"agree"}, verb
+
+
+STATES = (
+    State(heads=3, key_dim=2, value_dim=128), State(heads=4, key_dim=8, value_dim=128), State(heads=2, key_dim=256),
+    State(heads=2, key_dim=4, value_dim=256),
+)  # fmt: skip
+STEP = StepRequest(4, 3, 2, ()), StepRequest(0, 0, 3, ()), StepRequest(2, 5, 0, ()), StepRequest(5, 1, 5, ())
+
+
+@pytest.mark.parametrize("component", STATES, ids=lambda component: "x".join(map(str, component.shape)))
+def test_states_of_whole_tiles_are_moved_as_numbers(component, rng, monkeypatch):
+    """By kernels of their own, interpreted: to the bit what the reference reads, writes, keeps and forgets."""
+    if component.heads == 4:
+        monkeypatch.setattr(states_of_tiles, "PIECE_BYTES", 8192)  # two pieces
+    spec = CacheSpec(layers=[LayerSpec(state=component)])
+    sizes = {"max_requests": 6, "max_tokens": 64, "max_draft_tokens": 2}
+    ours = JaxOps(plan_cache(spec, layout="tpu_tile", **sizes), "cpu", None, "interpret")
+    theirs = ReferenceOps(plan_cache(spec, layout="packed", **sizes))
+    made = {choice.verb: choice.implementation for choice in ours.explain()}
+    assert {made[verb] for verb in ("append_state", "write_state", "select_state", "read_state")} == {
+        "pallas, interpreted"
+    }
+    host = build_index(STEP, max_blocks=1)
+    states, last = (rng.standard_normal((n, *component.shape)).astype(np.float32) for n in (len(host.positions), 4))
+    states[0].flat[3] = np.nan
+    states[1].view(np.int32).flat[5] = 0x7F800001
+    first = [(ops, ops.append_state(ops.allocate(), 0, ops.index(host), ops.asarray(states))) for ops in (ours, theirs)]
+    taken = [np.array(some, np.int32) for some in ([2, 3, 0, 5], [1, 2, 0, 3], [0, 0, 0, 1])]
+    put = [(host.lengths, "write_state", (last,), {"newest": newest}) for newest in (None, 1)]
+    put += [(host.starts + some, "select_state", (states, some), {}) for some in taken]
+    for lengths, verb, given, options in [(host.lengths, "", (), {}), *put]:
+        after = [
+            (ops, getattr(ops, verb)(pools, 0, ops.index(host), *map(ops.asarray, given), **options) if verb else pools)
+            for ops, pools in first
+        ]
+        for back in range(3):
+            at = host._replace(starts=np.maximum(lengths - back, 0).astype(np.int32))
+            ours_found, theirs_found = (np.asarray(ops.read_state(pools, 0, ops.index(at))) for ops, pools in after)
+            np.testing.assert_array_equal(ours_found.view(np.int32), theirs_found.view(np.int32))

@@ -20,7 +20,7 @@ from kvcore.interop.jax import inspect_in_place
 from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
-from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 from kvcore.step import StepRequest, build_index
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
@@ -63,6 +63,11 @@ def classic() -> LayerSpec:
 def llama(format: str) -> LayerSpec:
     """Keys and values of Llama 3 8B."""
     return LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=format))
+
+
+def delta_net() -> LayerSpec:
+    """A gated delta net of Qwen3-Next's sizes: 2 MiB a state."""
+    return LayerSpec(state=State(heads=32, key_dim=128, value_dim=128))
 
 
 def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
@@ -146,6 +151,18 @@ def attend_all(o: JaxOps, p: Any, i: StepIndex, q: Any, sink: Any) -> Any:
     return p, o.attend(p, 0, i, q, sink=sink[0])
 
 
+def read_state(o: JaxOps, p: Any, i: StepIndex) -> Any:
+    return p, o.read_state(p, 0, i)
+
+
+def write_state(o: JaxOps, p: Any, i: StepIndex, states: Any) -> Any:
+    return o.write_state(p, 0, i, states, newest=1)
+
+
+def select_state(o: JaxOps, p: Any, i: StepIndex, states: Any, taken: Any) -> Any:
+    return o.select_state(p, 0, i, states, taken)
+
+
 def step(o: JaxOps, p: Any, i: StepIndex, rows: Any, kv: Any, score: Any, ikv: Any, iscore: Any, *more: Any) -> Any:
     """A CSA decode step, every verb in order."""
     keys_q, weights, q, sink, turn = more
@@ -182,6 +199,9 @@ KERNELS: dict[str, Callable[[], Case]] = {
     "select/top512/tpu_tile/decode": lambda: verb((csa(),), select, (64 * BLOCKS,)),
     "attend/v4_584+v4_584.m4/tpu_tile/decode": lambda: verb((csa(),), attend_selected, *ATTENTION),
     "attend/v4_584+v4_584.m128/tpu_tile/decode": lambda: verb((hca(),), attend_all, *ATTENTION),
+    "read_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), read_state),
+    "write_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), write_state, (32, 128, 128)),
+    "select_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), select_state, (32, 128, 128), ()),
 }
 """Check id -> the case: a kernel as its verb calls it, at DeepSeek-V4's sizes."""
 

@@ -239,6 +239,11 @@ WAYS: dict[str, tuple[Run, ...]] = {
         )
         for name, checks in PALLAS_CHECKS.items()
     },
+    f"{PALLAS}/states.py": (
+        # The kit's states are no whole tiles: it sees that those are left alone, and the suite the rest.
+        kit("jax_pallas", sampled("read_state or select_state", "tpu_tile", "ragged"), "--device=cpu:interpret"),
+        suite("tests/jax_pallas/test_recurrent.py", **QUICK_COMPILES),
+    ),
     **{
         file: (
             kit("jax_pallas", checks, "--by-plan", **QUICK_COMPILES),

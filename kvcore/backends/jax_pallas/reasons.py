@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvcore.backends.jax_pallas import fused
+from kvcore.backends.jax_pallas import fused, tiles
 from kvcore.backends.jax_pallas.calls import TILED
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.kernels.pallas import attend_kv as classic
@@ -38,11 +38,11 @@ STATES = {
     **dict.fromkeys(("append_state", "write_state", "select_state", "read_state"), "state"),
     **dict.fromkeys(("append_conv", "gather_conv"), "conv"),
 }
-"""Verbs of recurrent layers, which have a kernel on CUDA."""
+"""Verbs of recurrent layers, which have a kernel on CUDA; on a TPU those of states."""
 
 ALSO = ("flush", "append_flush", "attend", "index_scores", "select", "index_select")
 ON_CUDA = (*ROLES, *STATES, *ALSO, "append_tail", "append_index_tail", "append_kv", "gather_kv")
-ON_TPU = (*ROLES, *ALSO, "attend_kv")
+ON_TPU = (*ROLES, *ALSO, "attend_kv", *(verb for verb, role in STATES.items() if role == "state"))
 """Verbs that have kernels."""
 
 
@@ -131,6 +131,10 @@ def _pallas(layer: Layer, verb: str, name: str) -> Decision:
     """Of kernels of whole tiles."""
     if verb not in ON_TPU:
         return MOVED
+    if verb in STATES:
+        role = STATES[verb]
+        declined = "" if tiles.keeps_states(layer, layer.regions[role][0]) else MOVED.reason
+        return kernel(name, "states are moved as numbers, a piece at a time", plain=BOTH, declined=declined)
     if verb in ROLES:
         role = ROLES[verb]
         but = ("rows of the step are given",) if verb == "gather_window" else ()

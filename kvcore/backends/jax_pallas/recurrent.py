@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvcore.backends.jax_pallas import rows as place
+from kvcore.backends.jax_pallas import tiles
 from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.layer import Layer
 from kvcore.backends.jax_pallas.rows import Held
@@ -25,6 +26,11 @@ def write_state(layer: Layer, pools: Held, index: StepIndex, states: Array, *, n
     triton = _launched(pools, region)
     if triton:
         return triton.write_last(pools, region, index, states, columns)
+    if tiles.keeps_states(pools, region):
+        requests = jnp.arange(len(states), dtype=jnp.int32)
+        last = jnp.where(index.lengths > index.starts, index.lengths - 1, -1)
+        count = jnp.clip(index.lengths - index.starts, 1, columns)
+        return tiles.store_states(pools, region, states, requests, *place.locate(region, index, requests, last), count)
     rows = place.encode_rows(region, states)[:, None]
     none = place.encode_rows(region, jnp.full_like(states[:1], jnp.nan))[:, None]
     rows = jnp.concatenate([rows, *[jnp.broadcast_to(none, rows.shape)] * (columns - 1)], axis=1)
@@ -41,6 +47,12 @@ def select_state(layer: Layer, pools: Held, index: StepIndex, states: Array, tak
         return triton.select_state(pools, region, index, states, taken)
     if not len(states):
         return pools
+    if tiles.keeps_states(pools, region):
+        taken = jnp.minimum(taken.astype(jnp.int32), index.lengths - index.starts)
+        last = jnp.where(taken > 0, index.starts + taken - 1, -1)
+        where = place.locate(region, index, jnp.arange(len(taken), dtype=jnp.int32), last)
+        source = place.first_token(index) + taken - 1
+        return tiles.store_states(pools, region, states, source, *where, jnp.clip(taken, 1, region.rows))
     positions = index.positions
     length = place.of(index.starts + taken.astype(jnp.int32), index.request_index)
     rows = place.encode_rows(region, states)
@@ -54,6 +66,10 @@ def select_state(layer: Layer, pools: Held, index: StepIndex, states: Array, tak
 def read_state(layer: Layer, pools: Held, index: StepIndex) -> Array:
     """The states that the step's tokens go on from, [Q, heads, key_dim, value_dim]; zeros where there is no token."""
     (region,) = layer.regions["state"]
+    if len(index.slots) and tiles.keeps_states(pools, region):
+        requests = jnp.arange(len(index.slots), dtype=jnp.int32)
+        where = place.locate(region, index, requests, index.starts - 1)
+        return tiles.load_states(pools, region, *where, layer.component("state").shape)
     found = _before(pools, region, index, 1)
     return found.reshape(len(index.slots), *layer.component("state").shape)
 
@@ -76,6 +92,9 @@ def _append(pools, region, index, values):
     triton = _launched(pools, region)
     if triton:
         return triton.append_states(pools, region, index, values)
+    if len(values) and tiles.keeps_states(pools, region):
+        tokens = jnp.arange(len(values), dtype=jnp.int32)
+        return tiles.store_states(pools, region, values, tokens, *place.new_places(region, index), tokens * 0 + 1)
     return place.append(pools, region, index, place.encode_rows(region, values))
 
 

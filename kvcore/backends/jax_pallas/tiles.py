@@ -3,18 +3,21 @@
 A row of every buffer is a whole number of tiles, or shares one with its neighbours; pads are written as zeros.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, interpreted
+from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
+from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.kernels.pallas.read_rows import read_rows
+from kvcore.kernels.pallas.states import read_states, write_states
 from kvcore.kernels.pallas.write_rows import write_parts, write_rows
 from kvcore.plan import Region
-from kvcore.spec.layout import TILE_BYTES
+from kvcore.spec.layout import LANES, TILE_BYTES
 
 
 def load(pools, region: Region, unit, row):
@@ -90,6 +93,39 @@ def store(pools, region: Region, unit, row, rows):
                 pool = write_parts(pool, *given, parts=moved.parts, interpret=interpret)
         pools = pools.replace(name, pool)
     return pools
+
+
+def keeps_states(pools, region: Region) -> bool:
+    """Whether states are moved as numbers: plain fp32 heads of whole tiles, side by side in a pool of their own."""
+    if pools.kernels not in TILED or region.copies != 1 or region.steps[1] != 1 or not region.format.is_plain:
+        return False
+    (run, *more), (buffer, *others) = runs(region), buffers_of(region)
+    return not more and not others and buffer.fp32 and not run.base and run.stride == run.nbytes
+
+
+def load_states(pools, region: Region, unit, row, shape: tuple[int, ...]):
+    """States [n, *shape] at (unit, row) [n]; zeros where the unit is -1: no copy of them lies anywhere in between."""
+    ((name, _),) = region.buffers.values()
+    found = read_states(pools[name], unit, row, _in_lines(shape), interpret=interpreted(pools))
+    return found.reshape(len(unit), *shape)
+
+
+def store_states(pools, region: Region, states, source, unit, row, count):
+    """Pools with ``states[source]`` [m, heads, ...] at (unit, row) [n], and NaN in ``count`` - 1 rows before it."""
+    ((name, _),) = region.buffers.values()
+    states = states if states.dtype == jnp.bfloat16 else states.astype(jnp.float32)
+    states = states.reshape(len(states), *_in_lines(states.shape[1:]))
+    given = source, unit, row, count
+    written = write_states(pools[name], states, *given, rows=region.rows, interpret=interpreted(pools))
+    return pools.replace(name, written)
+
+
+def _in_lines(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(heads, a, b) of a state's shape: as it is where its rows are whole lines, else lines side by side."""
+    heads, *inner = shape
+    if len(inner) == 2 and inner[1] % LANES == 0:
+        return heads, inner[0], inner[1]
+    return heads, math.prod(inner) // LANES, LANES
 
 
 class _Moved(NamedTuple):

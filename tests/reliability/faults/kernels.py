@@ -326,6 +326,28 @@ LAUNCHES = {
 }
 
 PALLAS = {
+    "states.py": [
+        (
+            "lax.rem(places[i] - back + rows, jnp.int32(rows))",
+            "lax.rem(places[i] + back, jnp.int32(rows))",
+            "states after the one that is written become NaN, not those before it",
+        ),
+        (
+            "            values = jnp.where(values != values, jnp.float32(jnp.nan), values)\n",
+            "",
+            "NaN of states are stored as they come",
+        ),
+        (
+            "places[i] * heads + lax.rem(number, jnp.int32(parts)) * some",
+            "places[i] * heads",
+            "every piece of a state is its first one",
+        ),
+        (
+            "piece[:, pl.ds(line, states.shape[2], stride=lines), :]",
+            "piece[:, pl.ds(line * states.shape[2], states.shape[2]), :]",
+            "halves of a state's rows come one after the other",
+        ),
+    ],
     "arithmetic.py": [
         ("((bits & MANTISSA) != 0)", "((bits & MANTISSA) > 0x400000)", "power-of-two scales round to nearest"),
         ("(1.25, 0), (1.75, 1)", "(1.25, 1), (1.75, 0)", "e2m1 ties go to the odd code"),
