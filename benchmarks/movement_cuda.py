@@ -26,22 +26,25 @@ from kvcore import environment
 from kvcore import store as stores
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.portable.record import RequestRecord
-from kvcore.spec import presets
+from kvcore.spec import CacheSpec, presets
 from kvcore.store import BlockStore, HostTier
 
 Act = Callable[[], Any]
 
 
-def filled(tokens: int) -> tuple[Any, Any]:
-    """A cache with room for two requests, one of them of so many tokens, every byte of its pools of any value."""
-    spec = presets.deepseek_v4_flash(draft=False)
-    sizes = {"max_requests": 2, "max_tokens": 2 * tokens + 512}
+def filled(spec: CacheSpec, tokens: int, count: int = 1) -> tuple[Any, list[Any]]:
+    """A cache with room for twice as many requests of so many tokens; every byte of its pools is of any value."""
+    sizes = {"max_requests": 2 * count, "max_tokens": 2 * count * (tokens + spec.block_tokens)}
     cache = kvcore.create_cache(spec, backend="torch_triton", device="cuda", **sizes)
     for pool in cache.pools.values():
         pool.random_()
     # Rows are bytes here and nothing is computed: whatever lies in the pools is the request's.
     record = RequestRecord(length=tokens, floor=tokens, tokens=None, salt=None, checkpoints=[])
-    return cache, cache.exclusive("fill", lambda state: state.restore(record, lambda _ops, pools, _row: pools))
+
+    def fill() -> Any:
+        return cache.exclusive("fill", lambda state: state.restore(record, lambda _ops, pools, _row: pools))
+
+    return cache, [fill() for _ in range(count)]
 
 
 def seconds(act: Act, after: Callable[[Any], Any] = lambda _: None) -> float:
@@ -72,7 +75,7 @@ class Scene:
 
     def __init__(self, tokens: int, repeats: int) -> None:
         self.tokens, self.repeats = tokens, repeats
-        self.cache, self.request = filled(tokens)
+        self.cache, (self.request,) = filled(presets.deepseek_v4_flash(draft=False), tokens)
         self.right = self.cache.digest([self.request])
         self.bytes = 0
         self.seconds: dict[str, list[float]] = {}
@@ -160,11 +163,66 @@ class Scene:
         }
 
 
+LADDER = (2048, 8192, 32768, 65536, 131072)
+BATCHES = (1, 2, 4, 8, 16, 32)
+BURST_TOKENS = 131072
+"""The workload ``kv-dsv4`` of InferenceX's suite of transfers: DeepSeek-V4-Pro, pages of 256 tokens, bursts of requests
+of no more tokens than these together. There descriptors go between nodes; here requests go through the host's memory.
+"""
+
+
+def burst(tokens: int, count: int, repeats: int) -> dict[str, Any]:
+    """Seconds of a burst of requests out of a cache and into it again, each verified."""
+    cache, requests = filled(presets.deepseek_v4_pro(draft=False), tokens, count)
+    desk, handles, moved = Exporter(cache, places=count), list[Any](), list[Any]()
+    wanted = [cache.digest([request]) for request in requests]
+
+    def out() -> None:
+        handles.extend(map(desk.export, requests))
+
+    def back() -> None:
+        moved.extend(pull(cache, one, Direct(desk), timeout=600.0) for one in handles)
+
+    def check(_: Any) -> None:
+        if [cache.digest([one]) for one in moved] != wanted:
+            raise SystemExit("what arrived is not what left")
+        for one in moved:
+            cache.release(one)
+
+    spent: dict[str, list[float]] = {"export": [], "pull": []}
+    for _ in range(repeats + 1):
+        handles.clear()
+        moved.clear()
+        spent["export"].append(seconds(out))
+        spent["pull"].append(seconds(back, check))
+    first = handles[0]
+    row = {"isl": tokens, "batch": count, "descriptors": first.pages, "request_bytes": first.pages * first.page_bytes}
+    for what, found in spent.items():
+        median = statistics.median(found[1:])
+        row |= {
+            f"{what}_ms": round(median * 1e3, 3),
+            f"{what}_gb_s": round(count * row["request_bytes"] / median / 1e9, 2),
+        }
+    print(row, flush=True)
+    return row
+
+
+def bursts(repeats: int) -> list[dict[str, Any]]:
+    """All of the workload."""
+    rows: list[dict[str, Any]] = []
+    for tokens in LADDER:
+        for count in [batch for batch in BATCHES if batch == 1 or batch * tokens <= BURST_TOKENS]:
+            rows.append(burst(tokens, count, repeats))
+            torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="131072,1048576")
     parser.add_argument("--stored", type=int, default=99_840, help="tokens of what goes through a store; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bursts", type=int, default=3, help="times that each burst is moved; 0: none")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {}
@@ -183,6 +241,8 @@ def main() -> None:
         scene.keep()
         found[f"{args.stored} tokens through a store"] = {"seconds": scene.seconds}
         profiles |= scene.profiles
+    if args.bursts:
+        found["kv-dsv4"] = bursts(args.bursts)
     if args.out:
         command = "python -m benchmarks.movement_cuda --out records/movement_h200.json"
         record = {

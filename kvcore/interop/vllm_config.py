@@ -96,6 +96,13 @@ def names_from(
     return [name for *_, name in sorted(found)]
 
 
+def component_of(
+    name: str, kind: Any, *, index: Mapping[str, int] | None = None, formats: Mapping[str, str] | None = None
+) -> tuple[str, Component]:
+    """(role, component) of one cache of vLLM's, by its name and its spec; the others as for ``spec_from``."""
+    return _Reader(dict(index or {}), dict(formats or {})).component(name, kind)
+
+
 def specs_of(config: Any) -> Iterator[tuple[str, Any]]:
     """(layer's name, its spec); a group of several kinds has one for each."""
     for group in config.kv_cache_groups:

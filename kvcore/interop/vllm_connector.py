@@ -5,44 +5,53 @@ kvcore.interop.vllm_connector``, ``kv_role: kv_both`` and ``kv_connector_extra_c
 Blocks are saved as soon as a prompt fills them, and loaded before the step that needs them. A page that is damaged is
 not used: its block and those behind it are reported (``get_block_ids_with_load_errors``), and vLLM computes them.
 
+Of several groups, as hybrid models and windows have them, vLLM takes no reports of blocks: there a request waits for
+its blocks (an asynchronous load, as vLLM calls it), and one whose blocks do not verify is reported as a whole
+(``failed_recving``), computed from its beginning, and not loaded again.
+
 vLLM is imported when the class is asked for; names are those of vLLM 0.33.
 """
 
 # pyright: reportUntypedBaseClass=false
 
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.adoption import adopt
 from kvcore.errors import SpecError
 from kvcore.interop.stores import GIB, store_of
-from kvcore.interop.vllm_config import names_from, spec_from, specs_of
-from kvcore.requests.prefix import chain, seed_of
+from kvcore.interop.vllm_groups import Groups
 from kvcore.store.blocks import Blocks
 from kvcore.store.store import About
 
-WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of caches that keep all blocks of a request."""
-
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+NOTHING = 0
+"""The block that vLLM puts in the place of those before a window."""
 
 
 class Move(NamedTuple):
-    """Blocks of a request on their way: their keys, and of those that are saved what events say."""
+    """Blocks of a request on their way: of which part, their keys, and of those that are saved what events say."""
 
     request: str
+    part: int
     blocks: list[int]
     keys: list[bytes]
     about: list[About]
 
 
 class Known(NamedTuple):
-    """What the scheduler's side knows of a request: prompt, keys of its full blocks, and its blocks so far."""
+    """What the scheduler's side knows of a request: prompt, keys of its full blocks by part, its blocks by group."""
 
     tokens: list[int]
-    keys: list[bytes]
-    blocks: list[int]
+    keys: list[list[bytes]]
+    blocks: list[list[int]]
+    saved: list[int]
+    """Blocks of every part up to which all were saved."""
+    asked: set[int]
+    """Hits that were waited for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,59 +72,70 @@ def connector() -> Any:
             self.loads = loads
             self.saves = saves
 
-    class KvcoreConnector(base.KVConnectorBase_V1):
-        """See the module. One KV-cache group, all of whose components lie in blocks."""
+    class KvcoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
+        """See the module."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
             extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-            _check_one_table(kv_cache_config)
-            told: dict[str, Any] = {"index": extra.get("index"), "formats": extra.get("formats")}
-            self.spec = spec_from(kv_cache_config, **told)
-            self._names = names_from(kv_cache_config, **told)
+            self.groups = Groups(kv_cache_config, {"index": extra.get("index"), "formats": extra.get("formats")})
             self.store = store_of(extra, host_bytes=4 * GIB)
+            self._tables = len(kv_cache_config.kv_cache_groups)
             self._known: dict[str, Known] = {}
-            self._saved: dict[str, int] = {}
             self._loads: list[Move] = []
-            self._blocks: Blocks | None = None
-            self._layout: str | None = extra.get("layout")
+            self._workers: list[Blocks] = []
+            self._layout: Any = extra.get("layout")
             self._bad: set[int] = set()
+            self._done: set[str] = set()
+            self._failed: set[str] = set()
 
         # The scheduler's side.
 
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
             """Tokens in the store beyond those that are computed; never all of a prompt."""
-            known, size = self._request(request), self.spec.block_tokens
-            if num_computed_tokens % size or not known.keys:
+            known, groups = self._request(request), self.groups
+            if num_computed_tokens % groups.step:
                 return 0, False
-            there = self.store.longest(known.keys[: (len(known.tokens) - 1) // size]) * size
-            return max(0, there - num_computed_tokens), False
+            there = groups.hit(known.keys, max(0, len(known.tokens) - 1), self.store.has)
+            if there <= num_computed_tokens or (not groups.alone and there in known.asked):
+                return 0, False
+            return there - num_computed_tokens, not groups.alone
 
         def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
             """Note which blocks are to be loaded."""
-            known, size = self._request(request), self.spec.block_tokens
-            known.blocks[:] = list(blocks.get_block_ids()[0])
-            if num_external_tokens:
-                first = request.num_computed_tokens // size
-                part = slice(first, first + num_external_tokens // size)
-                self._loads.append(Move(request.request_id, known.blocks[part], known.keys[part], []))
+            known = self._request(request)
+            for held, given in zip(known.blocks, blocks.get_block_ids(), strict=True):
+                held[:] = list(given)
+            if not num_external_tokens:
+                return
+            start = request.num_computed_tokens
+            end = start + num_external_tokens
+            known.asked.add(end)
+            for number, part in enumerate(self.groups.parts):
+                table, keys = known.blocks[part.group], known.keys[number]
+                columns = [at for at in self.groups.columns(number, start, end) if table[at] != NOTHING]
+                wanted = [table[at] for at in columns], [keys[at] for at in columns]
+                self._loads.append(Move(request.request_id, number, *wanted, []))
 
         def build_connector_meta(self, scheduler_output: Any) -> Any:
             """What the worker is to load before, and to save behind the step."""
             for new in scheduler_output.scheduled_new_reqs:
                 if new.req_id in self._known:
-                    self._known[new.req_id].blocks[:] = list(new.block_ids[0])
+                    for held, given in zip(self._known[new.req_id].blocks, new.block_ids, strict=True):
+                        held[:] = list(given)
             cached = scheduler_output.scheduled_cached_reqs
             for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
                 if name in self._known and more is not None:
-                    held = self._known[name].blocks
-                    held[:] = list(more[0]) if name in cached.resumed_req_ids else [*held, *more[0]]
+                    again = name in cached.resumed_req_ids
+                    for held, given in zip(self._known[name].blocks, more, strict=True):
+                        held[:] = list(given) if again else [*held, *given]
             computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
             computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             saves = [
-                self._save(name, computed.get(name, 0), count)
+                self._save(name, number, computed.get(name, 0), count)
                 for name, count in scheduler_output.num_scheduled_tokens.items()
                 if name in self._known
+                for number in range(len(self.groups.parts))
             ]
             loads, self._loads = self._loads, []
             return Metadata(loads, [move for move in saves if move.keys])
@@ -124,8 +144,11 @@ def connector() -> Any:
             """Forget it; its blocks are free at once."""
             del block_ids
             self._known.pop(request.request_id, None)
-            self._saved.pop(request.request_id, None)
             return False, None
+
+        def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+            """The same of several groups."""
+            return self.request_finished(request, block_ids)
 
         def _request(self, request: Any) -> Known:
             name = request.request_id
@@ -137,39 +160,56 @@ def connector() -> Any:
                     salt = f"{salt or ''}/{lora.lora_name}"
                 # What else a key would have to say is not in the tokens.
                 plain = not getattr(request, "mm_features", None) and getattr(request, "prompt_embeds", None) is None
-                keys = chain(seed_of(self.spec), tokens if plain else [], self.spec.block_tokens, salt)
-                self._known[name] = Known(tokens, list(keys), [])
+                keys = self.groups.keys(tokens if plain else [], salt)
+                tables: list[list[int]] = [[] for _ in range(self._tables)]
+                self._known[name] = Known(tokens, keys, tables, [0] * len(keys), set())
             return self._known[name]
 
-        def _save(self, name: str, computed: int, count: int) -> Move:
-            """The blocks that a step of so many tokens fills: once more those that are computed again."""
-            known, size = self._known[name], self.spec.block_tokens
-            first = min(self._saved.get(name, 0), computed // size)
-            last = min((computed + count) // size, len(known.keys), len(known.blocks))
-            self._saved[name] = max(first, last)
+        def _save(self, name: str, number: int, computed: int, count: int) -> Move:
+            """The blocks of a part that a step of so many tokens fills: once more those that are computed again."""
+            known, part = self._known[name], self.groups.parts[number]
+            table, keys, size = known.blocks[part.group], known.keys[number], part.block
+            first = min(known.saved[number], computed // size)
+            last = min((computed + count) // size, len(keys), len(table))
+            known.saved[number] = max(first, last)
+            # Blocks before a window are somebody else's by now; those of this step's tokens are not.
+            first = first if part.window is None else max(first, computed // size)
+            columns = [at for at in range(first, last) if table[at] != NOTHING and self.groups.kept(number, at)]
             about = [
-                About(known.keys[at - 1] if at else None, known.tokens[at * size : (at + 1) * size], size)
-                for at in range(first, last)
+                About(keys[at - 1] if at else None, known.tokens[at * size : (at + 1) * size], size) for at in columns
             ]
-            return Move(name, known.blocks[first:last], known.keys[first:last], about)
+            return Move(name, number, [table[at] for at in columns], [keys[at] for at in columns], about)
 
         # The worker's side.
 
         def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
             """Adopt the engine's tensors."""
-            missing = [name for name in self._names if name not in kv_caches]
+            names = [name for part in self.groups.parts for name in part.names]
+            missing = [name for name in names if name not in kv_caches]
             if missing:
                 raise SpecError(
                     got=f"no tensor of {missing[0]!r}", where="register_kv_caches", allowed="one of every layer"
                 )
-            tensors = [kv_caches[name] for name in self._names]
-            self._blocks = Blocks(adopt(self.spec, tensors, layout=self._layout), self.store)
+            self._workers = [
+                Blocks(adopt(part.spec, [kv_caches[name] for name in part.names], layout=self._laid(part)), self.store)
+                for part in self.groups.parts
+            ]
+
+        def _laid(self, part: Any) -> Any:
+            """How a part's tensors are laid out, of what is told by role or for all."""
+            told = self._layout
+            return told if part.alone or not isinstance(told, Mapping) else told.get(part.role)
 
         def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-            """Load all of a step's blocks; those that do not verify are reported."""
+            """Load all of a step's blocks; those that do not verify, or their requests, are reported."""
             del forward_context, kwargs
             for move in self._get_connector_metadata().loads:
-                self._bad.update(self._worker().load(move.blocks, move.keys))
+                bad = self._worker(move.part).load(move.blocks, move.keys)
+                if self.groups.alone:
+                    self._bad.update(bad)
+                else:
+                    self._done.add(move.request)
+                    self._failed.update([move.request] if bad else [])
 
         def wait_for_layer_load(self, layer_name: str) -> None:
             """They are there already."""
@@ -182,41 +222,28 @@ def connector() -> Any:
             bad = self._bad
             for move in self._get_connector_metadata().saves:
                 good = next((at for at, block in enumerate(move.blocks) if block in bad), len(move.blocks))
-                self._worker().save(move.blocks[:good], move.keys[:good], move.about[:good])
+                self._worker(move.part).save(move.blocks[:good], move.keys[:good], move.about[:good])
 
         def get_block_ids_with_load_errors(self) -> set[int]:
-            """Blocks that were not filled, once."""
+            """Blocks that were not filled, once; of one group."""
             bad, self._bad = self._bad, set()
             return bad
 
-        def _worker(self) -> Blocks:
-            if self._blocks is None:
+        def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+            """Nobody waits for what is saved; who waited for blocks has them, or is told that it has not."""
+            del finished_req_ids
+            done, self._done = self._done, set()
+            return None, done or None
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+            """The same, and whose blocks did not verify."""
+            _, done = self.get_finished(finished_req_ids)
+            failed, self._failed = self._failed, set()
+            return base.KVConnectorTransferResults(finished_recving=done or set(), failed_recving=failed)
+
+        def _worker(self, part: int) -> Blocks:
+            if not self._workers:
                 raise RuntimeError("register_kv_caches was not called")
-            return self._blocks
+            return self._workers[part]
 
     return KvcoreConnector
-
-
-def _check_one_table(config: Any) -> None:
-    """Refuse what blocks by number do not hold whole: groups with block tables of their own, and windows.
-
-    Raises:
-        SpecError: naming them.
-    """
-    groups = config.kv_cache_groups
-    if len(groups) != 1:
-        raise SpecError(
-            got=f"{len(groups)} KV-cache groups, of {', '.join(group.layer_names[0] for group in groups)} and others",
-            where="KvcoreConnector",
-            allowed="one group, whose layers share a block table",
-            hint="Windows, tails and states have tables of their own: kvcore.adopt takes them in pages.",
-        )
-    for name, kind in specs_of(config):
-        # Blocks behind a window are taken away, and their numbers become that of an empty one.
-        if type(kind).__name__ not in WHOLE:
-            raise SpecError(
-                got=f"{name}, a {type(kind).__name__}",
-                where="KvcoreConnector",
-                allowed=f"{' or '.join(WHOLE)}, all of whose blocks are kept",
-                hint="--disable-hybrid-kv-cache-manager makes vLLM keep those of windows.",
-            )

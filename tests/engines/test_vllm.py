@@ -200,32 +200,12 @@ def test_a_connector_saves_and_loads_blocks_and_uses_none_that_is_damaged():
     assert own.digest([own.import_request(cache.export_request(request))]) == cache.digest([request])
 
 
-def of_kinds(**specs):
-    """A configuration of groups of layers by their names."""
-    groups = [interface.KVCacheGroupSpec(names, spec) for names, spec in specs.values()]
-    return interface.KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def test_the_connector_refuses_by_name_what_has_tables_of_its_own():
-    full = interface.FullAttentionSpec(block_size=ROWS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
-    window = interface.SlidingWindowSpec(
-        block_size=ROWS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, sliding_window=ROWS
-    )
-    extra = {"store": BlockStore([HostTier(1 << 20)])}
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-    mixed = of_kinds(full=(["model.layers.0.attn"], full), sliding=(["model.layers.1.attn"], window))
-    alone = of_kinds(sliding=(["model.layers.0.attn", "model.layers.1.attn"], window))
-    for given, named in ((mixed, r"model\.layers\.1\.attn"), (alone, r"model\.layers\.0\.attn, a SlidingWindowSpec")):
-        with pytest.raises(SpecError, match=named):
-            vllm_connector.KvcoreConnector(config, base.KVConnectorRole.SCHEDULER, given)
-
-
 def test_tensors_are_found_by_name_whatever_their_order():
     engine = Engine(BlockStore([HostTier(1 << 24)]))
     turned = dict(reversed(engine.tensors.items()))
     engine.worker.register_kv_caches(turned)
     engine.tensors["model.layers.1.self_attn.attn"][3] = 7
-    cache = engine.worker._blocks.cache
+    cache = engine.worker._workers[0].cache
     request = cache.admit(blocks=[3], length=ROWS)
     found = cache.exclusive("look", lambda state: state.digest_lanes([request]))
     assert found[0][1][0] != found[0][1][1]

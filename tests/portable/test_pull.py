@@ -234,6 +234,21 @@ def test_memory_that_is_gone_cannot_be_read(tmp_path):
         world.close()
 
 
+def test_a_request_takes_a_descriptor_for_each_block_and_page_of_its_record(tmp_path):
+    """Whatever the number of layers: 128K tokens of DeepSeek-V4-Pro are far fewer than a thousand."""
+    world = ThroughNixl(tmp_path)
+    try:
+        handle = world.export(40)
+        there = stories.create(pulling.SPEC, "reference")
+        assert pull(there, handle, world.carrier).length == 40
+        blocks = -(-40 // pulling.SPEC.block_tokens)
+        if isinstance(world.agent, FakeAgent):
+            assert world.agent.descriptors == handle.pages < 2 * blocks + 2
+    finally:
+        world.close()
+    assert page_layout(presets.deepseek_v4_pro(), 131072 - 3, 131072).pages == 531 <= 1000
+
+
 class Faulty(Direct):
     """Changes what it carries."""
 
