@@ -22,6 +22,8 @@ Int32s = NDArray[np.int32]
 NARROWEST = 8
 """Columns of the narrowest block table."""
 
+TABLE = StepIndex._fields.index("block_table")
+
 _COUNT = np.arange(4096, dtype=np.int32)
 
 
@@ -323,6 +325,30 @@ def kept_index(numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> 
     numbers.fill(index)
     tables.fill(index.block_table, numbers.arrays[0])
     return index
+
+
+def lay_out(flat: Int32s, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> None:
+    """Write the same into a buffer, where ``pieces_of`` says."""
+    fill_flat(flat, numbers, shape)
+    if shape.columns:
+        first = pieces_of(shape)[0][TABLE].start
+        size = shape.requests * shape.columns
+        tables.fill(flat[first : first + size].reshape(shape.requests, shape.columns), numbers.arrays[0])
+
+
+def fill_flat(flat: Int32s, numbers: StepNumbers, shape: IndexShape) -> None:
+    """Write everything but the block table into a buffer; a decode step's without looking at each array."""
+    count, size = len(numbers.slots), shape.requests
+    if shape.padded or not count or size != shape.tokens or count != numbers.tokens or numbers.most_new != 1:
+        pieces, _ = pieces_of(shape)
+        numbers.fill(HostIndex(*[flat[start:end].reshape(dims) for start, end, dims in pieces]))
+        return
+    arrays, wide = numbers.arrays, -(-size // 4) * 4
+    # positions, request_index, slots, starts, lengths, stored
+    rows = flat[: 6 * wide].reshape(6, wide)
+    rows[0, :count], rows[1, :count], rows[2:, :count] = arrays[1], _count(count), arrays
+    if count < size:
+        rows[:3, count:], rows[3:, count:] = -1, 0
 
 
 def at_start(index: StepIndex) -> StepIndex:

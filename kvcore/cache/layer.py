@@ -798,7 +798,11 @@ class LayerHandle:
 
     def _owner(self, role: str) -> RingWrites:
         """What the layer got that owns the pool a role reads."""
-        return self._layers[self._context.plan.spec.owner(self._layer, role)]
+        memo = self._plan.memo
+        number = memo.get(role)
+        if number is None:
+            number = memo[role] = self._context.plan.spec.owner(self._layer, role)
+        return self._layers[number]
 
     def _rows(self, role: str, values: Sequence[Given]) -> tuple[Array, ...]:
         """The step's rows of a role that the layer has, checked."""

@@ -132,6 +132,11 @@ class StepContext:
             self._cache.check_outside("a layer's rows")
         return self._cache.pools
 
+    @property
+    def untraced(self) -> Pools:
+        """The same of a backend whose verbs are not traced."""
+        return self._cache.pools
+
     def is_far(self, layer: int) -> bool:
         """Whether entries that a layer owns are in the host's memory, of some request."""
         return any(far is not None and layer in far.rows for far in self.far)
@@ -203,12 +208,12 @@ class RingWrites:
         self.number = number
         self.spec = context.plan.spec.all_layers[number]
         self.own: dict[str, tuple[Array, ...]] = {}
-        self.waiting: dict[str, tuple[Array, ...]] = {}
+        self.waiting: Mapping[str, tuple[Array, ...]] = NONE
         self.unflushed: dict[str, tuple[Array, ...]] = {}
         # How the window's rows are rotated on their way, if they are.
-        self._rotation: dict[str, Any] = {}
+        self._rotation: Mapping[str, Any] = NONE
         self.stored: set[str] = set()
-        self.last: set[str] = set()
+        self.last: frozenset[str] = frozenset()
         self._regions = context.plan.layers[number].regions
         self._known = context.known.get(number, NONE)
 
@@ -217,7 +222,7 @@ class RingWrites:
         known, context = self._known.get(verb), self.context
         if known is None:
             return UNKNOWN
-        return known.again(DOOR, context.held, context.index, arguments, options)
+        return known.again(DOOR, context.untraced, context.index, arguments, options)
 
     def note(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any], checked: Sequence[Any]) -> None:
         """Note that a call passed and ran; ``checked`` is what was found of its arguments and options."""
@@ -276,8 +281,8 @@ class RingWrites:
         waits, undone = self.writing(role)
         if waits:
             # Copies: the caller may fill its buffer with the next layer's rows before the step ends.
-            self.waiting[role] = context.copied(arrays)
-            self.own[role] = self.waiting[role]
+            self.own[role] = context.copied(arrays)
+            self.waiting = {**self.waiting, role: self.own[role]}
             if rotation:
                 # The step's own queries read them rotated; they are stored as in a step whose rows do not wait.
                 (rows,) = self.waiting[role]
@@ -314,7 +319,7 @@ class RingWrites:
             saved = context.ops.read_ring(context.pools, *at)
             self._write(role, arrays)
             context.replace(context.ops.restore_ring(context.pools, *at, saved))
-            self.waiting[ring] = kept
+            self.waiting = {**self.waiting, ring: kept}
         else:
             self._keep_overwritten(ring)
             self._write(role, arrays)
@@ -377,7 +382,7 @@ class RingWrites:
         newest = min(context.most_new, self._regions[role][0].rows)
         context.replace(write(context.pools, self.number, context.index, rows, newest=newest))
         self.own[role] = (rows,)
-        self.last.add(role)
+        self.last |= {role}
 
     def _keep_overwritten(self, role: str) -> None:
         """Keep what the step's rows take the place of, if an abort must put it back."""
@@ -449,7 +454,10 @@ class RingWrites:
 
     def missing(self) -> list[str]:
         """Roles that new tokens should have reached but did not: what a commit refuses."""
-        own, stored = self.own, "entries" in self.stored
+        own = self.own
+        if all(map(own.__contains__, self.spec.written)):
+            return []
+        stored = "entries" in self.stored
         missing = [role for role in self.spec.written if role not in own and not (stored and role == "tail")]
         return [DERIVED.get(role, role) for role in missing]
 
@@ -480,7 +488,7 @@ class RingWrites:
             shapes = ((tokens, part.heads, part.format.dim or 0) for part in kv.parts)
             k, v = (context.ops.asarray(np.full(shape, np.nan, np.float32)) for shape in shapes)
             context.replace(context.ops.append_kv(context.pools, self.number, context.index, k, v))
-        unstored = self.unstored()
+        unstored = [] if self.stored.issuperset(self.spec.compressed) else self.unstored()
         if unstored:
             blank: dict[str, Array] = {}
             for role in unstored:

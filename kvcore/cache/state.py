@@ -128,6 +128,9 @@ class CacheState:
         self.passed: set[Any] = set()
         known = {} if check or self.traced is not None else getattr(ops, "known", {})
         self.known: Mapping[int | None, Mapping[str, Any]] = known
+        # Of backends that lay an index out themselves.
+        self._new_index: Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None
+        self._new_index = getattr(ops, "new_index", None)
 
     def check_outside(self, verb: str, arrays: tuple[Any, ...] = ()) -> None:
         """Refuse what changes the cache while it is only being traced.
@@ -407,6 +410,8 @@ class CacheState:
         # whose arrays do not change may keep any.
         keep = self.keeps_index
         if not padded and (keep is None or self.ops.in_place):
+            if self._new_index is not None:
+                return self._new_index(numbers, shape, tables)
             return self.ops.index(kept_index(numbers, shape, tables))
         if keep is None:
             return self.ops.padded_index(kept_index(numbers, shape, tables))

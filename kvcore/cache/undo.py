@@ -44,13 +44,14 @@ class Undo:
         ops: the backend's verbs.
         numbers: of the step.
         index: the same on the device.
-        deepest: says for each request the smallest length to which it could be truncated if there were no such step.
+        deepest: says for some of its requests the smallest length to which each could be truncated if there were no
+            such step.
 
     Attributes:
         whole: whether all that functional verbs may overwrite was kept.
     """
 
-    def __init__(self, ops: Ops, numbers: StepNumbers, index: StepIndex, deepest: Callable[[], list[int]]) -> None:
+    def __init__(self, ops: Ops, numbers: StepNumbers, index: StepIndex, deepest: Callable[[slice], list[int]]) -> None:
         self.whole = False
         self._ops = ops
         self._at_once = cast("OpsAtOnce", ops) if hasattr(ops, "read_rings") else None
@@ -79,8 +80,9 @@ class Undo:
         return self._decided[key]
 
     def _decide(self, component: Component, rows: int) -> bool:
-        span = component.span
-        if span is not None and self._numbers.most_new <= rows - span - self._depth:
+        span, most_new = component.span, self._numbers.most_new
+        # How deep its requests could be truncated is only asked where that decides.
+        if span is not None and most_new <= rows - span and most_new <= rows - span - self._depth:
             return False
         # The newest token takes the place of position length - 1 - rows; what is live begins no earlier at a greater
         # length. A request without tokens has nothing to lose.
@@ -96,16 +98,15 @@ class Undo:
     @cached_property
     def _longest(self) -> tuple[int, int] | None:
         """Of the request that is the longest at the end of the step, and is not new: that length, and ``deepest``."""
-        numbers = self._numbers
-        lengths = [
-            start + new if start and new else 0 for start, new in zip(numbers.starts, numbers.counts, strict=True)
-        ]
-        length = max(lengths, default=0)
-        return (length, int(self._deepest[lengths.index(length)])) if length else None
+        _, starts, lengths, _ = self._numbers.arrays
+        grown = np.where((starts > 0) & (lengths > starts), lengths, 0)
+        number = int(grown.argmax()) if len(grown) else 0
+        length = int(grown[number]) if len(grown) else 0
+        return (length, self._ask_deepest(slice(number, number + 1))[0]) if length else None
 
     @cached_property
     def _deepest(self) -> np.ndarray[Any, Any]:
-        return np.array(self._ask_deepest(), np.int64)
+        return np.array(self._ask_deepest(slice(None)), np.int64)
 
     @cached_property
     def _depth(self) -> int:

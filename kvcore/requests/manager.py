@@ -443,10 +443,10 @@ class Manager:
         """
         return self.deepest_truncations([self._places[request]])[0]
 
-    def deepest_truncations(self, places: Sequence[RequestState]) -> list[int]:
-        """The same for several places, lost ones included."""
+    def deepest_truncations(self, places: Sequence[RequestState], some: slice = slice(None)) -> list[int]:
+        """The same for several places, or some of them, lost ones included."""
         found: list[int] = []
-        for place in places:
+        for place in places[some]:
             deepest = place.floor
             if self._unwrapped is not None and place.high_water > self._unwrapped:
                 deepest = max(deepest, place.high_water - self.plan.rollback_tokens)

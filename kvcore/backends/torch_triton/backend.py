@@ -34,6 +34,8 @@ WITHOUT_KERNEL = ("compress", "gather_rows", "store_rows")
 """Verbs that are torch operations on every device."""
 
 
+NO_MODE = nullcontext()
+
 OF_VIEWS = ("append_kv", "gather_kv", "kv_view", "append_kv_view", "attend_kv")
 """Verbs that read, on the CPU, rows where they lie if they can."""
 
@@ -214,7 +216,7 @@ class TorchOps(Decided, Ops):
         """The step index on the device, moved there as one buffer, without waiting for the device."""
         pieces, flat = laid_out(host)
         # Tensors of inference mode don't say whether they were written to.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_MODE:
             if self.device == "cpu":
                 arrays: list[Any] = [
                     torch.from_numpy(flat[piece.start : piece.end].reshape(piece.shape)) for piece in pieces
@@ -233,6 +235,11 @@ class TorchOps(Decided, Ops):
     def kept_index(self, numbers, shape, tables):
         """The same of a step whose block tables are kept on the host: what changed of them goes along."""
         return self._index.send(numbers, shape, tables)
+
+    def new_index(self, numbers, shape, tables):
+        """The same of a step that is not padded, in memory of its own."""
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NO_MODE:
+            return self._index.new(numbers, shape, tables)
 
     def component(self, layer, role):
         """The layer's component of that role, or None."""

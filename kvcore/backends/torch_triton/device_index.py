@@ -8,13 +8,24 @@ The block table, by far the largest of them, is on the device already but for th
 of the shape; what is sent are those, behind the rest. On the CPU everything is written where it lies.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvcore.ops import StepIndex
-from kvcore.step import BlockTables, HostIndex, IndexShape, Piece, StepNumbers, pieces_of
+from kvcore.step import (
+    TABLE,
+    BlockTables,
+    HostIndex,
+    IndexShape,
+    Piece,
+    StepNumbers,
+    fill_flat,
+    lay_out,
+    pieces_of,
+)
 
 MOST_SENT = 1 << 16
 """Numbers of block tables that go along with a step's others; more of them go in several copies."""
@@ -37,6 +48,29 @@ def shape_of(host: StepIndex) -> IndexShape:
     return IndexShape(len(host.positions), requests, blocks, host.left_padding is not None)
 
 
+@lru_cache(maxsize=1024)
+def cuts_of(shape: IndexShape) -> tuple[list[int], list[int]]:
+    """Lengths of what a buffer is cut into, gaps included, and which of it each array is, in their order."""
+    pieces, whole = pieces_of(shape)
+    order = sorted(range(len(pieces)), key=lambda number: (pieces[number].start, pieces[number].end))
+    sizes: list[int] = []
+    places = [0] * len(pieces)
+    for number, after in zip(order, [*(pieces[each].start for each in order[1:]), whole], strict=True):
+        start, end, _ = pieces[number]
+        places[number] = len(sizes)
+        sizes += (end - start, after - end) if after > end else (end - start,)
+    return sizes, places
+
+
+def cut(flat: torch.Tensor, shape: IndexShape) -> StepIndex:
+    """The index that lies in one tensor, all of it."""
+    sizes, places = cuts_of(shape)
+    parts = flat.split_with_sizes(sizes)
+    arrays: list[Any] = [parts[place] for place in places]
+    arrays[TABLE] = arrays[TABLE].view(shape.requests, shape.columns)
+    return StepIndex(*arrays)
+
+
 def on_device(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> StepIndex:
     """The index that lies in one tensor."""
     views: list[Any] = [flat.as_strided(shape, (*shape[1:], 1), start) for start, _, shape in pieces]
@@ -57,6 +91,18 @@ class DeviceIndex:
     def send(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step's numbers, and of the rows of block tables that are others than in the step before."""
         return self._of(shape).send(numbers, tables)
+
+    def new(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
+        """The same in memory of its own."""
+        size = pieces_of(shape)[1]
+        if self._device.type == "cpu":
+            flat = np.empty(size, np.int32)
+            lay_out(flat, numbers, shape, tables)
+            return cut(torch.from_numpy(flat), shape)
+        # Memory that torch keeps for this: it is not used again before the copy was made.
+        pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        lay_out(pinned.numpy(), numbers, shape, tables)
+        return cut(pinned.to(self._device, non_blocking=True), shape)
 
     def _of(self, shape: IndexShape) -> "_Buffer":
         if shape not in self._buffers:
@@ -85,6 +131,11 @@ class _Buffer:
         self._host = [self._device]
         if self._cuda:
             self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._narrow = narrow
+        self._flat = [buffer.numpy()[: self._size] for buffer in self._host]
+        # What a step whose block tables are there already has copied.
+        self._numbers = [(self._device[: self._size], buffer[: self._size]) for buffer in self._host]
+        self._count = -1
         self._arrays = [HostIndex.of(buffer.numpy()[: self._size], narrow) for buffer in self._host]
         self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]
         self._views = on_device(self._device, pieces)._replace(block_table=self._table)
@@ -95,7 +146,7 @@ class _Buffer:
 
     def put(self, host: StepIndex) -> StepIndex:
         """Everything anew, from an index of NumPy arrays."""
-        self._versions[:] = -1
+        self._versions[:], self._count = -1, -1
         self._filled[:] = self._shape.columns
         turn = self._next()
         for name, array in self._arrays[turn]._asdict().items():
@@ -108,10 +159,13 @@ class _Buffer:
 
     def send(self, numbers: StepNumbers, tables: BlockTables) -> StepIndex:
         """A step's numbers, and the rows of block tables that are others than in the last step."""
-        turn = self._next()
-        numbers.fill(self._arrays[turn])
+        turn, count = self._next(), len(numbers.slots)
+        fill_flat(self._flat[turn], numbers, self._narrow)
         size = self._size
-        if self._table.numel():
+        same = count == self._count and (tables.versions[numbers.arrays[0]] == self._versions[:count]).all()
+        if self._table.numel() and not same:
+            # Rows of an earlier, longer step are sent as empty ones.
+            self._count = -1
             slots, versions = np.full(len(self._table), -1, np.int64), np.zeros(len(self._table), np.int64)
             slots[: len(numbers.slots)] = numbers.arrays[0]
             versions[: len(numbers.slots)] = tables.versions[numbers.arrays[0]]
@@ -126,6 +180,7 @@ class _Buffer:
                 size = self._send_rows(turn, changed, slots[changed], width, tables)
                 self._versions[changed] = versions[changed]
                 self._filled[changed] = filled[changed]
+            self._count = count
         if size:
             self._copy(self._turn, size)
         return StepIndex(*self._views)
@@ -162,7 +217,10 @@ class _Buffer:
     def _copy(self, turn: int, end: int, start: int = 0) -> None:
         copied = self._copied[turn]
         if copied is not None:
-            self._device[start:end].copy_(self._host[turn][start:end], non_blocking=True)
+            to, of = self._numbers[turn]
+            if start or end != self._size:
+                to, of = self._device[start:end], self._host[turn][start:end]
+            to.copy_(of, non_blocking=True)
             copied.record()
 
 

@@ -14,8 +14,8 @@ and whoever checks asks first whether such a call has passed before (``again``):
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from operator import itemgetter
+from functools import cache, cached_property
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from kvcore.backends.torch_triton.symbols import New, Symbol, Trace, Unbound
 from kvcore.ops import StepIndex
 from kvcore.ops.arguments import NUMBERS, STRANGE, UNKNOWN, are_same
 from kvcore.pools import Pools
+from kvcore.step import IndexShape, pieces_of
 
 TENSORS = frozenset({Tensor, Parameter})
 """Classes of arguments that are tensors without more to them; programs may depend on the value of ``NUMBERS``."""
@@ -67,7 +68,7 @@ class Seen:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self.index = Indexed(None, None, ())
+        self.index = self._expected = Indexed(None, None, ())
         self.pools: tuple[Pools | None, object] = None, object()
         self.programs: dict[Any, Program | None] = {}
 
@@ -91,17 +92,33 @@ class Seen:
         """Look at another index."""
         arrays = index.arrays
         found = Indexed(index, None, ())
-        if all(array.__class__ is Tensor and array.dtype is torch.int32 and _fits(array) for array in arrays):
+        expected = self._expected.index
+        if (
+            expected is not None
+            and all(map(is_, arrays, expected.arrays))
+            and index.block_table is expected.block_table
+        ):
+            found = self._expected._replace(index=index)
+        elif all(array.__class__ is Tensor and array.dtype is torch.int32 and _fits(array) for array in arrays):
             shapes = tuple([array.shape for array in arrays])
             kind = self._kinds.setdefault(shapes, len(self._kinds))
             found = Indexed(index, kind, arrays if INTERPRETED else tuple([array.data_ptr() for array in arrays]))
         self.index = found
         return found
 
+    def expect(self, index: StepIndex, shape: IndexShape) -> None:
+        """An index that was made in one piece will be given: it need not be asked array by array."""
+        first = 0 if INTERPRETED else index.positions.data_ptr()
+        if first and not first % ALIGNED:
+            kind = self._kinds.setdefault(shape.arrays, len(self._kinds))
+            places = tuple([first + 4 * piece.start for piece in pieces_of(shape)[0]])
+            self._expected = Indexed(index, kind, places)
+
     def forget(self) -> None:
         """Let go of the pools and the index that calls were given."""
         self.pools = None, object()
         self.index = Indexed(None, None, ())
+        self._expected = self.index
 
     def take_pools(self, pools: Pools) -> tuple[Pools, object]:
         """Look at other pools."""
@@ -199,7 +216,9 @@ class Program:
         addresses = tuple([array.data_ptr() for array in self._constants])
         if any(address % ALIGNED for address in addresses):
             return None
-        self._ready = device, addresses, [launch.kernel.kernel.pre_run_hooks for launch in self._launches], found
+        active: Any = run_triton.driver.active
+        hooks = [launch.kernel.kernel.pre_run_hooks for launch in self._launches]
+        self._ready = device, addresses, hooks, found, active.get_current_stream
         return self._ready
 
     def run(self, given: list[Any], index: tuple[Any, ...], pools: tuple[Any, ...], like: Tensor) -> Any:
@@ -211,9 +230,8 @@ class Program:
         """
         if INTERPRETED:
             return self._interpret(given, index, pools, like)
-        active: Any = run_triton.driver.active
-        device = active.get_current_device()
         ready = self._ready
+        device = 0 if only_device() else run_triton.current_device()
         if ready is None or ready[0] != device:
             ready = self.ready(device)
             if ready is None:
@@ -227,7 +245,7 @@ class Program:
             places += tuple([array.data_ptr() for array in new])
         for place, offset in self._offsets:
             places += (places[place] + offset,)
-        stream = active.get_current_stream(device)
+        stream = ready[4](device)
         for take, run, told, width, height, rest in ready[3]:
             run(width, height, 1, stream, *told, *take(places), *rest)
         return new
@@ -245,6 +263,12 @@ class Program:
             arrays = [_made(array, steps) for array, steps in zip(launch.take(places), launch.steps, strict=True)]
             run_triton.run(launch.kernel, launch.grid, arrays, launch.numbers)
         return new
+
+
+@cache
+def only_device() -> bool:
+    """Whether there is one GPU, which is then the one that launches go to."""
+    return torch.cuda.device_count() == 1
 
 
 def rounded(bound: int) -> int:
@@ -301,7 +325,8 @@ class Replayed:
     """
 
     __slots__ = (
-        *("_bounds", "_kind", "_layer", "_names", "_ops", "_passed", "_places", "_programs", "_seen", "_unread", "way"),
+        *("_bounds", "_kind", "_last", "_layer", "_names", "_ops"),
+        *("_passed", "_places", "_programs", "_seen", "_unread", "way"),
     )
 
     def __init__(
@@ -323,6 +348,8 @@ class Replayed:
         self._programs: dict[Any, Program | None] = {}
         # Of kinds whose arguments passed all checks as they were.
         self._passed: dict[Any, Program] = {}
+        # The kind that passed last: in most steps the next one, too.
+        self._last: tuple[list[Any] | None, Any] = None, None
         # What stands for pools, and where those of them lie that a program takes.
         self._places: tuple[object, dict[tuple[int, ...], tuple[Any, ...] | None]] = None, {}
 
@@ -371,13 +398,12 @@ class Replayed:
         seen, lie = self._seen, ()
         if _grad_enabled() or _compiling():
             return UNKNOWN
-        kind: tuple[Any, ...] = (door,)
-        places: tuple[Any, ...] = ()
+        kind, places = None, ()
         if self._layer is not None:
             indexed = seen.index
             if indexed.index is not index:
                 indexed = seen.take_index(index)
-            kind, places = (door, indexed.kind), indexed.places
+            kind, places = indexed.kind, indexed.places
         if self._bounds:
             options = self._bounded(options)
         try:
@@ -387,9 +413,13 @@ class Replayed:
         if taken is None:
             return UNKNOWN
         key, given = taken
-        program = self._passed.get((*kind, *key))
-        if program is None:
-            return UNKNOWN
+        key += door, kind
+        last, program = self._last
+        if key != last:
+            program = self._passed.get(tuple(key))
+            if program is None:
+                return UNKNOWN
+            self._last = key, program
         if self._layer is not None:
             # Pools are of this cache if they are those of a call that passed.
             (held, token), (known, found) = seen.pools, self._places
@@ -415,10 +445,10 @@ class Replayed:
             indexed = self._seen.index
             if self._layer is not None and indexed.index is not index:
                 return
-            key = (*(() if self._layer is None else (indexed.kind,)), *taken[0])
-            program = self._programs.get(key)
+            kind = None if self._layer is None else indexed.kind
+            program = self._programs.get(tuple(taken[0]) if self._layer is None else (kind, *taken[0]))
             if program is not None:
-                self._passed[door, *key] = program
+                self._passed[*taken[0], door, kind] = program
 
     def _bounded(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with bounds rounded up."""
@@ -445,8 +475,9 @@ class Replayed:
     def _take(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
         """(what a program depends on, tensors as launches take them); None: the call is of no kind."""
         values = (*arguments, *options.values())
-        if self._unread:
-            values = (*arguments, *[value for name, value in options.items() if name not in self._unread])
+        for name in self._unread:
+            if name in options:
+                values = (*arguments, *[value for each, value in options.items() if each not in self._unread])
         key: list[Any] = [len(arguments), *options]
         given: list[Any] = []
         device = self._seen.device
@@ -487,6 +518,7 @@ class Replayed:
         if len(self._programs) >= MOST_KINDS:
             self._programs.clear()
             self._passed.clear()
+            self._last = None, None
         program = self._programs[key] = every[whole]
         return program
 

@@ -213,6 +213,12 @@ def called(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     return run, (handle, metadata, None, None, None)
 
 
+def current_device() -> int:
+    """The GPU that launches go to."""
+    active: Any = driver.active
+    return active.get_current_device()
+
+
 def watched() -> bool:
     """Whether somebody is to be told of launches, as profilers are."""
     runtime = knobs.runtime

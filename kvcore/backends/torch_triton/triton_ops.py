@@ -188,6 +188,12 @@ class TritonOps(TorchOps):
         pieces, flat = laid_out(host)
         return on_device(torch.from_numpy(flat), pieces)
 
+    def new_index(self, numbers: Any, shape: Any, tables: Any) -> Any:
+        """As of ``TorchOps``; where its arrays lie need not be asked of each."""
+        index = super().new_index(numbers, shape, tables)
+        self.seen.expect(index, shape)
+        return index
+
     append_window = of_layer("append_window")
     append_rotated_window = of_layer("append_rotated_window")
     append_tail = of_layer("append_tail")

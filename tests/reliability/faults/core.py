@@ -306,7 +306,7 @@ TABLE = {
             "rows that a rollback needs are not put back",
         ),
         (
-            "self._numbers.most_new <= rows - span - self._depth:",
+            "most_new <= rows - span - self._depth:",
             "self._numbers.most_new <= rows - span:",
             "spare rows are taken for free that a rollback needs",
         ),
@@ -330,8 +330,8 @@ TABLE = {
             "a recurrent state that a step overwrites is not kept for an abort",
         ),
         (
-            "            self.waiting[role] = context.copied(arrays)\n",
-            "            self.waiting[role] = arrays\n",
+            "            self.own[role] = context.copied(arrays)\n",
+            "            self.own[role] = arrays\n",
             "the caller's buffer is read at commit",
         ),
         (
