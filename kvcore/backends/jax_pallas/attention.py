@@ -74,16 +74,19 @@ def attend(
 
     def chunk(request, position, q, selected=None):
         logits_of = q.astype(jnp.float32)[:, None] * factor
-        state, found = no_keys(q.shape[0], q.shape[1], dim), []
+        state, found = None, []
         if window is not None:
             found.append(read(layer, pools, index, "window", request, _in_window(window, position), own))
         count = None if entries is None else jnp.where(request >= 0, place.divided(position + 1, entries.ratio), 0)
+        if together:
+            selected = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (len(request), size))
         if count is not None and selected is not None:
             found.append(read(layer, pools, index, "entries", request, _existing(selected, count)))
         if found:
             # All at once: every sum of its own is compiled, and run, by itself.
             keys, valid = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-            state = softmax_sum(state, logits_of, keys, keys, valid)
+            state = softmax_sum(None, logits_of, keys, keys, valid)
+        state = no_keys(q.shape[0], q.shape[1], dim) if state is None else state
         if count is None or selected is not None:
             return state
 
@@ -95,7 +98,12 @@ def attend(
 
         return lax.fori_loop(0, place.divided(jnp.max(count, initial=0) + size - 1, size), some, state)
 
-    size = 0 if entries is None else _round_of(layer.regions["entries"][0], index, pools)
+    size, together = 0, False
+    if entries is not None:
+        (region,) = layer.regions["entries"]
+        size = _round_of(region, index, pools)
+        # One round holds all that there can be: those that are there are read beside the window.
+        together = selected is None and pools.kernels == "portable" and size == index.block_table.shape[1] * region.rows
     columns = (window.window if window is not None else 0) + (size if selected is None else selected.shape[1])
     tokens = (index.request_index, index.positions, q) + (() if selected is None else (selected,))
     state = by_tokens(chunk, tokens, max(columns, 64) * dim)
@@ -186,26 +194,29 @@ def no_keys(tokens, heads, dim):
 
 
 def softmax_sum(
-    state: tuple[Array, Array, Array], q: Array, keys: Array, values: Array, valid: Array
+    state: tuple[Array, Array, Array] | None, q: Array, keys: Array, values: Array, valid: Array
 ) -> tuple[Array, Array, Array]:
     """More keys for every token: q [t, 1, H, d] scaled, keys [t, n, heads, d], values [t, n, heads, e], valid [t, n].
 
-    Query heads are grouped over key heads, and over value heads, in order.
+    Query heads are grouped over key heads, and over value heads, in order. A state of None has no keys.
     """
-    largest, total, out = state
-    tokens, heads = largest.shape
+    tokens, _, heads, _ = q.shape
     grouped = q.reshape(tokens, keys.shape[2], heads // keys.shape[2], q.shape[3])
     logits = jnp.einsum("tkgd,tnkd->tkgn", grouped, keys, precision=lax.Precision.HIGHEST)
     logits = jnp.where(valid[:, None], logits.reshape(tokens, heads, keys.shape[1]), -jnp.inf)
-    higher = jnp.maximum(largest, jnp.max(logits, axis=2, initial=-jnp.inf))
+    higher = jnp.max(logits, axis=2, initial=-jnp.inf)
+    higher = higher if state is None else jnp.maximum(state[0], higher)
     base = jnp.where(jnp.isneginf(higher), 0, higher)
     weights = jnp.where(valid[:, None], jnp.exp(logits - base[:, :, None]), 0)
-    kept = jnp.exp(largest - base)
     # A row that a token may not see can hold NaN for one that may: it is taken out, not weighted with 0.
     values = jnp.where(valid[:, :, None, None], values, 0)
     shared = weights.reshape(tokens, values.shape[2], heads // values.shape[2], values.shape[1])
     added = jnp.einsum("tvgn,tnve->tvge", shared, values, precision=lax.Precision.HIGHEST)
-    return higher, total * kept + jnp.sum(weights, axis=2), out * kept[:, :, None] + added.reshape(out.shape)
+    total, out = jnp.sum(weights, axis=2), added.reshape(tokens, heads, values.shape[3])
+    if state is None:
+        return higher, total, out
+    kept = jnp.exp(state[0] - base)
+    return higher, state[1] * kept + total, state[2] * kept[:, :, None] + out
 
 
 def finish(state, sink, dtype):

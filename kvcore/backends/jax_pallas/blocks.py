@@ -203,12 +203,14 @@ def _read(pools: Held, region: Region, unit: Array, row: Array, count: int, scal
             pool.reshape(pool.shape[0], -1), where, numbers, (1, wide * run.stride // size), mode="clip"
         )
         stored = to_bytes(stored).reshape(*shape, wide, run.stride)[..., lead : lead + run.nbytes]
-        pieces.append(jnp.zeros((*stored.shape[:-1], run.first - end), jnp.uint8))
+        # Flat before they are joined: XLA finds the fields again that a decoder takes, and joins nothing.
+        stored = stored.reshape(-1, run.nbytes)
+        pieces.append(jnp.zeros((len(stored), run.first - end), jnp.uint8))
         pieces.append(join_bytes(stored) if run.split else stored)
         end = run.first + run.nbytes
-    pieces.append(jnp.zeros((*pieces[-1].shape[:-1], region.format.row - end), jnp.uint8))
-    canonical = jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
-    flat = decode(region.format, canonical.reshape(-1, region.format.row), global_scale=scale)
+    pieces.append(jnp.zeros((len(pieces[-1]), region.format.row - end), jnp.uint8))
+    canonical = jnp.concatenate([piece for piece in pieces if piece.shape[1]], axis=1)
+    flat = decode(region.format, canonical, global_scale=scale)
     requests, blocks = unit.shape
     values = flat.reshape(requests, blocks, *((region.heads, count) if by_head else (count, region.heads)), -1)
     values = values if by_head else jnp.swapaxes(values, 2, 3)

@@ -5,6 +5,7 @@ The same bytes as the reference, eagerly and under ``jit``. The arithmetic is th
 ``reduce_precision``.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -258,15 +259,21 @@ def hadamard(values: Array) -> Array:
 
 
 def sylvester(values):
-    """The sums of the rotation: log2(dim) rounds of butterflies over rows [rows, dim]."""
-    rows, dim = values.shape
-    stride = 1
-    while stride < dim:
-        pairs = values.reshape(rows, dim // (2 * stride), 2, stride)
-        values = jnp.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
-        values = values.reshape(rows, dim)
-        stride *= 2
-    return values
+    """The sums of the rotation: log2(dim) rounds of butterflies over rows [rows, dim].
+
+    A round takes neighbours, and puts sums before differences, so that all rounds are alike: the next one's neighbours
+    are twice as far apart, and after the last one every sum is where it belongs.
+    """
+    rounds = values.shape[1].bit_length() - 1
+    if not rounds:
+        return values
+
+    def butterflies(_, values):
+        even, odd = values[:, 0::2], values[:, 1::2]
+        return jnp.concatenate([even + odd, even - odd], axis=1)
+
+    # A CPU compiles the one round; a GPU would wait for a loop's host after each.
+    return lax.fori_loop(0, rounds, butterflies, values, unroll=True if jax.default_backend() != "cpu" else 1)
 
 
 def to_bf16(values: Array) -> Array:

@@ -138,12 +138,11 @@ def _gathered(q, factor, sink, layer, columns, rest) -> Attention:
     value_dim = values.shape[3]
 
     def chunk(request, q, seen):
-        state = no_keys(q.shape[0], q.shape[1], value_dim)
         if not len(keys):
-            return state
+            return no_keys(q.shape[0], q.shape[1], value_dim)
         mine = jnp.maximum(request, 0)
         logits_of = q.astype(jnp.float32)[:, None] * factor
-        return softmax_sum(state, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
+        return softmax_sum(None, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
 
     each = columns * max(keys.shape[2] * q.shape[2], values.shape[2] * value_dim)
     return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, jnp.float32)

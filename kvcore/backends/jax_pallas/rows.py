@@ -67,7 +67,9 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
     pieces = []
     end = 0
     # Told once for all runs: a gather that finds out by itself what lies outside is three more kernels for each.
-    exists, unit = unit >= 0, jnp.maximum(unit, 0)
+    count = math.prod(unit.shape)
+    exists = jnp.repeat((unit >= 0).reshape(count, 1), region.heads, axis=0)
+    unit = jnp.maximum(unit, 0)
     for run in runs(region):
         pool = pools[region.buffers[run.buffer][0]]
         flat, where, width = _places(region, run, pool, unit, row)
@@ -79,13 +81,14 @@ def load(pools: Held, region: Region, unit: Array, row: Array) -> Array:
         stored = to_bytes(stored)
         # Not -1: where there is no row, the rest of the shape does not say how wide one is.
         width = math.prod(stored.shape[unit.ndim :]) // region.heads
-        stored = stored.reshape(*unit.shape, region.heads, width)[..., : run.nbytes]
-        pieces.append(jnp.zeros((*unit.shape, region.heads, run.first - end), jnp.uint8))
-        pieces.append(join_bytes(stored) if run.split else stored)
+        stored = stored.reshape(count * region.heads, width)[:, : run.nbytes]
+        pieces.append(jnp.zeros((len(stored), run.first - end), jnp.uint8))
+        pieces.append(jnp.where(exists, join_bytes(stored) if run.split else stored, jnp.uint8(0)))
         end = run.first + run.nbytes
-    pieces.append(jnp.zeros((*unit.shape, region.heads, region.format.row - end), jnp.uint8))
-    found = jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=-1)
-    return jnp.where(exists[..., None, None], found, jnp.uint8(0))
+    pieces.append(jnp.zeros((count * region.heads, region.format.row - end), jnp.uint8))
+    # Piece by piece: of what is joined last XLA finds the fields again that a decoder takes, and joins nothing.
+    found = jnp.concatenate([piece for piece in pieces if piece.shape[-1]], axis=1)
+    return found.reshape(*unit.shape, region.heads, region.format.row)
 
 
 def load_in_order(pools: Held, region: Region, requests: int):
@@ -114,10 +117,12 @@ def store(pools: Held, region: Region, unit: Array, row: Array, rows: Array) -> 
     """Pools with canonical rows [..., heads, row_bytes] written, in every copy; nothing where the unit is -1."""
     if pools.kernels in TILED:
         return tiles.store(pools, region, unit, row, rows)
+    # Flat, as an encoder joins fields: XLA takes them as they were before.
+    flat_rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     for run in runs(region):
         name = region.buffers[run.buffer][0]
         pool = flat = pools[name]
-        stored = rows[..., run.first : run.first + run.nbytes]
+        stored = flat_rows[:, run.first : run.first + run.nbytes].reshape(*rows.shape[:-1], run.nbytes)
         stored = split_bytes(stored) if run.split else stored
         stored = jnp.pad(stored, ((0, 0),) * (stored.ndim - 1) + ((0, -run.nbytes % pool.dtype.itemsize),))
         for copy in range(region.copies):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kvcore.backends.jax_pallas import blocks
 from kvcore.backends.jax_pallas import rows as place
-from kvcore.backends.jax_pallas.attention import finish, no_keys, softmax_sum
+from kvcore.backends.jax_pallas.attention import finish, softmax_sum
 from kvcore.backends.jax_pallas.kv import attend_in_place, in_order
 from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.rows import Held
@@ -178,7 +178,6 @@ def without_rows(index: StepIndex, lse: jax.Array) -> jax.Array:
 
 def _attend_to(seen: Seen, asked: Asked) -> Answer:
     """Attention to rows that were brought together."""
-    batch, _, heads, _ = asked.query.shape
     keys, values = (seen.parts[number].astype(jnp.float32) for number in (0, -1))
     if keys.ndim == 3:
         keys = keys[:, :, None]
@@ -186,8 +185,7 @@ def _attend_to(seen: Seen, asked: Asked) -> Answer:
 
     def one(query: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of every sequence's query [B, H, d] of one column."""
-        state = no_keys(batch, heads, values.shape[3])
-        found = softmax_sum(state, query.astype(jnp.float32)[:, None] * asked.scale, keys, values, mask)
+        found = softmax_sum(None, query.astype(jnp.float32)[:, None] * asked.scale, keys, values, mask)
         return finish(found, asked.sink, jnp.float32)
 
     out, lse = jax.lax.map(lambda some: one(*some), (jnp.swapaxes(asked.query, 0, 1), jnp.swapaxes(seen.mask, 0, 1)))

@@ -22,8 +22,8 @@ TABLE = {
         ),
         ("        stored = split_bytes(stored) if run.split else stored\n", "", "rope bytes are not split for tiles"),
         (
-            "region.heads, run.first - end), jnp.uint8))\n        pieces.append(join_bytes(stored) if run.split else stored)\n",
-            "region.heads, run.first - end), jnp.uint8))\n        pieces.append(stored)\n",
+            "jnp.where(exists, join_bytes(stored) if run.split else stored, ",
+            "jnp.where(exists, stored, ",
             "split bytes are not joined",
         ),
         (
@@ -284,8 +284,8 @@ TABLE = {
             "a query without keys gives NaN",
         ),
         (
-            "total * kept + jnp.sum(weights, axis=2), out * kept",
-            "total + jnp.sum(weights, axis=2), out * kept",
+            "state[1] * kept + total, state[2]",
+            "state[1] + total, state[2]",
             "earlier keys are weighted by an old maximum",
         ),
         ("largest + jnp.log(", "jnp.log(", "lse lacks the maximum"),
