@@ -252,7 +252,10 @@ class Cache:
         if held.canary is not None:
             held.canary.check_places(asked, "step")
         opening = manager.read(asked)
-        padding = None if left_padding is None else left_padding_of(self.spec, opening.requests, left_padding)
+        if left_padding is not None:
+            padding = left_padding_of(self.spec, opening.requests, left_padding)
+        else:
+            padding = manager.unseen(opening.requests) if held.prefix.policy == "approximate" else None
         grants = manager.grow(opening)
         try:
             numbers = StepNumbers(
@@ -355,7 +358,7 @@ class Cache:
         """
         place = self._state.manager.place(request)
         if not self._state.prefix.on:
-            raise SpecError(got="prefix='off'", where="checkpoint", allowed="'full', 'zero' or Periodic(n)")
+            raise SpecError(got="prefix='off'", where="checkpoint", allowed="another policy")
         if place.tokens is None:
             raise RequestError(
                 got=f"request {request.id}, token ids unknown",
@@ -406,7 +409,7 @@ class Cache:
     @verb("restorable", in_step=True)
     def _restorable(self, ids: list[int], salt: str | None) -> Restorable:
         hit = self._state.prefix.find(ids, limit=len(ids), salt=salt)
-        return Restorable(hit.stored, max(0, hit.stored - hit.length), True)
+        return Restorable(hit.stored, max(0, hit.stored - hit.length), hit.exact)
 
     def fits(self, tokens: Tokens, new_tokens: SupportsIndex = 0, *, salt: str | None = None) -> bool:
         """Whether a prompt could be admitted and stepped through now: a slot is free, and as many blocks as it needs.

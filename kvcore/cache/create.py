@@ -35,7 +35,8 @@ def create_cache(
         budget_bytes: bytes for all pools, instead of ``max_tokens``.
         max_draft_tokens: tokens that ``truncate`` can always undo.
         prefix: prefix reuse: ``off``; ``full`` (every block boundary); ``Periodic(n)`` (multiples of n at which a step
-            ends, and semantic points); ``zero`` (blocks only, rings are replayed).
+            ends, and semantic points); ``zero`` (blocks only, rings are replayed); ``approximate`` (blocks
+            only, and the last window alone is replayed: DeepSeek-V4.1's bounded replay, never exact).
         layout: ``packed``, ``planar``, ``tpu_tile``, ``by_head``, or ``auto`` for the backend's own choice.
         check: refuse non-finite input and unfinished steps, and poison what is freed; slower.
         max_request_tokens: the most tokens that one request can hold, so that no ring, slot or block table is larger

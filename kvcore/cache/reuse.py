@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvcore.portable.rows import Content
 from kvcore.requests.manager import Manager, RequestState
-from kvcore.requests.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of
+from kvcore.requests.prefix import Periodic, Policy, chain, point_key, replay_tokens, seed_of, window_tokens
 from kvcore.spec import CacheSpec
 
 
@@ -23,12 +23,14 @@ class Hit(NamedTuple):
         stored: tokens whose state is at hand once the tokens from ``length`` up to it were replayed.
         blocks: the full, sealed blocks of those tokens, in order.
         state: rows to restore, or None where there are none.
+        exact: what is then held is what an uninterrupted run holds.
     """
 
     length: int
     stored: int
     blocks: tuple[int, ...]
     state: Content | None
+    exact: bool = True
 
 
 class Kept(NamedTuple):
@@ -52,7 +54,7 @@ class PrefixCache:
         self._spec = spec
         self._resets = 0
         self._seed = seed_of(spec)
-        self._replay = replay_tokens(spec)
+        self._replay = window_tokens(spec) if policy == "approximate" else replay_tokens(spec)
         self._states: OrderedDict[bytes, Kept] = OrderedDict()
         # Last full block's key -> {key of a checkpoint: how many tokens beyond that block it lies}.
         self._beyond: dict[bytes, dict[bytes, int]] = {}
@@ -170,12 +172,13 @@ class PrefixCache:
         if self._replay == 0:
             # Nothing but blocks to restore: every full block within the limit is a hit.
             stored = length = min(len(blocks), limit // size) * size
-        elif self.policy == "zero" and self._replay is not None:
+        elif self.policy in ("zero", "approximate") and self._replay is not None:
             stored = len(blocks) * size
             length = min(stored - self._replay, limit)
         else:
             return best
-        return Hit(length, stored, tuple(blocks[: stored // size]), None) if length > best.length else best
+        exact = self.policy != "approximate" or self._replay == 0
+        return Hit(length, stored, tuple(blocks[: stored // size]), None, exact) if length > best.length else best
 
     def _checkpointed(
         self, tokens: Sequence[int], keys: list[bytes], blocks: list[int], limit: int, salt: str | None

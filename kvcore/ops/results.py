@@ -64,8 +64,9 @@ class StepIndex(NamedTuple):
         block_table: [Q, columns] block numbers in order of history, -1 beyond the request's blocks; as wide as the
             step's longest request needs, rounded up to a few widths; in padded steps, and under JAX, as any could need.
         stored: [Q] tokens whose paged rows were taken over at admission and are not written again, 0 without a hit.
-        left_padding: [Q] positions at the start of each request that are no tokens: no query of a classic layer sees
-            them, and chunks are counted from the first token. None: there are none.
+        left_padding: [Q] positions at the start of each request that no query of a classic layer, or of a window, sees:
+            they are no tokens, or a window's rows of them are gone. Chunks are counted behind them. None: there are
+            none.
         paging: whose index it is, so that another cache's verbs refuse it; None of one that was put together by hand.
     """
 

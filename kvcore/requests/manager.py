@@ -499,11 +499,21 @@ class Manager:
             self.blocks.hold(block)
         place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
+        place.seen_from = source.seen_from
         place.blocks, place.keys, place.shares = source.blocks, list(source.keys), source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written, place.states = dict(source.written), source.states
         place.converted = source.converted
         return request, place
+
+    def unseen(self, requests: Sequence[Request]) -> list[int] | None:
+        """Positions at each request's start that no query of a window sees, while the tokens of a hit are replayed.
+
+        None where every request of them is past that.
+        """
+        places = [self.place(request) for request in requests]
+        found = [place.seen_from if place.length < place.stored else 0 for place in places]
+        return found if any(found) else None
 
     def _check_limit(self, request: Request, length: int) -> None:
         limit = self.plan.longest

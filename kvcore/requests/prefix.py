@@ -39,7 +39,7 @@ class Periodic(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "tokens", check_count(SpecError, "Periodic.tokens", self.tokens, 1))
 
 
-Policy = Literal["off", "full", "zero"] | Periodic
+Policy = Literal["off", "full", "zero", "approximate"] | Periodic
 
 
 class Restorable(NamedTuple):
@@ -52,7 +52,7 @@ class Restorable(NamedTuple):
     Attributes:
         length: tokens whose state is at hand.
         replay: how many of the last of them must be run through the model again for that.
-        exact: True if the state then equals an uninterrupted run's.
+        exact: True if the state then equals an uninterrupted run's; under ``approximate`` windows do not.
     """
 
     length: int
@@ -64,8 +64,9 @@ def check_policy(policy: object) -> Policy:
     """The policy, or a SpecError that lists them."""
     if isinstance(policy, Periodic):
         return policy
-    if policy not in ("off", "full", "zero"):
-        raise SpecError(got=policy, where="prefix", allowed="'off', 'full', 'zero' or kvcore.Periodic(tokens)")
+    if policy not in ("off", "full", "zero", "approximate"):
+        allowed = "'off', 'full', 'zero', 'approximate' or kvcore.Periodic(tokens)"
+        raise SpecError(got=policy, where="prefix", allowed=allowed)
     return policy  # type: ignore[return-value]
 
 
@@ -106,6 +107,33 @@ def replay_tokens(spec: CacheSpec) -> int | None:
             return None
         total += max((span for span in spans if span is not None), default=0)
     return total
+
+
+REPLAYED = ("window", "tail", "entries", "index_tail", "index_keys")
+"""Components of latent layers: what ``approximate`` can tell how to replay."""
+
+
+def window_tokens(spec: CacheSpec) -> int:
+    """Tokens that every ring is filled by, whatever the layers below it hold: the longest one's.
+
+    Replaying them alone is what DeepSeek-V4.1 is served with: the first of them see less than they did, so that what
+    they leave in the rings of higher layers is near to what an uninterrupted run has there, and no more.
+
+    Raises:
+        SpecError: the spec has layers for which that is not told: classic or recurrent ones.
+    """
+    spans = [0]
+    for number, layer in enumerate(spec.all_layers):
+        for role, component in layer.components():
+            if role not in REPLAYED:
+                raise SpecError(
+                    got=f"'approximate' with {spec.path(number)}.{role}",
+                    where="prefix",
+                    allowed="windows, tails and compressed entries",
+                    hint="'full' or kvcore.Periodic(tokens) keep the state of all others.",
+                )
+            spans.append(component.span or 0 if component.in_checkpoint else 0)
+    return max(spans)
 
 
 def cbor(value: Any) -> bytes:

@@ -47,12 +47,15 @@ def attend(
     triton = verbs(pools.kernels)
     # A number that the caller computes on the device is no constant of a launch, which takes q's rows for the step's.
     launches = triton and isinstance(scale, float) and (rows is None or len(rows) == len(q))
-    if launches and triton.attends(layer, index, q):
+    shorter = window is not None and index.left_padding is not None
+    if launches and not shorter and triton.attends(layer, index, q):
         own = None if rows is None or window is None else place.encode_rows(layer.regions["window"][0], rows)[:, 0]
         return Attention(*triton.attend(layer, pools, index, q, selected, own, sink, scale, rope))
 
     if triton and not launches:
         fall_back(pools.kernels, "attend", "scale is an array, or rows are others than the step's")
+    if triton and shorter:
+        fall_back(pools.kernels, "attend", "a window begins later than it does by itself")
     if pools.kernels in TILED and rows is not None:
         fall_back(pools.kernels, "attend", "rows of the step are given")
 
@@ -76,7 +79,9 @@ def attend(
         logits_of = q.astype(jnp.float32)[:, None] * factor
         state, found = None, []
         if window is not None:
-            found.append(read(layer, pools, index, "window", request, _in_window(window, position), own))
+            found.append(
+                read(layer, pools, index, "window", request, _in_window(window, index, request, position), own)
+            )
         count = None if entries is None else jnp.where(request >= 0, place.divided(position + 1, entries.ratio), 0)
         if together:
             selected = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (len(request), size))
@@ -131,7 +136,7 @@ def _sources(layer, index, selected):
     window, entries = layer.component("window"), layer.component("entries")
     numbers = {}
     if window is not None:
-        numbers["window"] = _in_window(window, position)
+        numbers["window"] = _in_window(window, index, request, position)
     if entries is not None:
         count = jnp.where(request >= 0, place.divided(position + 1, entries.ratio), 0)
         if selected is None:
@@ -146,10 +151,12 @@ def _sources(layer, index, selected):
     return [source for source in sources if source[1].shape[1]]
 
 
-def _in_window(window, position):
+def _in_window(window, index, request, position):
     """[t, W] positions that tokens see in the window, -1 before the first."""
     numbers = position[:, None] - window.window + 1 + jnp.arange(window.window, dtype=jnp.int32)[None]
-    return jnp.maximum(numbers, -1)
+    if index.left_padding is None:
+        return jnp.maximum(numbers, -1)
+    return jnp.where(numbers >= place.of(index.left_padding, request)[:, None], numbers, -1)
 
 
 def _existing(selected, count):

@@ -66,12 +66,16 @@ def gather_window(layer: Layer, pools: Held, index: StepIndex, rows: Array | Non
     """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
     (region,) = layer.regions["window"]
     triton = verbs(pools.kernels)
-    if triton and triton.covers(region):
+    shorter = index.left_padding is not None
+    if triton and triton.covers(region) and not shorter:
         return WindowRows(*triton.gather_window(pools, region, index, layer.component("window").window, rows))
     if rows is not None:
         fall_back(pools.kernels, "gather_window", "rows of the step are given")
     own = None if rows is None else place.encode_rows(region, rows)
-    live = layer.component("window").live_bounds(index.lengths, jnp.maximum)
+    if triton and shorter:
+        fall_back(pools.kernels, "gather_window", "a window begins later than it does by itself")
+    first, end = layer.component("window").live_bounds(index.lengths, jnp.maximum)
+    live = (jnp.maximum(first, index.left_padding) if shorter else first), end
     positions = place.numbered(live, region.rows)
     values = place.read_values(pools, region, index, place.requests_like(positions), positions, own)[:, :, 0]
     return WindowRows(jnp.where((positions >= 0)[:, :, None], values, 0), positions)

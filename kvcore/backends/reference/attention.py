@@ -38,7 +38,9 @@ def attend(
             continue
         keys = [np.zeros((0, dim), np.float32)]
         if window is not None:
-            keys += [_read(layer, pools, index, request, p, own, role="window") for p in window.live(int(position) + 1)]
+            left = 0 if index.left_padding is None else int(index.left_padding[request])
+            seen = range(window.first_visible(int(position), left), int(position) + 1)
+            keys += [_read(layer, pools, index, request, p, own, role="window") for p in seen]
         if entries is not None:
             visible = (int(position) + 1) // entries.ratio
             seen = range(visible) if selected is None else [i for i in selected[token] if 0 <= i < visible]

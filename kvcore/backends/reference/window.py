@@ -61,7 +61,9 @@ def gather_window(layer: LayerPlan, pools: Pools, index: StepIndex, rows: np.nda
     values = np.zeros((requests, region.rows, component.dim), DTYPES[region.format.value_code])
     positions = np.full((requests, region.rows), -1, np.int32)
     for request in range(requests):
-        for row, position in enumerate(component.live(int(index.lengths[request]))):
+        left = 0 if index.left_padding is None else int(index.left_padding[request])
+        live = component.live(int(index.lengths[request]))
+        for row, position in enumerate(range(max(live.start, left), live.stop)):
             stored = place.read(pools, region, index, request, position, own)
             values[request, row] = decode(region.format, stored)[0]
             positions[request, row] = position

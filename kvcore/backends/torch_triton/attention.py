@@ -103,7 +103,8 @@ def _window_source(layer, pools, index, rows):
     def read(some):
         request, position = index.request_index[some, None].long(), index.positions[some, None].long()
         number = position - torch.arange(component.window - 1, -1, -1, device=position.device)
-        seen = (request >= 0) & (number >= 0)
+        left = 0 if index.left_padding is None else place.of_request(index.left_padding, request)
+        seen = (request >= 0) & (number >= 0) & (number >= left)
         line = request * region.rows + number % region.rows
         if rows is not None:
             new, token = place.own_token(index, request, number, len(rows))

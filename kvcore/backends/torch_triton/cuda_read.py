@@ -34,6 +34,7 @@ PLAIN: Any = TorchOps
 """The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
 LEFT_PADDING = Declined("the step has left padding")
+SHORTER = Declined("a window begins later than it does by itself")
 TOO_MANY = Declined(f"k > {LARGEST_K}")
 ALONE = Declined("k or v is given without the other")
 
@@ -77,6 +78,11 @@ class Gathered(NamedTuple):
             return declined(ops, layer, role) or Ready(cls(ops.records[layer, role][0], count), (role,))
 
         return bind
+
+
+def whole_window(bound, index, *_, **__):
+    """Windows that begin where they do by themselves: kernels know no other beginning."""
+    return bound if index.left_padding is None else SHORTER
 
 
 def gather_window(bound, ops, pools, layer, index, rows=None):
@@ -564,14 +570,14 @@ def _pairs(ops, room):
 
 
 KERNELS = {
-    "gather_window": Kernel(gather_window, Gathered.of("window"), replayed=True),
+    "gather_window": Kernel(gather_window, Gathered.of("window"), whole_window, replayed=True),
     "gather_entries": Kernel(gather_entries, Gathered.of("entries"), replayed=True),
     "gather_all_entries": Kernel(gather_all_entries, Gathered.of("entries")),
     "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
     "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers, replayed=True),
     "read_state": Kernel(read_before, Before.of("state"), replayed=True),
     "gather_conv": Kernel(read_before, Before.of("conv"), replayed=True),
-    "attend": Kernel(attend, bind_attend, replayed=True),
+    "attend": Kernel(attend, bind_attend, whole_window, replayed=True),
     "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True, bounds=("columns",)),
     "index_scores": Kernel(index_scores, bind_scores(), replayed=True),
     "select": Kernel(select, bind_select, select_covers, replayed=True),

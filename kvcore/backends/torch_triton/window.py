@@ -57,6 +57,7 @@ def gather_window(layer: Layer, pools: Pools, index: StepIndex, rows: torch.Tens
     component = layer.component("window")
     own = None if rows is None else place.encode_rows(region, rows)
     first, end = component.live_bounds(index.lengths, place.maximum)
+    first = first if index.left_padding is None else torch.maximum(first, index.left_padding)
     positions = place.numbers_from(first, end - first, region.rows)
     requests = torch.arange(len(index.slots), device=positions.device)[:, None]
     values = place.decode_rows(region, place.read(pools, region, index, requests, positions, own))

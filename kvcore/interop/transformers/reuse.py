@@ -24,8 +24,8 @@ def check_reusable(
     policy: Policy, *, static: bool, storage: Literal["paged", "slot"] | None, spec: CacheSpec | None
 ) -> None:
     """Refuse what leaves nothing that a later prompt could take over, and rows whose replay the model does not know."""
-    if policy == "zero":
-        raise SpecError(got="'zero'", where="prefix", allowed="'off', 'full' or kvcore.Periodic(tokens)")
+    if policy in ("zero", "approximate"):
+        raise SpecError(got=repr(policy), where="prefix", allowed="'off', 'full' or kvcore.Periodic(tokens)")
     in_slots = spec is not None and any(layer.kv is not None and layer.kv.storage == "slot" for layer in spec.layers)
     if static or storage == "slot" or in_slots:
         raise SpecError(
