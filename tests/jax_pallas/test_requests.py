@@ -7,6 +7,7 @@ import pytest
 
 import kvcore
 from kvcore.spec import CacheSpec
+from tests.requests import test_approximate as approximate
 from tests.support import hand_over, stories
 
 TORCH = ["torch_triton"] if find_spec("torch") else []
@@ -125,3 +126,12 @@ def test_numbers_publish_a_prompt_and_its_checkpoints_go_along(tmp_path) -> None
     assert cache.restorable(PROMPT, salt="a").length == 0
     with pytest.raises(kvcore.OutOfBlocks, match="max_request_tokens"):
         cache.step({request: 6}, **PADDING)
+
+
+def test_a_replay_that_is_approximate_sees_nothing_before_it():
+    cache, request = approximate.found_again("jax_pallas")
+    oracle, other = approximate.found_again("reference")
+    for ids in (approximate.PROMPT[57:60], approximate.PROMPT[60:66]):
+        ours, theirs = (approximate.seen(*each, ids) for each in ((cache, request), (oracle, other)))
+        for one, two in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one, two, rtol=2e-5, atol=2e-5)
