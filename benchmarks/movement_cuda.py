@@ -31,6 +31,8 @@ from kvcore.store import BlockStore, HostTier
 
 Act = Callable[[], Any]
 
+BEGAN = time.perf_counter()
+
 
 def filled(spec: CacheSpec, tokens: int, count: int = 1) -> tuple[Any, list[Any]]:
     """A cache with room for twice as many requests of so many tokens; every byte of its pools is of any value."""
@@ -73,8 +75,8 @@ def profiled(act: Act, after: Callable[[Any], Any]) -> str:
 class Scene:
     """One request and what it cost to move it."""
 
-    def __init__(self, tokens: int, repeats: int) -> None:
-        self.tokens, self.repeats = tokens, repeats
+    def __init__(self, tokens: int, repeats: int, profile: bool) -> None:
+        self.tokens, self.repeats, self.profile = tokens, repeats, profile
         self.cache, (self.request,) = filled(presets.deepseek_v4_flash(draft=False), tokens)
         self.right = self.cache.digest([self.request])
         self.bytes = 0
@@ -92,8 +94,10 @@ class Scene:
         self.seconds[what] = [round(one, 6) for one in found]
         best = min(found)
         print(f"{self.tokens:8} {what:30} {best * 1e3:9.2f} ms {self.bytes / best / 1e9:8.2f} GB/s", end="")
-        print(f"   first {found[0] * 1e3:.2f}, median {statistics.median(found) * 1e3:.2f}", flush=True)
-        self.profiles[f"{self.tokens} {what}"] = profiled(act, after)
+        print(f"   first {found[0] * 1e3:.2f}, median {statistics.median(found) * 1e3:.2f}", end="")
+        print(f"   at {time.perf_counter() - BEGAN:.1f} s", flush=True)
+        if self.profile:
+            self.profiles[f"{self.tokens} {what}"] = profiled(act, after)
 
     def move(self) -> None:
         """Between the device and pinned memory, and on the device."""
@@ -219,16 +223,17 @@ def bursts(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="131072,1048576")
+    parser.add_argument("--tokens", default="1048576,131072")
     parser.add_argument("--stored", type=int, default=99_840, help="tokens of what goes through a store; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bursts", type=int, default=3, help="times that each burst is moved; 0: none")
+    parser.add_argument("--profile", type=int, default=0, help="tokens of the scene of which profiles are written")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {}
     profiles: dict[str, str] = {}
     for tokens in [int(text) for text in args.tokens.split(",") if text]:
-        scene = Scene(tokens, args.repeats)
+        scene = Scene(tokens, args.repeats, tokens == args.profile)
         scene.move()
         found[f"{tokens} tokens"] = {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": scene.shares()}
         print(found[f"{tokens} tokens"]["beside copies"], flush=True)
@@ -236,7 +241,7 @@ def main() -> None:
         del scene
         torch.cuda.empty_cache()
     if args.stored:
-        scene = Scene(args.stored, args.repeats)
+        scene = Scene(args.stored, args.repeats, args.stored == args.profile)
         scene.bytes = 0
         scene.keep()
         found[f"{args.stored} tokens through a store"] = {"seconds": scene.seconds}

@@ -77,13 +77,13 @@ class Groups:
         alone: one group that keeps all blocks: a block that cannot be loaded can be named to vLLM.
     """
 
-    def __init__(self, config: Any, told: Mapping[str, Any]) -> None:
-        """``told``: ``index`` and ``formats``, as for ``spec_from``.
+    def __init__(self, config: Any, given: Mapping[str, Any]) -> None:
+        """``given``: ``index`` and ``formats``, as for ``spec_from``.
 
         Raises:
             SpecError: a cache that blocks by number do not hold, by its name and with the reason.
         """
-        self.parts = tuple(_parts(config, told))
+        self.parts = tuple(_parts(config, given))
         self.step = lcm(*(part.block for part in self.parts))
         self.alone = self.parts[0].alone
 
@@ -118,7 +118,7 @@ class Groups:
         return column >= part.first(-(-end // self.step) * self.step)
 
 
-def _parts(config: Any, told: Mapping[str, Any]) -> list[Part]:
+def _parts(config: Any, given: Mapping[str, Any]) -> list[Part]:
     groups = list(config.kv_cache_groups)
     found: dict[tuple[int, str, Any, int], list[tuple[str, KV | Entries]]] = {}
     for number, group in enumerate(groups):
@@ -126,10 +126,10 @@ def _parts(config: Any, told: Mapping[str, Any]) -> list[Part]:
         for name in group.layer_names:
             kind = group.kv_cache_spec if each is None else each[name]
             window = _window(name, kind)
-            role, component = component_of(name, kind, **told)
+            role, component = component_of(name, kind, **given)
             found.setdefault((number, role, window, kind.block_size), []).append((name, in_blocks(component, kind)))
     if len(groups) == 1 and not any(window for _, _, window, _ in found):
-        return [Part(0, "", spec_from(config, **told), tuple(names_from(config, **told)), None, alone=True)]
+        return [Part(0, "", spec_from(config, **given), tuple(names_from(config, **given)), None, alone=True)]
     return [
         Part(number, role, _spec(role, block, members), tuple(name for name, _ in members), window, alone=False)
         for (number, role, window, block), members in found.items()

@@ -7,7 +7,7 @@ down for others in ``docs/portable_format.md``.
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -255,7 +255,6 @@ class Staging:
         self._states = cache.kept_states(request) if checkpoints else []
         lengths = [length for length, _ in self._states]
         self.layout = page_layout(cache.spec, self._floor, self._row.length, lengths)
-        self._said = _Said(cache.spec, self.layout)
         self._record = RequestRecord(
             length=self._row.length,
             floor=self._floor,
@@ -264,6 +263,10 @@ class Staging:
             checkpoints=list(self.layout.lengths),
             converted=list(request.converted),
         )
+
+    @cached_property
+    def _said(self) -> _Said:
+        return _Said(self._cache.spec, self.layout)
 
     def manifest(self, digests: Sequence[bytes] | None = None) -> bytes:
         """With digests, or with others of the same size in their place."""
@@ -274,9 +277,14 @@ class Staging:
         """Copy the request into pages of any content; returns the manifest."""
         cache, row, layout = self._cache, self._row, self.layout
         # What is left of a page is zeros: of the last page of history, and of the records.
-        pages[max(0, layout.blocks - 1) :] = 0
+        pages[max(0, layout.blocks - 1) : layout.blocks] = 0
+        record = layout.record.of(pages)
+        record[:, sum(strip.nbytes for strip in layout.record.strips) :] = 0
         lanes: list[Array] | None = [] if self._digest == "lanes" else None
-        if not move_at_once(cache.ops, cache.pools, row, layout, pages, lanes=lanes):
+        at_once = move_at_once(
+            cache.ops, cache.pools, row, layout, pages, lanes=lanes, meanwhile=lambda: self._said.manifest
+        )
+        if not at_once:
             stage_one_by_one(cache, row, self._floor, layout, pages)
         for section, (_, state) in zip(layout.checkpoints, self._states, strict=True):
             _fill(cache, section, state, pages)

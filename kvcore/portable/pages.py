@@ -8,7 +8,7 @@ its own and is cut into pages of the same size. What is left of the last page of
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -247,6 +247,7 @@ def move_at_once(
     *,
     store: bool = False,
     lanes: "list[Array] | None" = None,
+    meanwhile: Callable[[], object] = bool,
 ) -> bool:
     """Copy a request's rows into its pages, or with ``store`` back; False where some must go component by component.
 
@@ -255,6 +256,7 @@ def move_at_once(
     Args:
         lanes: given the structural digests of history's pages and of the record as they were on the device; it stays
             empty where pages and pools lie side by side, and where rows are no whole words.
+        meanwhile: called while pages are on their way through a device.
     """
     history, record = layout.history.of(pages), layout.record.of(pages)
     parts = (
@@ -262,6 +264,7 @@ def move_at_once(
         (record, ranged(layout.record.strips), [row.slot]),
     )
     found: list[Array] = []
+    moving: list[Any] = []
     for part, strips, units in parts:
         if not len(part):
             found.append(np.zeros((0, 2), np.int64))
@@ -275,15 +278,23 @@ def move_at_once(
         at = np.array(units, np.int32)
         if isinstance(part, np.ndarray) and takes_chunks(ops):
             through: Any = cast("Any", ops).through_device
-            done, digested = through(pools, part, moved, at, store=store, digested=None if lanes is None else strips)
-            if not done:
-                return False
-            found += [] if digested is None else [digested]
+            one = through(pools, part, moved, at, store=store, digested=None if lanes is None else strips)
+            if one is None:
+                break
+            moving.append(one)
+            found += [] if one.lanes is None else [one.lanes]
         elif not ops.move_strips(pools, part, moved, at, store=store):
-            return False
-    if lanes is not None:
-        lanes += found if len(found) == len(parts) else []
-    return True
+            break
+    else:
+        meanwhile()
+        for one in moving:
+            one.wait()
+        if lanes is not None:
+            lanes += found if len(found) == len(parts) else []
+        return True
+    for one in moving:
+        one.wait()
+    return False
 
 
 def _with_room(strip: Strip, first: int) -> Strip:

@@ -126,7 +126,8 @@ def check_chunks(rng, sides, layout, row, want, case):
         write_rows(into, plain, row, content_of(layout, want))
         given = passing_pages(pool, *want.shape)
         given[:] = want
-        given.flags.writeable = pool is not None
+        if pool is None:
+            given.flags.writeable = False
         with chunks(3, layout.page_bytes):
             at_once = move_at_once(mine, target, row, layout, given, store=True, lanes=lanes)
             known = LaneDigests(mine, layout, *lanes).result(given)

@@ -4,6 +4,7 @@ Nothing asks the device for a value. Fields that lie side by side both in a unit
 bytes, copied in the widest words that all its addresses are multiples of.
 """
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import product
 from math import gcd
@@ -235,25 +236,39 @@ def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
     if isinstance(pages, np.ndarray):
         if ops.device == "cpu":  # as pools under the interpreter are
             return PLAIN.move_strips(ops, pools, pages, strips, units, store=store)
-        return through_device(ops, pools, pages, strips, units, store=store)[0]
+        moving = through_device(ops, pools, pages, strips, units, store=store)
+        if moving is not None:
+            moving.wait()
+        return moving is not None
     units = _units(ops, units)
     for width, table in _of_move(ops.plan, pools, strips, _grain(pages), store=store):
         calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
     return True
 
 
+class Moving(NamedTuple):
+    """Pages of the host on their way.
+
+    Attributes:
+        lanes: what ``digest_strips`` gives of them as they are on the device, [n, 2] int64, or None.
+        wait: returns when nothing reads or writes the pages any more.
+    """
+
+    lanes: torch.Tensor | None
+    wait: Callable[[], None]
+
+
 def through_device(ops, pools, pages, strips, units, *, store, digested=None):
-    """The same of pages [n, bytes] in the host's memory, chunk by chunk.
+    """The same of pages [n, bytes] in the host's memory, chunk by chunk; with the lanes of the strips ``digested``.
 
     Returns:
-        (True, what ``digest_strips`` gives of the strips ``digested`` as they were on the device, [n, 2] int64, or None
-        where it gives none). (False, None), and nothing was done, where there are no launches for such strips.
+        ``Moving``; None, and nothing is done, where there are no launches for such strips.
     """
     unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *(digested or ())))
     unlike |= any(runs(region) is None for region in ops.plan.regions)
     digests = None if digested is None or unlike else _of_digest(tuple(digested), pages.shape[1])
     if unlike or not pages.flags.c_contiguous:
-        return False, None
+        return None
     buffers = Buffers(ops.torch_device, pages, max(1, CHUNK // max(1, pages.shape[1])))
     moves = [
         (WORDS[width], ops.asarray(_by_chunk(table, len(pages), buffers.rows)))
@@ -272,8 +287,7 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None):
             found.append(_unsigned(calls().digest_strips(_words(room, torch.int32), digests, some.start)))
         if not store:
             buffers.send(turn, some)
-    buffers.finish()
-    return True, torch.cat(found) if found else None
+    return Moving(torch.cat(found) if found else None, buffers.finish)
 
 
 class _Written(NamedTuple):

@@ -608,7 +608,7 @@ TABLE = {
     "portable/manifest.py": [
         ("        cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
         (
-            "    pages[max(0, layout.blocks - 1) :] = 0\n",
+            "    pages[max(0, layout.blocks - 1) : layout.blocks] = 0\n",
             "    pages[layout.blocks :] = 0\n",
             "what memory held before is exported behind the last rows",
         ),
