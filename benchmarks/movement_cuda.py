@@ -13,6 +13,7 @@ import cProfile
 import io
 import json
 import pstats
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import kvcore
 from kvcore import environment
 from kvcore import store as stores
-from kvcore.handoff import Direct, Exporter, pull
+from kvcore.handoff import Direct, Exporter, decode_handle, encode_handle, pull
+from kvcore.interop.torch_distributed import PeerTransport, serve
 from kvcore.portable.record import RequestRecord
 from kvcore.spec import CacheSpec, presets
 from kvcore.store import BlockStore, HostTier
@@ -221,12 +224,61 @@ def bursts(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def between(rank: int, tokens: int, repeats: int, port: int, answers: Any) -> None:
+    """One of two processes on one GPU: rank 0 sends plain bytes and exports, rank 1 receives and pulls."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    cache, (request,) = filled(presets.deepseek_v4_flash(draft=False), tokens)
+    desk, found = Exporter(cache, places=1), list[dict[str, Any]]()
+    for _ in range(repeats + 1):
+        handle = desk.export(request)
+        nbytes = handle.pages * handle.page_bytes
+        data = torch.zeros(nbytes, dtype=torch.uint8)
+        dist.barrier()
+        plain = seconds(lambda: dist.send(data, 1) if rank == 0 else dist.recv(data, 0))  # noqa: B023
+        box: list[Any] = [encode_handle(handle), cache.digest([request])]
+        dist.broadcast_object_list(box, 0)
+        if rank == 0:
+            serve(desk, 1, idle_seconds=60)
+            continue
+        desk.finish(desk.name, handle.number, handle.generation)
+        carrier, moved = PeerTransport(0), list[Any]()
+        spent = seconds(lambda: moved.append(pull(cache, decode_handle(box[0]), carrier, timeout=60)))  # noqa: B023
+        carrier.goodbye()
+        if cache.digest(moved) != box[1]:
+            raise SystemExit("what arrived is not what left")
+        cache.release(moved[0])
+        found.append({"bytes": nbytes, "send": round(plain, 5), "pull, committed": round(spent, 5)})
+    if rank:
+        answers.put(found[1:])
+    dist.barrier()
+
+
+def processes(tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """A request's way from one process to another beside a plain send, on one GPU, over gloo."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    answers = spawn.Queue()
+    both = [spawn.Process(target=between, args=(rank, tokens, repeats, port, answers)) for rank in range(2)]
+    for one in both:
+        one.start()
+    rows: list[dict[str, Any]] = answers.get(timeout=120)
+    for one in both:
+        one.join()
+    for row in rows:
+        row["beside a send"] = round(row["pull, committed"] / row["send"], 3)
+        print(row, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1048576,131072")
     parser.add_argument("--stored", type=int, default=99_840, help="tokens of what goes through a store; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bursts", type=int, default=3, help="times that each burst is moved; 0: none")
+    parser.add_argument("--processes", type=int, default=131072, help="tokens that go between two; 0: none")
     parser.add_argument("--profile", type=int, default=0, help="tokens of the scene of which profiles are written")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -248,6 +300,8 @@ def main() -> None:
         profiles |= scene.profiles
     if args.bursts:
         found["kv-dsv4"] = bursts(args.bursts)
+    if args.processes:
+        found["between two processes"] = processes(args.processes, 3)
     if args.out:
         command = "python -m benchmarks.movement_cuda --out records/movement_h200.json"
         record = {

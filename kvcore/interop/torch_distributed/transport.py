@@ -53,18 +53,21 @@ class PeerTransport:
 
     def begin(self, handle: Handle, first: int, into: Array, *, timeout: float) -> Callable[[], None]:
         """Ask, and let the pages come; what is returned waits for them."""
-        straight = not isinstance(into, np.ndarray) and into.device.type == torch.device(self._device).type
+        wire, own = torch.device(self._device).type, isinstance(into, np.ndarray)
+        straight = wire == ("cpu" if own else into.device.type)
         with self._aside(into):
             size = self._ask("fetch", handle, first, len(into), timeout)
             if size != into.nbytes:
                 raise _damaged(f"{size} bytes", f"{into.nbytes} bytes of pages")
-            data: Any = into if straight else torch.empty(into.shape, dtype=torch.uint8, device=self._device)
+            data: Any = torch.empty(0 if straight else into.shape, dtype=torch.uint8, device=self._device)
+            if straight:
+                data = torch.from_numpy(into) if own else into
             wait = _begin(dist.irecv, data, self._peer, self._group, timeout)
 
         def here() -> None:
             with self._aside(into):
                 wait()
-            if isinstance(into, np.ndarray):
+            if not straight and own:
                 into[:] = data.cpu().numpy()
             elif not straight:
                 into.copy_(data)
