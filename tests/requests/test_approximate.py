@@ -74,6 +74,16 @@ def test_no_query_sees_what_was_before_the_replay(backend):
     np.testing.assert_allclose(out[1], weights / weights.sum(1, keepdims=True) @ rows, rtol=1e-5, atol=1e-5)
 
 
+def test_a_fork_in_mid_replay_sees_no_more(backend):
+    cache, request = found_again(backend)
+    stories.tell(cache, {request: PROMPT[START:59]})
+    fork = cache.fork(request)
+    ours, theirs = (seen(cache, one, PROMPT[59:61]) for one in (fork, request))
+    assert int(ours[-4][ours[-4] >= 0].min()) == START
+    for one, two in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 def test_a_checkpoint_is_exact_where_it_is_as_long(backend):
     cache = stories.create(LATENT, backend, prefix="approximate")
     first = cache.admit(PROMPT)

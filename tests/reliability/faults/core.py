@@ -3,6 +3,16 @@
 TABLE = {
     "requests/manager.py": [
         (
+            "place.seen_from if place.length < place.stored else 0 for",
+            "0 for",
+            "an approximate replay sees rows that nobody wrote",
+        ),
+        (
+            "        place.seen_from = source.seen_from\n",
+            "",
+            "a fork of an approximate replay sees rows that nobody wrote",
+        ),
+        (
             "                first = max(start, end - self.states) if every else end - 1\n",
             "                first = max(start, end - self.states)\n",
             "a recurrent state counts as kept for every length of a prompt",
@@ -131,6 +141,11 @@ TABLE = {
         ),
     ],
     "cache/reuse.py": [
+        (
+            '        exact = self.policy != "approximate" or self._replay == 0\n',
+            "        exact = True\n",
+            "an approximate hit is told as an exact one",
+        ),
         (
             "list(range((start // size + 1) * size, length + 1, size))",
             "list(range((start // size + 1) * size, length, size))",
