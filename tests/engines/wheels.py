@@ -99,8 +99,23 @@ def wheel_of(package: str) -> Path:
     return found
 
 
-def own_modules(package: str, *names: str, others: Sequence[str] = ()) -> list[Any]:
-    """Modules of a package out of its wheel, for the rest of the process."""
+def own_modules(package: str, *names: str, others: Sequence[str] = (), hidden: Sequence[str] = ()) -> list[Any]:
+    """Modules of a package out of its wheel, for the rest of the process.
+
+    ``hidden``: installed modules that are stood in for while they are imported: their decorators ask for files.
+    """
+    known = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in hidden}
+    sys.modules |= {name: _Stub(name) for name in hidden}
+    sys.modules |= {f"{name}.language": _Stub(f"{name}.language") for name in hidden}
+    try:
+        return _own_modules(package, names, others)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+            del sys.modules[name]
+        sys.modules.update(known)
+
+
+def _own_modules(package: str, names: Sequence[str], others: Sequence[str]) -> list[Any]:
     missing = [name for name in others if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, Finder(package, wheel_of(package), names, missing))
     return [importlib.import_module(f"{package}.{name}") for name in names]

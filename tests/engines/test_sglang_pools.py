@@ -1,0 +1,201 @@
+"""SGLang's own pools, out of its wheel and on a CPU, adopted in place: its page and ring arithmetic is kvcore's."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import kvcore
+from kvcore.errors import SpecError
+from kvcore.interop import sglang
+from kvcore.interop.sglang_tensors import pages_of, rings_of, tensors_from
+from kvcore.spec import CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from tests.engines.wheels import own_modules
+
+pools, states, latent, *_ = own_modules(
+    "sglang",
+    "srt.mem_cache.memory_pool",
+    "srt.mem_cache.deepseek_v4_compress_state",
+    "srt.mem_cache.deepseek_v4_memory_pool",
+    "srt.mem_cache.base_swa_memory_pool",
+    "srt.mem_cache.layout.token_major",
+    "kernels.ops.attention.dsv4.kv_layout",
+    hidden=("triton",),
+)
+
+PAGE, TOKENS = 64, 150
+COMMON = {"device": "cpu", "enable_memory_saver": False, "layer_num": 2}
+
+
+class Saver:
+    """Memory is not saved."""
+
+    @classmethod
+    def create(cls, **_):
+        return cls()
+
+    def region(self, _):
+        return nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """What SGLang's pools ask of a platform, for a CPU."""
+    for module in (pools, states, latent):
+        monkeypatch.setattr(module, "maybe_init_custom_mem_pool", lambda **_: (False, None, None), raising=False)
+        monkeypatch.setattr(module, "TorchMemorySaverAdapter", Saver, raising=False)
+        monkeypatch.setattr(module, "ceil_div", lambda a, b: -(-a // b), raising=False)
+        monkeypatch.setattr(module, "ceil_align", lambda a, b: -(-a // b) * b, raising=False)
+    monkeypatch.setattr(pools.envs, "SGLANG_USE_HND_KVCACHE", SimpleNamespace(get=lambda: False), raising=False)
+    plain_rows = SimpleNamespace(is_quantized=False)
+    monkeypatch.setattr(pools, "UnquantizedKVCacheMethod", lambda: plain_rows)
+    monkeypatch.setattr(pools.MHATokenToKVPool, "is_quantized_kv_cache", False)
+    shapes = lambda self: ((self.size + self.page_size, self.head_num, self.head_dim),) * 2  # noqa: E731
+    monkeypatch.setattr(pools.MHATokenToKVPool, "_kv_buffer_shapes", shapes)
+
+
+def moved(spec, cache, request):
+    """A request that went into a cache of kvcore's own and back into the pool, in other pages."""
+    own = kvcore.create_cache(spec, backend="torch_triton", max_requests=1, max_tokens=512)
+    there = own.import_request(cache.export_request(request))
+    assert own.digest([there]) == cache.digest([request])
+    return own.export_request(there)
+
+
+def random(tensor):
+    flat = tensor.view(-1).view(torch.uint8)
+    flat[:] = torch.randint(0, 120, flat.shape, dtype=torch.uint8)
+
+
+def test_keys_and_values_of_its_pool():
+    pool = pools.MHATokenToKVPool(
+        size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=8, enable_alt_stream=False, **COMMON
+    )
+    for tensor in (*pool.k_buffer, *pool.v_buffer):
+        random(tensor)
+    tensors, layout = tensors_from(pool)
+    spec = sglang.spec_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    # Its slots are page * page_size + offset.
+    slots = [[4, 2, 3][at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)]
+    with cache.step({request: 0}) as step:
+        keys, values, _ = step.layer(1).gather_kv()
+    assert torch.equal(
+        keys[0, :TOKENS], pool.k_buffer[1][slots].float() if keys.dtype == torch.float32 else pool.k_buffer[1][slots]
+    )
+    assert torch.equal(values[0, :TOKENS].float(), pool.v_buffer[1][slots].float())
+    blob = moved(spec, cache, request)
+    again = cache.import_request(blob, into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+    others = [[5, 1, 0][at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)]
+    assert torch.equal(pool.k_buffer[0][others].view(torch.int16), pool.k_buffer[0][slots].view(torch.int16))
+
+
+def test_latent_rows_of_its_pool():
+    pool = pools.MLATokenToKVPool(
+        size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **COMMON
+    )
+    for tensor in pool.kv_buffer:
+        random(tensor)
+    tensors, layout = tensors_from(pool)
+    spec = sglang.spec_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    again = cache.import_request(moved(spec, cache, request), into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+    slots, others = ([table[at // PAGE] * PAGE + at % PAGE for at in range(TOKENS)] for table in ([4, 2, 3], [5, 1, 0]))
+    assert torch.equal(pool.kv_buffer[1][others].view(torch.int16), pool.kv_buffer[1][slots].view(torch.int16))
+
+
+def test_windows_entries_index_keys_and_states_of_its_deepseek_v4_pools():
+    ratio, requests = 4, 3
+    of_rows = {"dtype": torch.float8_e4m3fn, "qk_nope_head_dim": 448, "qk_rope_head_dim": 64, **COMMON, "layer_num": 1}
+    windows = latent.DeepSeekV4SingleKVPool(size=6 * PAGE, page_size=PAGE, **of_rows)
+    entries = latent.DeepSeekV4SingleKVPool(size=6 * PAGE // ratio, page_size=PAGE // ratio, **of_rows)
+    keys = latent.DeepSeekV4IndexerPool(
+        size=6 * PAGE // ratio, page_size=PAGE // ratio, dtype=torch.uint8, index_head_dim=128, use_fp4_indexer=False,
+        **{**COMMON, "layer_num": 1},
+    )  # fmt: skip
+    tails = [
+        states.CompressStatePool(
+            size=requests * 8, ring_size=8, overlap=True, head_dim=dim, dtype=torch.float32, device="cpu",
+            enable_memory_saver=False, ratio=ratio, request_scoped=True,
+        )
+        for dim in (512, 128)
+    ]  # fmt: skip
+    # As its kernels have it: pages of 576-byte multiples, values before scales.
+    assert windows.kv_buffer[0].shape[1] == windows.bytes_per_page_padded == 37440
+    for tensor in (windows.kv_buffer[0], entries.kv_buffer[0], keys.index_k_with_scale_buffer[0]):
+        random(tensor)
+    for tail in tails:
+        tail.kv_score_buffer.kv_score.normal_()
+    layer = LayerSpec(
+        window=Window(dim=512, window=64, format="v4_584"),
+        tail=Tail(dim=512, ratio=ratio, overlap=True),
+        entries=Entries(dim=512, ratio=ratio, format="v4_584"),
+        index_tail=Tail(dim=128, ratio=ratio, overlap=True),
+        index_keys=IndexKeys(dim=128, ratio=ratio, heads=2, topk=4, format="index_fp8_132_h"),
+    )
+    spec = CacheSpec(layers=[layer], block_tokens=PAGE)
+    roles = {
+        "window": pages_of(windows)[0],
+        "tail": rings_of(tails[0]),
+        "entries": pages_of(entries)[0],
+        "index_tail": rings_of(tails[1]),
+        "index_keys": pages_of(keys)[0],
+    }
+    layout = {
+        "window": "pages NL_X_NB_BSV_BSS",
+        "tail": "rings NL_X_NB_BS_HS",
+        "entries": "NL_X_NB_BSV_BSS",
+        "index_tail": "rings NL_X_NB_BS_HS",
+        "index_keys": "NL_X_NB_BSV_BSS",
+    }
+    cache = kvcore.adopt(spec, [roles[role] for role in spec.layers[0].roles], layout=layout, max_requests=requests)
+    tables = {"window": [-1, 4, 2]}
+    request = cache.admit(blocks=[3, 1, 5], pages=tables, slot=2, length=TOKENS)
+    with cache.step({request: 0}) as step:
+        raw = step.layer(0).gather_rows("tail")
+        rows = step.layer(0).gather_rows("entries")
+        window = step.layer(0).gather_rows("window")
+    # The rows that SGLang itself hands over between prefill and decode.
+    wanted = states.c4_state_transfer_indices(2, TOKENS, ring_size=8)
+    live = raw.positions[0] >= 0
+    found = raw.rows[0][live].contiguous().view(torch.float32)
+    places = 2 * 8 + raw.positions[0][live] % 8
+    assert set(places.tolist()) <= set(wanted.tolist())
+    assert torch.equal(found, tails[0].kv_score_buffer.kv_score[places])
+    # Entry n is row n % 16 of page n // 16; window row p of page p // 64.
+    for number in (0, 17, 36):
+        page = entries.kv_buffer[0][[3, 1, 5][number // 16]]
+        at = number % 16
+        assert rows.rows[0, number, :576].tolist() == page[at * 576 :][:576].tolist()
+        assert rows.rows[0, number, 576:583].tolist() == page[16 * 576 + at * 8 :][:7].tolist()
+    for row, position in zip(window.rows[0], window.positions[0].tolist(), strict=True):
+        page = windows.kv_buffer[0][tables["window"][position // PAGE]]
+        assert row[:576].tolist() == page[position % PAGE * 576 :][:576].tolist()
+    blob = moved(spec, cache, request)
+    again = cache.import_request(blob, into=cache.admit(blocks=[0, 2, 4], pages={"window": [0, 3, 1]}, slot=0))
+    assert cache.digest([again]) == cache.digest([request])
+    assert not np.isnan(tails[0].kv_score_buffer.kv_score[:8].numpy()).all()
+
+
+def test_pools_of_other_layouts_are_refused_by_name_and_reason():
+    for kind, reason in (
+        ("SWAKVPool", "full_to_swa_index_mapping"),
+        ("DeepSeekV4TokenToKVPool", "pages_of and rings_of"),
+        ("HybridLinearKVPool", "request pool"),
+        ("Another", "MHATokenToKVPool"),
+    ):
+        with pytest.raises(SpecError, match=rf"{kind}.*{reason}"):
+            tensors_from(type(kind, (SimpleNamespace,), {})())
+    hnd = type("MHATokenToKVPool", (SimpleNamespace,), {})(kv_cache_layout="hnd", k_scale_buffer=None)
+    with pytest.raises(SpecError, match="hnd"):
+        tensors_from(hnd)
+    with pytest.raises(SpecError, match="rings"):
+        rings_of(type("CompressStatePool", (SimpleNamespace,), {})(online=True))
+    with pytest.raises(SpecError, match="DeepSeekV4IndexerPool"):
+        pages_of(SimpleNamespace())
