@@ -45,6 +45,8 @@ class Recorder:
         "float32", "bfloat16", "float8_e4m3fn", "int64", "int32", "int8", "bool"
     )  # fmt: skip
 
+    gluon = True
+
     def __init__(self, props=None):
         self.launched = []
         self._props = props or DeviceProps(90, 132, 227 << 10)
@@ -195,7 +197,7 @@ FILLED = {
     # By the launch before.
     ("take_units_kernel", "held"), ("merge_kernel", "partial"),
     # Attention with splits writes its parts alone.
-    ("attend_kernel", "out"), ("attend_kernel", "lse"),
+    *((name, part) for name in ("attend_kernel", "attend_hopper_kernel") for part in ("out", "lse")),
 }  # fmt: skip
 """Arrays that a launch makes, and that a kernel does not write."""
 
@@ -260,8 +262,20 @@ def test_few_rows_are_given_what_many_are():
     assert not faults("select_rows", of_few_rows())
 
 
+def of_pool_rows():
+    """Attention without the step's own rows, which Hopper has a kernel for."""
+    return recorded("attend_rows", own=None)
+
+
+def test_attention_on_hopper_is_given_what_others_are():
+    launched = of_pool_rows()
+    assert [kernel.kernel.fn.__name__ for kernel, _, _ in launched] == ["attend_hopper_kernel", "merge_kernel"]
+    assert launched[0][1] == (T * 2,)
+    assert faults("attend_rows", launched) == ["attend_hopper_kernel: own_ptr is given positions"]  # instead of none
+
+
 def test_every_kernel_is_launched():
-    every = [*of_few_rows(), *(one for name in LAUNCHES for one in recorded(name))]
+    every = [*of_few_rows(), *of_pool_rows(), *(one for name in LAUNCHES for one in recorded(name))]
     assert {one.kernel.fn.__name__ for one, _, _ in every} == {*kernels()}
 
 

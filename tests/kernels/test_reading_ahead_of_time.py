@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.kernels.triton import attend, attend_kv, flash_index, scores, topk
+from kvcore.kernels.triton import attend, attend_hopper, attend_kv, flash_index, scores, topk
 from kvcore.kernels.triton.attend import FEW, FULL, TENSOR, WHOLE, alike, parts_of_each
+from kvcore.kernels.triton.device import DeviceProps
+from kvcore.kernels.triton.launches.attention import HOPPER_WARPS, PIPELINE, on_hopper
 from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import score_config, takes_codes
@@ -20,7 +22,7 @@ from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import OTHERS, RANKED, room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from tests.support.ahead_of_time import AMD, ARCHITECTURES, check, kernels
+from tests.support.ahead_of_time import AMD, ARCHITECTURES, HOPPER, check, kernels
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -29,7 +31,12 @@ SPILLS = 2560
 """Bytes of spills in attention: addresses that wait while sums of 512 channels fill the registers."""
 
 
-MERGE = {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True}
+MERGE = {"DIM": 512, "WIDTH": 512, "PARTS": 8, "SPLITS": 16, "SINK": True, "AHEAD": False}
+
+ROLES = {"window": {"window": 128}, "entries": {"ratio": 4}}
+
+PIPELINE_SPILLS = 256
+"""Of the programs whose warps share a multiprocessor's registers out among them."""
 
 CLASSIC_SPILLS = 512
 """Of classic attention: a single warp holds a whole program of four-bit codes."""
@@ -88,6 +95,28 @@ def test_attention_compiles(name, arch, options, record, request):
     options = {"given": given, "exact": bf16, "warps": warps, "shared": SHARED[arch] * 1024}
     found = check(record, case_of(request), attend.attend_kernel, arch, constants, **options)
     assert found.spilled_bytes <= SPILLS, found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"SPLIT": False}, id="of a pipeline"),
+        pytest.param({"SPLIT": True, "ALL": True}, id="parts of a pipeline, every entry"),
+        pytest.param({"SPLIT": False, "PAIRS": 32}, id="of a pipeline, turned back"),
+        pytest.param({"SPLIT": False, "RATIO": 0}, id="of a pipeline, the window alone"),
+    ],
+)
+def test_attention_on_hopper_compiles(options, record, request):
+    window, entries = (record_of(role, dim=512, **more, format="v4_584") for role, more in ROLES.items())
+    assert on_hopper(DeviceProps(HOPPER, 132, SHARED[HOPPER] << 10), window, entries, bf16=True)
+    constants = {
+        "W": window, "E": entries, "WINDOW": 128, "RATIO": 4, "ALL": False, "SINK": True, "PAIRS": 0, **options,
+        **{name.upper(): value for name, value in PIPELINE._asdict().items()},
+    }  # fmt: skip
+    kernel = attend_hopper.attend_hopper_kernel
+    options = {"warps": HOPPER_WARPS, "shared": SHARED[HOPPER] * 1024}
+    found = check(record, case_of(request), kernel, HOPPER, constants, **options)
+    assert found.spilled_bytes <= PIPELINE_SPILLS, found
 
 
 def classic_constants(
@@ -224,4 +253,5 @@ def case_of(request):
 def test_every_kernel_is_recorded_for_every_gpu(record):
     recorded = {(kernel, arch) for kernel, arch, _ in record.known}
     everywhere = (*(f"sm_{arch}" for arch in ARCHITECTURES.values()), *AMD.values())
-    assert recorded == {(name, arch) for name in kernels() for arch in everywhere}
+    wanted = {name: (f"sm_{HOPPER}",) if kernel.is_gluon() else everywhere for name, kernel in kernels().items()}
+    assert recorded == {(name, arch) for name, every in wanted.items() for arch in every}

@@ -16,7 +16,7 @@ from triton.runtime.jit import KernelInterface
 
 from kvcore.backends.torch_triton import replay, run_triton, tail
 from kvcore.backends.torch_triton.triton_ops import TritonOps
-from kvcore.kernels.triton import attend
+from kvcore.kernels.triton import attend_hopper
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches import attention, flush, indexer, kv_attention, read, topk, write
 from kvcore.ops.arguments import UNKNOWN
@@ -384,7 +384,7 @@ def test_a_kernels_own_hooks_are_run(monkeypatch):
     world = World(V4, monkeypatch)
     call, index = attended(world), world.index()
     call(index)
-    hooks = attend.attend_kernel.pre_run_hooks
+    hooks = attend_hopper.attend_hopper_kernel.pre_run_hooks
     hooks.append(print)
     try:
         world.dispatched = 0

@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.backends.torch_triton import cuda
+from kvcore.backends.torch_triton import cuda, flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import BackendError
+from kvcore.kernels.triton import device
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
@@ -45,6 +46,7 @@ def covered(formats: str, more: str = "") -> tuple[str, str]:
     return "triton", f"kernels cover {formats} in layout packed{more}"
 
 
+HOPPER = "; a pipelined one for Hopper takes bf16 q where the ring holds the step's rows"
 BEST = ("triton", f"kernels find the best k{LONG}")
 FLUSH = covered("v4_584 and tail and index_fp4_68_h", ", else torch: kv and index_kv are of two dtypes")
 V4 = {
@@ -52,7 +54,8 @@ V4 = {
     **dict.fromkeys(("append_tail", "append_index_tail"), covered("tail")),
     **dict.fromkeys(("compress", "gather_rows", "store_rows"), NO_KERNEL),
     **dict.fromkeys(("flush", "append_flush"), FLUSH),
-    **dict.fromkeys(("store_entries", "gather_entries", "gather_all_entries", "attend"), covered("v4_584")),
+    **dict.fromkeys(("store_entries", "gather_entries", "gather_all_entries"), covered("v4_584")),
+    "attend": covered("v4_584", HOPPER),
     **dict.fromkeys(("store_entries(index_keys)", "gather_all_entries(index_keys)"), covered("index_fp4_68_h")),
     "index_scores": covered("index_fp4_68_h"),
     "select": BEST,
@@ -154,7 +157,7 @@ def test_tables_of_a_cpu(name: str) -> None:
             (
                 "flash_mla",
                 "where q is bf16 with 64 or 128 heads, entries are selected and the ring holds the step's rows, else "
-                "triton: kernels cover v4_584 in layout packed",
+                f"triton: kernels cover v4_584 in layout packed{HOPPER}",
             ),
         ),
     ],
@@ -173,3 +176,21 @@ def test_what_is_slower_is_refused_with_its_reason() -> None:
     got = f"torch, because: {why.replace('entries', 'window')}"
     assert (caught.value.got, caught.value.where) == (got, "layers[0], append_window")
     assert "ops.explain() lists what runs" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gluon", "attends"),
+    [
+        pytest.param(90, True, "triton", id="Hopper has a kernel that is faster"),
+        pytest.param(90, False, "flash_mla", id="which an older Triton lacks"),
+        pytest.param(100, True, "flash_mla", id="as Blackwell does"),
+        pytest.param(80, True, "triton", id="FlashMLA has none for Ampere"),
+    ],
+)
+def test_flash_mla_attends_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capability: int, gluon: bool, attends: str
+) -> None:
+    monkeypatch.delenv(flash.VARIABLE, raising=False)
+    monkeypatch.setattr(flash, "unusable", lambda: "")
+    monkeypatch.setattr(device, "GLUON", gluon)
+    assert flash.chosen("cuda", capability) == attends

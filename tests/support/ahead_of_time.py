@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import kvcore.kernels.triton
 
 ARCHITECTURES = {"A100": 80, "H100": 90, "B200": 100}
+HOPPER = 90
+"""What kernels in Gluon are written for."""
 AMD = {"MI300": "gfx942", "MI350": "gfx950"}
 OTHERS = {80: tuple(AMD.values())}
 """By the GPU whose constants they take: AMD's, for which nothing is tuned."""
@@ -82,7 +85,8 @@ def compiled(
             attributes[(number,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     return triton.compile(source, target=target, options=options)

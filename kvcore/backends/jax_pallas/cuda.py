@@ -13,7 +13,7 @@ from kvcore.backends.jax_pallas import run_triton
 from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.backends.jax_pallas.run_triton import call
 from kvcore.kernels.triton.attend import parts_of
-from kvcore.kernels.triton.launches.attention import config_of
+from kvcore.kernels.triton.launches.attention import config_of, pipelined
 from kvcore.kernels.triton.launches.launching import BOUND, Bound, Part, bind, bind_ring, bind_rows
 from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.kernels.triton.record import RowRecord, ceil_div, own_record
@@ -166,7 +166,8 @@ def attend(layer, pools, index, q, selected, own, sink, scale, rope):
         most = index.block_table.shape[1] * layer.regions["entries"][0].rows
     else:
         most = selected.shape[1]
-    share = config_of(run_triton.props(q), *numbers, bf16, *q.shape[:2], span + most, selected is not None)
+    sizes = *q.shape[:2], span + most, selected is not None, pipelined(run_triton.gluon, own, rope)
+    share = config_of(run_triton.props(q), *numbers, bf16, *sizes)
     (out, lse), _ = call(
         "attend_rows", q, selected, sink, own, index.positions, index.request_index, index.slots, index.starts,
         index.block_table, *([pools[name] for name in names] for _, names, _ in found), rope, None,

@@ -34,6 +34,7 @@ float32, bfloat16, e4m3, int32, int8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m
 int64 = "int64"
 """What JAX has only as two of 32 bits each."""
 flag = jnp.int8
+gluon = False  # jax-triton compiles what calls the kernel in Triton's own language
 _FRAMEWORK: Any = sys.modules[__name__]
 
 

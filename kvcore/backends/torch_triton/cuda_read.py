@@ -15,7 +15,7 @@ from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
-from kvcore.kernels.triton.launches.attention import config_of
+from kvcore.kernels.triton.launches.attention import config_of, on_hopper, pipelined
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
@@ -234,14 +234,17 @@ def bind_attend(ops, layer):
         parts,
         ops.attention_kernels == "flash_mla" and not never,
     )
-    return Ready(given, roles, decision=_of_flash(ops, layer, roles, never), replayed=not given.flash)
+    own = why(ops, layer, roles)
+    if launch.run_triton.gluon and on_hopper(ops.props, *records, bf16=True):
+        own += "; a pipelined one for Hopper takes bf16 q where the ring holds the step's rows"
+    return Ready(given, roles, decision=_of_flash(ops, own, never), replayed=not given.flash)
 
 
-def _of_flash(ops, layer, roles, never):
-    """What is said where FlashMLA is chosen."""
+def _of_flash(ops, covered, never):
+    """What is said, of the kernels alone or of FlashMLA beside them."""
+    own = name_of_kernels()
     if ops.attention_kernels != "flash_mla":
-        return None
-    own, covered = name_of_kernels(), why(ops, layer, roles)
+        return Decision(own, covered)
     if never:
         return Decision(own, f"{covered}; {never}")
     heads = " or ".join(map(str, flash.HEADS))
@@ -276,8 +279,9 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
     if rows is not None and window is not None:
         w, e = (None if number < 0 else launch.BOUND[number].record for number in numbers)
         own, own_number = _own_rows(ops, layer, window.number, rows, whole=takes_whole(w, e, parts))
-    keys = span + most
-    splits = config_of(ops.props, *numbers, bf16, tokens, heads, keys, selected is not None).splits
+    keys, frequencies = span + most, frequencies_of(rope, q.device)
+    fits = pipelined(launch.run_triton.gluon, own, frequencies)
+    splits = config_of(ops.props, *numbers, bf16, tokens, heads, keys, selected is not None, fits).splits
     workspace = ops.workspaces.take("attention", splits * tokens * heads * (dim + 1) if splits > 1 else 1)
     out, lse = launch.calls().attend_rows(
         q.contiguous(),
@@ -291,7 +295,7 @@ def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink
         table,
         [] if window is None else [pools[name] for name in window.names],
         entry_buffers,
-        frequencies_of(rope, q.device),
+        frequencies,
         workspace,
         [*numbers, own_number],
         [span, ratio, splits, keys],

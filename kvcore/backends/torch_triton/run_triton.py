@@ -33,6 +33,7 @@ RELEASE = ".".join(triton.__version__.split(".")[:2])
 
 float32, bfloat16, e4m3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 int64, int32, int8, flag = torch.int64, torch.int32, torch.int8, torch.bool
+gluon = device.GLUON
 
 
 @cache

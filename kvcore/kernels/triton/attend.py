@@ -543,13 +543,15 @@ def beside_sink(sink_ptr, head, inside, lse):
 def merge_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, positions_ptr, frequencies_ptr, heads, splits,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, SINK: tl.constexpr,
-    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Parts [tokens, splits, heads, DIM] and base-2 sums [tokens, splits, heads] -> one query's out and lse of a head.
 
     The sink counts once, here, and PAIRS of the last channels are turned back. Parts are taken PARTS at a time in a
-    fixed order; those without a key are not read.
+    fixed order; those without a key are not read. AHEAD: it starts before the kernel that writes them ends.
     """
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
     token, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     every = tl.arange(0, SPLITS)
     sums = tl.load(partial_lse_ptr + (token * splits + every) * heads + head, mask=every < splits, other=float("-inf"))

@@ -6,6 +6,8 @@ import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run under Triton's interpreter, on the CPU."""
+GLUON = not INTERPRETED and (*map(int, triton.__version__.split(".")[:2]),) >= (3, 6)
+"""Kernels in Gluon can be launched."""
 LARGE = 160 << 10
 """Bytes of shared memory of a block, as large GPUs have."""
 

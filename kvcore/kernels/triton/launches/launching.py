@@ -39,6 +39,7 @@ class Framework(Protocol):
 
     Attributes:
         flag: of bytes that are 0 or 1: bool, where a kernel may see those as bytes.
+        gluon: kernels in Gluon can be launched, Triton's language of explicit layouts.
     """
 
     float32: Any
@@ -48,6 +49,7 @@ class Framework(Protocol):
     int32: Any
     int8: Any
     flag: Any
+    gluon: bool
 
     def native(self, array: Array) -> bool:
         """True where the array's device rounds to fp8 and bf16 itself; see ``device.native``."""
