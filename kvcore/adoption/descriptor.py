@@ -300,11 +300,11 @@ def region_plan(spec: CacheSpec, blocks: int, requests: int, drafts: int = 0) ->
         SpecError: a component that lies neither in blocks nor in rings.
     """
     for layer, role, component in spec.components():
-        if component.growth != "block" and (component.span is None or component.recurrent):
+        if component.growth != "block" and component.span is None:
             raise SpecError(
                 got=f"layers[{layer}].{role}, which lies in slots and is no ring",
                 where="adopt",
-                allowed="keys and values with storage='paged' or a window, entries, index keys, windows, tails",
+                allowed="keys and values with storage='paged' or a window, entries, index keys, windows, tails, states",
             )
     paged = any(component.growth == "block" for _, _, component in spec.components())
     tokens = blocks * spec.block_tokens if paged else None

@@ -34,11 +34,15 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "NL_X_NB_BS_HS": ("NB", "BS", "HS"),
     "NL_X_NBBS_ONE_HS": ("NBBS", "ONE", "HS"),
     "NL_X_NB_BSV_BSS": ("NB", "BS", "HS"),
+    "NL_X_NB_BS_NH_HS": ("NB", "BS", "NH", "HS"),
 }
-"""Name -> axes of a tensor. The last three are latent rows; ``BSV_BSS`` has the shape of ``NB_BS_HS``, and in a block
-the planes of a format one after the other: all rows' values, then all rows' scales."""
+"""Name -> axes of a tensor. The last is of recurrent states, the three before it are latent rows; ``BSV_BSS`` has the
+shape of ``NB_BS_HS``, and in a block the planes of a format one after the other: all rows' values, then all rows'
+scales."""
 
 PLANES = "NL_X_NB_BSV_BSS"
+
+ONE_PART = "NL_X_NB_BS_NH_HS"
 
 KINDS = {"rings": "ring", "pages": "page"}
 """First word of the layout of what grows with requests: ``NB`` and ``BS`` are rings and their rows, or pages and
@@ -176,8 +180,10 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
     axes = LAYOUTS[layout]
     if len(tensor.shape) != len(axes):
         raise ShapeError(got=f"shape {tensor.shape}", where=where, allowed=f"{len(axes)} axes: {', '.join(axes)}")
-    if ("NH" in axes) != bool(region.part):
-        raise ShapeError(got=f"rows of {region.role}", where=where, allowed="keys and values, or latent rows")
+    if ("NH" in axes and layout != ONE_PART) != bool(region.part):
+        raise ShapeError(got=f"rows of {region.role}", where=where, allowed="keys and values, or rows of one part")
+    if "NH" not in axes and region.heads > 1:
+        raise ShapeError(got=f"rows of {region.heads} heads", where=where, allowed="a layout with an axis NH")
     counts, steps = dict(zip(axes, tensor.shape, strict=True)), dict(zip(axes, tensor.strides, strict=True))
     element = tensor.array.itemsize
     fields = region.format.fields

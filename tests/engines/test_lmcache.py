@@ -13,8 +13,8 @@ from tests.engines.wheels import own_modules, wheel_of
 
 (backend,) = own_modules("lmcache", "v1.storage_backend.abstract_backend", others=("prometheus_client",))
 
-NOT_ROWS = {"NL_X_NB_BS_NH_HS", "NL_X_NP_X_NB_BS_ONE_HS"}
-"""Rows of one plane of heads, and of pools that a layer has several of: no component of kvcore is kept so."""
+NOT_ROWS = {"NL_X_NP_X_NB_BS_ONE_HS"}
+"""Rows of pools that a layer has several of: no component of kvcore is kept so."""
 
 
 class Kinds:

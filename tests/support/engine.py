@@ -9,7 +9,7 @@ from kvcore.spec import presets
 
 BLOCKS, ROWS, HEADS, DIM, LAYERS = 10, 16, 2, 8, 3
 SPEC = presets.classic(layers=LAYERS, key_heads=HEADS, key_dim=DIM, block_tokens=ROWS, key_format="fp32")
-PAGED = [name for name, axes in LAYOUTS.items() if "NH" in axes]
+PAGED = [name for name, axes in LAYOUTS.items() if "NH" in axes and name != "NL_X_NB_BS_NH_HS"]
 """Layouts of keys and values."""
 COUNTS = {"TWO": 2, "NB": BLOCKS, "BS": ROWS, "NH": HEADS, "HS": DIM, "CS": 2 * DIM, "NL": LAYERS, "ONE": 1}
 COUNTS["NBBS"] = BLOCKS * ROWS
