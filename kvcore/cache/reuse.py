@@ -34,11 +34,12 @@ class Hit(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """One checkpoint: its length, the key of its last full block (the seed if it has none), its rows."""
+    """One checkpoint: its length, the key of its last full block (the seed if none), its rows, if they are exact."""
 
     length: int
     parent: bytes
     state: Content
+    exact: bool
 
 
 NO_HIT = Hit(0, 0, (), None)
@@ -143,7 +144,7 @@ class PrefixCache:
         if key in self._states:
             self._states.move_to_end(key)
             return
-        self._states[key] = Kept(length, parent, state)
+        self._states[key] = Kept(length, parent, state, place.exact)
         self._beyond.setdefault(parent, {})[key] = len(rest)
         while len(self._states) > self.capacity:
             self._forget(next(iter(self._states)))
@@ -193,7 +194,8 @@ class PrefixCache:
                 key = point_key(parent, tokens[full * size : length], salt)
                 if 0 < length <= limit and key in self._states:
                     self._states.move_to_end(key)
-                    return Hit(length, length, tuple(blocks[:full]), self._states[key].state)
+                    kept = self._states[key]
+                    return Hit(length, length, tuple(blocks[:full]), kept.state, kept.exact)
         return NO_HIT
 
     def _sealed(self, keys: list[bytes]) -> list[int]:

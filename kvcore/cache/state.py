@@ -331,7 +331,7 @@ class CacheState:
         except OutOfBlocks:
             return
         place.cached_tokens = hit.length
-        place.seen_from = 0 if hit.exact else hit.length
+        place.exact, place.seen_from = hit.exact, 0 if hit.exact else hit.length
         if hit.state is not None:
             self.pools = write_rows(self.ops, self.pools, self.row_of(place), hit.state)
         if self.canary is not None:

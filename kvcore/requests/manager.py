@@ -499,7 +499,7 @@ class Manager:
             self.blocks.hold(block)
         place.length, place.high_water, place.floor = source.length, source.high_water, source.floor
         place.stored, place.given, place.prompt = source.stored, source.given, source.prompt
-        place.seen_from = source.seen_from
+        place.seen_from, place.exact = source.seen_from, source.exact
         place.blocks, place.keys, place.shares = source.blocks, list(source.keys), source.shares
         place.tokens = None if source.tokens is None else list(source.tokens)
         place.written, place.states = dict(source.written), source.states

@@ -48,6 +48,7 @@ class RequestState(msgspec.Struct, kw_only=True):
         floor: lowest length that rings which were restored rather than written are complete for.
         cached_tokens: tokens that admission found already cached.
         seen_from: the first position that a window has, where it is replayed from less than it needs to be exact.
+        exact: nothing that it holds comes of such a replay.
         stored: tokens whose paged rows were taken over at admission, which replayed tokens do not write again.
         given: tokens that did not come through steps of this request but from a prefix, a snapshot or an import.
         blocks: block numbers in order of history.
@@ -71,6 +72,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     floor: int = 0
     cached_tokens: int = 0
     seen_from: int = 0
+    exact: bool = True
     stored: int = 0
     given: int = 0
     blocks: tuple[int, ...] = ()

@@ -84,6 +84,19 @@ def test_a_fork_in_mid_replay_sees_no_more(backend):
         np.testing.assert_array_equal(one, two)
 
 
+def test_what_comes_of_a_replay_stays_approximate(backend):
+    """A checkpoint of it, of its fork, and what goes on from that."""
+    cache, request = found_again(backend)
+    stories.tell(cache, {request: PROMPT[START:]})
+    cache.checkpoint(cache.fork(request))
+    asked = [*PROMPT, 5]
+    assert cache.restorable(asked) == (71, 0, False)
+    again = cache.admit(asked)
+    stories.tell(cache, {again: asked[71:]})
+    cache.checkpoint(again)
+    assert cache.restorable([*asked, 6]) == (72, 0, False)
+
+
 def test_a_checkpoint_is_exact_where_it_is_as_long(backend):
     cache = stories.create(LATENT, backend, prefix="approximate")
     first = cache.admit(PROMPT)

@@ -8,8 +8,8 @@ TABLE = {
             "an approximate replay sees rows that nobody wrote",
         ),
         (
-            "        place.seen_from = source.seen_from\n",
-            "",
+            "        place.seen_from, place.exact = source.seen_from, source.exact\n",
+            "        place.exact = source.exact\n",
             "a fork of an approximate replay sees rows that nobody wrote",
         ),
         (
