@@ -6,10 +6,12 @@ Arrays belong to the backend (NumPy, torch, JAX); this module never looks inside
 
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from kvcore.errors import ShapeError
 from kvcore.plan import CachePlan, Region
+from kvcore.spec.layout import BlockLayout
 
 
 class Pools(dict[str, Any]):
@@ -62,18 +64,23 @@ def fresh_unit(region: Region, buffer: str) -> bytes | None:
 
     Only a tail differs from zeros: its scores start at -inf, so that a row that was never written weighs nothing.
     """
-    fills = {field.name: field.fill for field in region.format.fields if field.fill}
-    if not fills:
+    fills = tuple((field.name, field.fill) for field in region.format.fields if field.fill)
+    return _filled(region.unit, buffer, fills) if fills else None
+
+
+@lru_cache(maxsize=64)
+def _filled(laid_out: BlockLayout, buffer: str, fills: tuple[tuple[str, float], ...]) -> bytes | None:
+    """The same of a unit, whichever layer has it."""
+    filling = dict(fills)
+    places = [place for place in laid_out.places if place.buffer == buffer and place.field in filling]
+    if not places:
         return None
-    if not any(place.field in fills for place in region.unit.places if place.buffer == buffer):
-        return None
-    unit = bytearray(dict(region.unit.buffers)[buffer])
-    for place in region.unit.places:
-        if place.buffer == buffer and place.field in fills:
-            row = struct.pack("<f", fills[place.field]) * (place.nbytes // 4)
-            for r in range(region.unit.rows):
-                start = place.base + r * place.stride
-                unit[start : start + place.nbytes] = row
+    unit = bytearray(dict(laid_out.buffers)[buffer])
+    for place in places:
+        row = struct.pack("<f", filling[place.field]) * (place.nbytes // 4)
+        for r in range(laid_out.rows):
+            start = place.base + r * place.stride
+            unit[start : start + place.nbytes] = row
     return bytes(unit)
 
 
