@@ -122,6 +122,7 @@ def small(device: str) -> Iterator[Problem]:
         yield from check(format, layer, [151, 3, 1], [2, 1, 1], device, heads=5, block_tokens=16)
     yield from check("fp32 queries", keys_layer("index_fp4_68"), [90], [3], device, heads=3, dtype=torch.float32)
     yield from check("e4m3 queries", keys_layer("index_fp8_132"), [90], [3], device, heads=3, dtype=E4M3)
+    yield from check("many queries", keys_layer("index_fp4_68"), [90, 20], [5, 2], device, heads=3)
     for weights in ("negative", "zero queries"):
         yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
     yield from long_runs(device)

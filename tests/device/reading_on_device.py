@@ -96,6 +96,10 @@ def indexer_cases(device: str) -> Iterator[Case]:
     fp4 = keys_layer("index_fp4_68")
     for weights in ("negative", "zero queries"):
         yield check_indexer.check(weights, fp4, [9000, 77], [1, 1], device, weights=weights)
+    for name in ("index_fp4_68", "index_fp8_132", "index_fp8_132_h"):
+        for block in (256, 32):
+            what, lengths = f"{name}, many queries of some requests, blocks of {block}", [4000, 300, 77, 5]
+            yield check_indexer.check(what, keys_layer(name), lengths, [9, 1, 6, 4], device, block_tokens=block)
     yield check_indexer.check("scales far apart", fp4, [9000, 77], [1, 1], device, spread=20.0)
     yield check_indexer.check(
         "32 heads, ratio 1", keys_layer("index_fp4_68", ratio=1), [3001, 9], [1, 2], device, heads=32

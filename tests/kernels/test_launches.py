@@ -45,11 +45,10 @@ class Recorder:
         "float32", "bfloat16", "float8_e4m3fn", "int64", "int32", "int8", "bool"
     )  # fmt: skip
 
-    gluon = True
-
-    def __init__(self, props=None):
+    def __init__(self, props=None, *, gluon=True):
         self.launched = []
         self._props = props or DeviceProps(90, 132, 227 << 10)
+        self.gluon = gluon
 
     def native(self, _):
         return True
@@ -193,18 +192,25 @@ LENGTHS = {
 """Numbers that are known by the shapes."""
 
 
+OF_HOPPER = ("score_rows", "select_rows")
+"""Launches that have kernels for Hopper."""
+BF16 = {"score_rows": {"q": Named("q", (T, HEADS, 128), "bfloat16")}}
+"""Queries that those take."""
+
 FILLED = {
     # By the launch before.
     ("take_units_kernel", "held"), ("merge_kernel", "partial"),
     # Attention with splits writes its parts alone.
     *((name, part) for name in ("attend_kernel", "attend_hopper_kernel") for part in ("out", "lse")),
+    # So does the choice of parts of rows.
+    ("hopper_top_kernel", "indices"),
 }  # fmt: skip
 """Arrays that a launch makes, and that a kernel does not write."""
 
 
-def recorded(name, function=None, **given):
+def recorded(name, function=None, *, gluon=True, **given):
     """What a launch launches."""
-    launch, to, arguments = LAUNCHES[name], Recorder(), {}
+    launch, to, arguments = LAUNCHES[name], Recorder(gluon=gluon), {}
     for parameter, kind in launch.parameters.items():
         if parameter in (known := {**GIVEN[name], **given}):
             arguments[parameter] = known[parameter]
@@ -255,7 +261,7 @@ def test_what_is_absent_has_a_stand_in(name):
 
 def of_few_rows():
     """A choice from few rows, whose lists several programs share."""
-    return recorded("select_rows", scores=Named("scores", (1, 100)))
+    return recorded("select_rows", gluon=False, scores=Named("scores", (1, 100)))
 
 
 def test_few_rows_are_given_what_many_are():
@@ -274,8 +280,17 @@ def test_attention_on_hopper_is_given_what_others_are():
     assert faults("attend_rows", launched) == ["attend_hopper_kernel: own_ptr is given positions"]  # instead of none
 
 
+@pytest.mark.parametrize("name", OF_HOPPER)
+def test_kernels_of_hopper_are_given_what_their_twins_are(name):
+    for gluon in (True, False):
+        launched = recorded(name, gluon=gluon, **BF16.get(name, {}))
+        assert any(kernel.kernel.is_gluon() for kernel, _, _ in launched) == gluon
+        assert not faults(name, launched)
+
+
 def test_every_kernel_is_launched():
     every = [*of_few_rows(), *of_pool_rows(), *(one for name in LAUNCHES for one in recorded(name))]
+    every += [one for name in OF_HOPPER for gluon in (True, False) for one in recorded(name, gluon=gluon, **BF16.get(name, {}))]
     assert {one.kernel.fn.__name__ for one, _, _ in every} == {*kernels()}
 
 

@@ -11,15 +11,24 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kvcore.kernels.triton import attend, attend_hopper, attend_kv, flash_index, scores, topk
+from kvcore.kernels.triton import (
+    attend,
+    attend_hopper,
+    attend_kv,
+    flash_index,
+    scores,
+    scores_hopper,
+    topk,
+    topk_hopper,
+)
 from kvcore.kernels.triton.attend import FEW, FULL, TENSOR, WHOLE, alike, parts_of_each
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.attention import HOPPER_WARPS, PIPELINE, on_hopper
 from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
-from kvcore.kernels.triton.scores import score_config, takes_codes
+from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
-from kvcore.kernels.triton.topk import OTHERS, RANKED, room_for, tile_for
+from kvcore.kernels.triton.topk import OTHERS, RANKED, hopper_cut, room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from tests.support.ahead_of_time import AMD, ARCHITECTURES, HOPPER, check, kernels
@@ -197,6 +206,22 @@ def test_scores_compile(name, given, arch, size, record):
         assert found.spilled_bytes <= 128, found
 
 
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "given"), [("index_fp4_68", "bf16"), ("index_fp8_132", "bf16"), ("index_fp8_132", "e4m3")]
+)
+def test_scores_on_hopper_compile(name, given, queries, record):
+    keys = record_of("index_keys", dim=128, ratio=4, heads=64, topk=512, format=name)
+    codes = given == "e4m3"
+    taken = hopper_takes(keys, 64, codes, not codes)
+    assert taken == ("nibbles" if name == "index_fp4_68" else "codes" if codes else "wide")
+    constants = {"R": keys, "RATIO": 4, "HEADS": 64, "QUERIES": queries, "TAKEN": taken, "WHOLE": keys.rows % 64 == 0}
+    options = {"types": {"q": "fp8e4nv"} if codes else {}, "exact": False, "shared": SHARED[90] * 1024 // 4}
+    case = f"{name}, {given}, {queries} queries"
+    found = check(record, case, scores_hopper.hopper_scores_kernel, 90, constants, **options)
+    assert not found.spilled_bytes, found
+
+
 @pytest.mark.parametrize("arch", SHARED, ids=["A100", "H100", "B200"])
 @pytest.mark.parametrize("slots", [1024, 16384])
 @pytest.mark.parametrize("lists", [False, True], ids=["of scores", "of lists"])
@@ -211,6 +236,22 @@ def test_best_compiles(lists, slots, arch, record):
     found = check(record, case, topk.best_kernel, arch, constants, **options)
     # Pointers of a whole tile of lists' pairs, when 32 warps leave 64 registers to a thread.
     assert found.spilled_bytes <= 512, found
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16384), (64, 16384), (1, 262144), (64, 262144), (1000, 65536)])
+def test_best_on_hopper_compiles(rows, columns, record):
+    cut = hopper_cut(132, rows, columns, 512)
+    launches = [(cut.first, 0, cut.parts == 1, cut.run), (cut.last, cut.room, True, cut.parts * cut.room)]
+    for held, lists, last, slots in launches[: 1 + (cut.parts > 1)]:
+        constants = {
+            "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": cut.room, "LIST": lists,
+            "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
+        }  # fmt: skip
+        case = f"{rows} rows of {columns}{', lists' * bool(lists)}"
+        types = {"given": "i64" if lists else "fp32"}
+        found = check(record, case, topk_hopper.hopper_top_kernel, 90, constants, warps=held.warps, types=types)
+        # What waits while a full list is cut, which few calls come to.
+        assert found.spilled_bytes <= 1024, found
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())

@@ -36,3 +36,8 @@ def native(capability: int) -> bool:
     ``capability`` is CUDA's, ten times the major number and the minor.
     """
     return capability >= 89
+
+
+def hopper(props: DeviceProps) -> bool:
+    """True where what is written for Hopper's warp-group products runs."""
+    return props.capability == 90

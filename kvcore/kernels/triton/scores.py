@@ -51,6 +51,10 @@ CUTS = {
 by ``size_of`` a call."""
 SIZES = 1 << 19, 1 << 22
 """Scores of a call below which it is small, and middling: then more programs are worth more than larger ones."""
+HOPPER_KEYS, HOPPER_DIM, HOPPER_HEADS = 64, 128, 128
+"""Keys of a tile of the kernel for Hopper, channels of a key, and the most heads: their products fill 64 registers."""
+HOPPER_PROGRAMS, HOPPER_TILES = 4, 64
+"""Its programs that share a multiprocessor, and the most tiles of one."""
 EXACT_SUMS = tl.constexpr(32)
 """Channels that tensor cores may sum of e4m3 products before fp32 takes over: their own sums keep about 14 bits."""
 
@@ -124,6 +128,31 @@ def score_tiles(multiprocessors: int, tokens: int, columns: int, keys: int) -> i
     """Tiles of a program: enough programs to fill the GPU a few times; beyond that longer runs load queries once."""
     most = ceil_div(columns, keys)
     return power_of_two(max(1, min(64, most * tokens // (8 * multiprocessors))))
+
+
+@cache
+def hopper_takes(record: RowRecord, heads: int, codes: bool, narrow: bool) -> str:
+    """What the kernel for Hopper takes of keys, as it says it; "" where it does not cover them.
+
+    Args:
+        codes: queries are e4m3.
+        narrow: they are bf16.
+    """
+    aligned = all(number % 16 == 0 for number in (record.codes_unit, record.codes_base, record.codes_stride))
+    words = all(number % 4 == 0 for number in (record.scales_unit, record.scales_base, record.scales_stride))
+    found = ""
+    if record.dim == record.quant == HOPPER_DIM and heads <= HOPPER_HEADS and aligned and words and record.paged:
+        if nibbles(record):
+            found = "nibbles" if narrow else ""
+        elif (record.code, record.scale, record.groups) == ("e4m3", "fp32", 1) and record.global_scale == 1:
+            found = "codes" if codes and takes_codes(record) else "wide" if narrow else ""
+    return found
+
+
+def hopper_tiles(multiprocessors: int, groups: int, columns: int, waves: int) -> int:
+    """Tiles of a program: so many times as many programs as run at once; longer runs load queries once."""
+    most = ceil_div(columns, HOPPER_KEYS)
+    return power_of_two(max(1, min(HOPPER_TILES, most * groups // (waves * HOPPER_PROGRAMS * multiprocessors))))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -120,6 +120,51 @@ def shares_for(multiprocessors: int, rows: int, most: int) -> int:
     return max(1, min(ceil_div(most, RANKED), 16 * multiprocessors // rows))
 
 
+HOPPER_K = 1024
+"""Most of a row that the kernel for Hopper picks: twice as many pairs lie in shared memory."""
+HOPPER_ROOM = 2048
+"""Pairs that its list has room for where a program goes through several tiles; cutting it costs as much as a tile."""
+
+
+class HopperTile(NamedTuple):
+    """What a program of the kernel for Hopper holds: its warps, scores of a thread, hands of a thread."""
+
+    warps: int
+    deep: int
+    hands: int
+
+
+class HopperCut(NamedTuple):
+    """Parts of a row, columns of each, pairs of a list; tiles of the launch that takes rows and of that of lists."""
+
+    parts: int
+    run: int
+    room: int
+    first: HopperTile
+    last: HopperTile
+
+
+def hopper_tile(slots: int, deepest: int) -> HopperTile:
+    """The least tile that holds so many slots; no thread more than ``deepest``."""
+    deep = deepest
+    while deep > 4 and slots <= 256 * deep:
+        deep //= 2
+    return HopperTile(16, deep, 4)
+
+
+@lru_cache(4096)
+def hopper_cut(multiprocessors: int, rows: int, columns: int, k: int) -> HopperCut:
+    """Tiles of rows are parts where rows are few; else as many parts as occupy the device, with room for two tiles'."""
+    most, room = ceil_div(columns, TILE), room_for(k)
+    parts = min(most, max(1, 2 * multiprocessors // rows))
+    if parts < most:
+        parts, room = max(1, min(parts, most // 2)), max(room, HOPPER_ROOM)
+    run = ceil_div(ceil_div(columns, parts), 4) * 4
+    parts = ceil_div(columns, run)
+    first, last = hopper_tile(run, 32 if run <= TILE else 16), hopper_tile(parts * room, 32)
+    return HopperCut(parts, run, room, first, last)
+
+
 LOWEST = tl.constexpr(-2139095041)
 """``order_of`` of -inf: what is never selected."""
 

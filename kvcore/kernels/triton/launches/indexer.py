@@ -4,11 +4,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvcore.kernels.triton import scores
-from kvcore.kernels.triton.device import INTERPRETED, DeviceProps
+from kvcore.kernels.triton.device import INTERPRETED, DeviceProps, hopper
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.launches.topk import Lists, rank_lists
 from kvcore.kernels.triton.record import ceil_div, power_of_two
-from kvcore.kernels.triton.scores import ScoreConfig, score_config, score_tiles, size_of
+from kvcore.kernels.triton.scores import (
+    HOPPER_KEYS,
+    ScoreConfig,
+    hopper_takes,
+    hopper_tiles,
+    score_config,
+    score_tiles,
+    size_of,
+)
 from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import workspace
 
@@ -20,6 +28,8 @@ ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
+HOPPER_REGISTERS: dict[tuple[str, int], Any] = {("codes", 1): 128, ("wide", 2): 168}
+"""Of a thread of the kernel for Hopper, by what it takes and queries of a program: four, or three, share 64 Ki."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_BEST = 2048
@@ -36,6 +46,21 @@ def _scores(record: int, heads: int, how: tuple[bool, bool, int], ratio: int, ti
     config, constants = _config(record, heads, *how)
     constants = {**constants, "RATIO": ratio, "TILES": tiles}
     return Kernel(scores.scores_kernel, constants, config.warps, writes=("out",), fused=True)
+
+
+@cache
+def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int) -> Kernel:
+    # Gluon is not loaded where it cannot run.
+    from kvcore.kernels.triton.scores_hopper import hopper_scores_kernel
+
+    known = BOUND[record].record
+    constants = {
+        "R": known, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "QUERIES": queries, "TAKEN": taken,
+        "WHOLE": known.rows % HOPPER_KEYS == 0,
+    }  # fmt: skip
+    most = HOPPER_REGISTERS.get((taken, queries))
+    options = {"maxnreg": most} if most else {}
+    return Kernel(hopper_scores_kernel, constants, writes=("out",), fused=True, **options)
 
 
 @cache
@@ -84,7 +109,32 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    how = to.native(q), q.dtype == to.e4m3, size_of(tokens * columns)
+    codes, known, size = q.dtype == to.e4m3, BOUND[record].record, size_of(tokens * columns)
+    on_hopper = to.gluon and hopper(to.props(q))
+    taken = hopper_takes(known, heads, codes, known.hadamard or q.dtype == to.bfloat16) if on_hopper else ""
+    # Tokens in a row are mostly one request's where there are more of them than requests.
+    queries = 2 if tokens >= 2 * block_table.shape[0] else 1
+    # The twin is as fast where codes are taken as they are, but in small calls.
+    if taken and (taken != "codes" or (queries, size) == (1, 0)):
+        groups, (codes_of, scales_of, _) = ceil_div(tokens, queries), BOUND[record].given(buffers)
+        tiles = hopper_tiles(to.props(q).multiprocessors, groups, columns, 1 if size == 0 else 2)
+        to.run(
+            _hopper_scores(record, heads, taken, ratio, queries),
+            (groups * ceil_div(columns, HOPPER_KEYS * tiles),),
+            (
+                out,
+                _rotated(to, q, rotated, record),
+                weights,
+                codes_of,
+                scales_of,
+                positions,
+                request_index,
+                block_table,
+            ),
+            (tokens, heads, columns, block_table.shape[1], tiles, 64, 4),
+        )
+        return out
+    how = to.native(q), codes, size
     keys = _config(record, heads, *how)[0].keys
     tiles = score_tiles(to.props(q).multiprocessors, tokens, columns, keys)
     pools = BOUND[record].given(buffers)

@@ -4,14 +4,18 @@ from functools import cache
 from typing import NamedTuple
 
 from kvcore.kernels.triton import topk
+from kvcore.kernels.triton.device import hopper
 from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.topk import (
+    HOPPER_K,
     OTHERS,
     RANKED,
+    HopperTile,
     Tile,
     aligned_to_four,
     enough,
+    hopper_cut,
     merges,
     room_for,
     rows_at_once,
@@ -47,6 +51,42 @@ def _sort(slots: int) -> Kernel:
     return Kernel(topk.sort_kernel, {"SLOTS": slots}, 16, writes=("indices",))
 
 
+@cache
+def _hopper_best(tile: HopperTile, room: int, lists: int, last: bool, one: bool, whole: bool) -> Kernel:
+    # Gluon is not loaded where it cannot run.
+    from kvcore.kernels.triton.topk_hopper import hopper_top_kernel
+
+    constants = {
+        "WARPS": tile.warps, "DEEP": tile.deep, "HANDS": tile.hands, "BINS": 2048, "ROOM": room, "LIST": lists,
+        "LAST": last, "ONE": one, "WHOLE": whole,
+    }  # fmt: skip
+    writes = ("indices",) if last else ("pairs", "counts")
+    return Kernel(hopper_top_kernel, constants, tile.warps, writes=writes, fused=True)
+
+
+def _hopper_rows(to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int) -> None:
+    """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several."""
+    columns, most = scores.shape[1], k + k // 4
+    cut = hopper_cut(to.props(scores).multiprocessors, rows, columns, k)
+    room = cut.room
+    alone, slots = cut.parts == 1, 32 * cut.first.warps * cut.first.deep
+    pairs, counts = _lists(to, space, 0, 0, (rows, cut.parts, room))
+    to.run(
+        _hopper_best(cut.first, room, 0, alone, cut.run <= slots, columns % 4 == 0),
+        (rows * cut.parts,),
+        (indices, pairs, counts, scores, counts),
+        (columns, columns, k, most, cut.parts, cut.run),
+    )
+    if not alone:
+        slots = 32 * cut.last.warps * cut.last.deep
+        to.run(
+            _hopper_best(cut.last, room, room, True, cut.parts * room <= slots, True),
+            (rows,),
+            (indices, pairs, counts, pairs, counts),
+            (cut.parts, room, k, most, 1, cut.parts * room),
+        )
+
+
 def _lists(to: Framework, room: tuple[Array, Array], pairs: int, counts: int, shape: tuple[int, int, int]):
     """Lists of that shape, rows, parts, room, behind so many pairs and counts in ``room``: pairs and counts."""
     return to.part(room[0], pairs, shape, to.int64), to.part(room[1], counts, shape[:2], to.int32)
@@ -74,7 +114,10 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
     most = rows_at_once(parts)
     for start in range(0, tokens, most):
         some = min(most, tokens - start)
-        rows = to.part(scores, start, (some, columns), to.float32)
+        rows, indices = to.part(scores, start, (some, columns), to.float32), to.part(out, start, (some, k), to.int32)
+        if k <= HOPPER_K and to.gluon and hopper(to.props(scores)):
+            _hopper_rows(to, indices, rows, some, (pairs, counts), k)
+            continue
         best, numbers = _lists(to, (pairs, counts), 0, 0, (some, parts, room))
         to.run(
             _best(tile, room, 0),
@@ -82,7 +125,6 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
             (best, numbers, rows, numbers),
             (columns, columns, k, enough(k), parts),
         )
-        indices = to.part(out, start, (some, k), to.int32)
         rank_lists(to, indices, some, Lists(best, numbers, parts, room, room), (pairs, counts), k)
     return out
 

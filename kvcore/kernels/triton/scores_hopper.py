@@ -1,0 +1,341 @@
+"""Indexer scores on Hopper, in Gluon: keys go from memory to registers, and from there to the tensor cores.
+
+A program takes one query, or some in a row of one request, and a run of keys, 64 at a time. The channels of a product
+may come in any order, so a thread takes 16 bytes of a key at a time as the product wants them: four threads a key, no
+exchange, no shared memory but for the queries, which are put there once, their channels in the same order. Keys of
+the next tiles are read while those of this one are multiplied.
+
+Nibbles become bf16 numbers, e4m3 codes fp16 numbers (both hold all of a key's), or stay as they are for queries of
+e4m3. Then the queries are fp16 numbers too, each head's times a power of two of its own that its weight takes back.
+
+Which keys and calls it takes is said in ``scores``. Map: ``word_layout`` and the decoders tell the order of channels;
+the kernel is last.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.language import PropagateNan
+
+ALL = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.constexpr_function
+def word_layout(words):
+    """Words of 64 keys: a thread has the four words of 16 bytes, of two keys 8 apart."""
+    more = [[0, 16]] if words > 16 else []
+    registers = [[0, 1], [0, 2], *more, [8, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, words])
+
+
+@gluon.jit
+def spread_nibbles(word, factor, low, high):
+    """Words of eight e2m1 codes -> codes 0, 4, 1, 5, 2, 6, 3, 7 times ``factor`` (a bf16 number, twice) / 2^126, bf16.
+
+    A code's magnitude bits, placed in a bf16 number, are its value times 2^-126. Its sign, three bits above them,
+    comes to its place by a carry: what is added fills all bits between. ``low`` and ``high`` are 2^6 and 2^2, known
+    when the kernel runs: then they are multiplied by, in another unit than the one that shifts and masks, the busiest.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, w;
+        and.b32 a, $8, 0x000F000F;
+        mad.lo.u32 a, a, $10, 0x7E007E00;
+        and.b32 a, a, 0x81C081C0;
+        mul.rn.bf16x2 a, a, $9;
+        mov.b32 {$0, $1}, a;
+        and.b32 b, $8, 0x00F000F0;
+        mad.lo.u32 b, b, $11, 0x7E007E00;
+        and.b32 b, b, 0x81C081C0;
+        mul.rn.bf16x2 b, b, $9;
+        mov.b32 {$2, $3}, b;
+        shr.b32 w, $8, 8;
+        and.b32 c, w, 0x000F000F;
+        mad.lo.u32 c, c, $10, 0x7E007E00;
+        and.b32 c, c, 0x81C081C0;
+        mul.rn.bf16x2 c, c, $9;
+        mov.b32 {$4, $5}, c;
+        and.b32 d, w, 0x00F000F0;
+        mad.lo.u32 d, d, $11, 0x7E007E00;
+        and.b32 d, d, 0x81C081C0;
+        mul.rn.bf16x2 d, d, $9;
+        mov.b32 {$6, $7}, d;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
+        [word, factor, low, high],
+        dtype=[gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16],
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def halves_of(word):
+    """Words of four e4m3 codes -> each as fp16."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        .reg .b32 x, y;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 x, low;
+        cvt.rn.f16x2.e4m3x2 y, high;
+        mov.b32 {$0, $1}, x;
+        mov.b32 {$2, $3}, y;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [word],
+        dtype=[gl.float16, gl.float16, gl.float16, gl.float16],
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def codes_of(word):
+    """Words of four e4m3 codes, four at a time -> of each as codes: number n of word w is number w of result n.
+
+    Nothing moves: a result's register is a word.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+        "=r,=r,=r,=r,r,r,r,r",
+        [word],
+        dtype=[gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv],
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def quarter(first, second, M: gl.constexpr):
+    """Codes of two words of every four [64, 16] -> [64, 32] for the product."""
+    codes = gl.reshape(gl.join(first, second), [64, 4, 4, 2])
+    codes = gl.reshape(gl.permute(codes, [0, 3, 1, 2]), [64, 32])
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, M, 4), assert_trivial=True)
+
+
+@gluon.jit
+def decoded(word, scale, low, high, M: gl.constexpr, TAKEN: gl.constexpr):
+    """Keys' words and scales -> (what the product takes, its parts; factors of their sums [64] fp32)."""
+    if TAKEN == "nibbles":
+        # A key's four scales are one word; its codes are taken over the largest.
+        largest = gl.maximum(
+            gl.maximum(scale & 0xFF, (scale >> 8) & 0xFF), gl.maximum((scale >> 16) & 0xFF, (scale >> 24) & 0xFF)
+        )
+        group = gl.arange(0, 16, gl.SliceLayout(0, word_layout(16)))[None, :] // 4
+        exponent = (scale[:, None] >> (group * 8)) & 0xFF
+        factor = gl.maximum(253 + exponent - largest[:, None], 0) * 0x00800080
+        a, e, b, f, c, g, d, h = spread_nibbles(word, factor, low, high)
+        keys = gl.join(gl.join(gl.join(a, e), gl.join(b, f)), gl.join(gl.join(c, g), gl.join(d, h)))
+        keys = gl.permute(gl.reshape(keys, [64, 4, 4, 2, 2, 2]), [0, 2, 5, 4, 1, 3])
+        keys = gl.convert_layout(gl.reshape(keys, [64, 128]), gl.DotOperandLayout(0, M, 2), assert_trivial=True)
+        bits = gl.where(largest == 0, 0x00400000, largest << 23)
+        parts, factor = (keys,), gl.where(largest == 0xFF, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    elif TAKEN == "wide":
+        a, b, c, d = halves_of(word)
+        keys = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [64, 2, 4, 4, 2, 2])
+        keys = gl.reshape(gl.permute(keys, [0, 1, 3, 4, 2, 5]), [64, 128])
+        keys = gl.convert_layout(keys, gl.DotOperandLayout(0, M, 2), assert_trivial=True)
+        parts, factor = (keys,), scale.to(gl.float32, bitcast=True)
+    else:
+        low_words, high_words = gl.split(gl.permute(gl.reshape(word, [64, 2, 16]), [0, 2, 1]))
+        a, b, c, d = codes_of(low_words)
+        e, f, g, h = codes_of(high_words)
+        parts = (quarter(a, b, M), quarter(c, d, M), quarter(e, f, M), quarter(g, h, M))
+        factor = scale.to(gl.float32, bitcast=True)
+    return parts, factor
+
+
+@gluon.jit
+def products(keys, held, M: gl.constexpr, HEADS: gl.constexpr):
+    """Keys · queries ``held`` in shared memory [HEADS, 128] -> [64, HEADS] fp32.
+
+    Tensor cores keep about 14 bits of sums of e4m3 products: fp32 takes over every 32 channels.
+    """
+    parts: gl.constexpr = len(keys)
+    zero = gl.zeros([64, HEADS], gl.float32, M)
+    if parts == 1:
+        found = warpgroup_mma(keys[0], held.permute((1, 0)), zero, use_acc=False)
+    else:
+        found = warpgroup_mma(keys[0], held.slice(0, 32, 1).permute((1, 0)), zero, use_acc=False)
+        for n in gl.static_range(1, parts):
+            found += warpgroup_mma(keys[n], held.slice(32 * n, 32, 1).permute((1, 0)), zero, use_acc=False)
+    return found
+
+
+@gluon.jit
+def load_queries(token, q_ptr, weights_ptr, heads, M: gl.constexpr, HEADS: gl.constexpr):
+    """(queries of a token [HEADS, 128], weights of its heads [HEADS])."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    at = (token.to(gl.int64) * heads + head)[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    q = gl.load(q_ptr + at, mask=(head < heads)[:, None], other=0.0)
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, M))
+    return q, gl.load(weights_ptr + token.to(gl.int64) * heads + head, mask=head < heads, other=0.0)
+
+
+@gluon.jit
+def held_queries(q, weight, M: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.constexpr):
+    """(queries in shared memory, their channels in the order of keys'; the weights that go with them)."""
+    if TAKEN == "nibbles":
+        q = gl.permute(gl.reshape(q, [HEADS, 4, 4, 2, 2, 2]), [0, 2, 4, 5, 1, 3])
+    elif TAKEN == "wide":
+        # The largest finite magnitude of a head comes to between 2^8 and 2^9.
+        x = q.to(gl.float32)
+        size = gl.abs(x)
+        size = gl.max(gl.where(size < float("inf"), size, 0.0), axis=1)
+        power = gl.minimum(262 - (size.to(gl.int32, bitcast=True) >> 23), 253)
+        x *= (power << 23).to(gl.float32, bitcast=True)[:, None]
+        back = gl.convert_layout((254 - power) << 23, gl.SliceLayout(0, M))
+        weight *= back.to(gl.float32, bitcast=True)
+        q = gl.permute(gl.reshape(x.to(gl.float16), [HEADS, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    else:
+        q = gl.permute(gl.reshape(q, [HEADS, 2, 4, 4, 4]), [0, 1, 3, 2, 4])
+    q = gl.reshape(q, [HEADS, 128])
+    held = gl.allocate_shared_memory(
+        q.dtype, [HEADS, 128], gl.NVMMASharedLayout(128, 8 if TAKEN == "codes" else 16, 2), q
+    )
+    return held, weight
+
+
+@gluon.jit
+def unit_of(request, column, last, table_ptr, table_columns, R: gl.constexpr):
+    """Units of a request's entries ``column``, -1 where there is none or it is not before ``last``."""
+    place = column // R.rows
+    known = (column < last) & (place < table_columns)
+    return gl.load(table_ptr + request.to(gl.int64) * table_columns + place, mask=known, other=-1)
+
+
+@gluon.jit
+def keys_of(unit, first, n, codes_ptr, scales_ptr, R: gl.constexpr, TAKEN: gl.constexpr, WHOLE: gl.constexpr):
+    """Words of codes and of scales of entries ``first`` + n in ``unit``; some bytes where that is -1.
+
+    WHOLE: a tile lies in one unit, a scalar.
+    """
+    words: gl.constexpr = 16 if TAKEN == "nibbles" else 32
+    unit = gl.maximum(unit, 0).to(gl.int64)
+    row = first % R.rows + n if WHOLE else (first + n) % R.rows
+    at = unit * (R.codes_unit // 4) + R.codes_base // 4 + row * (R.codes_stride // 4)
+    word = gl.arange(0, words, gl.SliceLayout(0, word_layout(words)))
+    code = gl.load(codes_ptr.to(gl.pointer_type(gl.int32)) + at[:, None] + word[None, :])
+    at = unit * (R.scales_unit // 4) + R.scales_base // 4 + row * (R.scales_stride // 4)
+    return code, gl.load(scales_ptr.to(gl.pointer_type(gl.int32)) + at)
+
+
+@gluon.jit
+def store_scores(found, weight, factor, unit, first, n, visible, columns, out_at):
+    """Negative products dropped, the others summed with the heads' weights; -inf from ``visible`` on."""
+    found = gl.maximum(found, gl.zeros_like(found), propagate_nan=ALL)
+    score = gl.convert_layout(gl.sum(found * weight[None, :], axis=1), factor.type.layout, assert_trivial=True) * factor
+    score = gl.where(unit >= 0, score, 0.0)
+    column = first + n
+    gl.store(out_at + column, gl.where(column < visible, score, float("-inf")), mask=column < columns)
+
+
+@gluon.jit
+def begin_run(
+    request, last, run, codes_ptr, scales_ptr, table_ptr, table_columns,
+    R: gl.constexpr, TAKEN: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """(units of a run's first tile, of its second; words of codes and of scales of the first)."""
+    n = gl.arange(0, 64, gl.SliceLayout(1, word_layout(16 if TAKEN == "nibbles" else 32)))
+    step = gl.full([], 0, gl.int32) if WHOLE else n
+    unit = unit_of(request, run + step, last, table_ptr, table_columns, R)
+    following = unit_of(request, run + 64 + step, last, table_ptr, table_columns, R)
+    word, scale = keys_of(unit, run, n, codes_ptr, scales_ptr, R, TAKEN, WHOLE)
+    return unit, following, word, scale
+
+
+@gluon.jit
+def score_run(
+    begun, request, last, seen, ends, queries, codes_ptr, scales_ptr, table_ptr, table_columns, run, tiles, low, high,
+    R: gl.constexpr, M: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Scores of ``tiles`` tiles of a request's entries from ``run`` on, of which those before ``last`` are looked at.
+
+    Args:
+        begun: what ``begin_run`` said.
+        seen: by query, entries that it sees.
+        ends: by query, columns that it has: 0 where it is another request's.
+        queries: what ``held_queries`` said of each, and where its scores go.
+    """
+    row: gl.constexpr = gl.SliceLayout(1, word_layout(16 if TAKEN == "nibbles" else 32))
+    count: gl.constexpr = len(seen)
+    n = gl.arange(0, 64, row)
+    step = gl.full([], 0, gl.int32) if WHOLE else n
+    some = gl.maximum(gl.cdiv(last - run, 64), 0)
+    # Units are looked up two tiles ahead, keys are read one tile ahead: loads wait for nothing.
+    unit, following, word, scale = begun
+    for tile in range(some):
+        first = run + tile * 64
+        next_word, next_scale = keys_of(following, first + 64, n, codes_ptr, scales_ptr, R, TAKEN, WHOLE)
+        after = unit_of(request, first + 128 + step, last, table_ptr, table_columns, R)
+        keys, factor = decoded(word, scale, low, high, M, TAKEN)
+        for each in gl.static_range(count):
+            held, weight, out_at = queries[each]
+            found = products(keys, held, M, HEADS)
+            store_scores(found, weight, factor, unit, first, n, seen[each], ends[each], out_at)
+        word, scale = next_word, next_scale
+        unit, following = following, after
+    # The rest of the run is not visible.
+    for tile in range(some, tiles):
+        column = run + tile * 64 + n
+        for each in gl.static_range(count):
+            gl.store(queries[each][2] + column, gl.full([64], float("-inf"), gl.float32, row), mask=column < ends[each])
+
+
+@gluon.jit(do_not_specialize=["tokens", "columns", "table_columns", "tiles", "low", "high"])
+def hopper_scores_kernel(
+    out_ptr, q_ptr, weights_ptr, codes_ptr, scales_ptr, positions_ptr, request_ptr, table_ptr,
+    tokens, heads, columns, table_columns, tiles, low, high,
+    R: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr, TAKEN: gl.constexpr,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Scores of the first ``columns`` entries -> out [tokens, columns], -inf where not visible.
+
+    A program takes QUERIES tokens in a row, 1 or 2: both in one go where they are of one request. ``low`` and ``high``
+    are 64 and 4; see ``spread_nibbles``.
+    """
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32 if TAKEN == "codes" else 16])
+    groups = gl.cdiv(tokens, QUERIES)
+    group = gl.program_id(0) % groups
+    run = gl.program_id(0) // groups * (64 * tiles)
+    end = gl.minimum(run + 64 * tiles, columns)
+    requests, seen, ends, loaded = (), (), (), ()
+    for each in gl.static_range(QUERIES):
+        token = gl.minimum(group * QUERIES + each, tokens - 1)
+        request = gl.load(request_ptr + token)
+        position = gl.where(request >= 0, gl.load(positions_ptr + token), -1)
+        q, weight = load_queries(token, q_ptr, weights_ptr, heads, M, HEADS)
+        requests = requests + (gl.maximum(request, 0),)
+        seen = seen + (gl.minimum((position + 1) // RATIO, columns),)
+        ends = ends + (gl.where(group * QUERIES + each < tokens, columns, 0),)
+        loaded = loaded + ((q, weight, out_ptr + token.to(gl.int64) * columns),)
+    last, mine = gl.minimum(seen[0], end), ends
+    if QUERIES == 2:
+        alike = requests[0] == requests[1]
+        last = gl.where(alike, gl.minimum(gl.maximum(seen[0], seen[1]), end), last)
+        mine = (ends[0], gl.where(alike, ends[1], 0))
+    begun = begin_run(requests[0], last, run, codes_ptr, scales_ptr, table_ptr, table_columns, R, TAKEN, WHOLE)
+    queries = ()
+    for each in gl.static_range(QUERIES):
+        held, weight = held_queries(loaded[each][0], loaded[each][1], M, HEADS, TAKEN)
+        queries = queries + ((held, weight, loaded[each][2]),)
+    fence_async_shared()
+    score_run(
+        begun, requests[0], last, seen, mine, queries, codes_ptr, scales_ptr, table_ptr, table_columns, run, tiles,
+        low, high, R, M, HEADS, TAKEN, WHOLE,
+    )  # fmt: skip
+    if QUERIES == 2:  # noqa: SIM102 - what is known when compiling is asked alone
+        if requests[0] != requests[1]:
+            last = gl.minimum(seen[1], end)
+            begun = begin_run(requests[1], last, run, codes_ptr, scales_ptr, table_ptr, table_columns, R, TAKEN, WHOLE)
+            score_run(
+                begun, requests[1], last, (seen[1],), (ends[1],), (queries[1],), codes_ptr, scales_ptr, table_ptr,
+                table_columns, run, tiles, low, high, R, M, HEADS, TAKEN, WHOLE,
+            )  # fmt: skip
