@@ -290,7 +290,12 @@ def test_kernels_of_hopper_are_given_what_their_twins_are(name):
 
 def test_every_kernel_is_launched():
     every = [*of_few_rows(), *of_pool_rows(), *(one for name in LAUNCHES for one in recorded(name))]
-    every += [one for name in OF_HOPPER for gluon in (True, False) for one in recorded(name, gluon=gluon, **BF16.get(name, {}))]
+    every += [
+        one
+        for name in OF_HOPPER
+        for gluon in (True, False)
+        for one in recorded(name, gluon=gluon, **BF16.get(name, {}))
+    ]
     assert {one.kernel.fn.__name__ for one, _, _ in every} == {*kernels()}
 
 
