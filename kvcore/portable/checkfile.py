@@ -1,6 +1,6 @@
-"""``kvcore check FILE``: is a snapshot whole, and if not, what is damaged and what is not.
+"""``kvcore check FILE``: is a snapshot or a blob whole, and if not, what is damaged and what is not.
 
-Exit codes: 0 whole, 1 damaged (every damaged page is named), 2 not a snapshot that this version reads.
+Exit codes: 0 whole, 1 damaged (every damaged page is named), 2 neither of them, as this version reads them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ examples:
   kvcore check cache.kv          which requests are whole, which pages are damaged
   kvcore check cache.kv --json   the same for programs
 
-exit code: 0 whole, 1 damaged, 2 not a snapshot that this version reads
+exit code: 0 whole, 1 damaged, 2 neither a snapshot nor a blob that this version reads
 """
 
 WHOLE, DAMAGED, NO_SNAPSHOT = 0, 1, 2
@@ -28,7 +28,9 @@ WHOLE, DAMAGED, NO_SNAPSHOT = 0, 1, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a file that Cache.save wrote")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a file that Cache.save wrote, or bytes of export_request"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -36,8 +38,8 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser of ``kvcore``."""
     parser = commands.add_parser(
         "check",
-        help="is a snapshot whole? names the damaged pages",
-        description="Reads a file that Cache.save wrote and compares every page with its digest; needs no framework.",
+        help="is a snapshot or a blob whole? names the damaged pages",
+        description="Reads a file that Cache.save or export_request wrote and compares every page with its digest.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,17 +62,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """What a snapshot holds, and its damaged pages.
+    """What a snapshot or a blob holds, and its damaged pages.
 
     Raises:
-        SnapshotError: header or root are not those of a snapshot. OSError: the file cannot be read.
+        SnapshotError: header or root are those of neither. OSError: the file cannot be read.
     """
     from kvcore.ops.fused import created
     from kvcore.plan import plan_cache
     from kvcore.plugins import choose_backend
-    from kvcore.portable.snapshot import read
+    from kvcore.portable.snapshot import read_or_blob
 
-    saved = read(path)
+    saved = read_or_blob(path)
     try:
         # Digests need a backend's verbs, bound to any plan of the spec: nothing is allocated.
         plan = plan_cache(saved.spec, max_requests=1, max_tokens=_least(saved.spec))

@@ -32,6 +32,7 @@ from kvcore.portable.blob import (
 from kvcore.portable.caches import CacheInTurn
 from kvcore.portable.digests import DEFAULT, ByteDigests
 from kvcore.portable.disk import Disk, NotAFile, Part, write_whole
+from kvcore.portable.manifest import FORM as REQUEST
 from kvcore.portable.manifest import Described, Staging, damaged, empty_pages, layout_of, refuse_blob
 from kvcore.portable.pages import Array, PageLayout
 from kvcore.portable.record import RequestRecord, check_spec
@@ -40,6 +41,12 @@ from kvcore.requests.manager import Request
 from kvcore.spec import DERIVED, ROLES, CacheSpec, from_json, to_json
 
 FORM, VERSION = "kvcore.snapshot", 2
+
+
+class Form(msgspec.Struct):
+    """What any JSON of a portable file says first of all."""
+
+    form: str
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,11 +180,35 @@ def read(path: str | PathLike[str], disk: Disk | None = None) -> Saved:
         OSError: the file cannot be read.
     """
     where = f"snapshot {path}"
+    return parse(_bytes_of(path, where, disk), where)
+
+
+def read_or_blob(path: str | PathLike[str]) -> Saved:
+    """The same of a file that may be a blob; errors as for ``read``, which say what a snapshot lacks of it."""
+    where = f"snapshot {path}"
+    data = memoryview(_bytes_of(path, where, None))
     try:
-        data = (disk or Disk()).read(Path(path))
+        return parse(data, where)
+    except SnapshotError as no_snapshot:
+        try:
+            return of_blob(data, f"blob {path}")
+        except SnapshotError as no_blob:
+            raise (no_blob if _is_blob(data) else no_snapshot) from None
+
+
+def _is_blob(data: memoryview) -> bool:
+    """Whether a file with a head that is whole says that it is a request."""
+    try:
+        return is_portable(data) and msgspec.json.decode(split(data, "")[0], type=Form).form == REQUEST
+    except (SnapshotError, *UNREADABLE):
+        return False
+
+
+def _bytes_of(path: str | PathLike[str], where: str, disk: Disk | None) -> bytes | memoryview:
+    try:
+        return (disk or Disk()).read(Path(path))
     except NotAFile as error:
         raise SnapshotError(got=error.strerror, where=where, allowed="a file that Cache.save wrote") from error
-    return parse(data, where)
 
 
 def parse(data: bytes | memoryview, where: str = "snapshot") -> Saved:
@@ -201,6 +232,23 @@ def parse(data: bytes | memoryview, where: str = "snapshot") -> Saved:
         raise SnapshotError(got=f"{len(rest)} bytes of requests", where=where, allowed=f"{end} bytes")
     requests = [_request(spec, entry, rest[entry.offset :]) for entry in directory.requests]
     return Snapshot(spec, directory.sizes, requests)
+
+
+def of_blob(data: memoryview, where: str) -> Snapshot:
+    """A blob of this form as a snapshot of one request, to be checked.
+
+    Raises:
+        SnapshotError: not such a blob, or damaged before its pages.
+    """
+    blob = opened(data, where)
+    try:
+        spec = from_json(blob.described.spec)
+    except KvcoreError as error:
+        raise SnapshotError(got=str(error), where=where, allowed="a spec that export_request wrote") from error
+    pages, record = pages_of(blob), blob.described.record
+    layout = layout_of(spec, blob.described, pages.shape, where, refuse_blob)
+    sizes = Sizes(max_requests=1, max_tokens=max(1, record.length), max_draft_tokens=record.length - record.floor)
+    return Snapshot(spec, sizes, [SavedRequest(blob.described, layout, pages)])
 
 
 def _request(spec: CacheSpec, entry: Entry, rest: memoryview) -> SavedRequest | str:

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from kvcore.cli import main
-from tests.support import portable_form, stories, version_1
+from kvcore.errors import SnapshotError
+from kvcore.portable import checkfile
+from tests.support import portable_form, stories, version_1, write_golden
 from tests.support.stories import LATENT
 
 
@@ -105,3 +107,21 @@ def test_a_file_of_version_1(tmp_path, capsys):
     data[start + header["0.0.entries.digest"]["data_offsets"][0]] ^= 1
     path.write_bytes(data)
     assert main(["check", str(path)]) == 2
+
+
+def test_a_blob_is_checked_as_a_snapshot_is(tmp_path):
+    cache, (request, *_) = write_golden.three()
+    path, data = tmp_path / "blob", bytearray(cache.export_request(request))
+    path.write_bytes(data)
+    assert checkfile.check(path)["requests"] == [{"request": 0, "tokens": 21, "damaged": []}]
+    data[-70] ^= 1
+    path.write_bytes(data)
+    found = checkfile.check(path)
+    assert (found["whole"], len(found["requests"][0]["damaged"])) == (False, 1)
+    for bad, said in ((bytes(data[:200]), "whole file"), (bytes(data[:60]) + b"x" + bytes(data[61:]), "head")):
+        path.write_bytes(bad)
+        with pytest.raises(SnapshotError, match=said):
+            checkfile.check(path)
+    path.write_bytes(data[:-64])
+    with pytest.raises(SnapshotError, match="pages"):
+        checkfile.check(path)

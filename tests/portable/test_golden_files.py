@@ -174,6 +174,7 @@ def test_a_request_of_every_format_is_imported_and_loaded(backend):
     loaded = kvcore.load(NEWER[-1] / "snapshot_every_format.kv", backend=backend)
     assert loaded.digest() == EVERY
     assert checkfile.check(NEWER[-1] / "snapshot_every_format.kv")["whole"]
+    assert checkfile.check(NEWER[-1] / "blob_every_format")["whole"]
 
 
 @pytest.mark.parametrize("read", [pytest.param(one, id=name) for name, one in golden_requests()])
