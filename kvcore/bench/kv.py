@@ -36,13 +36,23 @@ def kv_workloads(device: str) -> Iterator[Callable[[], Workload]]:
 
 
 def attend(
-    device: str, format: str, count: int, tokens: int, *, drafts: int = 1, window: int | None = None
+    device: str,
+    format: str,
+    count: int,
+    tokens: int,
+    *,
+    values: str | None = None,
+    drafts: int = 1,
+    window: int | None = None,
 ) -> Workload:
-    """``drafts`` tokens of each of ``count`` requests over all they see of ``tokens`` tokens."""
-    kv = KV(key_heads=KEY_HEADS, key_dim=DIM, key_format=format, window=window)
+    """``drafts`` tokens of each of ``count`` requests over all they see of ``tokens`` tokens.
+
+    ``values``: their format, if it is not the keys'.
+    """
+    kv = KV(key_heads=KEY_HEADS, key_dim=DIM, key_format=format, value_format=values, window=window)
     seen = min(tokens, window + drafts - 1 if window else tokens)
     queries = count * drafts * HEADS * DIM
-    nbytes = count * seen * sum(part.heads * part.format.row for part in kv.parts) + 4 * queries
+    nbytes = count * seen * sum(part.heads * part.format.row for part in kv.parts) // kv.tokens_per_row + 4 * queries
     rows = decode_rows(count, tokens, drafts)
     setting = Setting(LayerSpec(kv=kv), rows, count * tokens // BLOCK, rotating(nbytes), device)
     fill(setting)
@@ -52,7 +62,23 @@ def attend(
         for n in range(setting.layers)
     ]
     extra = (f", {drafts} tokens each" if drafts > 1 else "") + (f", window {window:,}" if window else "")
-    return Workload(f"classic attend {format}, {count} × {tokens // 1024} K{extra}", nbytes, calls, None, None)
+    named = f"{format} and {values}" if values else format
+    return Workload(f"classic attend {named}, {count} × {tokens // 1024} K{extra}", nbytes, calls, None, None)
+
+
+def append(device: str, format: str, count: int, start: int, *, values: str | None = None) -> Workload:
+    """One token of each of ``count`` requests, at position ``start``."""
+    kv = KV(key_heads=KEY_HEADS, key_dim=DIM, key_format=format, value_format=values)
+    rows = [StepRequest(slot=n, start=start, new=1, blocks=[n], stored=0) for n in range(count)]
+    nbytes = 2 * 2 * 2 * count * KEY_HEADS * DIM
+    setting = Setting(LayerSpec(kv=kv), rows, count, rotating(nbytes), device)
+    fill(setting)
+    k, v = setting.random(count, KEY_HEADS, DIM), setting.random(count, KEY_HEADS, DIM)
+    calls = [
+        lambda n=n: setting.ops.append_kv(setting.pools, n, setting.index, k[n], v[n]) for n in range(setting.layers)
+    ]
+    named = f"{format} and {values}" if values else format
+    return Workload(f"append {named}, {count} tokens at position {start}", nbytes, calls, None, None)
 
 
 def dense_copy(device: str, name: str, count: int, tokens: int) -> Workload:

@@ -9,7 +9,7 @@ import torch
 from kvcore import parity
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.check_words import table_hash
-from kvcore.conformance.specs import conformance_spec
+from kvcore.conformance.specs import conformance_spec, over_tokens_spec
 from kvcore.kernels.triton import shape
 from kvcore.kernels.triton.canary import ROWS
 from kvcore.kernels.triton.launches import canary as launches
@@ -73,10 +73,10 @@ def planar_flushes():
     )
 
 
-def kit(*patterns):
+def kit(*patterns, spec=conformance_spec):
     """Checks of the conformance kit, by their ids."""
     for pattern in patterns:
-        report = parity.run(conformance_spec(), [registry().backends["torch_triton"]], device="cpu", only=pattern)
+        report = parity.run(spec(), [registry().backends["torch_triton"]], device="cpu", only=pattern)
         yield from (
             (record.check, "" if record.status == "agree" else failure_text(record)) for record in report.checks
         )
@@ -275,6 +275,15 @@ GROUPS = {
     ),
     "strips in the kit": lambda: kit(
         "move_strips/v4_584+*/p*/longer", "move_strips/*.ring/by_head/ragged", "digest_strips/*fp8_132.m4/any/longer"
+    ),
+    "groups of tokens in the kit": lambda: kit(
+        "append_kv/int4_ch32*/packed/ragged",
+        "append_kv/int4_ch32-int4_g32*/*/one_over",
+        "append_kv/bf16-int4_ch32*/planar/longer",
+        "append_kv/*64.full.paged/packed/taken_over",
+        "attend_kv/*/packed/ragged",
+        "attend_kv/*/planar/padded",
+        spec=over_tokens_spec,
     ),
     "merge of shards": lambda: check_merge(np.random.default_rng(7), "cpu"),
     "views": views,

@@ -27,6 +27,7 @@ GROUPS = [
     "pages of exports",
     "recurrent layers in the kit",
     "strips in the kit",
+    "groups of tokens in the kit",
     "merge of shards",
     "torch.compile",
     *(f"formats {n}" for n in range(4)),

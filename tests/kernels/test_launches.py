@@ -9,8 +9,19 @@ pytest.importorskip("triton")
 
 from kvcore.kernels.triton import topk
 from kvcore.kernels.triton.device import DeviceProps
+from kvcore.kernels.triton.groups import groups_recorded
 from kvcore.kernels.triton.launches import LAUNCHES
-from kvcore.kernels.triton.launches.launching import Array, Bound, BoundTail, Kernel, Part, bind, bind_tail
+from kvcore.kernels.triton.launches.launching import (
+    Array,
+    Bound,
+    BoundGroups,
+    BoundTail,
+    Kernel,
+    Part,
+    bind,
+    bind_group,
+    bind_tail,
+)
 from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.kernels.triton.record import row_record
 from kvcore.kernels.triton.tail import tail_record
@@ -27,7 +38,12 @@ CSA = LayerSpec(
     index_tail=Tail(dim=128, ratio=4, overlap=True),
     index_keys=IndexKeys(dim=128, ratio=4, heads=HEADS, topk=K, format="index_fp4_68_h"),
 )
-LAYERS = CSA, LayerSpec(kv=KV(key_heads=8, key_dim=128)), LayerSpec(state=State(heads=4, key_dim=128, value_dim=128))
+LAYERS = (
+    CSA,
+    LayerSpec(kv=KV(key_heads=8, key_dim=128)),
+    LayerSpec(state=State(heads=4, key_dim=128, value_dim=128)),
+    LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int4_ch32", value_format="int4_g32")),
+)
 PLAN = plan_cache(CacheSpec(layers=LAYERS), max_requests=Q, max_tokens=4096, max_draft_tokens=3)
 
 
@@ -94,6 +110,11 @@ def tail_of(role):
     return bind_tail(BoundTail(record, 0, 1))
 
 
+def groups_of(part):
+    record, _ = groups_recorded(PLAN.region(3, "kv")[part])
+    return bind_group(BoundGroups(record, 0, 1, 2))
+
+
 def pools(mark=""):
     return [Named(f"{mark}{field}", (9, 4096), "uint8") for field in ("codes", "scales", "plain")]
 
@@ -102,6 +123,12 @@ def tails(mark=""):
     return [Named(f"{mark}{field}_tail", (9, 4096), "uint8") for field in ("kv", "score")]
 
 
+GROUPS = {
+    "keys": pools("key_"), "values": pools(),
+    "tails": [Named(f"{mark}tail", (9, 4096), "uint8") for mark in ("key_", "")],
+    "records": [groups_of(0), groups_of(1), number_of("kv_tail", 3), number_of("kv_tail", 3, 1)],
+}  # fmt: skip
+"""What launches of groups of tokens take."""
 STATE = bind_states(Part(number_of("state", 2), [], False)).number
 
 SHAPES = {
@@ -141,6 +168,10 @@ GIVEN = {
         "q": Named("q", (T, HEADS, 128)), "keys": pools("key_"), "values": pools(), "scale": 0.1, "bf16": True,
         "records": [number_of("kv", 1), number_of("kv", 1, 1)] * 2, "sizes": [0, 0, 2],
     },
+    "attend_groups_rows": {
+        **GROUPS, "q": Named("q", (T, HEADS, 128)), "sizes": [0, 0, 2], "scale": 0.1, "fast": True
+    },
+    "append_groups_rows": {**GROUPS, "k": Named("k", (T, 8, 128)), "v": Named("v", (T, 8, 128)), "most": 0},
     "inverse_rope_rows": {"out": Named("out", (T, HEADS, DIM))},
     "score_rows": {"q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 16},
     "score_select_rows": {
@@ -174,7 +205,7 @@ KNOWN = {
     "left": "left_padding", "units": "numbers",
 }  # fmt: skip
 """What kernels call it, and launches."""
-ATTENTION = "attend_rows", "attend_kv_rows"
+ATTENTION = "attend_rows", "attend_kv_rows", "attend_groups_rows"
 ALSO = {
     # Several arrays in one room, or one array in several roles.
     **{(name, part): ("workspace",) for name in ATTENTION for part in ("partial", "partial_lse")},
@@ -184,7 +215,7 @@ ALSO = {
     ("score_select_rows", "scores"): ("held",), ("digest_lanes", "rows"): ("words",),
     ("copy_units", "units"): ("sources", "targets"), ("copy_units", "others"): ("sources", "targets"),
     # Outputs of keys and values are not turned back.
-    ("attend_kv_rows", "frequencies"): ("positions",),
+    **{(name, "frequencies"): ("positions",) for name in ("attend_kv_rows", "attend_groups_rows")},
 }  # fmt: skip
 LENGTHS = {
     "table_columns": COLUMNS, "requests": Q, "heads": HEADS, "topk": K, "k": K, "splits": 2,
@@ -259,6 +290,13 @@ def test_what_is_absent_has_a_stand_in(name):
         assert all(isinstance(value, Named) == key.endswith("_ptr") for key, value in given.items())
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("most", [0, 5])
+def test_every_kernel_of_groups_is_given_its_arrays(fast, most):
+    assert not faults("attend_groups_rows", recorded("attend_groups_rows", fast=fast))
+    assert not faults("append_groups_rows", recorded("append_groups_rows", most=most))
+
+
 def of_few_rows():
     """A choice from few rows, whose lists several programs share."""
     return recorded("select_rows", gluon=False, scores=Named("scores", (1, 100)))
@@ -289,7 +327,8 @@ def test_kernels_of_hopper_are_given_what_their_twins_are(name):
 
 
 def test_every_kernel_is_launched():
-    every = [*of_few_rows(), *of_pool_rows(), *(one for name in LAUNCHES for one in recorded(name))]
+    others = *recorded("attend_groups_rows", fast=False), *recorded("append_groups_rows", most=5)
+    every = [*of_few_rows(), *of_pool_rows(), *others, *(one for name in LAUNCHES for one in recorded(name))]
     every += [
         one
         for name in OF_HOPPER

@@ -31,7 +31,7 @@ from kvcore.kernels.triton.shape import tile
 from kvcore.kernels.triton.topk import OTHERS, RANKED, hopper_cut, room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
-from tests.support.ahead_of_time import AMD, ARCHITECTURES, HOPPER, check, kernels
+from tests.support.ahead_of_time import AMD, ARCHITECTURES, FOR_NVIDIA, HOPPER, check, kernels
 
 SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that a block may have."""
@@ -293,6 +293,8 @@ def case_of(request):
 
 def test_every_kernel_is_recorded_for_every_gpu(record):
     recorded = {(kernel, arch) for kernel, arch, _ in record.known}
-    everywhere = (*(f"sm_{arch}" for arch in ARCHITECTURES.values()), *AMD.values())
-    wanted = {name: (f"sm_{HOPPER}",) if kernel.is_gluon() else everywhere for name, kernel in kernels().items()}
+    nvidia = tuple(f"sm_{arch}" for arch in ARCHITECTURES.values())
+    everywhere = {name: (*nvidia, *AMD.values()) for name, kernel in kernels().items() if not kernel.is_gluon()}
+    of_one = {name: (f"sm_{HOPPER}",) for name, kernel in kernels().items() if kernel.is_gluon()}
+    wanted = everywhere | of_one | dict.fromkeys(FOR_NVIDIA, nvidia)
     assert recorded == {(name, arch) for name, every in wanted.items() for arch in every}

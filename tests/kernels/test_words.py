@@ -40,6 +40,7 @@ OPERATIONS = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "mov.b32": lambda a: a,
+    "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else None,
     "prmt.b32": permuted,
     "fma.rn.bf16x2": multiplied,
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvcore.backends.torch_triton import launch
 from kvcore.backends.torch_triton.replay import Replayed
 from kvcore.backends.torch_triton.symbols import CURRENT, Unbound
-from kvcore.kernels.triton.launches.launching import Part, bind_ring, bind_rows
+from kvcore.kernels.triton.launches.launching import Part, bind_groups, bind_ring, bind_rows
 from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
@@ -164,6 +164,40 @@ def declined(ops: Any, layer: int, *roles: str) -> Declined | None:
     found = ((role, ops.records[layer, role]) for role in roles)
     reasons = [f"{role}: {each.reason}" for role, each in found if isinstance(each, Declined)]
     return Declined("; ".join(reasons)) if reasons else None
+
+
+class GroupParts(NamedTuple):
+    """Keys and values in groups of tokens: their parts, those of the open group's raw rows, and tokens of a group.
+
+    ``numbers``: of the records, in this order; ``tails``: the two pools of raw rows.
+    """
+
+    keys: Part
+    values: Part
+    numbers: list[int]
+    tails: list[str]
+    raw: tuple[Part, ...]
+    ratio: int
+
+    def pools(self, pools: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """What launches take: buffers of keys, of values and of raw rows."""
+        named = self.keys.names, self.values.names, self.tails
+        return tuple([pools[name] for name in names] for names in named)  # type: ignore[return-value]
+
+
+def bind_group_parts(ops: Any, layer: int) -> GroupParts | Declined:
+    """Keys and values of a layer in formats over tokens, or why the kernels do not cover them."""
+    without = declined(ops, layer, "kv_tail")
+    if without is not None:
+        return without
+    keys, values = (bind_groups(region) for region in ops.plan.region(layer, "kv"))
+    for part in (keys, values):
+        if isinstance(part, Declined):
+            return Declined(f"kv: {part.reason}")
+    raw = ops.records[layer, "kv_tail"]
+    numbers = [part.number for part in (keys, values, *raw)]
+    tails = [part.names[0] for part in raw]
+    return GroupParts(keys, values, numbers, tails, raw, ops.component(layer, "kv").ratio)
 
 
 def of_states(role: str) -> Callable[[Any, Any], Ready | Declined]:

@@ -10,13 +10,24 @@ import torch
 
 from kvcore.backends.torch_triton import flash, launch
 from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, name_of_kernels, of_states, why
+from kvcore.backends.torch_triton.cuda import (
+    GroupParts,
+    Kernel,
+    Ready,
+    bind_group_parts,
+    declined,
+    name_of_kernels,
+    of_states,
+    why,
+)
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
+from kvcore.kernels.triton.groups import groups_fit
 from kvcore.kernels.triton.launches.attention import config_of, on_hopper, pipelined
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
+from kvcore.kernels.triton.launches.kv_groups import programs_of, splits_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
 from kvcore.kernels.triton.scores import scored, takes_codes
@@ -388,10 +399,74 @@ class AttendedKV(NamedTuple):
     props: Any
 
 
+class AttendedGroups(NamedTuple):
+    """What attention to groups of tokens must know.
+
+    Attributes:
+        parts: of the layer.
+        heads: of keys and of values; ``value_dim`` channels of a value.
+        window, chunk: of the layer, 0 without.
+        fast: whether codes are multiplied as bf16 numbers.
+        multiprocessors: of the device.
+    """
+
+    parts: GroupParts
+    heads: tuple[int, int]
+    value_dim: int
+    window: int
+    chunk: int
+    fast: bool
+    multiprocessors: int
+
+
+OWN_GROUPS = Declined("the step's own keys and values are given, and groups are not coded from them here")
+
+
+def _bind_attend_groups(ops, layer):
+    parts = bind_group_parts(ops, layer)
+    if isinstance(parts, Declined):
+        return parts
+    component = ops.component(layer, "kv")
+    keys, values = (launch.GROUPS[part.number].record for part in (parts.keys, parts.values))
+    fast = ops.props.capability >= 80 and not launch.INTERPRETED and groups_fit(keys, values)
+    seen = component.window or 0, component.chunk or 0
+    heads = keys.heads, values.heads
+    given = AttendedGroups(parts, heads, values.dim, *seen, fast, ops.props.multiprocessors)
+    return Ready(given, ("kv_tail", "kv"), (OWN_GROUPS.reason,))
+
+
+def _attend_groups(bound, ops, pools, index, q, columns, sink, scale):
+    tokens, heads, _ = q.shape
+    fast = bound.fast and q.dtype == torch.bfloat16
+    seen = min(columns, bound.window or bound.chunk or columns)
+    programs = tokens * programs_of(heads, *bound.heads, fast)[0]
+    splits = splits_of(bound.multiprocessors, programs, -(-seen // bound.parts.ratio))
+    room = splits * tokens * heads * (bound.value_dim + 1) if splits > 1 else 1
+    return Attention(
+        *launch.calls().attend_groups_rows(
+            q.contiguous(),
+            None if sink is None else sink.contiguous(),
+            index.positions,
+            index.request_index,
+            index.slots,
+            index.block_table,
+            index.left_padding,
+            *bound.parts.pools(pools),
+            ops.workspaces.take("attention", room),
+            bound.parts.numbers,
+            [bound.window, bound.chunk, splits],
+            _scale(q, scale),
+            fast,
+        )
+    )
+
+
 def bind_attend_kv(ops, layer):
     """{case: what its calls need, or why the layer's formats are not covered in it}."""
     if ops.attention_kernels == "torch":
         return Declined(f"{flash.VARIABLE}=torch")
+    if ops.component(layer, "kv").ratio > 1:
+        return _bind_attend_groups(ops, layer)
     without = declined(ops, layer, "kv")
     if without is not None:
         return without
@@ -423,6 +498,8 @@ def attend_kv_covers(bound, index, q, k=None, v=None, **_):
     """The case of a call."""
     if (k is None) != (v is None):
         return ALONE
+    if isinstance(bound, AttendedGroups):
+        return bound if k is None else OWN_GROUPS
     return bound[q.dtype == torch.bfloat16, k is not None]
 
 
@@ -433,6 +510,9 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     """
     if not len(index.slots) or not q.numel():  # there is nothing to launch
         return PLAIN.attend_kv(ops, pools, layer, index, q, k, v, columns=columns, sink=sink, scale=scale)
+    if isinstance(bound, AttendedGroups):
+        columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
+        return _attend_groups(bound, ops, pools, index, q, columns, sink, scale)
     own = None, None
     if k is not None:
         parts = zip(ops.plan.region(layer, "kv"), (k, v), strict=True)

@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.backends.torch_triton import launch
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, of_role, of_states
+from kvcore.backends.torch_triton.cuda import (
+    GroupParts,
+    Kernel,
+    Ready,
+    bind_group_parts,
+    declined,
+    of_role,
+    of_states,
+)
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton.launches.launching import Part
 from kvcore.kernels.triton.record import power_of_two
-from kvcore.kernels.triton.shape import tails_apart
+from kvcore.kernels.triton.shape import one_token_programs, tails_apart
 from kvcore.ops.choices import Decision, Declined
 from kvcore.spec import TAIL_OF
 
@@ -26,10 +34,36 @@ def append_window(parts, ops, pools, layer, index, rows):
     return pools
 
 
+def bind_append_kv(ops, layer):
+    """Parts whose rows are tokens, or groups of tokens."""
+    if ops.component(layer, "kv").ratio == 1:
+        return of_role("kv")(ops, layer)
+    found = bind_group_parts(ops, layer)
+    return found if isinstance(found, Declined) else Ready(found, ("kv_tail", "kv"))
+
+
 def append_kv(parts, ops, pools, layer, index, k, v):
     """Encode and store k [T, key_heads, key_dim] and v [T, value_heads, value_dim]."""
+    if isinstance(parts, GroupParts):
+        return append_groups(parts, ops, pools, layer, index, k, v)
     _append(parts[0], pools, index, k)
     _append(parts[1], pools, index, v)
+    return pools
+
+
+def append_groups(parts, ops, pools, layer, index, k, v):
+    """Code every group that the step completes, and store its newest rows raw: one launch for a short step, else three.
+
+    A long step's groups are coded side by side, so their launch must end before raw rows replace what it reads.
+    """
+    tokens, requests = len(index.positions), len(index.slots)
+    most = 0 if one_token_programs(tokens, requests) else min(tokens, tokens // parts.ratio + requests)
+    keys, values, tails = parts.pools(pools)
+    place = index.starts, index.lengths, index.slots, index.stored, index.block_table
+    launch.calls().append_groups_rows(k.contiguous(), v.contiguous(), *place, keys, values, tails, parts.numbers, most)
+    if most:
+        for part, given in zip(parts.raw, (k, v), strict=True):
+            _append(part, pools, index, given)
     return pools
 
 
@@ -328,7 +362,7 @@ KERNELS = {
     "store_entries(index_keys)": Kernel(store_role, Stored.of("index_keys")),
     "flush": Kernel(flush, bind_flush, flush_covers),
     "append_flush": Kernel(append_flush, bind_flush, flush_covers, replayed=True, unread=("closed",)),
-    "append_kv": Kernel(append_kv, of_role("kv"), replayed=True),
+    "append_kv": Kernel(append_kv, bind_append_kv, replayed=True),
     "append_state": Kernel(append_states, of_states("state"), replayed=True),
     "write_state": Kernel(write_state, of_states("state"), replayed=True),
     "select_state": Kernel(select_state, of_states("state"), replayed=True),

@@ -20,6 +20,7 @@ from kvcore.backends.torch_triton.run_triton import props_of as props_of
 from kvcore.kernels.triton.device import INTERPRETED as INTERPRETED
 from kvcore.kernels.triton.launches import LAUNCHES
 from kvcore.kernels.triton.launches.launching import BOUND as BOUND
+from kvcore.kernels.triton.launches.launching import GROUPS as GROUPS
 from kvcore.kernels.triton.launches.launching import TAILS as TAILS
 from kvcore.kernels.triton.launches.launching import Array, Launch
 from kvcore.kernels.triton.launches.launching import Bound as Bound

@@ -1,8 +1,8 @@
 """Codes of four bits and of eight, taken from words to bf16 numbers a pair at a time (sm_80's bf16 arithmetic).
 
-Nibbles are looked up: a permutation of bytes picks four entries of a table of eight at once, a second one those of the
-other eight, and a third one chooses between them by the fourth bit. All results are exact; NF4's levels, which are not
-bf16 numbers, come as a sum of two.
+NF4's nibbles are looked up: a permutation of bytes picks four entries of a table of eight at once, a second one those
+of the other eight, and a third one chooses between them by the fourth bit. All results are exact; NF4's levels, which
+are not bf16 numbers, come as a sum of two. The bits of e2m1 are moved to where bf16 has them.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvcore.kernels.triton.chunks import chunk_scales, decode_chunk, load_row, load_scales
-from kvcore.spec.codes import E2M1_LEVELS, NF4_LEVELS
+from kvcore.spec.codes import NF4_LEVELS
 
 
 def _upper(values: np.ndarray) -> np.ndarray:
@@ -28,9 +28,8 @@ def _table(bits: np.ndarray) -> tuple[int, ...]:
 _LEVELS = np.array(NF4_LEVELS, np.float32)
 _NEAR = _upper(_LEVELS)
 _REST = _LEVELS - (_NEAR.astype(np.uint32) << 16).view(np.float32)
-_E2M1 = np.array([*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)], np.float32)
 
-TABLES = {"nf4": _table(_NEAR), "nf4_rest": _table(_upper(_REST)), "e2m1": _table(_upper(_E2M1))}
+TABLES = {"nf4": _table(_NEAR), "nf4_rest": _table(_upper(_REST))}
 
 _LOOK_UP = """
     and.b32 s, {word}, 0x7777;
@@ -48,8 +47,8 @@ _LOOK_UP = """
 """
 
 
-def _nibbles(table: str, scaled: bool) -> str:
-    """Assembly from two words of eight nibbles to eight pairs, nibble n of both, times both words' scales if scaled."""
+def _nibbles(table: str) -> str:
+    """Assembly from two words of eight nibbles to eight pairs, nibble n of both."""
     body = """
     and.b32 e, $8, 0x0f0f0f0f;
     and.b32 w, $9, 0x0f0f0f0f;
@@ -61,18 +60,47 @@ def _nibbles(table: str, scaled: bool) -> str:
     or.b32 o, o, w;
 """
     for word, first in (("e", 0), ("o", 1)):
-        names = [f"p{first + n}" if scaled else f"${first + n}" for n in (0, 2, 4, 6)]
+        names = [f"${first + n}" for n in (0, 2, 4, 6)]
         body += _LOOK_UP.format(*TABLES[table], word=word, first=names[0], second=names[1])
         body += f"shr.u32 {word}, {word}, 16;"
         body += _LOOK_UP.format(*TABLES[table], word=word, first=names[2], second=names[3])
-    if scaled:
-        body += "prmt.b32 m, $10, $11, 0x7632; mov.b32 z, 0x80008000;"
-        body += "".join(f"fma.rn.bf16x2 ${n}, p{n}, m, z;\n" for n in range(8))
-    return "{ .reg .b32 s, t, a, b, h, l, w, e, o, m, z, p<8>;\n" + body + "}"
+    return "{ .reg .b32 s, t, a, b, h, l, w, e, o;\n" + body + "}"
 
 
-NF4, NF4_REST = tl.constexpr(_nibbles("nf4", False)), tl.constexpr(_nibbles("nf4_rest", False))
-E2M1 = tl.constexpr(_nibbles("e2m1", True))
+def _shifted(register: str, bits: int) -> str:
+    """Assembly that moves a half's bits up, or down where ``bits`` is negative."""
+    return f"{'shl.b32' if bits >= 0 else 'shr.u32'} {register}, {abs(bits)};"
+
+
+def _e2m1() -> str:
+    """Assembly from two words of eight e2m1 codes to eight pairs, code n of both, times both words' scales.
+
+    A code's magnitude, placed on either side of the border between a bf16 number's exponent and its mantissa, is the
+    code's value times 2^-126, subnormal ones included.
+    """
+    body = """
+    prmt.b32 t, $8, $9, 0x5410;
+    prmt.b32 u, $8, $9, 0x7632;
+    prmt.b32 m, $10, $11, 0x7632;
+    mov.b32 z, 0x80008000;
+    mov.b32 n, 0x7e807e80;
+"""
+    for code in range(8):
+        source, first = "tu"[code // 4], 4 * (code % 4)
+        body += f"""
+    {_shifted(f"a, {source}", 6 - first)}
+    {_shifted(f"b, {source}", 12 - first)}
+    and.b32 a, a, 0x01c001c0;
+    and.b32 b, b, 0x80008000;
+    or.b32 a, a, b;
+    fma.rn.bf16x2 a, a, n, z;
+    fma.rn.bf16x2 ${code}, a, m, z;
+"""
+    return "{ .reg .b32 t, u, m, z, n, a, b;\n" + body + "}"
+
+
+NF4, NF4_REST = tl.constexpr(_nibbles("nf4")), tl.constexpr(_nibbles("nf4_rest"))
+E2M1 = tl.constexpr(_e2m1())
 
 INT8 = tl.constexpr(
     """{

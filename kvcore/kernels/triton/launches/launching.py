@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import triton.language as tl
 
 from kvcore.kernels.triton.device import DeviceProps
+from kvcore.kernels.triton.groups import GroupsRecord, groups_recorded
 from kvcore.kernels.triton.record import RowRecord, recorded
 from kvcore.kernels.triton.tail import TailRecord, tail_recorded
 from kvcore.ops.choices import Declined
@@ -214,8 +215,22 @@ class BoundTail(NamedTuple):
         return to.view(buffers[self.kv], to.float32), to.view(buffers[self.score], to.float32)
 
 
+class BoundGroups(NamedTuple):
+    """A record of groups of tokens with the places of its codes, scales and offsets in the list a launch is given."""
+
+    record: GroupsRecord
+    codes: int
+    scales: int
+    offsets: int
+
+    def given(self, buffers: Sequence[Array]) -> tuple[Array, Array, Array]:
+        """What a kernel takes for codes, scales and offsets."""
+        return buffers[self.codes], buffers[self.scales], buffers[self.offsets]
+
+
 BOUND: list[Bound] = []
 TAILS: list[BoundTail] = []
+GROUPS: list[BoundGroups] = []
 
 
 def bind(bound: Bound) -> int:
@@ -230,6 +245,13 @@ def bind_tail(bound: BoundTail) -> int:
     if bound not in TAILS:
         TAILS.append(bound)
     return TAILS.index(bound)
+
+
+def bind_group(bound: BoundGroups) -> int:
+    """The number of a bound record of groups; equal ones share a number."""
+    if bound not in GROUPS:
+        GROUPS.append(bound)
+    return GROUPS.index(bound)
 
 
 def bound_record(number: int) -> RowRecord | None:
@@ -260,6 +282,16 @@ def bind_rows(region: Region, global_scale: float = 1.0) -> Part | Declined:
     record, buffers = known
     names = sorted(set(buffers))
     return Part(bind(Bound(record, *map(names.index, buffers))), names, record.paged)
+
+
+def bind_groups(region: Region) -> Part | Declined:
+    """What launches know of a part in groups of tokens, or why the kernels do not cover it."""
+    known = groups_recorded(region)
+    if isinstance(known, Declined):
+        return known
+    record, buffers = known
+    names = sorted(set(buffers))
+    return Part(bind_group(BoundGroups(record, *map(names.index, buffers))), names, True)
 
 
 def bind_ring(region: Region, component: Tail) -> Part | Declined:

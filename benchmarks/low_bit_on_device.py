@@ -1,0 +1,106 @@
+"""Decode attention from codes of eight and of four bits, and their appends, beside torch's attention on a dense copy.
+
+One run on one GPU takes all figures, each in a CUDA graph of calls on buffers that rotate:
+
+    python -m benchmarks.low_bit_on_device --out records/low_bit_h200.json
+
+Shapes are those of ``kvcore bench``: 32 query heads, 8 key heads of 128 channels.
+"""
+
+import argparse
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from kvcore import environment
+from kvcore.bench import kv
+from kvcore.bench.timing import graph
+from kvcore.bench.workloads import Workload
+
+SHAPES = ((16, 32768), (64, 32768))
+"""(requests, tokens of each)."""
+FORMATS = (
+    ("bf16", None, 1.05),
+    ("fp8_row", None, 0.60),
+    ("int8_row", None, 0.62),
+    ("nf4_b64", None, 0.80),
+    ("mxfp4", None, 0.80),
+    ("int4_ch32", "int4_g32", 0.50),
+    ("int4_ch64", "int4_g64", 0.50),
+)
+"""(keys, values if they have another, part of the time of torch's attention that it is to take at most)."""
+REQUESTS = 64
+APPENDS = (("bf16", None, 30), ("int4_ch32", "int4_g32", 30), ("int4_ch32", "int4_g32", 31))
+"""(keys, values, position): the token at position 31 closes a group of 32."""
+APPEND = 1.3
+"""Part of the time of an append of bf16 that one of int4 is to take at most."""
+
+
+def timed(make: Callable[[], Workload], repeats: int) -> dict[str, Any]:
+    """One row: its name, bytes that must move, and the time of a call in µs."""
+    work = make()
+    work.calls[0]()
+    row = {"name": work.name, "nbytes": work.nbytes, "us": round(graph(work.calls, per_graph=8, repeats=repeats), 2)}
+    del work
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def beside(row: dict[str, Any], peer: dict[str, Any], goal: float) -> dict[str, Any]:
+    """A row with its part of the peer's time, and the goal."""
+    return {**row, "peer": peer["name"], "part": round(row["us"] / peer["us"], 3), "goal": goal}
+
+
+def measure(device: str, repeats: int) -> list[dict[str, Any]]:
+    """All rows."""
+    rows = []
+    for count, tokens in SHAPES:
+        peer = timed(lambda a=(count, tokens): kv.dense_copy(device, "SDPA", *a), repeats)
+        rows.append(peer)
+        print(said(peer), flush=True)
+        for keys, values, goal in FORMATS:
+            made = timed(lambda a=(keys, count, tokens), v=values: kv.attend(device, *a, values=v), repeats)
+            rows.append(beside(made, peer, goal))
+            print(said(rows[-1]), flush=True)
+    first, *others = (
+        timed(lambda a=each: kv.append(device, a[0], REQUESTS, a[2], values=a[1]), 30) for each in APPENDS
+    )
+    rows += [first, *(beside(each, first, APPEND) for each in others)]
+    print("\n".join(map(said, rows[-len(APPENDS) :])))
+    return rows
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    part = f"{row['part']:6.3f} (goal {row['goal']:.2f})" if "part" in row else ""
+    return f"{row['name']:56s} {row['us']:9.1f} us {row['nbytes'] / row['us'] / 1e6:5.2f} TB/s {part}"
+
+
+def main() -> None:
+    """Print all rows, and write them where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file of the record")
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    with torch.no_grad():
+        rows = measure("cuda", args.repeats)
+    if args.out:
+        record = {
+            "figure": "decode attention from low-bit codes, as a part of torch's attention on a dense copy, one run",
+            "command": environment.command(None),
+            "commit": environment.commit(),
+            "device": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

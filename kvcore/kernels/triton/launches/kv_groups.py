@@ -1,0 +1,149 @@
+"""The launches of keys and values in formats over tokens: attention, and appends that close groups."""
+
+from functools import cache, lru_cache
+from importlib import import_module
+from math import lcm
+from typing import Any
+
+from kvcore.kernels.triton import append_groups, attend_groups
+from kvcore.kernels.triton.attend import LOG2_E
+from kvcore.kernels.triton.launches.attention import merged
+from kvcore.kernels.triton.launches.launching import GROUPS, Array, Framework, Kernel, bound_record, launch
+from kvcore.kernels.triton.record import ceil_div
+
+HEADS, HEADS_OF_CODES = 16, 8
+"""Query heads of a program: products take sixteen rows, of which a head has two where codes are multiplied."""
+RESIDENT = 8
+"""Programs of one warp that a multiprocessor holds at once."""
+START = 4
+"""What a program costs before and after its groups, in groups."""
+MOST_SPLITS = 128
+
+
+def _outputs(to: Framework, q: Array, records: list[int]) -> tuple[Array, Array]:
+    shape = *q.shape[:2], GROUPS[records[1]].record.dim
+    return to.empty(shape, q.dtype, q), to.empty(q.shape[:2], to.float32, q)
+
+
+@launch("workspace", outputs=_outputs)
+def attend_groups_rows(
+    to: Framework, q: Array, sink: Array | None, positions: Array, request_index: Array, slots: Array,
+    block_table: Array, left_padding: Array | None, keys: list[Array], values: list[Array], tails: list[Array],
+    workspace: Array, records: list[int], sizes: list[int], scale: float, fast: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention of q [tokens, heads, key dim], contiguous: out [tokens, heads, value dim] and lse [tokens, heads].
+
+    Args:
+        keys, values: the pools' buffers; ``tails``: that of raw keys, and of raw values.
+        workspace: fp32, for ``splits`` · tokens · heads · (value dim + 1) numbers where ``splits`` > 1.
+        records: of groups of keys and of values, then of raw keys and values.
+        sizes: window and chunk (0 without), splits.
+        fast: queries are bf16, and codes are multiplied as such.
+    """
+    out, lse = _outputs(to, q, records)
+    tokens, heads, _ = q.shape
+    if not tokens:
+        return out, lse
+    window, chunk, splits = sizes
+    native = to.native(q)
+    programs, kernel = _attend(*records, heads, left_padding is not None, fast, native)
+    beside, partial, sums = lse if sink is None else sink, out, lse
+    if splits > 1:
+        partial = to.part(workspace, 0, (splits, *out.shape), to.float32)
+        sums = to.part(workspace, splits * tokens * heads * out.shape[2], (splits, tokens, heads), to.float32)
+    to.run(
+        kernel,
+        (tokens * programs * splits,),
+        (
+            out, lse, partial, sums, q, beside, *GROUPS[records[0]].given(keys), *GROUPS[records[1]].given(values),
+            *tails, positions, request_index, slots,
+            block_table, positions if left_padding is None else left_padding,
+        ),
+        (heads, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E),
+    )  # fmt: skip
+    if splits > 1:
+        to.run(
+            merged(out.shape[2], splits, sink is not None, 0, native),
+            (tokens * heads,),
+            (out, lse, partial, sums, beside, positions, positions),
+            (heads, splits),
+        )
+    return out, lse
+
+
+@cache
+def programs_of(heads: int, key_heads: int, value_heads: int, fast: bool) -> tuple[int, int, int]:
+    """(programs of a token without splits, groups of heads that share a key head and a value head, heads of one)."""
+    groups = lcm(key_heads, value_heads)
+    some = HEADS_OF_CODES if fast else HEADS
+    return groups * ceil_div(heads // groups, some), groups, some
+
+
+@cache
+def splits_of(multiprocessors: int, programs: int, groups: int) -> int:
+    """Programs that share ``groups`` groups of tokens, at most: as many as end the soonest."""
+    slots = RESIDENT * multiprocessors
+    best, least = 1, 0
+    for splits in range(1, min(MOST_SPLITS, max(1, groups)) + 1):
+        time = ceil_div(programs * splits, slots) * (ceil_div(groups, splits) + START)
+        if splits == 1 or time < least:
+            best, least = splits, time
+    return best
+
+
+@lru_cache(4096)
+def _attend(
+    keys: int, values: int, key_tail: int, tail: int, heads: int, left: bool, fast: bool, native: bool
+) -> tuple[int, Kernel]:
+    k, v = GROUPS[keys].record, GROUPS[values].record
+    programs, groups, some = programs_of(heads, k.heads, v.heads, fast)
+    constants: dict[str, Any] = {
+        "K": k, "V": v, "TK": bound_record(key_tail), "TV": bound_record(tail), "LEFT": left, "GROUPS": groups,
+    }  # fmt: skip
+    writes = "out", "lse", "partial", "partial_lse"
+    if fast:
+        codes = import_module("kvcore.kernels.triton.attend_codes")
+        return programs, Kernel(
+            codes.attend_codes_kernel, constants | {"DEPTH": codes.STAGES}, 1, writes=writes, fused=True
+        )
+    constants |= {"HEADS": some, "NATIVE": native}
+    return programs, Kernel(attend_groups.attend_groups_kernel, constants, 4, writes=writes, fused=True)
+
+
+@launch("keys", "values", "tails")
+def append_groups_rows(
+    to: Framework, k: Array, v: Array, starts: Array, lengths: Array, slots: Array, stored: Array, block_table: Array,
+    keys: list[Array], values: list[Array], tails: list[Array], records: list[int], most: int,
+) -> None:  # fmt: skip
+    """Code the groups that the step's rows complete; of a short step write the raw rows, too.
+
+    Args:
+        k, v: [tokens, heads, dim], contiguous.
+        keys, values, tails, records: as in ``attend_groups_rows``.
+        most: groups that may close in a long step, in programs of their own; 0 for a short one.
+    """
+    requests = starts.shape[0]
+    if not requests or not k.shape[0]:
+        return
+    some = 64 if requests <= 64 else 256
+    keys_of, values_of = GROUPS[records[0]], GROUPS[records[1]]
+    to.run(
+        _append(*records, some, most == 0, to.native(k)),
+        (most or requests, keys_of.record.heads + values_of.record.heads),
+        (
+            k, v, *keys_of.given(keys), *values_of.given(values), *tails, starts, lengths, slots, stored, block_table,
+        ),
+        (requests, block_table.shape[1]),
+    )  # fmt: skip
+
+
+@cache
+def _append(keys: int, values: int, key_tail: int, tail: int, requests: int, short: bool, native: bool) -> Kernel:
+    k, v = GROUPS[keys].record, GROUPS[values].record
+    constants = {
+        "K": k, "V": v, "TK": bound_record(key_tail), "TV": bound_record(tail), "REQUESTS": requests, "NATIVE": native,
+    }  # fmt: skip
+    writes = "key_codes", "key_scales", "key_plain", "codes", "scales", "plain"
+    if short:
+        return Kernel(append_groups.append_groups_kernel, constants, 4, writes=(*writes, "key_tail", "tail"))
+    return Kernel(append_groups.close_groups_kernel, constants, 4, writes=writes)
