@@ -5,12 +5,12 @@ A row of such a part is ``tokens`` tokens of a head. Four-bit codes lie channel 
 """
 
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from kvcore.kernels.triton.device import GLUON
 from kvcore.kernels.triton.record import power_of_two
 from kvcore.kernels.triton.rows import element_offsets
 from kvcore.ops.choices import Declined
@@ -93,8 +93,6 @@ def groups_fit(keys: GroupsRecord, values: GroupsRecord) -> bool:
 
 
 PLACES_FROM = GroupsRecord._fields.index("codes_unit")
-GLUON = all(find_spec(f"triton.experimental{name}") is not None for name in ("", ".gluon"))
-"""Whether Triton has the language in which layouts of registers are said."""
 
 
 @triton.jit
