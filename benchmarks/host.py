@@ -1,17 +1,17 @@
 """What a decode step of DeepSeek-V4-Flash's cache costs the host: per verb, per layer, per step, in microseconds.
 
-43 layers, one new token a request; nothing waits for the device, so what is timed is Python, checks and launches. Three
-ways to run a step: through a layer's handle, through the functional verbs, and as a captured graph (with a spare row of
-padding, and with a batch that is exactly full). ``a step alone`` opens and commits one without rows, ``launches`` times
-single verbs in a loop, without a step around them.
+43 layers, one new token a request; nothing waits for the device, so what is timed is Python, checks and launches. Ways
+to run a step: through a layer's handle (verb by verb, and a layer in one call), through the functional verbs, and as a
+captured graph (with a spare row of padding, and with a batch that is exactly full). ``a step alone`` opens and commits
+one without rows, ``launches`` times single verbs in a loop, without a step around them.
 
     python benchmarks/host.py --scenes 1x4096,8x4096,64x4096,256x4096,8x4096@64 --out host.json --picture host.svg
 
-A scene is requests x tokens of history, and with @ how many times the blocks that it needs its pool has. With
-``--device cpu`` it runs a tiny model, to see that it runs; with ``--device stub`` the verbs of a GPU that is not there,
-whose launches do nothing: Python's part of the host's time, for a profile. ``--classic`` times decode steps of a
-classic model of 16 layers on the CPU, through handles under torch and as one jitted function under JAX, where that is
-installed.
+A scene is requests x tokens of history, and with @ how many times the blocks that it needs its pool has; with a ``w``
+behind it one request may have all of them, and block tables are as wide. With ``--device cpu`` it runs a tiny model, to
+see that it runs; with ``--device stub`` the verbs of a GPU that is not there, whose launches do nothing: Python's part
+of the host's time, for a profile. ``--classic`` times decode steps of a classic model of 16 layers on the CPU, through
+handles under torch and as one jitted function under JAX, where that is installed.
 """
 
 import argparse
@@ -34,6 +34,9 @@ import torch
 import kvcore
 from kvcore import environment
 from kvcore.spec import Rope, presets
+
+ROOM = 512
+"""Tokens of a request beyond its history."""
 
 AT_ONCE = 1 << 14
 """Tokens of a step that stands in for a history."""
@@ -101,10 +104,17 @@ class Clock:
         }
 
 
+def unwatched(_: str, call: Any, *args: Any, **options: Any) -> Any:
+    """A clock that does not look."""
+    return call(*args, **options)
+
+
 class Scene:
     """A cache with a history, and what a model's projections would give for one token of every request."""
 
-    def __init__(self, device: str, requests: int, history: int, pool: int = 1, canary: int = 0) -> None:
+    def __init__(
+        self, device: str, requests: int, history: int, pool: int = 1, canary: int = 0, *, wide: bool = False
+    ) -> None:
         tiny, stub = device == "cpu", device == "stub"
         device = "cpu" if stub else device
         make = presets.deepseek_v4_flash_tiny if tiny else presets.deepseek_v4_flash
@@ -115,8 +125,8 @@ class Scene:
             backend="torch_triton",
             device=device,
             max_requests=requests,
-            max_tokens=requests * (history + 512) * pool,
-            max_request_tokens=history + 512,
+            max_tokens=requests * (history + ROOM) * pool,
+            max_request_tokens=None if wide else history + ROOM,
             canary=canary or False,
         )
         self.held = [self.cache.admit() for _ in range(requests)]
@@ -163,11 +173,11 @@ class Scene:
             {name: value if name == "sink" else first(value) for name, value in given.items()} for given in self.given
         ]
 
-    def step(self, clock: Clock, **padding: int) -> Any:
+    def step(self, clock: Any, **padding: int) -> Any:
         """A step of one token for every request."""
         return clock("cache.step", self.cache.step, dict.fromkeys(self.held, 1), **padding)
 
-    def by_handles(self, clock: Clock, step: Any, inputs: list[dict[str, Any]]) -> None:
+    def by_handles(self, clock: Any, step: Any, inputs: list[dict[str, Any]]) -> None:
         """Every layer's verbs, through its handle."""
         for number, (layer, given) in enumerate(zip(self.spec.layers, inputs, strict=True)):
             handle = clock("step.layer", step.layer, number)
@@ -186,7 +196,26 @@ class Scene:
                 selected = clock("select", handle.select, scores, layer.index_keys.topk)
             clock("attend", handle.attend, given["q"], selected, sink=given["sink"], rope=self.rope)
 
-    def by_verbs(self, clock: Clock, index: Any, inputs: list[dict[str, Any]]) -> None:
+    def by_layers(self, clock: Any, step: Any, inputs: list[dict[str, Any]]) -> None:
+        """Every layer's step in one call."""
+        for number, (layer, given) in enumerate(zip(self.spec.layers, inputs, strict=True)):
+            handle = clock("step.layer", step.layer, number)
+            clock(
+                "decode",
+                handle.decode,
+                given["q"],
+                given["row"],
+                tail=given["tail"] or None,
+                index_tail=given["index_tail"] or None,
+                index=(given["index_q"], given["index_weights"]) if layer.index_keys else None,
+                rope=self.rope,
+                rotate=True,
+                norm_weight=self.weights[0] if given["tail"] else None,
+                index_norm_weight=self.weights[1] if given["index_tail"] else None,
+                sink=given["sink"],
+            )
+
+    def by_verbs(self, clock: Any, index: Any, inputs: list[dict[str, Any]]) -> None:
         """Every layer's verbs, the functional ones that fuse what they can."""
         ops, pools = self.cache.ops, self.cache.pools
         for number, (layer, given) in enumerate(zip(self.spec.layers, inputs, strict=True)):
@@ -210,22 +239,27 @@ class Scene:
             torch.cuda.synchronize()
 
 
-def timed(scene: Scene, run: Any, steps: int, warm: int = 3) -> dict[str, Any]:
-    """Steps run by ``run(clock)``: medians of host time and of time until the device is done, and times by verb."""
+def timed(scene: Scene, run: Any, steps: int, warm: int = 4) -> dict[str, Any]:
+    """Steps run by ``run(clock)``: medians of host time and of time until the device is done, and times by verb.
+
+    The steps whose verbs are timed are others: a look at the clock takes as long as a launch on some machines.
+    """
     hosts, walls, clock = [], [], Clock()
     for number in range(warm + steps):
-        if number == warm:
-            clock = Clock()
         scene.synchronize()
         start = time.perf_counter()
-        run(clock)
+        run(unwatched)
         end = time.perf_counter()
         scene.synchronize()
         if number >= warm:
             hosts.append((end - start) * 1e6)
             walls.append((time.perf_counter() - start) * 1e6)
+    for _ in range(steps):
+        run(clock)
+        scene.synchronize()
     return {
         "host_us": round(statistics.median(hosts)),
+        "least_us": round(min(hosts)),
         "wall_us": round(statistics.median(walls)),
         "host_us_a_layer": round(statistics.median(hosts) / len(scene.spec.layers), 1),
         "verbs": clock.report(steps),
@@ -236,9 +270,21 @@ def handles(scene: Scene, steps: int) -> dict[str, Any]:
     """Eager steps through handles."""
     inputs = scene.inputs(scene.requests)
 
-    def run(clock: Clock) -> None:
+    def run(clock: Any) -> None:
         step = scene.step(clock)
         scene.by_handles(clock, step, inputs)
+        clock("commit", step.commit)
+
+    return timed(scene, run, steps)
+
+
+def layers(scene: Scene, steps: int) -> dict[str, Any]:
+    """Eager steps through handles, a layer in one call."""
+    inputs = scene.inputs(scene.requests)
+
+    def run(clock: Any) -> None:
+        step = scene.step(clock)
+        scene.by_layers(clock, step, inputs)
         clock("commit", step.commit)
 
     return timed(scene, run, steps)
@@ -248,7 +294,7 @@ def verbs(scene: Scene, steps: int) -> dict[str, Any]:
     """Eager steps through functional verbs."""
     inputs = scene.inputs(scene.requests)
 
-    def run(clock: Clock) -> None:
+    def run(clock: Any) -> None:
         step = scene.step(clock)
         index = clock("step.index", lambda: step.index)
         scene.by_verbs(clock, index, inputs)
@@ -262,23 +308,35 @@ def captured(scene: Scene, steps: int, spare: int) -> dict[str, Any]:
     tokens = scene.requests + spare
     inputs, graphs = scene.inputs(tokens), []
 
-    def run(clock: Clock) -> None:
+    def run(clock: Any) -> None:
         step = scene.step(clock, pad_tokens=tokens, pad_requests=tokens)
         index = clock("step.index", lambda: step.index)
         if graphs:
             clock("replay", graphs[0].replay)
             scene.cache.pools = scene.cache.pools
         else:
-            scene.by_verbs(Clock(), index, inputs)
+            scene.by_verbs(unwatched, index, inputs)
             scene.synchronize()
             if scene.device != "cpu":
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    scene.by_verbs(Clock(), index, inputs)
+                    scene.by_verbs(unwatched, index, inputs)
                 graphs.append(graph)
         clock("commit", step.commit)
 
-    return timed(scene, run, steps)
+    found = timed(scene, run, steps)
+    return found if not graphs else found | {"gpu_us": gpu_time(graphs[0])}
+
+
+def gpu_time(graph: Any, repeats: int = 7) -> int:
+    """Median of a graph's time on the GPU, in microseconds, on the index of the step before."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return round(statistics.median(start.elapsed_time(end) for start, end in events) * 1e3)
 
 
 def launches(scene: Scene, repeats: int) -> dict[str, Any]:
@@ -322,7 +380,7 @@ def launches(scene: Scene, repeats: int) -> dict[str, Any]:
 def alone(scene: Scene, steps: int) -> dict[str, Any]:
     """Steps without rows: opened and committed."""
 
-    def run(clock: Clock) -> None:
+    def run(clock: Any) -> None:
         step = scene.step(clock)
         scene.cache.pools = scene.cache.pools
         clock("commit", step.commit)
@@ -403,13 +461,13 @@ def as_svg(report: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def scenes_of(text: str) -> list[tuple[int, int, int]]:
-    """``8x4096@64`` and so on: (requests, tokens of history, pools)."""
+def scenes_of(text: str) -> list[tuple[int, int, int, bool]]:
+    """``8x4096@64w`` and so on: (requests, tokens of history, pools, whether a request may have all of the pool)."""
     found = []
     for each in text.split(","):
         sizes, _, pool = each.partition("@")
         requests, history = map(int, sizes.split("x"))
-        found.append((requests, history, int(pool or 1)))
+        found.append((requests, history, int(pool.rstrip("w") or 1), pool.endswith("w")))
     return found
 
 
@@ -433,6 +491,7 @@ def main() -> None:
         "a step alone": lambda scene: alone(scene, given.steps),
         "launches": lambda scene: launches(scene, 100 if given.device != "cpu" else 5),
         "handles": lambda scene: handles(scene, given.steps),
+        "layers": lambda scene: layers(scene, given.steps),
         "verbs": lambda scene: verbs(scene, given.steps),
         "captured, a spare row": lambda scene: captured(scene, given.steps, 1),
         "captured, exactly full": lambda scene: captured(scene, given.steps, 0),
@@ -451,15 +510,16 @@ def main() -> None:
             given.picture.write_text(as_svg(report), encoding="utf-8")
 
     wanted = [name for name in given.ways.split(";") if name] or [*ways]
-    for requests, history, pool in scenes_of(given.scenes):
+    for requests, history, pool, wide in scenes_of(given.scenes):
         if time.monotonic() > end:
             break
-        about = {"requests": requests, "history": history, "pool": pool}
+        about: dict[str, Any] = {"requests": requests, "history": history, "pool": pool}
+        about |= {"wide": True} if wide else {}
         if given.classic:
             for backend in ("torch_triton", *(["jax_pallas"] if find_spec("jax") else [])):
                 note({"way": f"classic, {backend}", **about, **classic(backend, requests, history, 5 * given.steps)})
             continue
-        scene = Scene(given.device, requests, history, pool)
+        scene = Scene(given.device, requests, history, pool, wide=wide)
         for name in wanted:
             if time.monotonic() < end:
                 note({"way": name, **about, **ways[name](scene)})

@@ -341,12 +341,13 @@ def fill_flat(flat: Int32s, numbers: StepNumbers, shape: IndexShape) -> None:
     count, size = len(numbers.slots), shape.requests
     if shape.padded or not count or size != shape.tokens or count != numbers.tokens or numbers.most_new != 1:
         pieces, _ = pieces_of(shape)
-        numbers.fill(HostIndex(*[flat[start:end].reshape(dims) for start, end, dims in pieces]))
+        arrays: list[Any] = [flat[start:end].reshape(dims) for start, end, dims in pieces]
+        numbers.fill(HostIndex(*arrays))
         return
-    arrays, wide = numbers.arrays, -(-size // 4) * 4
+    of_requests, wide = numbers.arrays, -(-size // 4) * 4
     # positions, request_index, slots, starts, lengths, stored
     rows = flat[: 6 * wide].reshape(6, wide)
-    rows[0, :count], rows[1, :count], rows[2:, :count] = arrays[1], _count(count), arrays
+    rows[0, :count], rows[1, :count], rows[2:, :count] = of_requests[1], _count(count), of_requests
     if count < size:
         rows[:3, count:], rows[3:, count:] = -1, 0
 

@@ -67,6 +67,7 @@ EXTENSIONS = {
     "LayerHandle": {
         "append": "all rows of a layer's step, or none of them, in one call",
         "fetch": "entries that are in the host's memory come as queries pick them",
+        "decode": "a layer's step in one call, whose checks and launches are looked up once",
         "index_select": "score and select without all scores in memory",
         "append_rows": "components that outside code defines have no verb of their own",
         "read_state": "recurrent layers go on from it",

@@ -511,6 +511,27 @@ class LayerHandle:
         how = {"rows": rows[0] if rows else None, "sink": sink, "scale": scale, "rope": rope}
         return writes.again("attend", (q, selected), how)
 
+    def _decode_options(self, index: Any, k: int | None, *, rotate: bool) -> dict[str, Any]:
+        """Of ``decode``, what the step tells."""
+        keys, columns = self._spec.index_keys, None
+        if index is not None and keys is not None:
+            k, columns = keys.topk if k is None else k, self._context.within(keys.ratio)
+        return {"rotate": rotate, "newest": self._context.most_new, "k": k, "columns": columns}
+
+    def _takes_whole(self, given: dict[str, Any], index: Any) -> bool:
+        """Whether a layer that shares nothing is given all of its rows, with nothing to fetch or settle before."""
+        memo, context = self._plan.memo, self._context
+        if not context.known:
+            return False
+        if "whole" not in memo:
+            spec = self._spec
+            roles = {role for role in ("window", "tail", "index_tail") if getattr(spec, role) is not None}
+            alone = all(getattr(component, "shared_from", None) is None for _, component in spec.components())
+            memo["whole"] = roles if alone and (spec.entries is None or spec.tail is not None) else None
+        if given.keys() != memo["whole"] or (index is not None and self._spec.index_keys is None):
+            return False
+        return not context.far and (context.unflushed is None or context.unflushed is self._writes)
+
     def _attend_arguments(self, q: Any, selected: Any, sink: Any, scale: Any, rope: Any) -> tuple[Any, ...]:
         """Arguments of ``attend`` of a latent layer, checked."""
         component = self._spec.window or self._component("entries", Entries)
@@ -521,6 +542,86 @@ class LayerHandle:
         sink = None if sink is None else check_float(self._ops, sink, "attend: sink", (q.shape[1],))
         scale = None if scale is None else check_number(scale, "attend: scale")
         return q, selected, sink, scale, check_rope(self._ops, rope, "attend: rope", component.dim)
+
+    def decode(
+        self,
+        q: Given,
+        window: Given,
+        *,
+        tail: tuple[Given, Given] | None = None,
+        index_tail: tuple[Given, Given] | None = None,
+        index: tuple[Given, Given] | None = None,
+        k: int | None = None,
+        rope: Rope | Given | None = None,
+        rotate: bool = False,
+        window_norm_weight: Given | None = None,
+        norm_weight: Given | None = None,
+        index_norm_weight: Given | None = None,
+        eps: float = 1e-6,
+        sink: Given | None = None,
+        scale: float | None = None,
+    ) -> Attention:
+        """All that a latent layer does with its cache in a step: its verbs one by one, in less of the host's time.
+
+        That is ``append_window``, ``append_tail``, ``append_index_tail``, ``flush``, ``index_select`` and ``attend``,
+        of which those in the middle go by what is given. Raises as they do; what came before is then done.
+
+        Args:
+            q: [T, H, d], as for ``attend``.
+            window: rows [T, d], as for ``append_window``.
+            tail: (kv, score), as for ``append_tail``; a flush follows.
+            index_tail: likewise.
+            index: (q [T, H, d], weights [T, H]) of the indexer; None attends to every entry.
+            k: entries that the indexer picks; as many as the spec says unless given.
+            rope: of the entries that close, and back, of what attention gives.
+            rotate: whether the window's rows are rotated on their way, too, and normed if there is a
+                ``window_norm_weight``.
+            norm_weight: of the flush, as ``index_norm_weight``.
+            eps: of all norms.
+            sink: as for ``attend``, as ``scale``.
+
+        Example:
+            >>> cache, step = cache_of(swa)
+            >>> with step:
+            ...     out, lse = step.layer(0).decode(rows(6, 4, 512), rows(6, 512))
+            >>> out.shape
+            (6, 4, 512)
+        """
+        context, writes = self._context, self._writes
+        context.check_open()
+        if rotate and rope is None:
+            raise ShapeError(got="rotate without a rotation", where="decode: rotate", allowed="rope")
+        rows = {"window": (window,), "tail": tail, "index_tail": index_tail}
+        given = {role: arrays for role, arrays in rows.items() if arrays is not None}
+        whole, arguments, options = self._takes_whole(given, index), (), {}
+        if whole:
+            arguments = q, window, *(tail or NO_STREAMS), *(index_tail or NO_STREAMS), *(index or NO_STREAMS)
+            options = self._decode_options(index, k, rotate=rotate) | {
+                "window_norm_weight": window_norm_weight,
+                "rope": rope,
+                "eps": eps,
+                "norm_weight": norm_weight,
+                "index_norm_weight": index_norm_weight,
+                "sink": sink,
+                "scale": scale,
+            }
+            found = writes.decode_again(given, arguments, options)
+            if found is not UNKNOWN:
+                writes.stored.update(self._flushed[0] if tail is not None else ())
+                return found
+        before = context.gone_on
+        self.append_window(window, rope=rope if rotate else None, norm_weight=window_norm_weight, eps=eps)
+        if tail is not None:
+            self.append_tail(*tail)
+        if index_tail is not None:
+            self.append_index_tail(*index_tail)
+        if tail is not None:
+            self.flush(norm_weight, eps, rope, index_norm_weight)
+        selected = None if index is None else self.index_select(*index, k)
+        found = self.attend(q, selected, sink, scale, rope=rope)
+        if whole and context.gone_on - before == 2 + (tail is not None) + (index is not None):
+            writes.learn("decode", arguments, options)
+        return found
 
     def append_kv(self, k: Given, v: Given) -> None:
         """Encode and store the step's keys and values: k [T, key_heads, key_dim], v [T, value_heads, value_dim].
@@ -835,7 +936,12 @@ class LayerHandle:
         if keys is None or not self._context.known:
             return UNKNOWN
         self._require_entries("index_keys", verb)
-        return self._writes.again(verb, given, {"columns": self._context.longest(keys.ratio)})
+        return self._writes.again(verb, given, {"columns": self._columns(verb, keys)})
+
+    def _columns(self, verb: str, keys: IndexKeys) -> int:
+        """Keys that are looked at: those of the longest request; some more by a verb that does not give all numbers."""
+        context = self._context
+        return context.longest(keys.ratio) if verb == "index_scores" else context.within(keys.ratio)
 
     def _indexed(self, verb: str, q: Given, weights: Given) -> tuple[IndexKeys, Array, Array, int]:
         """The layer's keys, queries and weights that fit them, and how many keys the longest request has."""
@@ -850,7 +956,7 @@ class LayerHandle:
             context.passes(key, given, (q, weights))
         keys = self._spec.index_keys  # type: ignore[assignment]
         self._require_entries("index_keys", verb)
-        return keys, q, weights, context.longest(keys.ratio)
+        return keys, q, weights, self._columns(verb, keys)
 
     def _own_entries(self, verb: str) -> Entries:
         entries: Entries = self._component("entries", Entries)

@@ -51,6 +51,9 @@ AT_ONCE = Writing(waits=False, undone=False)
 ROWS_OF_TOKENS = frozenset({"window", "kv", "state", "conv"})
 """Roles whose rows wait for no flush."""
 
+EXACT = 6
+"""Binary digits of a number of entries that matter: up to a thirty-second more are looked at."""
+
 DOOR = "handle"
 NONE: Mapping[str, Any] = {}
 NO_STREAMS = None, None
@@ -75,6 +78,7 @@ class StepContext:
         unflushed: the layer whose tails' rows wait for its flush; one at a time.
         far: of every request its entries that are in the host's memory, or None; empty where no request has such.
         coming: what was fetched of them last, by the layer that owns them.
+        gone_on: calls that were known to pass, and went straight to their launches.
         writings: when rows are stored, by ``CachePlan.kinds``.
     """
 
@@ -91,6 +95,7 @@ class StepContext:
         self.known = cache.known
         self.tokens: int = index.positions.shape[0]
         self.unflushed: RingWrites | None = None
+        self.gone_on = 0
         self.writings: dict[int, Writing] = {}
         self.far: list[Far | None] = [place.far for place in opening.places] if cache.has_far else []
         self.coming: dict[int, Coming] = {}
@@ -167,6 +172,21 @@ class StepContext:
             self.memo[key] = max((row.length for row in self.rows), default=0) // ratio
         return self.memo[key]
 
+    def within(self, ratio: int) -> int:
+        """As many or a few more, so that a history that grows asks for another number only now and then.
+
+        No more than its blocks hold.
+        """
+        key = "within", ratio
+        if key not in self.memo:
+            most = self.longest(ratio)
+            if self.known:
+                zeros = max(most.bit_length() - EXACT, 0)
+                held = self.index.block_table.shape[1] * (self.plan.block_tokens // ratio)
+                most = max(most, min(-(-most >> zeros) << zeros, held))
+            self.memo[key] = most
+        return self.memo[key]
+
     @cached_property
     def stateless(self) -> list[Request]:
         """Requests of which no recurrent state belongs to the length before the step."""
@@ -222,7 +242,10 @@ class RingWrites:
         known, context = self._known.get(verb), self.context
         if known is None:
             return UNKNOWN
-        return known.again(DOOR, context.untraced, context.index, arguments, options)
+        found = known.again(DOOR, context.untraced, context.index, arguments, options)
+        if found is not UNKNOWN:
+            context.gone_on += 1
+        return found
 
     def note(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any], checked: Sequence[Any]) -> None:
         """Note that a call passed and ran; ``checked`` is what was found of its arguments and options."""
@@ -232,16 +255,14 @@ class RingWrites:
 
     def append_again(self, role: str, arrays: tuple[Array, ...], rotation: dict[str, Any]) -> bool:
         """``append``, where the rows are stored at once and are known to pass; False, with nothing done, else."""
-        context, unflushed = self.context, self.context.unflushed
+        unflushed = self.context.unflushed
         if not self._known or role in self.own or (unflushed is not None and unflushed is not self):
             return False
         if role not in ROWS_OF_TOKENS or RING_OF.get(role) in self._regions:
             return False
-        waits, undone = self.writing(role)
-        if waits:
+        if self.writing(role).waits:
             return False
-        if undone:
-            context.undo.keep(context.held, self.number, role)
+        self._keep_overwritten(role)
         verb = "append_rotated_window" if rotation else WRITERS[role]
         if self.again(verb, arrays, rotation) is UNKNOWN:
             return False
@@ -303,6 +324,30 @@ class RingWrites:
         if flushed:
             self.unflushed[role] = self.own[role]
             context.unflushed = self
+
+    def decode_again(
+        self, rows: dict[str, tuple[Array, ...]], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """What attention gives after all rows of a step's layer were stored, where all of it is known to pass.
+
+        ``UNKNOWN``, with nothing done, else.
+        """
+        if self.own or "decode" not in self._known:
+            return UNKNOWN
+        for role in rows:
+            if self.writing(role).waits:
+                return UNKNOWN
+            self._keep_overwritten(role)
+        found = self.again("decode", arguments, options)
+        if found is not UNKNOWN:
+            self.own.update(rows)
+        return found
+
+    def learn(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Have a call worked out whose parts all passed as they are."""
+        known = self._known.get(verb)
+        if known is not None:
+            known.learn(DOOR, self.context.untraced, self.context.index, arguments, options)
 
     def flush_options(self, how: dict[str, Any]) -> dict[str, Any]:
         """Options of the verb that flushes and appends; how many entries close decides nothing of what it launches."""

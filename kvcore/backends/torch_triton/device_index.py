@@ -49,8 +49,8 @@ def shape_of(host: StepIndex) -> IndexShape:
 
 
 @lru_cache(maxsize=1024)
-def cuts_of(shape: IndexShape) -> tuple[list[int], list[int]]:
-    """Lengths of what a buffer is cut into, gaps included, and which of it each array is, in their order."""
+def sizes_of(shape: IndexShape) -> tuple[list[int], list[int]]:
+    """Lengths of what a buffer is split into, gaps included, and which of it each array is, in their order."""
     pieces, whole = pieces_of(shape)
     order = sorted(range(len(pieces)), key=lambda number: (pieces[number].start, pieces[number].end))
     sizes: list[int] = []
@@ -62,9 +62,9 @@ def cuts_of(shape: IndexShape) -> tuple[list[int], list[int]]:
     return sizes, places
 
 
-def cut(flat: torch.Tensor, shape: IndexShape) -> StepIndex:
+def split(flat: torch.Tensor, shape: IndexShape) -> StepIndex:
     """The index that lies in one tensor, all of it."""
-    sizes, places = cuts_of(shape)
+    sizes, places = sizes_of(shape)
     parts = flat.split_with_sizes(sizes)
     arrays: list[Any] = [parts[place] for place in places]
     arrays[TABLE] = arrays[TABLE].view(shape.requests, shape.columns)
@@ -98,11 +98,11 @@ class DeviceIndex:
         if self._device.type == "cpu":
             flat = np.empty(size, np.int32)
             lay_out(flat, numbers, shape, tables)
-            return cut(torch.from_numpy(flat), shape)
+            return split(torch.from_numpy(flat), shape)
         # Memory that torch keeps for this: it is not used again before the copy was made.
         pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
         lay_out(pinned.numpy(), numbers, shape, tables)
-        return cut(pinned.to(self._device, non_blocking=True), shape)
+        return split(pinned.to(self._device, non_blocking=True), shape)
 
     def _of(self, shape: IndexShape) -> "_Buffer":
         if shape not in self._buffers:

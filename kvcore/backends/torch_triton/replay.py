@@ -372,15 +372,7 @@ class Replayed:
         if program is None:
             options = exact
         else:
-            held, token = seen.pools
-            if held is not pools:
-                _, token = seen.take_pools(pools)
-            known, places = self._places
-            if known is not token:
-                _, places = self._places = token, {}
-            if program.pools not in places:
-                places[program.pools] = self._places_of(pools, program.pools)
-            lie = places[program.pools]
+            lie = self._lie(pools, program)
             if lie is not None:
                 new = program.run(given, indexed.places, lie, seen.like)
                 if new is not False:
@@ -450,6 +442,21 @@ class Replayed:
             if program is not None:
                 self._passed[*taken[0], door, kind] = program
 
+    def learn(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Work a call out that has passed a door's checks as it is, and was run another way: the next is ``again``."""
+        indexed, taken = self._seen.look(index), self._take(arguments, options)
+        if taken is None or indexed.kind is None or self._seen.pools[0] is not pools:
+            return
+        program = self._program((indexed.kind, *taken[0]), (pools, self._layer, index), arguments, options)
+        if program is not None and self._lie(pools, program) is not None:
+            self._passed[*taken[0], door, indexed.kind] = program
+
+    @classmethod
+    def in_turn(cls, name: str, way: Callable[..., Any], parts: Mapping[str, "Replayed"]) -> "Replayed":
+        """Several verbs of a layer, as the way calls them one after the other: never called, but worked out."""
+        one = next(iter(parts.values()))
+        return cls(name, one._ops, one._layer, way, tuple([part._kind for part in parts.values()]), ())
+
     def _bounded(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with bounds rounded up."""
         for name in self._bounds:
@@ -498,6 +505,18 @@ class Replayed:
             else:
                 return None
         return key, given
+
+    def _lie(self, pools: Pools, program: Program) -> tuple[Any, ...] | None:
+        """Where the pools lie that a program takes; None as of ``_places_of``."""
+        held, token = self._seen.pools
+        if held is not pools:
+            _, token = self._seen.take_pools(pools)
+        known, places = self._places
+        if known is not token:
+            _, places = self._places = token, {}
+        if program.pools not in places:
+            places[program.pools] = self._places_of(pools, program.pools)
+        return places[program.pools]
 
     def _places_of(self, pools: Pools, names: Sequence[int]) -> tuple[Any, ...] | None:
         """Where some of the layer's pools lie; None where they are not as programs expect them."""

@@ -16,6 +16,7 @@ from kvcore.backends.torch_triton.canary import Watcher
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.replay import Replayed, Seen
 from kvcore.backends.torch_triton.rings import Rings, move
+from kvcore.backends.torch_triton.whole import whole_layer
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
@@ -128,6 +129,15 @@ class TritonOps(TorchOps):
                 self.known[layer][verb] = known
             else:
                 self.known[layer].pop(verb, None)
+            if layer is not None:
+                self._bind_whole(layer)
+
+    def _bind_whole(self, layer: int) -> None:
+        """A layer's step in one go, of what its verbs are bound to now."""
+        self.known[layer].pop("decode", None)
+        whole = whole_layer(self.known[layer], self.plan.spec.all_layers[layer].roles)
+        if whole is not None:
+            self.known[layer]["decode"] = whole
 
     @property
     def props(self) -> DeviceProps:

@@ -469,8 +469,8 @@ REPLAY = {
             "a step of other shapes is launched like the first",
         ),
         (
-            "            if known is not token:\n",
-            "            if known is None:\n",
+            "        if known is not token:\n",
+            "        if known is None:\n",
             "rows go to pools that were replaced",
         ),
         (
