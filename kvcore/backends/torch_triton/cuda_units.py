@@ -31,6 +31,12 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PLAIN: Any = TorchOps
 """The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
+MOST_SLOTS = 8
+"""Slots that are reset with launches of their own each; more of them pool by pool."""
+
+FRESH_PAGE = ""
+"""Beside the names of pools: what all of a fresh slot holds."""
+
 MOST_POOLS = 3
 """Pools of a region that a launch on ring rows takes."""
 
@@ -61,11 +67,43 @@ def whole(growths=()):
 
 
 def reset_slots(bound, ops, pools, slots):
-    """Make slots [n] as if never used; -1 is ignored."""
+    """Make slots [n] as if never used; -1 is ignored.
+
+    Whoever is admitted asks: all pools of a slot in a launch for each width of words, as rows of a page of fresh units.
+    """
     (buffers,), slots = bound, _units(ops, slots)
-    for region, buffer, name in buffers:
-        calls().fill_units(pools[name], slots, _fresh_unit(ops, region, buffer, name), 0)
+    if torch.compiler.is_compiling() or len(slots) > MOST_SLOTS:
+        for region, buffer, name in buffers:
+            calls().fill_units(pools[name], slots, _fresh_unit(ops, region, buffer, name), 0)
+        return pools
+    page, tables = _fresh_page(ops, buffers, pools)
+    for number in range(len(slots)):
+        for width, table in tables:
+            calls().move_strips(_words(page, WORDS[width]), slots[number : number + 1], table, True)
     return pools
+
+
+def _fresh_page(ops, buffers, pools):
+    """([1, bytes] of fresh units one after the other, [(bytes of a word, [pools, ENTRY] int64)] of where they go)."""
+    places = tuple(pools[name].data_ptr() for _, _, name in buffers)
+    kept = ops.fresh.get(FRESH_PAGE)
+    if kept is None or kept[0] != places:
+        sizes = [pools[name].shape[1] for _, _, name in buffers]
+        starts = np.cumsum([0, *(-(-size // max(WORDS)) * max(WORDS) for size in sizes)])
+        with torch.inference_mode(False):
+            page = torch.zeros((1, int(starts[-1])), dtype=torch.uint8, device=ops.torch_device)
+            for (region, buffer, _), start, size in zip(buffers, starts, sizes, strict=False):
+                fresh = fresh_unit(region, buffer)
+                if fresh is not None:
+                    page[0, start : start + size] = ops.bytes_of(fresh)
+            entries = [
+                (place, pools[name].stride(0), 0, 0, 0, size, start, 0, 0, 1, 1, 1, 0, 1)
+                for (_, _, name), place, start, size in zip(buffers, places, starts, sizes, strict=False)
+                if size and len(pools[name])
+            ]
+            tables = [(width, ops.asarray(table)) for width, table in _by_width(entries, page.shape[1])]
+        kept = ops.fresh[FRESH_PAGE] = places, page, tables
+    return kept[1:]
 
 
 def _fresh_unit(ops, region, buffer, name):
@@ -357,6 +395,11 @@ def _of_move(plan, pools, strips, grain, *, store):
                 outside = offset + run.first, strip.row_bytes, region.format.row
                 entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
             offset += region.heads * region.format.row
+    return _by_width(entries, grain)
+
+
+def _by_width(entries, grain):
+    """[(bytes of a word, [runs, ENTRY] int64)] of entries in bytes: the widest words that all their sizes allow."""
     whole = np.array(entries, np.int64).reshape(-1, ENTRY)
     if not len(whole):
         return []
