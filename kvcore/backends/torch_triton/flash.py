@@ -118,7 +118,7 @@ def attend(
     )
     lse = lse[:, :, 0]
     # FlashMLA says +inf where a query has no key.
-    return Attention(out[:, 0], torch.where(lse.isposinf(), -torch.inf, lse).contiguous())
+    return Attention(out[:, 0], torch.nan_to_num(lse, torch.nan, -torch.inf, -torch.inf).contiguous())
 
 
 def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor | None) -> tuple[Any, Any, Any, Any]:
