@@ -66,13 +66,6 @@ def config(window: int | None) -> PreTrainedConfig:
     return MistralConfig(**sizes, sliding_window=window) if window else LlamaConfig(**sizes)
 
 
-def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
-    """As a Llama layer of transformers calls it: a decode step has a mask only if there are rows that don't count."""
-    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
-    mask = None if keys.shape[2] <= rows else (torch.arange(keys.shape[2]) < rows)[None, None, None]
-    return sdpa_attention_forward(module, q, keys, values, mask, is_causal=mask is None)[0]
-
-
 class Stack(PreTrainedModel):
     """The decoder of a model, of which only the layers' attention is left; it looks that up as models do."""
 
@@ -84,35 +77,40 @@ class Stack(PreTrainedModel):
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
         self.layer = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, config=self.config)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any = None, most: int | None = None
+    ) -> torch.Tensor:
+        """``most``: rows that the cache hands out, if there are some that don't count: a mask leaves them out."""
         out = q
+        mask = None if most is None else (torch.arange(most) <= cache.get_seq_length())[None, None, None]
         for layer in range(LAYERS):
             keys, values = cache.update(k, v, layer)
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, sdpa_attention_forward)
-            out = attend(self.layer, q, keys, values, None, scaling=DIM**-0.5)[0]
+            out = attend(self.layer, q, keys, values, mask, scaling=DIM**-0.5)[0]
         return out
 
 
-def of_model(name: str, cache: KVCache, model: Stack, *, exact: bool = True) -> Contender:
+def of_model(name: str, cache: Any, model: Stack, *, exact: bool = True, most: int | None = None) -> Contender:
     """What ``generate`` does: whoever the cache says attends."""
 
     def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
         return cache.update(k, v, layer)
 
-    return Contender(name, fill, lambda q, k, v: model(q, k, v, cache=cache), cache.crop, lambda: cache.nbytes, exact)
-
-
-def of_transformers(name: str, cache: Any, rows: int, *, exact: bool = True) -> Contender:
-    """The model attends to what the cache hands out, of which ``rows`` count."""
-    cache.activate_past_recording()
-
-    def fill(layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return cache.update(k, v, layer)
-
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return [attention(q, *cache.update(k, v, layer), rows) for layer in range(LAYERS)][-1]
+        return model(q, k, v, cache=cache, most=most)
 
-    return Contender(name, fill, step, cache.crop, partial(bytes_of_layers, cache), exact)
+    return Contender(name, fill, step, cache.crop, partial(bytes_held, cache), exact)
+
+
+def of_transformers(name: str, cache: Any, model: Stack, **options: Any) -> Contender:
+    """The same, of a cache that goes back because it was told to keep what it needs for that."""
+    cache.activate_past_recording()
+    return of_model(name, cache, model, **options)
+
+
+def bytes_held(cache: Any) -> int:
+    """Of any cache."""
+    return cache.nbytes if isinstance(cache, KVCache) else bytes_of_layers(cache)
 
 
 def bytes_of_layers(cache: Any) -> int:
@@ -155,17 +153,16 @@ def contenders(context: int, dtype: torch.dtype, window: int | None) -> list[Con
     def kv(**more: Any) -> KVCache:
         return KVCache(model, **options, **more)
 
-    rows = context + 1
-    found = [of_transformers("DynamicCache", DynamicCache(config=model.config), rows)]
+    found = [of_transformers("DynamicCache", DynamicCache(config=model.config), model)]
     if window is None:
         # Its sliding layers cannot go back; and it runs without torch.compile here, which it was made for.
-        found.append(of_transformers("StaticCache", StaticCache(config=model.config, max_cache_len=context + 64), rows))
+        static = StaticCache(config=model.config, max_cache_len=context + 64)
+        found.append(of_transformers("StaticCache", static, model, most=context + 64))
         if find_spec("optimum"):
-            found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), rows, exact=False))
-    own = kv(attention="model")
+            found.append(of_transformers("QuantizedCache", QuantizedCache("quanto", model.config), model, exact=False))
     found += [
         of_model("kvcore", kv(), model),
-        of_transformers("kvcore, attention=model", own, rows)._replace(nbytes=lambda: own.nbytes),
+        of_model("kvcore, attention=model", kv(attention="model"), model),
         of_model(
             "kvcore, paged" if window is None else "kvcore, slot", kv(storage="slot" if window else "paged"), model
         ),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from benchmarks.beside_transformers import bytes_of_layers
+from benchmarks.beside_transformers import bytes_held
 from kvcore import environment
 from kvcore.interop.transformers import KVCache
 
@@ -186,12 +186,6 @@ class Bench:
         text = io.StringIO()
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(45)
         return text.getvalue()
-
-
-def bytes_held(cache: Any) -> int:
-    if isinstance(cache, KVCache):
-        return cache.nbytes
-    return bytes_of_layers(cache)
 
 
 def contenders(bench: Bench, formats: Sequence[str], *, only: str = "") -> Iterator[Contender]:
