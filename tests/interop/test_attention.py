@@ -92,7 +92,14 @@ def test_query_heads_of_a_group_are_rows_of_one_product(monkeypatch):
         sizes.append((tuple(query.shape), options.get("enable_gqa", False)))
         return plain(query, key, *args, **options)
 
+    fused = attention.FUSED
+
+    def seen_fused(query, *args, **options):
+        sizes.append((tuple(query.shape), False))
+        return fused(query, *args, **options)
+
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(attention, "FUSED", seen_fused)
     logits(model, of(model, "auto"), cuts=(17, 1))
     assert sizes[:3] == [((ROWS, 4, 17, 8), True)] * 3
     assert sizes[3:] == [((ROWS, 2, 2, 8), False)] * 3

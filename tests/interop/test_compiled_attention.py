@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, CompileConfig, DynamicCache
 
+from kvcore.errors import StepError
 from kvcore.interop.transformers import KVCache, attention, compiled
 from kvcore.interop.transformers.latent import StaticMlaLayer
 from kvcore.interop.transformers.layers import StaticLayer
@@ -80,6 +81,56 @@ def test_one_graph_attends_for_every_length(make, left):
     assert model.config._attn_implementation == implementation
     assert cache.length == TOKENS
     assert {choice.implementation for choice in cache.explain() if "one" in choice.verb} == {"cache"}
+
+
+@pytest.mark.parametrize(("make", "left"), [(models.llama, 3), (models.gpt_oss, 0), (models.gemma3, 0)])
+def test_a_graph_of_launches_alone(make, left):
+    """As on a GPU: what Python does in a step it does before the first layer and after the last."""
+    model, mask = make(), torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, :left] = 0
+    traced, cache = Traced(model), static(model)
+    assert not cache.captures
+    cache.captures = True
+    found, wanted = traced.logits(cache, mask if left else None), own(model, mask)
+    assert torch.allclose(found[mask.bool()], wanted[mask.bool()], atol=3e-5)
+    (graph,) = traced.graphs
+    names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "kvcore." in str(node.target)]
+    assert names == ["begun", *["attended_captured"] * 3, "ended"]
+    assert cache.length == TOKENS
+
+
+def test_a_graph_that_fails_leaves_its_step_open(monkeypatch):
+    model, ids = models.llama(), models.token_ids(ROWS, TOKENS)
+    traced, cache = Traced(model), static(model)
+    cache.captures = True
+    wanted = traced.logits(cache)
+    cache.crop(-1)
+    attend = StaticLayer.captured_and_attended
+
+    def fail(self, *given):
+        if self.number == 1:
+            raise RuntimeError("in between")
+        return attend(self, *given)
+
+    with torch.no_grad():
+        monkeypatch.setattr(StaticLayer, "captured_and_attended", fail)
+        with pytest.raises(RuntimeError, match="in between"):
+            traced.run(ids[:, -1:], cache=cache)
+        monkeypatch.undo()
+        with pytest.raises(StepError, match="while a forward is open"):
+            traced.run(ids[:, -1:], cache=cache)
+        cache.abort()
+        assert cache.length == TOKENS - 1
+        assert torch.equal(traced.run(ids[:, -1:], cache=cache).logits, wanted[:, -1:])
+    assert cache.length == TOKENS
+
+
+def test_a_model_that_attends_itself_ends_the_step_as_well():
+    model = gemma2()
+    traced, cache = Traced(model), static(model)
+    cache.captures = True
+    assert torch.allclose(traced.logits(cache), own(model), atol=3e-5)
+    assert cache.length == TOKENS
 
 
 @pytest.mark.parametrize("make", [models.gpt_oss, models.deepseek_v3])

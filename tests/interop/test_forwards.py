@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcore.cache.layer import LayerHandle
 from kvcore.errors import KvcoreError, OutOfBlocks, StepError
 from kvcore.interop.transformers import KVCache
 from tests.support import tiny_models as models
@@ -200,3 +201,37 @@ def test_static_shapes_that_are_not_to_be_had_are_refused_with_the_reason(make):
     with pytest.raises(KvcoreError, match="static=True") as caught:
         KVCache(make(), batch=1, max_length=40, static=True)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("attention", ["auto", "cache", "model"])
+@pytest.mark.parametrize("make", [models.llama, models.gemma3])
+def test_layers_alike_pass_checks_once(make, attention, monkeypatch):
+    """Of equal layers the first alone has a handle in a decode step; what another gets that is unlike is refused."""
+    model, ids, made = make(), models.token_ids(2, 9), []
+    cache = KVCache(model, batch=2, max_length=16, attention=attention)
+    run(model, ids[:, :8], cache)
+    begin = LayerHandle.__init__
+
+    def counted(self, *given):
+        made.append(given[1])
+        begin(self, *given)
+
+    monkeypatch.setattr(LayerHandle, "__init__", counted)
+    kinds = len({layer.component for layer in cache.layers})
+    step = run(model, ids[:, 8:], cache)
+    assert len(made) == kinds
+    assert torch.allclose(step, run(model, ids, DynamicCache(config=model.config))[:, 8:], atol=3e-5)
+    component = cache.layers[0].component
+    keys = torch.ones(2, component.key_heads, 1, component.key_dim)
+    before = cache.kv.digest(cache.requests)
+    with torch.no_grad():
+        cache.update(keys, keys, 0)
+        with pytest.raises(StepError, match="layer 0 again"):
+            cache.update(keys, keys, 0)
+        with pytest.raises(StepError, match=r"\[batch, tokens\] = \[1, 1\]"):
+            cache.update(keys[:1], keys[:1], 1)
+        assert cache.length == 9
+        cache.update(keys, keys, 0)
+        with pytest.raises(KvcoreError):
+            cache.update(keys[..., :1], keys, 1)
+    assert (cache.length, cache.kv.digest(cache.requests)) == (9, before)

@@ -231,6 +231,40 @@ def launches_what_the_verb_does(world, verbs):
     assert None not in ops.seen.programs.values()
 
 
+def test_layers_alike_repeat_a_kind_of_call(monkeypatch):
+    """Where the first layer's call is known, the others look at addresses alone, and launch what they would."""
+    world = World(CLASSIC, monkeypatch)
+    ops, index = world.ops, world.index()
+    for verb, make in calls(ops, 0):
+        first, second = (ops.ways[verb][layer] for layer in (0, 1))
+        arguments, options = make()
+        assert first.kind_of(index, arguments, options) is None
+        for layer in (0, 0, 1):
+            world.run(getattr(ops, verb), world.pools, layer, index, *arguments, **options)
+        kind = first.kind_of(index, arguments, options)
+        fresh, more = make()
+        tensors = tuple(each for each in (*fresh, *more.values()) if isinstance(each, torch.Tensor))
+        world.given = [*tensors, *world.pools.values(), *index.arrays]
+        for layer, way in ((0, first), (1, second)):
+            world.launched.clear()
+            assert way.repeat(kind, world.pools, tensors) is not UNKNOWN
+            found = [(name, grid) for name, grid, _ in world.launched]
+            addresses = [given for *_, given in world.launched]
+            world.launched.clear()
+            way.way(ops, world.pools, layer, index, *fresh, **more)
+            assert found == [(name, grid) for name, grid, _ in world.launched]
+            kept = {array.data_ptr() for array in world.given}
+            own = [given for *_, given in world.launched]
+            for one, other in zip(addresses, own, strict=True):
+                assert [a for a in one if a in kept] == [a for a in other if a in kept]
+            world.launched.clear()
+        # Elsewhere nothing is launched: off a boundary, with gaps, and with other pools.
+        off = tuple(torch.zeros(each.numel() + 1, dtype=each.dtype)[1:].view(each.shape) for each in tensors)
+        assert not tensors or second.repeat(kind, world.pools, off) is UNKNOWN
+        assert second.repeat(kind, ops.allocate(), tensors) is UNKNOWN
+        assert not world.launched
+
+
 def test_a_history_that_grows_is_worked_out_now_and_then(monkeypatch):
     world, programs = World(CLASSIC, monkeypatch), set()
     q = some(TOKENS, 4, 32, dtype=torch.bfloat16)

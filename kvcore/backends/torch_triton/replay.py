@@ -291,6 +291,18 @@ def _made(array: Tensor, steps: tuple[tuple[str, Any], ...]) -> Tensor:
     return array
 
 
+class Kind(NamedTuple):
+    """A kind of call, which layers alike repeat in a step.
+
+    Attributes:
+        program: what is launched.
+        places: of the step's index, as launches take them.
+    """
+
+    program: Program
+    places: tuple[Any, ...]
+
+
 class NamedPools(Mapping[str, Any]):
     """Pools of a trace: by name, where they lie among a layer's."""
 
@@ -351,7 +363,7 @@ class Replayed:
         # The kind that passed last: in most steps the next one, too.
         self._last: tuple[list[Any] | None, Any] = None, None
         # What stands for pools, and where those of them lie that a program takes.
-        self._places: tuple[object, dict[tuple[int, ...], tuple[Any, ...] | None]] = None, {}
+        self._places: tuple[object, dict[Any, tuple[Any, ...] | None]] = None, {}
 
     def __call__(self, ops: Any, pools: Any, layer: int, index: Any, *arguments: Any, **options: Any) -> Any:
         """The verb of a layer."""
@@ -376,8 +388,37 @@ class Replayed:
             if lie is not None:
                 new = program.run(given, indexed.places, lie, seen.like)
                 if new is not False:
+                    self._places[1].setdefault(program, lie)
                     return pools if program.answer is None else program.answer(new)
         return self.way(ops, pools, layer, index, *arguments, **options)
+
+    def kind_of(self, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Kind | None:
+        """What a call that was replayed shares with others of layers alike in the step; None: it was not."""
+        indexed = self._seen.look(index)
+        taken = None if indexed.kind is None else self._take(arguments, self._bounded(options))
+        program = None if taken is None else self._programs.get((indexed.kind, *taken[0]))
+        return None if program is None else Kind(program, indexed.places)
+
+    def repeat(self, kind: Kind, pools: Any, tensors: tuple[Tensor, ...]) -> Any:
+        """A call of a kind, with other tensors of the same shapes and dtypes on the same device.
+
+        ``UNKNOWN``, with nothing done, where they lie unlike, or the layer has had no such call with these pools.
+        """
+        given: list[Any] = []
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            if address % ALIGNED or not tensor.is_contiguous() or tensor.is_neg():
+                return UNKNOWN
+            given.append(tensor if INTERPRETED else address)
+        program, seen = kind.program, self._seen
+        (held, token), (known, places) = seen.pools, self._places
+        lie = places.get(program) if held is pools and known is token else None
+        if lie is None:
+            return UNKNOWN
+        new = program.run(given, kind.places, lie, seen.like)
+        if new is False:
+            return UNKNOWN
+        return pools if program.answer is None else program.answer(new)
 
     def again(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What a call gives of a kind that has passed all checks before; ``UNKNOWN``, with nothing done, else.

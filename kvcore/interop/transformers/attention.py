@@ -19,8 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcore.interop.transformers import compiled
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
 from kvcore.interop.transformers.seam import stand_in, step_aside
+from kvcore.interop.transformers.tensors import ACCEPTED
 
 NAME = "kvcore"
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""What torch's attention calls on a CPU, without looking for it: (q, k, v [B, heads, n, dim]) -> (out, ...)."""
 
 OURS = ("sdpa", "eager", NAME)
 """Implementations of a model that ours may take the place of; any other is somebody's wish."""
@@ -71,18 +75,16 @@ class Forward:
         config: of the decoder.
         base: name of the attention that the configuration names otherwise.
         start: tokens of every row before it.
-        expanding: modules that expand latents, in front of which the cache's method stands in it.
         memo: what layers of the forward share.
     """
 
-    __slots__ = ("base", "cache", "config", "expanding", "memo", "start")
+    __slots__ = ("base", "cache", "config", "memo", "start")
 
-    def __init__(self, cache: Attending, config: Any, base: str, start: int, expanding: tuple[Any, ...] = ()) -> None:
+    def __init__(self, cache: Attending, config: Any, base: str, start: int) -> None:
         self.cache = cache
         self.config = config
         self.base = base
         self.start = start
-        self.expanding = expanding
         self.memo: dict[Any, Any] = {}
 
     def left(self, padding: torch.Tensor | None, batch: int, columns: int) -> tuple[int, ...] | str:
@@ -145,7 +147,7 @@ def here(config: Any) -> Forward | None:
 def base_of(config: Any) -> str:
     """The implementation that a configuration names, ours left out."""
     if compiled.ATTENDING and torch.compiler.is_compiling():
-        return compiled.ATTENDING[-1][1]
+        return compiled.ATTENDING[-1].base
     switched = SWITCHED.get(id(config))
     found = config._attn_implementation if switched is None else switched.base
     return "sdpa" if found in (NAME, None) else found
@@ -153,7 +155,6 @@ def base_of(config: Any) -> str:
 
 def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a decoder runs: its configuration names ours if the cache attends itself."""
-    del args
     cache: Any = kwargs.get("cache")
     begin = getattr(cache, "begin_attending", None)
     if begin is None:
@@ -162,7 +163,9 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         base = config._attn_implementation
         if cache.attends_compiled and base in OURS and not kwargs.get("output_attentions"):
-            compiled.begin(config, cache, "sdpa" if base == NAME else base, NAME)
+            ids = args[0] if args else kwargs.get("input_ids")
+            given = kwargs.get("inputs_embeds") if ids is None else ids
+            compiled.begin(config, cache, "sdpa" if base == NAME else base, NAME, given)
         return
     forward = begin(config, kwargs)
     if forward is None:
@@ -171,7 +174,6 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         switched = SWITCHED.setdefault(id(config), Switched(config))
         switched.running += 1
         config._attn_implementation_internal = NAME
-    stand_in(forward.expanding)
     HERE.forwards.append((module, forward))
 
 
@@ -187,7 +189,6 @@ def leave(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         return
     _, forward = forwards.pop()
     config = forward.config
-    step_aside(forward.expanding)
     with LOCK:
         switched = SWITCHED[id(config)]
         switched.running -= 1
@@ -199,19 +200,20 @@ def leave(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
 
 
 class Hooks:
-    """``enter`` and ``leave`` around a decoder, as long as a cache of its model lives."""
+    """``enter`` and ``leave`` around a decoder, ``expand`` in its modules, as long as a cache of the model lives."""
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         handles = (
             decoder.register_forward_pre_hook(enter, with_kwargs=True),
             decoder.register_forward_hook(leave, with_kwargs=True, always_call=True),
         )
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, _remove, handles, stand_in(decoder))
 
 
-def _remove(handles: Any) -> None:
+def _remove(handles: Any, standing: Any) -> None:
     for handle in handles:
         handle.remove()
+    step_aside(standing)
 
 
 HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Hooks]]" = weakref.WeakKeyDictionary()
@@ -312,6 +314,9 @@ def _packed(
     batch, heads, _, dim = query.shape
     groups = key.shape[1]
     mask = made(mask)
+    if mask is None and query.dtype in ACCEPTED and key.shape == value.shape and key.shape[2]:
+        rows = query.reshape(batch, groups, heads // groups, dim)
+        return FUSED(rows, key, value, scale=scale)[0].reshape(batch, 1, heads, dim)
     if mask is not None and mask.shape[1] != 1:
         mask = mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -23,20 +23,23 @@ from transformers import Cache
 
 import kvcore
 from kvcore import Request, load, to_numpy
+from kvcore.cache.ring_writes import AT_ONCE
 from kvcore.counts import as_integer
 from kvcore.errors import BackendError, OutOfBlocks, RequestError, ShapeError, SnapshotError, StepError
 from kvcore.interop.transformers import reuse
 from kvcore.interop.transformers import rows as wanted
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
+from kvcore.interop.transformers.compiled import stored_before
+from kvcore.interop.transformers.handed import Alike, Captured, likes
 from kvcore.interop.transformers.kinds import layer_of
 from kvcore.interop.transformers.latent import MlaLayer
-from kvcore.interop.transformers.layers import KVLayer, Layer
+from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
 from kvcore.interop.transformers.projection import untraceable
 from kvcore.interop.transformers.recurrent import RecurrentLayer
 from kvcore.interop.transformers.settings import Settings, settings_of
 from kvcore.interop.transformers.spec import Formats
-from kvcore.interop.transformers.static import CACHES, NUMBERS, stored_tokens
-from kvcore.interop.transformers.tensors import ACCEPTED, stored_as, to_torch, uses_torch
+from kvcore.interop.transformers.static import CACHES, NUMBERS
+from kvcore.interop.transformers.tensors import ACCEPTED, by_token, stored_as, to_torch, uses_torch
 from kvcore.interop.transformers.ways import Asked, OfLatents, explained, ways_of
 from kvcore.ops.results import Choice
 from kvcore.portable.blob import copy_request
@@ -161,9 +164,16 @@ class KVCache(Cache):
         CACHES[self.number] = self
         self.device = settings.device
         self._torch_pools = uses_torch(self.kv)
+        # On a GPU steps that are alike are told to the device where the last one was.
+        self._keeps = self._torch_pools and self.device.type == "cuda"
         self._step: Any = None
         # The open step's handles, whose verbs look whether it is open.
         self._layer_of: Any = None
+        self.captured: Captured | None = None
+        self._left = torch.empty(0, dtype=torch.int32)
+        # By kind of layer; some of the open step's layers then have no handle.
+        self.alike: dict[int, Alike] = {}
+        self._by_kind = False
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
@@ -193,9 +203,14 @@ class KVCache(Cache):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
                 layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
+        stored = [layer for number, layer in enumerate(layers) if number in self._storing]
+        self._only_rows = self._torch_pools and all(
+            isinstance(layer, KVLayer) and layer.component.tail is None for layer in stored
+        )
         attends = any(way.by != "model" for ways in self._ways for way in ways)
         # In code that is compiled, or wherever else the model runs.
         self.attends_compiled, self._attends = attends and self.static, attends and not self.static
+        self.captures = self.attends_compiled and self.device.type == "cuda" and self._can_be_captured()
 
     def explain(self) -> list[Choice]:
         """Who attends to each layer, for one new token and for several, and why; where the last forward fell back.
@@ -220,7 +235,7 @@ class KVCache(Cache):
         if refused:
             self._refused = dict.fromkeys(range(len(self._ways)), refused)
             return None
-        self.attending = Forward(self, config, base, self.length, self._settings.expanding)
+        self.attending = Forward(self, config, base, self.length)
         return self.attending
 
     def end_attending(self, forward: Forward, *, finished: bool) -> None:
@@ -255,7 +270,7 @@ class KVCache(Cache):
         if layer_idx >= len(self.layers):
             return 0
         if self.static and torch.compiler.is_compiling():
-            return stored_tokens(self.number, self.device)
+            return stored_before(self)
         return self.length + (self._shape[1] if layer_idx in self._begun else 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
@@ -319,7 +334,7 @@ class KVCache(Cache):
         batch, _, new, _ = states.shape
         shape = (batch, new)
         if self._step is None:
-            self._step = self._open(*shape)
+            self._step = self._open(*shape, kept=self._keeps and new == 1)
             self._layer_of = self._step._state.layer
         elif layer in self._begun and not again:
             self._refuse(f"layer {layer} again")
@@ -334,6 +349,37 @@ class KVCache(Cache):
         self._begun.add(layer)
         return self._layer_of(layer)
 
+    def begin_alike(self, layer: int) -> None:
+        """A layer begins its part of the open forward without a handle: see ``note_alike``."""
+        if layer in self._begun:
+            self._refuse(f"layer {layer} again")
+        self._begun.add(layer)
+        self._by_kind = True
+
+    def note_alike(self, layer: KVLayer, handle: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note that a layer's keys and values [B, heads, S, dim] passed all checks, and were stored at once.
+
+        Where every layer stores at once, layers alike need no handles that know what waits and what an abort puts back.
+        """
+        context = handle._context
+        if self._step is None or not self._only_rows or layer.kind in self.alike:
+            return
+        plain = keys.dtype in ACCEPTED and values.dtype in ACCEPTED and not context.check and context.traced is None
+        lent = self.zero_copy or (self.attending is not None and layer.attends(keys.shape[2]))
+        if plain and lent and context.ops.in_place and handle._writes.writing("kv") == AT_ONCE:
+            columns = handle._kv_columns(layer.component, ended=True)
+            ops, pools, index = context.ops, context.pools, context.index
+            ways = getattr(ops, "ways", None)
+            kind_of = None if ways is None else getattr(ways["append_kv"][layer.number], "kind_of", None)
+            appending = None if kind_of is None else kind_of(index, (by_token(keys), by_token(values)), {})
+            self.alike[layer.kind] = Alike(likes(keys, values), ops, pools, index, columns, ways, appending)
+
+    def handle_of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """The handle of a layer that has stored k and v without one."""
+        handle = self._layer_of(layer)
+        handle._writes.own["kv"] = k, v
+        return handle
+
     @contextmanager
     def forward_part(self, layer: int) -> Iterator[Any]:
         """The handle with which ``layer`` goes on in the open forward."""
@@ -347,12 +393,61 @@ class KVCache(Cache):
             self.abort()
             raise
 
+    def _can_be_captured(self) -> bool:
+        """Whether a step of one token is launches alone, of layers that all attend from the cache."""
+        alike = all(isinstance(layer, StaticLayer) and layer.attends(1) for layer in self.layers)
+        return alike and self._torch_pools and not self._settings.check and self._settings.of.heads is not None
+
+    def begin_captured(self, batch: int) -> torch.Tensor:
+        """Open a step of one token a row whose numbers lie where graphs look for them; its rows' new lengths [B]."""
+        if self._step is not None:
+            self._refuse("another one")
+        self._step = step = self._open(batch, 1, kept=True)
+        self._layer_of = step._state.layer
+        # What the step overwrites is noted with it, for an abort.
+        if self._left.shape[0] != batch:
+            with torch.inference_mode(False):
+                self._left = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self._prepare_captured(batch, Captured(step._state.context.ops, self._kv.pools, step.index, self._left))
+        self.captured = Captured(step._state.context.ops, self._kv.pools, step.index, self._left)
+        return torch.full((batch,), self.requests[0].length + 1, dtype=torch.int32, device=self.device)
+
+    def _prepare_captured(self, batch: int, captured: Captured) -> None:
+        """Have verbs compile their kernels, and allocate what is kept: in a graph's memory nobody may keep anything.
+
+        What is stored for that, the step's rows take the place of.
+        """
+        ops, pools, index, _ = captured
+        for layer in {layer.kind: layer for layer in self.layers}.values():
+            keys, values = layer.component.parts
+            k, v, q = (
+                self.give(torch.zeros((batch, heads or 0, dim or 0), dtype=self.dtype, device=self.device))
+                for heads, dim in (
+                    (keys.heads, keys.format.dim),
+                    (values.heads, values.format.dim),
+                    (self._settings.of.heads, keys.format.dim),
+                )
+            )
+            ops.append_kv(pools, layer.number, index, k, v)
+            ops.attend_kv(pools, layer.number, index, q)
+
+    def end_captured(self) -> None:
+        """Commit that step: every layer's rows are written, or will be before anything later on the device."""
+        if self._step is not None:  # else the model attended in all layers, the last of which has committed it
+            step = self._forget_step()
+            # What a graph wrote counts as written by whoever assigns the pools.
+            self._kv.pools = self._kv.pools
+            step.commit()
+
     def finish(self, layer: int) -> None:
         """Note that a layer has all it needs from this forward; the last one commits the step."""
         self._finished.add(layer)
         if self._awaited:
             self._awaited = [awaited for awaited in self._awaited if awaited.number != layer]
         if len(self._finished) == len(self._storing):
+            if self._by_kind:
+                # That all layers have their rows is known here, and not by handles.
+                self._kv.pools = self._kv.pools
             step = self._forget_step()
             step.commit()
             if self._prompt and self.requests[0].length == self._prompt:
@@ -571,8 +666,11 @@ class KVCache(Cache):
         finally:
             step.abort()
 
-    def _open(self, batch: int, new: int) -> Any:
-        """Open a step of ``new`` tokens for every row; the first one admits the rows."""
+    def _open(self, batch: int, new: int, *, kept: bool = False) -> Any:
+        """Open a step of ``new`` tokens for every row; the first one admits the rows.
+
+        ``kept``: its numbers lie on the device where those of the last such step lay.
+        """
         if self.length + new > self.max_length:
             raise OutOfBlocks(
                 got=f"{self.length + new} tokens in a row",
@@ -591,10 +689,13 @@ class KVCache(Cache):
         while len(self.requests) < batch:
             self.requests.append(self.kv.admit())
         self._shape = (batch, new)
-        return self.kv.step(dict.fromkeys(self.requests, new))
+        tokens = dict.fromkeys(self.requests, new)
+        return self.kv.step(tokens, batch * new, batch) if kept else self.kv.step(tokens)
 
     def _forget_step(self) -> Any:
-        step, self._step, self._layer_of = self._step, None, None
+        step, self._step, self._layer_of, self.captured = self._step, None, None, None
+        self._by_kind = False
+        self.alike.clear()
         self._begun, self._finished, self._handed_out = set(), set(), []
         self._forget_handed_out()
         return step

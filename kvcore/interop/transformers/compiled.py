@@ -4,6 +4,9 @@ While a decoder is traced with a static cache that attends itself, its configura
 while one runs. A layer's ``update`` then hands the new rows back as they are and notes itself; the attention function
 takes up the note, so that nothing is gathered and no shape depends on how many rows there are. What is noted is looked
 at while code is traced; PyTorch sees that it ends as it began.
+
+On a GPU these operators can be part of a CUDA graph. Then nothing of Python runs in them: a step's numbers lie on the
+device, always in the same place, where ``begun`` has put them before, and ``ended`` makes the step part of the rows.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +15,23 @@ import torch
 
 from kvcore.errors import StepError
 from kvcore.interop.transformers.projection import absorbed, traced_projection, valued
-from kvcore.interop.transformers.static import CACHES, stored_keys_and_values
+from kvcore.interop.transformers.static import CACHES, stored_keys_and_values, stored_tokens
+
+
+class Attending(NamedTuple):
+    """A decoder that is traced.
+
+    Attributes:
+        cache: its number.
+        base: the attention that the configuration names otherwise.
+        ends: [B] int32 tokens of every row with the forward's, of a step that ``begun`` opened; None: layers open it.
+        left: numbers of the layers that have not attended yet.
+    """
+
+    cache: int
+    base: str
+    ends: torch.Tensor | None
+    left: set[int]
 
 
 class Noted(NamedTuple):
@@ -23,6 +42,7 @@ class Noted(NamedTuple):
         columns: rows that it hands out where the model attends.
         first, second: the new rows, [B, heads, S, dim] each: keys and values, or latents and rotary keys.
         latent: whether they are the latter.
+        window: positions that a query sees, its own included; None: all.
     """
 
     cache: int
@@ -31,27 +51,37 @@ class Noted(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
     latent: bool
+    window: int | None
 
 
-ATTENDING: list[tuple[int, str]] = []
-"""(number of the cache, attention that the configuration names otherwise) of decoders that are traced."""
+ATTENDING: list[Attending] = []
+"""Decoders that are traced, the inner ones last."""
 
 NOTED: list[Noted] = []
 """Layers whose module's attention function is still to be called."""
 
 
-def begin(config: Any, cache: Any, base: str, name: str) -> None:
-    """A decoder begins that attends with the cache: its configuration names ours."""
-    ATTENDING.append((cache.number, base))
+def begin(config: Any, cache: Any, base: str, name: str, given: torch.Tensor | None) -> None:
+    """A decoder begins that attends with the cache: its configuration names ours. ``given`` are its [B, S, ...]."""
+    ends = None
+    if given is not None and given.shape[1] == 1 and cache.captures:
+        ends = begun(given.shape[0], cache.number, cache.device)
+    ATTENDING.append(Attending(cache.number, base, ends, set(range(len(cache.layers)))))
     config._attn_implementation_internal = name
 
 
 def end(config: Any) -> None:
     """It has ended: its configuration names what it named."""
-    _, base = ATTENDING.pop()
-    config._attn_implementation_internal = base
+    attending = ATTENDING.pop()
+    config._attn_implementation_internal = attending.base
     if NOTED:
         refuse(NOTED[-1].layer)
+
+
+def stored_before(cache: Any) -> torch.Tensor:
+    """Tokens of every row before the forward that is traced, as a number that is not known beforehand."""
+    ends = ATTENDING[-1].ends if ATTENDING and ATTENDING[-1].cache == cache.number else None
+    return stored_tokens(cache.number, cache.device) if ends is None else ends[0].long() - 1
 
 
 @torch.compiler.assume_constant_result
@@ -69,11 +99,20 @@ def refuse(layer: int) -> None:
     )
 
 
-def notes(owner: Any, layer: int, columns: int, first: torch.Tensor, second: torch.Tensor, *, latent: bool) -> bool:
+def notes(
+    owner: Any,
+    layer: int,
+    columns: int,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    *,
+    latent: bool = False,
+    window: int | None = None,
+) -> bool:
     """Whether a layer's new rows will be attended to by our function, which is noted then."""
-    if not ATTENDING or ATTENDING[-1][0] != owner.number:
+    if not ATTENDING or ATTENDING[-1].cache != owner.number:
         return False
-    NOTED.append(Noted(owner.number, layer, columns, first, second, latent))
+    NOTED.append(Noted(owner.number, layer, columns, first, second, latent, window))
     return True
 
 
@@ -83,6 +122,9 @@ def attend(
     """Attention of q [B, H, 1, dim] -> [B, 1, H, value dim]; None: the model attends to ``rows_of``."""
     if mask is not None and (mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
         return None
+    attending = ATTENDING[-1]
+    if attending.ends is not None:
+        return _attended_captured(noted, attending, query, mask, sink, scale)
     if not noted.latent:
         return attended(query, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)
     projection = traced_projection(module, noted.first.shape[3])
@@ -91,6 +133,42 @@ def attend(
     rows, scale = absorbed(query, projection), query.shape[3] ** -0.5 if scale is None else scale
     out = attended_latents(rows, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)
     return valued(out, projection, query.shape[0])
+
+
+def _attended_captured(
+    noted: Noted, attending: Attending, query: torch.Tensor, mask: torch.Tensor | None, sink: Any, scale: float | None
+) -> torch.Tensor:
+    """``attend`` in a step that ``begun`` opened, which the last layer ends."""
+    ends = attending.ends
+    assert ends is not None
+    left, whole = None, None
+    if mask is not None:
+        left, whole = behind_padding(mask, ends, noted.window)
+    given = query, noted.first, noted.second, ends, left, sink
+    found = over(noted, attended_captured(*given, noted.cache, noted.layer, scale))
+    return found if whole is None else torch.where(whole, found, torch.nan)
+
+
+def over(noted: Noted, found: torch.Tensor) -> torch.Tensor:
+    """What a layer has found; after the last one the step that ``begun`` opened has ended."""
+    attending = ATTENDING[-1]
+    attending.left.discard(noted.layer)
+    return found if attending.ends is None or attending.left else ended(found, noted.cache)
+
+
+def behind_padding(mask: torch.Tensor, ends: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a mask [B or 1, 1, 1, n] says of rows of ``ends`` [B] tokens, the new one included.
+
+    Returns:
+        Positions at each row's left that its query does not see, [B] int32; and where it sees all behind them and
+        nothing else, [B, 1, 1, 1] bool.
+    """
+    shown, plain = shown_by(mask, ends.shape[0])
+    first = shown.int().argmax(dim=1)
+    seen = ends if window is None else ends.clamp(max=window)
+    whole = shown.sum(dim=1) == seen - first
+    whole = (whole if plain is None else whole & plain).view(-1, 1, 1, 1)
+    return torch.where(first > 0, first + (ends - seen), 0).to(torch.int32), whole
 
 
 def shown_by(mask: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,6 +187,7 @@ def shown_by(mask: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor
 def rows_of(noted: Noted, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What the module's attention function is handed where the model attends, once rows are stored."""
     first, second = stored_keys_and_values(noted.first, noted.second, noted.cache, noted.layer, noted.columns)
+    second = over(noted, second)
     return module.expand_kv(first, second) if noted.latent else (first, second)
 
 
@@ -129,6 +208,69 @@ def attended(
     the padding at its left. A row whose mask says something else gets NaN.
     """
     return CACHES[cache].layers[layer].stored_and_attended(query, keys, values, mask, sink, scale)
+
+
+@torch.library.custom_op("kvcore::begun", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def begun(batch: int, cache: int, device: torch.device) -> torch.Tensor:
+    """Open a step of one token a row, and put its numbers on the device: [B] int32, tokens with the step's."""
+    del device
+    return CACHES[cache].begin_captured(batch)
+
+
+@begun.register_fake
+def _(batch: int, cache: int, device: torch.device) -> torch.Tensor:
+    del cache
+    return torch.empty(batch, dtype=torch.int32, device=device)
+
+
+@torch.library.custom_op("kvcore::attended_captured", mutates_args=())
+def attended_captured(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    left: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    cache: int,
+    layer: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """What ``attended`` does, in the step that ``begun`` opened, whose ``ends`` say that it is open.
+
+    Queries do not see ``left`` [B] positions. On a GPU this is launches alone, which a CUDA graph may repeat.
+    """
+    del ends
+    return CACHES[cache].layers[layer].captured_and_attended(query, keys, values, left, sink, scale)
+
+
+@attended_captured.register_fake
+def _(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    left: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    cache: int,
+    layer: int,
+    scale: float | None,
+) -> torch.Tensor:
+    del keys, ends, left, sink, cache, layer, scale
+    batch, heads, new, _ = query.shape
+    return query.new_empty(batch, new, heads, values.shape[3])
+
+
+@torch.library.custom_op("kvcore::ended", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def ended(found: torch.Tensor, cache: int) -> torch.Tensor:
+    """Make the open step's tokens part of the rows, once every layer has attended; what the last of them found."""
+    CACHES[cache].end_captured()
+    return found.clone()
+
+
+@ended.register_fake
+def _(found: torch.Tensor, cache: int) -> torch.Tensor:
+    del cache
+    return torch.empty_like(found)
 
 
 @attended.register_fake

@@ -2,7 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from kvcore.errors import StepError
 from kvcore.interop.transformers.attention import PLAIN, Facts, Forward, facts_of, unknown
 from kvcore.interop.transformers.deferred import Deferred, deferred, outline
 from kvcore.interop.transformers.tensors import ACCEPTED, by_token
+from kvcore.ops.arguments import UNKNOWN
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,16 +35,16 @@ class Shared:
         self.outlines = outlines
 
 
-class Alike(Shared):
+class SharedRows(Shared):
     """The same of layers of equal components with keys and values.
 
     Attributes:
         columns: most keys that a query sees.
         own: there are no others than those that the layers are given, and they are stored as they are.
-        passed: what the first layer's append has checked of its keys and values; None: the rows are looked at.
+        again: of the last layer's attention (what of its queries, its index, the kind of call); None: none is repeated.
     """
 
-    __slots__ = ("columns", "own", "passed")
+    __slots__ = ("again", "columns", "own")
 
     def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
         kv, batch, dtype = layer.component, keys.shape[0], keys.dtype
@@ -52,7 +53,54 @@ class Alike(Shared):
         super().__init__(forward, keys, (key, value))
         self.columns: int = handle._kv_columns(kv, ended=True)
         self.own = not forward.start and dtype == values.dtype == layer.stored_as
-        self.passed: tuple[Any, ...] | None = None
+        self.again: tuple[Any, Any, Any] | None = None
+
+
+class Alike(NamedTuple):
+    """What layers of equal components share in a step, once one of them was given keys and values: their checks.
+
+    Attributes:
+        like: what of keys and values was checked.
+        ops, pools, index: of the step, for verbs that are called without a handle.
+        columns: most keys that a query sees.
+        ways: verb -> layer -> what repeats calls of a kind; None: nothing does.
+        appending: the kind of the call that stored them; None: it is not repeated.
+    """
+
+    like: tuple[Any, ...]
+    ops: Any
+    pools: Any
+    index: Any
+    columns: int
+    ways: Any
+    appending: Any
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store a layer's k and v [T, heads, dim]."""
+        kind, found = self.appending, UNKNOWN
+        if kind is not None:
+            found = self.ways["append_kv"][layer].repeat(kind, self.pools, (k, v))
+        if found is UNKNOWN:
+            self.ops.append_kv(self.pools, layer, self.index, k, v)
+
+
+class Captured(NamedTuple):
+    """A step that compiled code has opened for all layers.
+
+    Attributes:
+        ops, pools, index: what verbs are called with.
+        left: [B] int32, where positions that queries do not see are put: whoever keeps an index keeps this.
+    """
+
+    ops: Any
+    pools: Any
+    index: Any
+    left: torch.Tensor
+
+
+def likes(keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
+    """All that checks look at of keys and values, but for their numbers."""
+    return keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
 
 
 class HandedOut:
@@ -134,53 +182,81 @@ class HandedOut:
 
 
 class Handed(HandedOut):
-    """Keys and values of a layer."""
+    """Keys and values of a layer, which it has stored."""
 
     __slots__ = ("_given",)
 
-    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
-        owner = layer.owner
-        alike: Alike | None = forward.memo.get(layer.kind)
-        if alike is None:
-            alike = forward.memo[layer.kind] = Alike(layer, handle, forward, keys, values)
-        super().__init__(layer, handle, alike)
-        self._given = (keys, values) if alike.own else None
-        rows = owner.give(by_token(keys)), owner.give(by_token(values))
-        like = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-        if like == alike.passed:
-            handle._writes.append("kv", rows)
-        else:
-            handle.append_kv(*rows)
-            # Layers alike whose rows are alike pass the same checks, but for that of numbers.
-            alike.passed = None if handle._context.check else like
-        owner.hand_out(layer.number)
+    def __init__(self, layer: Any, shared: SharedRows, given: Pair) -> None:
+        super().__init__(layer, None, shared)
+        self._given = given
+        layer.owner.hand_out(layer.number)
+
+    @classmethod
+    def appended(cls, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> "Handed":
+        """What a layer hands out of keys and values [B, heads, S, dim] that it stores by its handle."""
+        shared: SharedRows | None = forward.memo.get(layer.kind)
+        if shared is None:
+            shared = forward.memo[layer.kind] = SharedRows(layer, handle, forward, keys, values)
+        give = layer.owner.give
+        handle.append_kv(give(by_token(keys)), give(by_token(values)))
+        found = cls(layer, shared, (keys, values))
+        found._handle = handle
+        return found
 
     def _made_rows(self) -> Pair:
-        return self._given or self._layer.visible_rows(self._handle, self._shared.new, self._shared.dtype)
+        shared, layer = self._shared, self._layer
+        if shared.own:
+            return self._given
+        handle = self._handle or layer.owner.handle_of(layer.number, *map(by_token, self._given))
+        return layer.visible_rows(handle, shared.new, shared.dtype)
 
     def attend(self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Attention of q [B, H, S, dim] -> [B, S, H, value dim]; None, and the reason noted: the model attends."""
-        layer, handle, alike = self._layer, self._handle, self._shared
+        layer, shared = self._layer, self._shared
         facts = self._facts(module, query, mask, options)
         owner = layer.owner
         if isinstance(facts, str):
             owner.refuse(layer.number, facts)
             return None
-        context = handle._context
-        k, v = handle._writes.unwritten("kv") or (None, None)
+        alike = owner.alike.get(layer.kind)
         sink = options.get("s_aux", options.get("sinks"))
-        found = handle._ops.attend_kv(
-            context.pools,
-            layer.number,
-            context.index if facts.left is None else self._padded(context.index, facts.left),
-            owner.give(by_token(query)),
-            k,
-            v,
-            columns=alike.columns,
-            sink=None if sink is None else owner.give(sink.detach().float()),
-            scale=options.get("scaling"),
-        ).out
-        return owner.take(found, query.dtype).unflatten(0, (query.shape[0], alike.new))
+        sink = None if sink is None else owner.give(sink.detach().float())
+        q, scale = owner.give(by_token(query)), options.get("scaling")
+        if alike is None:
+            found = self._attend(q, facts, sink, scale)
+        else:
+            found = self._attend_alike(alike, q, facts, sink, scale)
+        return owner.take(found, query.dtype).view(query.shape[0], shared.new, *found.shape[1:])
+
+    def _attend(self, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None) -> torch.Tensor:
+        """By the layer's handle, which knows whether the pools hold all of its rows."""
+        context = self._handle._context
+        k, v = self._handle._writes.unwritten("kv") or (None, None)
+        index = self._index(context.index, facts)
+        options = {"columns": self._shared.columns, "sink": sink, "scale": scale}
+        return context.ops.attend_kv(context.pools, self._layer.number, index, q, k, v, **options).out
+
+    def _attend_alike(
+        self, alike: Alike, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None
+    ) -> torch.Tensor:
+        """The same where layers alike have passed the same checks, and all rows are stored."""
+        number, shared, index = self._layer.number, self._shared, self._index(alike.index, facts)
+        like = q.shape, q.dtype, q.device, scale, None if sink is None else sink.shape
+        again = shared.again
+        if again is not None and again[0] == like and again[1] is index:
+            tensors = (q,) if sink is None else (q, sink)
+            found = alike.ways["attend_kv"][number].repeat(again[2], alike.pools, tensors)
+            if found is not UNKNOWN:
+                return found.out
+        options = {"columns": shared.columns, "sink": sink, "scale": scale}
+        found = alike.ops.attend_kv(alike.pools, number, index, q, **options)
+        kind_of = None if alike.ways is None else getattr(alike.ways["attend_kv"][number], "kind_of", None)
+        kind = None if kind_of is None else kind_of(index, (q,), options)
+        shared.again = None if kind is None else (like, index, kind)
+        return found.out
+
+    def _index(self, index: Any, facts: Facts) -> Any:
+        return index if facts.left is None else self._padded(index, facts.left)
 
     def _padded(self, index: Any, left: tuple[int, ...]) -> Any:
         """The step's index with columns at each row's left that nobody sees."""

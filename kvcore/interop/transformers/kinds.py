@@ -38,12 +38,14 @@ class OfModel(NamedTuple):
         rank: channels of latent attention's rows that are its latent; the others are its rotary key.
         most_absorbed: new tokens of a row up to which latents are attended to with fewer multiplications as they are.
         biases: layer -> positional biases of its compressors, by transformers' names for them.
+        heads: of queries; None where the configuration does not say.
     """
 
     dtype: torch.dtype
     rank: int | None
     most_absorbed: int | None
     biases: dict[int, dict[str, torch.Tensor]]
+    heads: int | None
 
 
 def of_model(model: Any, spec: CacheSpec) -> OfModel:
@@ -55,7 +57,8 @@ def of_model(model: Any, spec: CacheSpec) -> OfModel:
     tails = {number: layer for number, layer in enumerate(spec.layers) if layer.tail is not None}
     biases = {number: _biases(model, layer, number) for number, layer in tails.items()}
     config = decoder_of(model.config)
-    return OfModel(model.dtype, getattr(config, "kv_lora_rank", None), most_absorbed(config), biases)
+    rank, heads = (getattr(config, name, None) for name in ("kv_lora_rank", "num_attention_heads"))
+    return OfModel(model.dtype, rank, most_absorbed(config), biases, heads)
 
 
 def _biases(model: Any, layer: LayerSpec, number: int) -> dict[str, torch.Tensor]:

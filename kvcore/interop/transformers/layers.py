@@ -15,10 +15,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
-from kvcore.interop.transformers.compiled import notes, shown_by
-from kvcore.interop.transformers.handed import Handed
+from kvcore.interop.transformers.compiled import notes, shown_by, stored_before
+from kvcore.interop.transformers.handed import Alike, Handed, likes
 from kvcore.interop.transformers.owner import Owned, Owner
-from kvcore.interop.transformers.static import padded, stored_keys_and_values, stored_tokens
+from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
 from kvcore.spec import KV, Entries, Window
 
@@ -181,22 +181,52 @@ class KVLayer(Layer):
         """
         check_inference(key_states, value_states)
         owner = self.owner
-        new = key_states.shape[2]
+        alike = owner.alike.get(self.kind)
+        if alike is not None and alike.like == likes(key_states, value_states):
+            return self._update_alike(owner, alike, key_states, value_states)
         handle = owner.begin(self.number, key_states)
         try:
-            if self.cache_attends[new > 1] and owner.attending is not None:
-                return Handed(self, handle, owner.attending, key_states, value_states).outlines()
-            append = handle.append_kv_view if owner.zero_copy else handle.append_kv
-            views = append(owner.give(by_token(key_states)), owner.give(by_token(value_states)))
-            if views is None and key_states.dtype == value_states.dtype == self.stored_as and not owner.length:
-                keys, values = key_states, value_states
+            if self.cache_attends[key_states.shape[2] > 1] and owner.attending is not None:
+                found = Handed.appended(self, handle, owner.attending, key_states, value_states).outlines()
             else:
-                keys, values = self.visible_rows(handle, new, key_states.dtype, views)
-            owner.finish(self.number)
+                found = self._update(handle, key_states, value_states)
+            owner.note_alike(self, handle, key_states, value_states)
         except BaseException:
             owner.abort()
             raise
-        return keys, values
+        return found
+
+    def _update(self, handle: Any, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store keys and values; return the visible ones, for the model to attend to."""
+        owner, dtype = self.owner, keys.dtype
+        append = handle.append_kv_view if owner.zero_copy else handle.append_kv
+        views = append(owner.give(by_token(keys)), owner.give(by_token(values)))
+        if views is None and dtype == values.dtype == self.stored_as and not owner.length:
+            found = keys, values
+        else:
+            found = self.visible_rows(handle, keys.shape[2], dtype, views)
+        owner.finish(self.number)
+        return found
+
+    def _update_alike(self, owner: Owner, alike: Alike, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """``update`` after a layer alike with keys and values alike, which has passed all checks in this step."""
+        owner.begin_alike(self.number)
+        try:
+            number, rows = self.number, (by_token(keys), by_token(values))
+            shared = None if owner.attending is None else owner.attending.memo.get(self.kind)
+            if shared is not None:
+                alike.append(number, *rows)
+                return Handed(self, shared, (keys, values)).outlines()
+            _, views = alike.ops.append_kv_view(alike.pools, number, alike.index, *rows, columns=alike.columns)
+            if views is None or self._sees_part:
+                found = self.visible_rows(owner.handle_of(number, *rows), keys.shape[2], keys.dtype, views)
+            else:
+                found = by_head(owner.take(views[0], keys.dtype)), by_head(owner.take(views[1], keys.dtype))
+            owner.finish(number)
+        except BaseException:
+            owner.abort()
+            raise
+        return found
 
     def visible_rows(self, handle: Any, new: int, dtype: torch.dtype, views: tuple[Any, Any] | None = None) -> Pair:
         """The rows that ``new`` tokens may see [B, heads, n, dim], once they are appended; ``views`` of them if any."""
@@ -231,7 +261,9 @@ class StaticLayer(KVLayer):
         check_inference(key_states, value_states)
         owner, new = self.owner, key_states.shape[2]
         columns = self._columns(new)
-        if self.attends(new) and notes(owner, self.number, columns, key_states, value_states, latent=False):
+        if self.attends(new) and notes(
+            owner, self.number, columns, key_states, value_states, window=self.component.span
+        ):
             return key_states, value_states
         return stored_keys_and_values(key_states, value_states, owner.number, self.number, columns)
 
@@ -275,6 +307,32 @@ class StaticLayer(KVLayer):
             owner.finish(self.number)
         return found if mask is None else torch.where(whole, found, torch.nan)
 
+    def captured_and_attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        left: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """The same in a step that is open, without anything that the host knows of it."""
+        owner, number = self.owner, self.number
+        if owner.captured is None:
+            where = f"KVCache, layer {number}, in compiled code"
+            raise StepError(got="no open step", where=where, allowed="a forward from its beginning")
+        ops, pools, index, kept = owner.captured
+        ops.append_kv(pools, number, index, owner.give(by_token(keys)), owner.give(by_token(values)))
+        out = ops.attend_kv(
+            pools,
+            number,
+            index if left is None else index._replace(left_padding=kept.copy_(left)),
+            owner.give(by_token(query)),
+            sink=None if sink is None else owner.give(sink.detach().float()),
+            scale=scale,
+        ).out
+        return owner.take(out, query.dtype).unsqueeze(1)
+
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""
         keys, values = super().update(key_states, value_states)
@@ -284,7 +342,7 @@ class StaticLayer(KVLayer):
         """(rows that ``update`` will return, position of the first)."""
         window, owner = self.component.span, self.owner
         if window is not None and torch.compiler.is_compiling():
-            first = (stored_tokens(owner.number, owner.device) - window + 1).clamp(min=0)
+            first = (stored_before(owner) - window + 1).clamp(min=0)
             return self._columns(query_length), first
         return self._columns(query_length), 0 if window is None else max(owner.length - window + 1, 0)
 

@@ -23,6 +23,8 @@ class Owner(Protocol):
         can_undo: whether ``crop`` can undo tokens.
         number: of the cache, among those of the process.
         attending: the model's forward that is under way, if the cache attends itself in it.
+        alike: what layers of a kind share in the open step, by that kind.
+        captured: the open step, if compiled code has opened it for all layers.
     """
 
     max_length: int
@@ -33,6 +35,8 @@ class Owner(Protocol):
     can_undo: bool
     number: int
     attending: Forward | None
+    alike: dict[int, Any]
+    captured: Any
 
     @property
     def kv(self) -> kvcore.Cache:
@@ -69,6 +73,18 @@ class Owner(Protocol):
 
         ``again``: it may have begun already.
         """
+        ...
+
+    def begin_alike(self, layer: int) -> None:
+        """A layer begins its part of the open forward without a handle: see ``note_alike``."""
+        ...
+
+    def note_alike(self, layer: Any, handle: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note that a layer's keys and values [B, heads, S, dim] passed all checks, and were stored at once."""
+        ...
+
+    def handle_of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """The handle of a layer that has stored k and v without one."""
         ...
 
     def finish(self, layer: int) -> None:

@@ -1,11 +1,11 @@
 """Where a module of latent attention expands latents: a method of its own that a cache's stands in front of.
 
-Modules expand latents to keys and values of every head in ``expand_kv``, before they call the attention function. While
-a decoder runs with a cache that attends to latents itself, ``expand`` is what its modules find under that name. It
-expands what is of no such cache as they do, and nothing is left of it when the decoder has run, or failed.
+Modules expand latents to keys and values of every head in ``expand_kv``, before they call the attention function. As
+long as a cache of the model lives that attends to latents itself, ``expand`` is what its modules find under that name.
+It goes by what it is given, so that forwards with other caches, in other threads too, may come and go meanwhile, and
+code that is compiled meanwhile stays right: it expands what is of no such cache as they do.
 """
 
-import threading
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,6 @@ from kvcore.interop.transformers.deferred import Deferred, made
 SEAM = "expand_kv"
 """The method of a module: latents [B, 1, n, rank], rotary keys [B, 1, n, dim] -> keys and values [B, H, n, dim]."""
 
-LOCK = threading.Lock()
-RUNNING: dict[int, int] = {}
-"""Modules by id -> forwards in which ``expand`` stands in front of them."""
-
 
 def expanding(decoder: Any) -> tuple[Any, ...]:
     """Modules of a decoder that expand latents."""
@@ -28,25 +24,23 @@ def expanding(decoder: Any) -> tuple[Any, ...]:
     return tuple(module for module in decoder.modules() if hasattr(type(module), SEAM) and hasattr(module, "kv_b_proj"))
 
 
-def stand_in(modules: tuple[Any, ...]) -> None:
-    """Put ``expand`` in front of modules' own methods, those left out that somebody else has replaced."""
-    with LOCK:
-        for module in modules:
-            running = RUNNING.get(id(module), 0)
-            if running or SEAM not in module.__dict__:
-                RUNNING[id(module)] = running + 1
-                module.__dict__[SEAM] = partial(expand, module)
+def stand_in(decoder: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Put ``expand`` in front of the methods of a decoder's modules, those left out that somebody has replaced.
+
+    Returns:
+        The modules with what they find, for ``step_aside``.
+    """
+    found = [(module, partial(expand, module)) for module in expanding(decoder) if SEAM not in module.__dict__]
+    for module, method in found:
+        module.__dict__[SEAM] = method
+    return found
 
 
-def step_aside(modules: tuple[Any, ...]) -> None:
-    """Undo ``stand_in``."""
-    with LOCK:
-        for module in modules:
-            running = RUNNING.pop(id(module), 0) - 1
-            if running > 0:
-                RUNNING[id(module)] = running
-            elif running == 0:
-                module.__dict__.pop(SEAM, None)
+def step_aside(standing: list[tuple[Any, Any]]) -> None:
+    """Undo ``stand_in``, but for what somebody has replaced since."""
+    for module, method in standing:
+        if module.__dict__.get(SEAM) is method:
+            del module.__dict__[SEAM]
 
 
 def expand(module: Any, latents: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,8 @@ def stored_tokens(cache: int, device: torch.device) -> torch.Tensor:
 
     Positions and masks are made from it, which the first layer's keys and attention need: it is asked before they are.
     """
-    return torch.tensor(CACHES[cache].length, device=device)
+    # Filled on the device: nobody waits for it, as a copy from the host does.
+    return torch.full((), CACHES[cache].length, device=device)
 
 
 @stored_tokens.register_fake
