@@ -8,12 +8,15 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
+import torch
+
 from kvcore.backends.torch_triton import cuda, flash
 from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import BackendError
 from kvcore.kernels.triton import device
 from kvcore.kernels.triton.device import DeviceProps
+from kvcore.kernels.triton.launches.attention import hopper_splits
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec, presets
 
@@ -194,3 +197,19 @@ def test_flash_mla_attends_where_it_is_faster(
     monkeypatch.setattr(flash, "unusable", lambda: "")
     monkeypatch.setattr(device, "GLUON", gluon)
     assert flash.chosen("cuda", capability) == attends
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "splits"),
+    [
+        pytest.param(2, 64, 640, 10, id="few queries: a tile a program"),
+        pytest.param(64, 64, 640, 2, id="so that every multiprocessor has one"),
+        pytest.param(128, 64, 640, 1, id="a program a query where those fill the GPU"),
+        pytest.param(64, 128, 640, 1, id="or its halves"),
+        pytest.param(133, 64, 1152, 2, id="a second wave is no emptier than need be"),
+    ],
+)
+def test_programs_of_a_pipeline_fill_the_gpu_and_are_traced(tokens: int, heads: int, keys: int, splits: int) -> None:
+    assert hopper_splits(H200, tokens, heads, keys) == splits
+    traced = torch.compile(lambda x: x + hopper_splits(H200, tokens, heads, keys), fullgraph=True, backend="eager")
+    assert traced(torch.zeros(())) == splits
