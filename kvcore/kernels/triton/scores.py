@@ -131,22 +131,16 @@ def score_tiles(multiprocessors: int, tokens: int, columns: int, keys: int) -> i
 
 
 @cache
-def hopper_takes(record: RowRecord, heads: int, codes: bool, narrow: bool) -> str:
-    """What the kernel for Hopper takes of keys, as it says it; "" where it does not cover them.
-
-    Args:
-        codes: queries are e4m3.
-        narrow: they are bf16.
-    """
+def hopper_takes(record: RowRecord, heads: int) -> str:
+    """What the kernel for Hopper takes of keys for queries in bf16, as it says it; "" where it does not cover them."""
     aligned = all(number % 16 == 0 for number in (record.codes_unit, record.codes_base, record.codes_stride))
     words = all(number % 4 == 0 for number in (record.scales_unit, record.scales_base, record.scales_stride))
-    found = ""
-    if record.dim == record.quant == HOPPER_DIM and heads <= HOPPER_HEADS and aligned and words and record.paged:
-        if nibbles(record):
-            found = "nibbles" if narrow else ""
-        elif (record.code, record.scale, record.groups) == ("e4m3", "fp32", 1) and record.global_scale == 1:
-            found = "codes" if codes and takes_codes(record) else "wide" if narrow else ""
-    return found
+    if record.dim != HOPPER_DIM or record.quant != HOPPER_DIM or heads > HOPPER_HEADS or not record.paged:
+        return ""
+    if not aligned or not words or record.global_scale != 1:
+        return ""
+    codes = (record.code, record.scale, record.groups) == ("e4m3", "fp32", 1)
+    return "nibbles" if nibbles(record) else "codes" if codes else ""
 
 
 def hopper_tiles(multiprocessors: int, groups: int, columns: int, waves: int) -> int:

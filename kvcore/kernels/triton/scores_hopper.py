@@ -5,8 +5,8 @@ may come in any order, so a thread takes 16 bytes of a key at a time as the prod
 exchange, no shared memory but for the queries, which are put there once, their channels in the same order. Keys of
 the next tiles are read while those of this one are multiplied.
 
-Nibbles become bf16 numbers, e4m3 codes fp16 numbers (both hold all of a key's), or stay as they are for queries of
-e4m3. Then the queries are fp16 numbers too, each head's times a power of two of its own that its weight takes back.
+Nibbles become bf16 numbers, e4m3 codes fp16 numbers: both hold all of a key's. With these the queries are fp16 numbers
+too, each head's times a power of two of its own that its weight takes back.
 
 Which keys and calls it takes is said in ``scores``. Map: ``word_layout`` and the decoders tell the order of channels;
 the kernel is last.
@@ -96,32 +96,8 @@ def halves_of(word):
 
 
 @gluon.jit
-def codes_of(word):
-    """Words of four e4m3 codes, four at a time -> of each as codes: number n of word w is number w of result n.
-
-    Nothing moves: a result's register is a word.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
-        "=r,=r,=r,=r,r,r,r,r",
-        [word],
-        dtype=[gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv],
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def quarter(first, second, M: gl.constexpr):
-    """Codes of two words of every four [64, 16] -> [64, 32] for the product."""
-    codes = gl.reshape(gl.join(first, second), [64, 4, 4, 2])
-    codes = gl.reshape(gl.permute(codes, [0, 3, 1, 2]), [64, 32])
-    return gl.convert_layout(codes, gl.DotOperandLayout(0, M, 4), assert_trivial=True)
-
-
-@gluon.jit
 def decoded(word, scale, low, high, M: gl.constexpr, TAKEN: gl.constexpr):
-    """Keys' words and scales -> (what the product takes, its parts; factors of their sums [64] fp32)."""
+    """Keys' words and scales -> (what the product takes [64, 128], factors of their sums [64] fp32)."""
     if TAKEN == "nibbles":
         # A key's four scales are one word; its codes are taken over the largest.
         largest = gl.maximum(
@@ -135,37 +111,14 @@ def decoded(word, scale, low, high, M: gl.constexpr, TAKEN: gl.constexpr):
         keys = gl.permute(gl.reshape(keys, [64, 4, 4, 2, 2, 2]), [0, 2, 5, 4, 1, 3])
         keys = gl.convert_layout(gl.reshape(keys, [64, 128]), gl.DotOperandLayout(0, M, 2), assert_trivial=True)
         bits = gl.where(largest == 0, 0x00400000, largest << 23)
-        parts, factor = (keys,), gl.where(largest == 0xFF, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-    elif TAKEN == "wide":
+        factor = gl.where(largest == 0xFF, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    else:
         a, b, c, d = halves_of(word)
         keys = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [64, 2, 4, 4, 2, 2])
         keys = gl.reshape(gl.permute(keys, [0, 1, 3, 4, 2, 5]), [64, 128])
         keys = gl.convert_layout(keys, gl.DotOperandLayout(0, M, 2), assert_trivial=True)
-        parts, factor = (keys,), scale.to(gl.float32, bitcast=True)
-    else:
-        low_words, high_words = gl.split(gl.permute(gl.reshape(word, [64, 2, 16]), [0, 2, 1]))
-        a, b, c, d = codes_of(low_words)
-        e, f, g, h = codes_of(high_words)
-        parts = (quarter(a, b, M), quarter(c, d, M), quarter(e, f, M), quarter(g, h, M))
         factor = scale.to(gl.float32, bitcast=True)
-    return parts, factor
-
-
-@gluon.jit
-def products(keys, held, M: gl.constexpr, HEADS: gl.constexpr):
-    """Keys · queries ``held`` in shared memory [HEADS, 128] -> [64, HEADS] fp32.
-
-    Tensor cores keep about 14 bits of sums of e4m3 products: fp32 takes over every 32 channels.
-    """
-    parts: gl.constexpr = len(keys)
-    zero = gl.zeros([64, HEADS], gl.float32, M)
-    if parts == 1:
-        found = warpgroup_mma(keys[0], held.permute((1, 0)), zero, use_acc=False)
-    else:
-        found = warpgroup_mma(keys[0], held.slice(0, 32, 1).permute((1, 0)), zero, use_acc=False)
-        for n in gl.static_range(1, parts):
-            found += warpgroup_mma(keys[n], held.slice(32 * n, 32, 1).permute((1, 0)), zero, use_acc=False)
-    return found
+    return keys, factor
 
 
 @gluon.jit
@@ -184,7 +137,7 @@ def held_queries(q, weight, M: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.cons
     """(queries in shared memory, their channels in the order of keys'; the weights that go with them)."""
     if TAKEN == "nibbles":
         q = gl.permute(gl.reshape(q, [HEADS, 4, 4, 2, 2, 2]), [0, 2, 4, 5, 1, 3])
-    elif TAKEN == "wide":
+    else:
         # The largest finite magnitude of a head comes to between 2^8 and 2^9.
         x = q.to(gl.float32)
         size = gl.abs(x)
@@ -194,12 +147,8 @@ def held_queries(q, weight, M: gl.constexpr, HEADS: gl.constexpr, TAKEN: gl.cons
         back = gl.convert_layout((254 - power) << 23, gl.SliceLayout(0, M))
         weight *= back.to(gl.float32, bitcast=True)
         q = gl.permute(gl.reshape(x.to(gl.float16), [HEADS, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
-    else:
-        q = gl.permute(gl.reshape(q, [HEADS, 2, 4, 4, 4]), [0, 1, 3, 2, 4])
     q = gl.reshape(q, [HEADS, 128])
-    held = gl.allocate_shared_memory(
-        q.dtype, [HEADS, 128], gl.NVMMASharedLayout(128, 8 if TAKEN == "codes" else 16, 2), q
-    )
+    held = gl.allocate_shared_memory(q.dtype, [HEADS, 128], gl.NVMMASharedLayout(128, 16, 2), q)
     return held, weight
 
 
@@ -278,7 +227,8 @@ def score_run(
         keys, factor = decoded(word, scale, low, high, M, TAKEN)
         for each in gl.static_range(count):
             held, weight, out_at = queries[each]
-            found = products(keys, held, M, HEADS)
+            zero = gl.zeros([64, HEADS], gl.float32, M)
+            found = warpgroup_mma(keys, held.permute((1, 0)), zero, use_acc=False)
             store_scores(found, weight, factor, unit, first, n, seen[each], ends[each], out_at)
         word, scale = next_word, next_scale
         unit, following = following, after
@@ -301,7 +251,7 @@ def hopper_scores_kernel(
     A program takes QUERIES tokens in a row, 1 or 2: both in one go where they are of one request. ``low`` and ``high``
     are 64 and 4; see ``spread_nibbles``.
     """
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32 if TAKEN == "codes" else 16])
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     groups = gl.cdiv(tokens, QUERIES)
     group = gl.program_id(0) % groups
     run = gl.program_id(0) // groups * (64 * tiles)

@@ -120,8 +120,8 @@ def shares_for(multiprocessors: int, rows: int, most: int) -> int:
     return max(1, min(ceil_div(most, RANKED), 16 * multiprocessors // rows))
 
 
-HOPPER_K = 1024
-"""Most of a row that the kernel for Hopper picks: twice as many pairs lie in shared memory."""
+HOPPER_K = 512
+"""Most of a row that the kernel for Hopper picks, whose lists lie in shared memory."""
 HOPPER_ROOM = 2048
 """Pairs that its list has room for where a program goes through several tiles; cutting it costs as much as a tile."""
 

@@ -28,8 +28,8 @@ ROUND = 1024
 """Keys of a run whose scores are kept at a time."""
 REGISTERS: dict[str, Any] = {} if INTERPRETED else {"maxnreg": 168}
 """Of a thread of the same kernel, so that three programs of four warps share 64 Ki; cutting lists would take more."""
-HOPPER_REGISTERS: dict[tuple[str, int], Any] = {("codes", 1): 128, ("wide", 2): 168}
-"""Of a thread of the kernel for Hopper, by what it takes and queries of a program: four, or three, share 64 Ki."""
+HOPPER_REGISTERS = 168
+"""Of a thread of the kernel for Hopper where two queries share keys, so that three programs share 64 Ki."""
 NO_FLOOR = -(1 << 31)
 """Below every score's order."""
 MOST_BEST = 2048
@@ -58,8 +58,7 @@ def _hopper_scores(record: int, heads: int, taken: str, ratio: int, queries: int
         "R": known, "RATIO": ratio, "HEADS": max(16, power_of_two(heads)), "QUERIES": queries, "TAKEN": taken,
         "WHOLE": known.rows % HOPPER_KEYS == 0,
     }  # fmt: skip
-    most = HOPPER_REGISTERS.get((taken, queries))
-    options = {"maxnreg": most} if most else {}
+    options = {"maxnreg": HOPPER_REGISTERS} if queries == 2 else {}
     return Kernel(hopper_scores_kernel, constants, writes=("out",), fused=True, **options)
 
 
@@ -109,13 +108,12 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    codes, known, size = q.dtype == to.e4m3, BOUND[record].record, size_of(tokens * columns)
-    on_hopper = to.gluon and hopper(to.props(q))
-    taken = hopper_takes(known, heads, codes, known.hadamard or q.dtype == to.bfloat16) if on_hopper else ""
-    # Tokens in a row are mostly one request's where there are more of them than requests.
-    queries = 2 if tokens >= 2 * block_table.shape[0] else 1
-    # The twin is as fast where codes are taken as they are, but in small calls.
-    if taken and (taken != "codes" or (queries, size) == (1, 0)):
+    known, size = BOUND[record].record, size_of(tokens * columns)
+    narrow = known.hadamard or q.dtype == to.bfloat16
+    taken = hopper_takes(known, heads) if narrow and to.gluon and hopper(to.props(q)) else ""
+    if taken:
+        # Tokens in a row are mostly one request's where there are more of them than requests.
+        queries = 2 if tokens >= 2 * block_table.shape[0] else 1
         groups, (codes_of, scales_of, _) = ceil_div(tokens, queries), BOUND[record].given(buffers)
         tiles = hopper_tiles(to.props(q).multiprocessors, groups, columns, 1 if size == 0 else 2)
         to.run(
@@ -134,7 +132,7 @@ def score_rows(
             (tokens, heads, columns, block_table.shape[1], tiles, 64, 4),
         )
         return out
-    how = to.native(q), codes, size
+    how = to.native(q), q.dtype == to.e4m3, size
     keys = _config(record, heads, *how)[0].keys
     tiles = score_tiles(to.props(q).multiprocessors, tokens, columns, keys)
     pools = BOUND[record].given(buffers)
