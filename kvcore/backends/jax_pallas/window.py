@@ -75,7 +75,7 @@ def gather_window(layer: Layer, pools: Held, index: StepIndex, rows: Array | Non
     if triton and shorter:
         fall_back(pools.kernels, "gather_window", "a window begins later than it does by itself")
     first, end = layer.component("window").live_bounds(index.lengths, jnp.maximum)
-    live = (jnp.maximum(first, index.left_padding) if shorter else first), end
+    live = (first if index.left_padding is None else jnp.maximum(first, index.left_padding)), end
     positions = place.numbered(live, region.rows)
     values = place.read_values(pools, region, index, place.requests_like(positions), positions, own)[:, :, 0]
     return WindowRows(jnp.where((positions >= 0)[:, :, None], values, 0), positions)

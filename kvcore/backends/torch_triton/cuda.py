@@ -191,9 +191,9 @@ def bind_group_parts(ops: Any, layer: int) -> GroupParts | Declined:
     if without is not None:
         return without
     keys, values = (bind_groups(region) for region in ops.plan.region(layer, "kv"))
-    for part in (keys, values):
-        if isinstance(part, Declined):
-            return Declined(f"kv: {part.reason}")
+    if isinstance(keys, Declined) or isinstance(values, Declined):
+        reason = next(part.reason for part in (keys, values) if isinstance(part, Declined))
+        return Declined(f"kv: {reason}")
     raw = ops.records[layer, "kv_tail"]
     numbers = [part.number for part in (keys, values, *raw)]
     tails = [part.names[0] for part in raw]
