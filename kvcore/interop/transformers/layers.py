@@ -79,7 +79,7 @@ class Layer(Owned, CacheLayerMixin):
 
     def attends(self, new: int) -> bool:
         """Whether the cache attends itself to ``new`` tokens a row."""
-        return self.cache_attends[new > 1]
+        return self.cache_attends[int(new > 1)]
 
     def stored(self) -> Pair | None:
         """Copies of the layer's keys and values; None if there are none."""
@@ -186,7 +186,7 @@ class KVLayer(Layer):
             return self._update_alike(owner, alike, key_states, value_states)
         handle = owner.begin(self.number, key_states)
         try:
-            if self.cache_attends[key_states.shape[2] > 1] and owner.attending is not None:
+            if self.cache_attends[int(key_states.shape[2] > 1)] and owner.attending is not None:
                 found = Handed.appended(self, handle, owner.attending, key_states, value_states).outlines()
             else:
                 found = self._update(handle, key_states, value_states)
