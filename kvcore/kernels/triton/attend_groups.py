@@ -94,7 +94,8 @@ def attend_groups_kernel(
     q = tl.load(q_ptr + line[:, None] * K.dim + channel[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    out = tl.zeros([HEADS, V.dim], tl.float32)
+    channels: tl.constexpr = V.dim
+    out = tl.zeros([HEADS, channels], tl.float32)
     place = tl.arange(0, ratio)
     for number in range(begin, end):
         unit = tl.load(table_ptr + request.to(tl.int64) * table_columns + number // K.rows)
