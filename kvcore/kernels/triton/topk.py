@@ -122,6 +122,8 @@ def shares_for(multiprocessors: int, rows: int, most: int) -> int:
 
 HOPPER_K = 512
 """Most of a row that the kernel for Hopper picks, whose lists lie in shared memory."""
+HOPPER_SLOTS = TILE
+"""Most pairs that a row's lists have room for, which one program goes through; of more, levels of lists take less."""
 HOPPER_ROOM = 2048
 """Pairs that its list has room for where a program goes through several tiles; cutting it costs as much as a tile."""
 

@@ -9,8 +9,10 @@ from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, l
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.topk import (
     HOPPER_K,
+    HOPPER_SLOTS,
     OTHERS,
     RANKED,
+    HopperCut,
     HopperTile,
     Tile,
     aligned_to_four,
@@ -64,11 +66,11 @@ def _hopper_best(tile: HopperTile, room: int, lists: int, last: bool, one: bool,
     return Kernel(hopper_top_kernel, constants, tile.warps, writes=writes, fused=True)
 
 
-def _hopper_rows(to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int) -> None:
+def _hopper_rows(
+    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int, cut: HopperCut
+) -> None:
     """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several."""
-    columns, most = scores.shape[1], k + k // 4
-    cut = hopper_cut(to.props(scores).multiprocessors, rows, columns, k)
-    room = cut.room
+    columns, room, most = scores.shape[1], cut.room, k + k // 4
     alone, slots = cut.parts == 1, 32 * cut.first.warps * cut.first.deep
     pairs, counts = _lists(to, space, 0, 0, (rows, cut.parts, room))
     to.run(
@@ -109,14 +111,15 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
     out = _select_out(to, scores, k)
     if not tokens * k:
         return out
-    tile, room = tile_for(k, columns), room_for(k)
+    tile, room, props = tile_for(k, columns), room_for(k), to.props(scores)
     parts = ceil_div(columns, tile.hands * tile.deep)
     most = rows_at_once(parts)
     for start in range(0, tokens, most):
         some = min(most, tokens - start)
         rows, indices = to.part(scores, start, (some, columns), to.float32), to.part(out, start, (some, k), to.int32)
-        if k <= HOPPER_K and to.gluon and hopper(to.props(scores)):
-            _hopper_rows(to, indices, rows, some, (pairs, counts), k)
+        cut = hopper_cut(props.multiprocessors, some, columns, k)
+        if k <= HOPPER_K and cut.parts * cut.room <= HOPPER_SLOTS and to.gluon and hopper(props):
+            _hopper_rows(to, indices, rows, some, (pairs, counts), k, cut)
             continue
         best, numbers = _lists(to, (pairs, counts), 0, 0, (some, parts, room))
         to.run(
