@@ -49,6 +49,8 @@ def _opened(pools: Any, names: Sequence[str]) -> Pools | None:
     """Bytes of a cache's pools [units, bytes], to be written to; None where they lie elsewhere, or are traced."""
     if type(pools) is not Pools:
         return None
+    if not names:  # a plan without slots, which needs no program
+        return Pools()
     given = {name: pools[name] for name in names}
     if any(isinstance(array, Tracer) for array in given.values()):
         return None
