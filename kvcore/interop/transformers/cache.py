@@ -203,10 +203,9 @@ class KVCache(Cache):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
                 layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
-        stored = [layer for number, layer in enumerate(layers) if number in self._storing]
-        self._only_rows = self._torch_pools and all(
-            isinstance(layer, KVLayer) and layer.component.tail is None for layer in stored
-        )
+        # A layer with a recurrent part beside ends its forward in that, by a handle; rows that wait raw need one, too.
+        roles = {layer.roles for layer in settings.spec.layers if layer.roles}
+        self._only_rows = self._torch_pools and roles == {("kv",)}
         attends = any(way.by != "model" for ways in self._ways for way in ways)
         # In code that is compiled, or wherever else the model runs.
         self.attends_compiled, self._attends = attends and self.static, attends and not self.static
