@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings, shards, strips, tail, units  # noqa: E402
 from kvcore.kernels.triton import states as state_kernels  # noqa: E402
 from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
-from kvcore.kernels.triton.launches.states import cut  # noqa: E402
+from kvcore.kernels.triton.launches.states import state_tile  # noqa: E402
 from kvcore.kernels.triton.record import row_record  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
@@ -203,7 +203,7 @@ def test_kernels_of_recurrent_layers_compile(name, arch, record):
         (state_kernels.select_state_kernel, {}, 0),
         (state_kernels.read_before_kernel, {"BEFORE": 3}, 1 << 20),
     ):
-        rows, warps = cut(states, count)
+        rows, warps = state_tile(states, count)
         constants = {**more, "R": states, "ROWS": rows, "NATIVE": arch >= 89}
         check(record, name, kernel, arch, constants, warps=warps, exact=states.exact)
 

@@ -28,7 +28,7 @@ from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
-from kvcore.kernels.triton.topk import OTHERS, RANKED, hopper_cut, room_for, tile_for
+from kvcore.kernels.triton.topk import OTHERS, RANKED, hopper_lists, room_for, tile_for
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from tests.support.ahead_of_time import AMD, ARCHITECTURES, FOR_NVIDIA, HOPPER, check, kernels
@@ -239,11 +239,14 @@ def test_best_compiles(lists, slots, arch, record):
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16384), (64, 16384), (1, 262144), (64, 262144), (1000, 65536)])
 def test_best_on_hopper_compiles(rows, columns, record):
-    cut = hopper_cut(132, rows, columns, 512)
-    launches = [(cut.first, 0, cut.parts == 1, cut.run), (cut.last, cut.room, True, cut.parts * cut.room)]
-    for held, lists, last, slots in launches[: 1 + (cut.parts > 1)]:
+    parted = hopper_lists(132, rows, columns, 512)
+    launches = [
+        (parted.first, 0, parted.parts == 1, parted.run),
+        (parted.last, parted.room, True, parted.parts * parted.room),
+    ]
+    for held, lists, last, slots in launches[: 1 + (parted.parts > 1)]:
         constants = {
-            "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": cut.room, "LIST": lists,
+            "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": parted.room, "LIST": lists,
             "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
         }  # fmt: skip
         case = f"{rows} rows of {columns}{', lists' * bool(lists)}"

@@ -170,7 +170,7 @@ class JaxOps(Decided, Ops):
         count = len(rows)
         if self.place.whole or not buckets.is_known(rows):
             return run(format, rows, scale)
-        return self.place.cut(run(format, self.place.lengthen(rows, buckets.rounded(count)), scale), count)
+        return self.place.trimmed(run(format, self.place.lengthen(rows, buckets.rounded(count)), scale), count)
 
     pack_page = facade.verb(encoding.pack_page)
     unpack_page = facade.verb(encoding.unpack_page)

@@ -91,7 +91,7 @@ class Place:
 
         return jax.tree.map(longer, arrays)
 
-    def cut(self, arrays: Any, rows: int | tuple[int, ...] | None, columns: int | None = None) -> Any:
+    def trimmed(self, arrays: Any, rows: int | tuple[int, ...] | None, columns: int | None = None) -> Any:
         """Arrays [rows, ...], those of more axes [rows, columns, ...], of longer ones; None: all there are.
 
         ``rows`` may be a number for each array.

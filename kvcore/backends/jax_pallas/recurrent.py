@@ -94,7 +94,9 @@ def _append(pools, region, index, values):
         return triton.append_states(pools, region, index, values)
     if len(values) and tiles.keeps_states(pools, region):
         tokens = jnp.arange(len(values), dtype=jnp.int32)
-        return tiles.store_states(pools, region, values, tokens, *place.new_places(region, index), tokens * 0 + 1)
+        unit, row = place.locate(region, index, index.request_index, index.positions)
+        kept = index.positions >= place.of(index.lengths, index.request_index) - region.rows
+        return tiles.store_states(pools, region, values, tokens, jnp.where(kept, unit, -1), row, tokens * 0 + 1)
     return place.append(pools, region, index, place.encode_rows(region, values))
 
 

@@ -192,15 +192,15 @@ def append(pools: Held, region: Region, index: StepIndex, rows: Array) -> Held:
     More tokens than a ring holds: rows that a later token of the same step overwrites are left out, so each byte has
     one writer. Padding tokens write nowhere.
     """
-    return store(pools, region, *new_places(region, index), rows)
+    return store(pools, region, *_new_places(region, index), rows)
 
 
 def append_values(pools, region: Region, index, values, global_scale=1.0):
     """The same for values [T, dim] of a region of one head, encoded on the way."""
-    return store_values(pools, region, *new_places(region, index), values, global_scale)
+    return store_values(pools, region, *_new_places(region, index), values, global_scale)
 
 
-def new_places(region: Region, index):
+def _new_places(region: Region, index):
     """(unit, row) [T] of the step's tokens; unit -1 where nothing of a token is written."""
     unit, row = locate(region, index, index.request_index, index.positions)
     if region.growth == "slot":

@@ -150,7 +150,7 @@ def _trimmed(
         rows = fit.given[by] if isinstance(by, str) else tuple(fit.given[axis] for axis in by)
     if size is not None and size.name != "columns":
         rows, count = count, None
-    return ops.place.cut(found, rows, None if size is None else count)
+    return ops.place.trimmed(found, rows, None if size is None else count)
 
 
 def rotated_rows(
@@ -177,7 +177,7 @@ def select(self: Any, scores: Array, k: int) -> Array:
     tokens, columns = scores.shape
     rows = buckets.doubled(tokens) if tokens < buckets.SMALL[1] else buckets.rounded(tokens)
     padded = self.place.lengthen(scores, rows, self.place.rows(columns), value=-math.inf)
-    return self.place.cut(programs.select(padded, k, self.kernels), tokens)
+    return self.place.trimmed(programs.select(padded, k, self.kernels), tokens)
 
 
 def index_select(
@@ -211,7 +211,7 @@ def to_batch(self: Any, index: StepIndex, rows: Array, width: int) -> Array:
     fit, index, arrays = _fitted(self, {}, index, {"rows": rows}, {"rows": "tokens"})
     known = buckets.is_known((index, rows)) and not self.place.whole
     found = programs.to_batch(index, arrays["rows"], buckets.rounded(width) if known else width)
-    return self.place.cut(found, None if fit is None else fit.given["requests"], width)
+    return self.place.trimmed(found, None if fit is None else fit.given["requests"], width)
 
 
 def store_entries(

@@ -285,7 +285,7 @@ def consume(
 
 
 @gluon.jit
-def turn_back(tail, position, frequencies_ptr, PAIRS: gl.constexpr):
+def inverse_rotate(tail, position, frequencies_ptr, PAIRS: gl.constexpr):
     """Rotate the last PAIRS pairs of the 64 channels in ``tail``, bf16 in shared memory, by minus ``position``."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     even, odd = gl.split(gl.reshape(tail.load(L).to(gl.float32), (64, 32, 2)))
@@ -404,7 +404,7 @@ def attend_hopper_kernel(
         LQ: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
         q_smem.store((out * some[:, None]).to(gl.bfloat16))
         if PAIRS:
-            turn_back(q_smem.slice(DIM - 64, 64, dim=1), position, frequencies_ptr, PAIRS)
+            inverse_rotate(q_smem.slice(DIM - 64, 64, dim=1), position, frequencies_ptr, PAIRS)
         row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LQ))
         channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LQ))
         at = out_ptr + (token.to(gl.int64) * heads + row)[:, None] * DIM + channel[None, :]

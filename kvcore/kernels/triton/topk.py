@@ -136,7 +136,7 @@ class HopperTile(NamedTuple):
     hands: int
 
 
-class HopperCut(NamedTuple):
+class HopperLists(NamedTuple):
     """Parts of a row, columns of each, pairs of a list; tiles of the launch that takes rows and of that of lists."""
 
     parts: int
@@ -155,7 +155,7 @@ def hopper_tile(slots: int, deepest: int) -> HopperTile:
 
 
 @lru_cache(4096)
-def hopper_cut(multiprocessors: int, rows: int, columns: int, k: int) -> HopperCut:
+def hopper_lists(multiprocessors: int, rows: int, columns: int, k: int) -> HopperLists:
     """Tiles of rows are parts where rows are few; else as many parts as occupy the device, with room for two tiles'."""
     most, room = ceil_div(columns, TILE), room_for(k)
     parts = min(most, max(1, 2 * multiprocessors // rows))
@@ -164,7 +164,7 @@ def hopper_cut(multiprocessors: int, rows: int, columns: int, k: int) -> HopperC
     run = ceil_div(ceil_div(columns, parts), 4) * 4
     parts = ceil_div(columns, run)
     first, last = hopper_tile(run, 32 if run <= TILE else 16), hopper_tile(parts * room, 32)
-    return HopperCut(parts, run, room, first, last)
+    return HopperLists(parts, run, room, first, last)
 
 
 LOWEST = tl.constexpr(-2139095041)

@@ -18,7 +18,7 @@ def _kernel(kernel: Any, record: int, rows: int, warps: int, native: bool, befor
     return Kernel(kernel, constants, warps, writes=POOLS)
 
 
-def cut(record: RowRecord, count: int) -> tuple[int, int]:
+def state_tile(record: RowRecord, count: int) -> tuple[int, int]:
     """(rows of a program, warps): pieces of states one by one, a warp for 1,024 channels; others as all rows are.
 
     Of 2,048 channels and two warps a copy takes 4 % longer on an H200.
@@ -50,7 +50,7 @@ def read_before_rows(
     out = _before_out(to, slots, record, shape)
     count = slots.shape[0] * before * bound.record.heads
     if count:
-        rows, warps = cut(bound.record, count)
+        rows, warps = state_tile(bound.record, count)
         kernel = _kernel(states.read_before_kernel, record, rows, warps, to.native(slots), before)
         to.run(kernel, (ceil_div(count, rows),), (out, *bound.given(buffers), slots, starts), (count,))
     return out
@@ -65,7 +65,7 @@ def write_last_states(
     bound = BOUND[record]
     count = slots.shape[0] * columns * bound.record.heads
     if count:
-        rows, warps = cut(bound.record, count)
+        rows, warps = state_tile(bound.record, count)
         kernel = _kernel(states.write_last_kernel, record, rows, warps, to.native(values))
         arrays = values, *bound.given(buffers), slots, starts, lengths
         to.run(kernel, (ceil_div(count, rows),), arrays, (count, columns))
@@ -79,7 +79,7 @@ def select_state_rows(
     """Of values [tokens, ...], contiguous, store the one after each request's ``taken``-th new token."""
     bound = BOUND[record]
     if values.shape[0] and slots.shape[0]:
-        rows, warps = cut(bound.record, 0)  # few rows: a loop holds their places
+        rows, warps = state_tile(bound.record, 0)  # few rows: a loop holds their places
         kernel = _kernel(states.select_state_kernel, record, rows, warps, to.native(values))
         arrays = values, *bound.given(buffers), slots, starts, lengths, taken
         to.run(kernel, (ceil_div(bound.record.heads, rows), slots.shape[0]), arrays, ())

@@ -12,12 +12,12 @@ from kvcore.kernels.triton.topk import (
     HOPPER_SLOTS,
     OTHERS,
     RANKED,
-    HopperCut,
+    HopperLists,
     HopperTile,
     Tile,
     aligned_to_four,
     enough,
-    hopper_cut,
+    hopper_lists,
     merges,
     room_for,
     rows_at_once,
@@ -67,25 +67,25 @@ def _hopper_best(tile: HopperTile, room: int, lists: int, last: bool, one: bool,
 
 
 def _hopper_rows(
-    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int, cut: HopperCut
+    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int, lists: HopperLists
 ) -> None:
     """The best k of so many rows of scores -> indices; lists of their parts in ``space``, where rows have several."""
-    columns, room, most = scores.shape[1], cut.room, k + k // 4
-    alone, slots = cut.parts == 1, 32 * cut.first.warps * cut.first.deep
-    pairs, counts = _lists(to, space, 0, 0, (rows, cut.parts, room))
+    columns, room, most = scores.shape[1], lists.room, k + k // 4
+    alone, slots = lists.parts == 1, 32 * lists.first.warps * lists.first.deep
+    pairs, counts = _lists(to, space, 0, 0, (rows, lists.parts, room))
     to.run(
-        _hopper_best(cut.first, room, 0, alone, cut.run <= slots, columns % 4 == 0),
-        (rows * cut.parts,),
+        _hopper_best(lists.first, room, 0, alone, lists.run <= slots, columns % 4 == 0),
+        (rows * lists.parts,),
         (indices, pairs, counts, scores, counts),
-        (columns, columns, k, most, cut.parts, cut.run),
+        (columns, columns, k, most, lists.parts, lists.run),
     )
     if not alone:
-        slots = 32 * cut.last.warps * cut.last.deep
+        slots = 32 * lists.last.warps * lists.last.deep
         to.run(
-            _hopper_best(cut.last, room, room, True, cut.parts * room <= slots, True),
+            _hopper_best(lists.last, room, room, True, lists.parts * room <= slots, True),
             (rows,),
             (indices, pairs, counts, pairs, counts),
-            (cut.parts, room, k, most, 1, cut.parts * room),
+            (lists.parts, room, k, most, 1, lists.parts * room),
         )
 
 
@@ -117,9 +117,9 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
     for start in range(0, tokens, most):
         some = min(most, tokens - start)
         rows, indices = to.part(scores, start, (some, columns), to.float32), to.part(out, start, (some, k), to.int32)
-        cut = hopper_cut(props.multiprocessors, some, columns, k)
-        if k <= HOPPER_K and cut.parts * cut.room <= HOPPER_SLOTS and to.gluon and hopper(props):
-            _hopper_rows(to, indices, rows, some, (pairs, counts), k, cut)
+        lists = hopper_lists(props.multiprocessors, some, columns, k)
+        if k <= HOPPER_K and lists.parts * lists.room <= HOPPER_SLOTS and to.gluon and hopper(props):
+            _hopper_rows(to, indices, rows, some, (pairs, counts), k, lists)
             continue
         best, numbers = _lists(to, (pairs, counts), 0, 0, (some, parts, room))
         to.run(
