@@ -131,7 +131,7 @@ def one_pull(me: Rank, cache: kvcore.Cache, handle: Any, digest: int, chunk_page
     moved = commit(cache, received)
     me.synchronize()
     whole = time.perf_counter() - start
-    _, layout, pages = received
+    layout, pages = received.layout, received.pages
     one_page = torch.empty_like(pages[:1]) if me.on_gpu else pages[:1].copy()
     single = [me.seconds(lambda: carrier.fetch(handle, 0, one_page, timeout=10), together=False) for _ in range(9)]
     verify = [me.seconds(lambda: LaneDigests(cache.ops, layout).result(pages), together=False) for _ in range(3)]

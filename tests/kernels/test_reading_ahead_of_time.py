@@ -246,8 +246,8 @@ def test_best_on_hopper_compiles(rows, columns, record):
     ]
     for held, lists, last, slots in launches[: 1 + (parted.parts > 1)]:
         constants = {
-            "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": parted.room, "LIST": lists,
-            "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
+            "WARPS": held.warps, "DEEP": held.deep, "HANDS": held.hands, "BINS": 2048, "ROOM": parted.room,
+            "LIST": lists, "LAST": last, "ONE": slots <= 32 * held.warps * held.deep, "WHOLE": True,
         }  # fmt: skip
         case = f"{rows} rows of {columns}{', lists' * bool(lists)}"
         types = {"given": "i64" if lists else "fp32"}
