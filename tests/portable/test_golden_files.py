@@ -19,7 +19,7 @@ from kvcore.portable.importer import parse
 from kvcore.portable.rows import read_rows
 from kvcore.spec import Component, from_json, to_json
 from tests.support import every_format, portable_form, stories, write_golden
-from tests.support.built_in_formats import ANY_DIM, FIXED_DIM
+from tests.support.built_in_formats import DIM
 
 FOLDERS = {name: Path(__file__).parent / name for name in write_golden.FOLDERS}
 OLDEST, *NEWER = FOLDERS.values()
@@ -154,13 +154,9 @@ def test_every_format_and_component_is_in_a_golden_file():
     written = read_portable.read_blob((NEWER[-1] / "blob_every_format").read_bytes()).manifest
     found = from_json(read_portable.json.dumps(written["spec"]))
     assert found.digest == every_format.spec().digest
-    assert every_format.used(found) == {*FIXED_DIM, *ANY_DIM, "tail"}
+    assert every_format.used(found) == {*DIM, "tail"}
     assert every_format.kinds(found) == set(kinds_of(Component))
-    assert {part["format"] for one in written["layout"]["components"] for part in one["parts"]} == {
-        *FIXED_DIM,
-        *ANY_DIM,
-        "tail",
-    }
+    assert {part["format"] for one in written["layout"]["components"] for part in one["parts"]} == {*DIM, "tail"}
 
 
 def kinds_of(kind):
