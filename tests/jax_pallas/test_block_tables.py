@@ -30,7 +30,7 @@ def take(cache: kvcore.Cache, counts: dict[kvcore.Request, int], **padding: int)
     return table
 
 
-def test_random_lives_see_their_own_blocks_and_one_program_changes_every_table() -> None:
+def test_random_lives_see_their_own_blocks_and_few_programs_change_every_table() -> None:
     rng, cache, live = np.random.default_rng(0), cache_of(), []
     block_tables._changed.clear_cache()
     kept = []
@@ -42,7 +42,8 @@ def test_random_lives_see_their_own_blocks_and_one_program_changes_every_table()
         some = list(rng.permutation(len(live))[: rng.integers(1, len(live) + 1)])
         table = take(cache, {live[number]: int(rng.integers(1, 9)) for number in some}, pad_tokens=64, pad_requests=6)
         kept.append((table, np.array(table)))
-    assert block_tables._changed._cache_size() == 1
+    # Of the table that the step has, and of the longer one that verbs are compiled for.
+    assert block_tables._changed._cache_size() == 2
     # An index that somebody kept is what it was.
     assert all(np.array_equal(np.asarray(table), was) for table, was in kept)
 

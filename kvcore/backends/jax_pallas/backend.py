@@ -45,7 +45,6 @@ from kvcore.ops import Ops, Paging, StepIndex, facade
 from kvcore.ops.choices import Decided, Decision, strict
 from kvcore.pools import Pools, allocate
 from kvcore.spec.codes import check_known
-from kvcore.step import kept_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +146,7 @@ class JaxOps(Decided, Ops):
     def kept_index(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step whose block tables are kept on the host: what changed of them goes along."""
         found = self._tables.index(numbers, shape, tables)
-        return self.twins.note(found, lambda larger: self._sent(kept_index(numbers, larger, tables)))
+        return self.twins.note(found, lambda larger: self._tables.index(numbers, larger, tables))
 
     def _sent(self, host: StepIndex) -> StepIndex:
         return StepIndex(*jax.device_put(tuple(host), self._target))
