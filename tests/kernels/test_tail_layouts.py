@@ -6,12 +6,14 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 from kvcore.backends.torch_triton.triton_ops import TritonOps
+from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.launching import TAILS
 from kvcore.kernels.triton.tail import TailRecord, tail_record
 from kvcore.ops.choices import Declined
 from kvcore.plan import plan_cache
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, presets
 
+H200 = DeviceProps(capability=90, multiprocessors=132, shared=227 << 10)
 V4 = ("deepseek_v4_flash", "deepseek_v4_pro", "deepseek_v4_1_flash")
 OVERLAP = {"width": 1024, "dim": 512, "ratio": 4, "rows": 8, "overlap": True}
 SHORT = {"width": 16, "dim": 16, "ratio": 3, "rows": 3, "overlap": False}
@@ -69,7 +71,7 @@ def test_a_tail_is_told_by_its_places(layout, tail, places, buffers):
 @pytest.mark.parametrize("preset", V4)
 def test_compression_of_a_preset_is_the_kernels(preset, layout):
     plan = plan_cache(getattr(presets, preset)(), max_requests=1, max_tokens=256, layout=layout)
-    ops = TritonOps(plan)
+    ops = TritonOps(plan, "cuda:0", props=H200)
     found = {key: parts for key, parts in ops.records.items() if "tail" in key[1]}
     assert found
     for (layer, role), bound in found.items():
