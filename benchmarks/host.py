@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -268,23 +269,20 @@ def timed(scene: Scene, run: Any, steps: int, warm: int = 4) -> dict[str, Any]:
 
 def handles(scene: Scene, steps: int) -> dict[str, Any]:
     """Eager steps through handles."""
-    inputs = scene.inputs(scene.requests)
-
-    def run(clock: Any) -> None:
-        step = scene.step(clock)
-        scene.by_handles(clock, step, inputs)
-        clock("commit", step.commit)
-
-    return timed(scene, run, steps)
+    return _by_step(scene, steps, scene.by_handles)
 
 
 def layers(scene: Scene, steps: int) -> dict[str, Any]:
     """Eager steps through handles, a layer in one call."""
+    return _by_step(scene, steps, scene.by_layers)
+
+
+def _by_step(scene: Scene, steps: int, verbs: Callable[..., None]) -> dict[str, Any]:
     inputs = scene.inputs(scene.requests)
 
     def run(clock: Any) -> None:
         step = scene.step(clock)
-        scene.by_layers(clock, step, inputs)
+        verbs(clock, step, inputs)
         clock("commit", step.commit)
 
     return timed(scene, run, steps)

@@ -143,7 +143,8 @@ def _attended_captured(
     assert ends is not None
     left, whole = None, None
     if mask is not None:
-        left, whole = behind_padding(mask, ends, noted.window)
+        seen = ends if noted.window is None else ends.clamp(max=noted.window)
+        left, whole = behind_padding(mask, query.shape[0], ends, seen)
     given = query, noted.first, noted.second, ends, left, sink
     found = over(noted, attended_captured(*given, noted.cache, noted.layer, scale))
     return found if whole is None else torch.where(whole, found, torch.nan)
@@ -156,16 +157,19 @@ def over(noted: Noted, found: torch.Tensor) -> torch.Tensor:
     return found if attending.ends is None or attending.left else ended(found, noted.cache)
 
 
-def behind_padding(mask: torch.Tensor, ends: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a mask [B or 1, 1, 1, n] says of rows of ``ends`` [B] tokens, the new one included.
+def behind_padding(
+    mask: torch.Tensor, batch: int, ends: torch.Tensor | int, seen: torch.Tensor | int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a mask [B or 1, 1, 1, n] says of rows of ``ends`` tokens, the new one included, the last ``seen`` in sight.
+
+    Both are one number a row, [B], or one for all.
 
     Returns:
         Positions at each row's left that its query does not see, [B] int32; and where it sees all behind them and
         nothing else, [B, 1, 1, 1] bool.
     """
-    shown, plain = shown_by(mask, ends.shape[0])
+    shown, plain = shown_by(mask, batch)
     first = shown.int().argmax(dim=1)
-    seen = ends if window is None else ends.clamp(max=window)
     whole = shown.sum(dim=1) == seen - first
     whole = (whole if plain is None else whole & plain).view(-1, 1, 1, 1)
     return torch.where(first > 0, first + (ends - seen), 0).to(torch.int32), whole
@@ -243,19 +247,10 @@ def attended_captured(
     return CACHES[cache].layers[layer].captured_and_attended(query, keys, values, left, sink, scale)
 
 
+@attended.register_fake
 @attended_captured.register_fake
-def _(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ends: torch.Tensor,
-    left: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    cache: int,
-    layer: int,
-    scale: float | None,
-) -> torch.Tensor:
-    del keys, ends, left, sink, cache, layer, scale
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: Any) -> torch.Tensor:
+    del keys, others
     batch, heads, new, _ = query.shape
     return query.new_empty(batch, new, heads, values.shape[3])
 
@@ -271,22 +266,6 @@ def ended(found: torch.Tensor, cache: int) -> torch.Tensor:
 def _(found: torch.Tensor, cache: int) -> torch.Tensor:
     del cache
     return torch.empty_like(found)
-
-
-@attended.register_fake
-def _(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    cache: int,
-    layer: int,
-    scale: float | None,
-) -> torch.Tensor:
-    del keys, mask, sink, cache, layer, scale
-    batch, heads, new, _ = query.shape
-    return query.new_empty(batch, new, heads, values.shape[3])
 
 
 @torch.library.custom_op("kvcore::attended_latents", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
-from kvcore.interop.transformers.compiled import notes, shown_by, stored_before
+from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
 from kvcore.interop.transformers.handed import Alike, Handed, likes
 from kvcore.interop.transformers.owner import Owned, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
@@ -282,16 +282,12 @@ class StaticLayer(KVLayer):
             handle.append_kv(owner.give(by_token(keys)), owner.give(by_token(values)))
             context = handle._context
             k, v = handle._writes.unwritten("kv") or (None, None)
-            index, seen = context.index, len(self._visible(1))
+            index = context.index
             whole: Any = True
             if mask is not None:
                 # What a row sees begins behind its padding; where it is not one run up to the new token, NaN says so.
-                shown, plain = shown_by(mask, len(query))
-                first = shown.int().argmax(dim=1)
-                whole = shown.sum(dim=1) == seen - first
-                whole = (whole if plain is None else whole & plain).view(-1, 1, 1, 1)
-                first = torch.where(first > 0, first + (owner.length + 1 - seen), 0).to(torch.int32)
-                index = index._replace(left_padding=owner.numbers(first))
+                left, whole = behind_padding(mask, len(query), owner.length + 1, len(self._visible(1)))
+                index = index._replace(left_padding=owner.numbers(left))
             out = handle._ops.attend_kv(
                 context.pools,
                 self.number,

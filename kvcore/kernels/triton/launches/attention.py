@@ -134,7 +134,7 @@ def _on_hopper(window: int, entries: int, config: Pipeline, seen: dict[str, Any]
 
 
 @cache
-def merged(dim: int, splits: int, sink: bool, pairs: int, native: bool, ahead: bool = False) -> Kernel:
+def _merged(dim: int, splits: int, sink: bool, pairs: int, native: bool, ahead: bool = False) -> Kernel:
     """The kernel that puts ``splits`` parts of rows of ``dim`` channels together.
 
     ``ahead``: it is launched while the one before it, which writes the parts, still runs, and waits for it by itself.
@@ -142,6 +142,31 @@ def merged(dim: int, splits: int, sink: bool, pairs: int, native: bool, ahead: b
     constants = {**merge_constants(dim, splits), "SINK": sink, "PAIRS": pairs, "NATIVE": native, "AHEAD": ahead}
     options = {"launch_pdl": True} if ahead else {}
     return Kernel(attend.merge_kernel, constants, writes=("out", "lse"), fused=True, **options)
+
+
+def parts_for(to: Framework, workspace: Array, out: Array, lse: Array, splits: int) -> tuple[Array, Array]:
+    """Where ``splits`` programs of a row write: parts of out and lse in ``workspace``; one writes both whole."""
+    if splits == 1:
+        return out, lse
+    tokens, heads, dim = out.shape
+    sums = to.part(workspace, splits * tokens * heads * dim, (splits, tokens, heads), to.float32)
+    return to.part(workspace, 0, (splits, tokens, heads, dim), to.float32), sums
+
+
+def merge(
+    to: Framework, out: Array, lse: Array, parts: tuple[Array, Array], beside: Array, positions: Array,
+    frequencies: Array, splits: int, *, sunk: bool, native: bool, pairs: int = 0, ahead: bool = False,
+) -> None:  # fmt: skip
+    """Put parts together, where there are several; ``beside`` is the sink if it is ``sunk``."""
+    if splits == 1:
+        return
+    tokens, heads, dim = out.shape
+    to.run(
+        _merged(dim, splits, sunk, pairs, native, ahead),
+        (tokens * heads,),
+        (out, lse, *parts, beside, positions, frequencies),
+        (heads, splits),
+    )
 
 
 @cache
@@ -183,29 +208,23 @@ def attend_rows(
     config = config_of(to.props(q), *records[:2], bf16, tokens, heads, keys, selected is not None, fits).config
     native, pairs = to.native(q), 0 if frequencies is None else frequencies.shape[0]
     absent, frequencies = (positions,) * 3, lse if frequencies is None else frequencies
-    beside, partial, sums = lse if sink is None else sink, out, lse
-    if splits > 1:
-        partial = to.part(workspace, 0, (splits, tokens, heads, dim), to.float32)
-        sums = to.part(workspace, splits * tokens * heads * dim, (splits, tokens, heads), to.float32)
+    beside, parts = lse if sink is None else sink, parts_for(to, workspace, out, lse, splits)
     topk = 0 if selected is None else selected.shape[1]
     seen = span if w else 0, ratio if e else 0, selected is None, sink is not None, splits > 1, pairs
     to.run(
         _attend(*records, config, bf16, *seen, native),
         (tokens * ceil_div(heads, config.heads) * splits,),
         (
-            out, lse, partial, sums, q, beside, positions if selected is None else selected,
+            out, lse, *parts, q, beside, positions if selected is None else selected,
             *(w.given(window) if w else absent), *(e.given(entries) if e else absent),
             positions if own is None else own, positions, request_index, slots, starts, block_table, frequencies,
         ),
         (tokens, heads, topk, block_table.shape[1], splits, scale * LOG2_E),
     )  # fmt: skip
-    if splits > 1:
-        to.run(
-            merged(dim, splits, sink is not None, pairs, native, isinstance(config, Pipeline)),
-            (tokens * heads,),
-            (out, lse, partial, sums, beside, positions, frequencies),
-            (heads, splits),
-        )
+    merge(
+        to, out, lse, parts, beside, positions, frequencies, splits, sunk=sink is not None, native=native, pairs=pairs,
+        ahead=isinstance(config, Pipeline),
+    )  # fmt: skip
     return out, lse
 
 

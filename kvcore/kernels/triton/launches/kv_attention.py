@@ -7,7 +7,7 @@ from kvcore.kernels.triton import attend_kv
 from kvcore.kernels.triton.attend import LOG2_E
 from kvcore.kernels.triton.attend_kv import Work, config_for, sides_of, span_of, whole_tiles, work_for
 from kvcore.kernels.triton.device import DeviceProps
-from kvcore.kernels.triton.launches.attention import merged
+from kvcore.kernels.triton.launches.attention import merge, parts_for
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
 
 
@@ -40,27 +40,18 @@ def attend_kv_rows(
     window, chunk, splits = sizes
     native = to.native(q)
     work, kernel = _attend(*records, to.props(q), bf16, tokens, slots.shape[0], heads, left_padding is not None, native)
-    beside, partial, sums = lse if sink is None else sink, out, lse
-    if splits > 1:
-        partial = to.part(workspace, 0, (splits, *out.shape), to.float32)
-        sums = to.part(workspace, splits * tokens * heads * out.shape[2], (splits, tokens, heads), to.float32)
+    beside, parts = lse if sink is None else sink, parts_for(to, workspace, out, lse, splits)
     to.run(
         kernel,
         (work.programs * splits,),
         (
-            out, lse, partial, sums, q, beside, *BOUND[records[0]].given(keys), *BOUND[records[1]].given(values),
+            out, lse, *parts, q, beside, *BOUND[records[0]].given(keys), *BOUND[records[1]].given(values),
             positions if own_keys is None else own_keys, positions if own_values is None else own_values,
             positions, request_index, slots, starts, block_table, starts if left_padding is None else left_padding,
         ),
         (tokens, heads, work.each, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E),
     )  # fmt: skip
-    if splits > 1:
-        to.run(
-            merged(out.shape[2], splits, sink is not None, 0, native),
-            (tokens * heads,),
-            (out, lse, partial, sums, beside, positions, positions),
-            (heads, splits),
-        )
+    merge(to, out, lse, parts, beside, positions, positions, splits, sunk=sink is not None, native=native)
     return out, lse
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcore.kernels.triton import append_groups, attend_groups
 from kvcore.kernels.triton.attend import LOG2_E
-from kvcore.kernels.triton.launches.attention import merged
+from kvcore.kernels.triton.launches.attention import merge, parts_for
 from kvcore.kernels.triton.launches.launching import GROUPS, Array, Framework, Kernel, bound_record, launch
 from kvcore.kernels.triton.record import ceil_div
 
@@ -47,27 +47,18 @@ def attend_groups_rows(
     window, chunk, splits = sizes
     native = to.native(q)
     programs, kernel = _attend(*records, heads, left_padding is not None, fast, native)
-    beside, partial, sums = lse if sink is None else sink, out, lse
-    if splits > 1:
-        partial = to.part(workspace, 0, (splits, *out.shape), to.float32)
-        sums = to.part(workspace, splits * tokens * heads * out.shape[2], (splits, tokens, heads), to.float32)
+    beside, parts = lse if sink is None else sink, parts_for(to, workspace, out, lse, splits)
     to.run(
         kernel,
         (tokens * programs * splits,),
         (
-            out, lse, partial, sums, q, beside, *GROUPS[records[0]].given(keys), *GROUPS[records[1]].given(values),
+            out, lse, *parts, q, beside, *GROUPS[records[0]].given(keys), *GROUPS[records[1]].given(values),
             *tails, positions, request_index, slots,
             block_table, positions if left_padding is None else left_padding,
         ),
         (heads, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E),
     )  # fmt: skip
-    if splits > 1:
-        to.run(
-            merged(out.shape[2], splits, sink is not None, 0, native),
-            (tokens * heads,),
-            (out, lse, partial, sums, beside, positions, positions),
-            (heads, splits),
-        )
+    merge(to, out, lse, parts, beside, positions, positions, splits, sunk=sink is not None, native=native)
     return out, lse
 
 
