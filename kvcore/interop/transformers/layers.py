@@ -79,7 +79,7 @@ class Layer(Owned, CacheLayerMixin):
 
     def attends(self, new: int) -> bool:
         """Whether the cache attends itself to ``new`` tokens a row."""
-        return self.cache_attends[int(new > 1)]
+        return self.cache_attends[int(new > 1)]  # torch 2.11 does not trace a bool as an index
 
     def stored(self) -> Pair | None:
         """Copies of the layer's keys and values; None if there are none."""
