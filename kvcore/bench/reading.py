@@ -52,6 +52,9 @@ def reading_workloads(device: str) -> Iterator[Callable[[], Workload]]:
     for turned in ("inside", "after"):
         yield lambda turned=turned: attend_selected(device, 64, None, None, turned=turned)
     yield lambda: attend_selected(device, 64, None, None, drafts=4)
+    # Two queries a request: FlashMLA's times.
+    yield lambda: attend_selected(device, 128, None, 84.7, drafts=2)
+    yield lambda: attend_all(device, 128, None, 134.6, drafts=2)
     yield lambda: attend_selected(device, 64, None, None, heads=128)
     for ratio in (4, 128):
         yield lambda ratio=ratio: attend_chunk(device, ratio, 1024, 65536)
@@ -166,20 +169,21 @@ def attend_selected(
     return Workload(f"CSA attend 128 + {TOPK}, B = {count}{extra}", nbytes, calls, goal, peer)
 
 
-def attend_all(device: str, count: int, goal: float, peer: float) -> Workload:
+def attend_all(device: str, count: int, goal: float | None, peer: float | None, *, drafts: int = 1) -> Workload:
     """HCA decode: the window and 1,024 entries, two to a block."""
-    entries = 1024
-    nbytes = count * ((entries + 128) * ENTRY_BYTES + 4 * HEADS * DIM)
-    layer = LayerSpec(window=Window(dim=DIM, window=128, rows=129), entries=Entries(dim=DIM, ratio=128))
-    rows = decode_rows(count, 128 * entries)
+    entries, tokens = 1024, count * drafts
+    nbytes = tokens * ((entries + 128) * ENTRY_BYTES + 4 * HEADS * DIM)
+    layer = LayerSpec(window=Window(dim=DIM, window=128, rows=128 + drafts), entries=Entries(dim=DIM, ratio=128))
+    rows = decode_rows(count, 128 * entries, drafts)
     setting = Setting(layer, rows, count * 128 * entries // BLOCK, min(6, rotating(nbytes)), device)
     fill(setting)
-    q = setting.random(count, HEADS, DIM)
+    q = setting.random(tokens, HEADS, DIM)
     sink = torch.randn(HEADS, device=device)
     calls = [
         lambda n=n: setting.ops.attend(setting.pools, n, setting.index, q[n], sink=sink) for n in range(setting.layers)
     ]
-    return Workload(f"HCA attend 128 + {entries:,}, B = {count}", nbytes, calls, goal, peer)
+    extra = f", {drafts} tokens each" if drafts > 1 else ""
+    return Workload(f"HCA attend 128 + {entries:,}, B = {count}{extra}", nbytes, calls, goal, peer)
 
 
 def attend_chunk(device: str, ratio: int, new: int, tokens: int) -> Workload:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tests.reliability.faults import core, jax_cpu, kernels, torch_cpu
+from tests.reliability.faults import core, hopper, jax_cpu, kernels, torch_cpu
 
 Rows = Sequence[tuple[str, str, str] | tuple[str, str, str, str]]
 """(old text, new text, what goes wrong), and for a change that nothing can notice the reason."""
@@ -40,3 +40,6 @@ FAULTS: list[Fault] = [
     *_faults("kvcore/backends/jax_pallas", jax_cpu.TABLE),
     *_faults("kvcore/kernels/pallas", kernels.PALLAS),
 ]
+
+ON_HOPPER: list[Fault] = _faults("kvcore/kernels/triton", hopper.TABLE)
+"""Faults that only a GPU of compute capability 9.0 can notice."""
