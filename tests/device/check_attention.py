@@ -1,6 +1,8 @@
 """Attention with kernels against fp64: formats, heads, drafts, empty sets, long contexts."""
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -80,17 +82,28 @@ def turned_alone(device: str) -> Iterator[Problem]:
 
 
 def turned_after_flash(device: str) -> Iterator[Problem]:
-    """What FlashMLA answers is turned back by a launch of its own; plain operations stand in for FlashMLA."""
+    """What FlashMLA answers is turned back, and its +inf mended, by one launch; plain operations stand in for it."""
     found = scene(layer_of("v4_584", None, span=20, rows=24), [30, 3], [2, 1], device)
     found.ops.attention_kernels = "flash_mla"
     q = torch.randn(len(found.host.positions), 3, 512, device=device).bfloat16()
 
-    def answered(_, pools, layer, index, q, selected, sink, scale):
-        return found.plain.attend(pools, layer, index, q, selected, sink=sink, scale=scale)
-
-    with patch.object(flash, "fits", lambda *_: True), patch.object(flash, "attend", answered):
-        out, back = (found.ops.attend(found.pools, 0, found.index, q, rope=rope).out for rope in (None, V4_ROPE))
-    yield "attend, turned back after FlashMLA", off(back, turned_back(out, found.host.positions, V4_ROPE), "rope")
+    plain = found.plain.attend(found.pools, 0, found.index, q)
+    stand_in = ModuleType("flash_mla")
+    stand_in.flash_mla_with_kvcache = lambda *_, **__: (plain.out[:, None].clone(), plain.lse.abs()[:, :, None].clone())
+    given = found.pools, 0, found.index, q
+    with (
+        patch.dict(sys.modules, flash_mla=stand_in),
+        patch.object(flash, "fits", lambda *_: True),
+        patch.object(flash, "metadata", lambda *_: None),
+    ):
+        out, back = (found.ops.attend(*given, rope=rope) for rope in (None, V4_ROPE))
+    yield (
+        "attend, turned back after FlashMLA",
+        off(back.out, turned_back(out.out, found.host.positions, V4_ROPE), "rope"),
+    )
+    none = plain.lse.isneginf()
+    same = all(torch.equal(one.lse, torch.where(none, plain.lse, plain.lse.abs())) for one in (out, back))
+    yield "lse after FlashMLA", "" if same and bool(none.any()) else "lse differs"
 
 
 def captured(device: str) -> Iterator[Problem]:
@@ -125,6 +138,7 @@ def flash_rows(device: str) -> Iterator[Problem]:
     """Rows that FlashMLA is given, from the kernel and from torch's operations."""
     for what, layer, count in (
         ("picks", layer_of("v4_584", "v4_584", span=20, rows=24), 70),
+        ("every entry", layer_of("v4_584", "v4_584", span=20, rows=24), None),
         ("window alone", layer_of("v4_584", None, span=70, rows=72), None),
     ):
         found = scene(layer, [90, 11, 1], [2, 1, 1], device)

@@ -65,7 +65,7 @@ def module(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("entries", [True, False], ids=["window and picks", "window alone"])
+@pytest.mark.parametrize("entries", ["picks", "all", ""], ids=["window and picks", "every entry", "window alone"])
 def test_attention_equals_the_plain_verb(module, entries):
     layer = {"window": Window(dim=DIM, window=6, rows=9)}
     if entries:
@@ -81,9 +81,9 @@ def test_attention_equals_the_plain_verb(module, entries):
     index = ops.index(build_index(rows, max_blocks=3, pad_tokens=5, pad_requests=3))
     q = torch.from_numpy(rng.standard_normal((5, HEADS, DIM), np.float32)).bfloat16()
     selected = torch.from_numpy(rng.permuted(np.tile(np.arange(-2, 10), (5, 1)), axis=1).astype(np.int32))
-    selected = selected if entries else None
+    selected = selected if entries == "picks" else None
     sink = torch.from_numpy(rng.standard_normal(HEADS, np.float32))
-    assert flash.fits(ops, 0, q, selected, None)
+    assert flash.fits(ops, 0, index, q, selected, None)
     got = flash.attend(ops, pools, 0, index, q, selected, sink, 0.05)
     want = ops.attend(pools, 0, index, q.float(), selected, sink=sink, scale=0.05)
     torch.testing.assert_close(got.out.float(), want.out, rtol=2**-7, atol=2**-7 * float(want.out.abs().max()))
@@ -103,7 +103,7 @@ def test_attention_equals_the_plain_verb(module, entries):
 def test_what_does_not_fit_stays_with_the_own_kernels(heads, dtype, format, own):
     layer = LayerSpec(window=Window(dim=DIM, window=6, format=format))
     ops = TorchOps(plan_cache(CacheSpec(layers=[layer]), max_requests=1))
-    assert not flash.fits(ops, 0, torch.zeros(1, heads, DIM, dtype=dtype), None, own)
+    assert not flash.fits(ops, 0, None, torch.zeros(1, heads, DIM, dtype=dtype), None, own)
 
 
 @pytest.mark.parametrize("wanted", ["flash_mla", "cutlass"], ids=["not installed", "no such choice"])
@@ -146,7 +146,7 @@ def test_the_older_kernels_of_a_fork_are_asked_for(module):
         return attend(*arguments, **options)
 
     module.flash_mla_with_kvcache = of_fork
-    test_attention_equals_the_plain_verb(module, True)
+    test_attention_equals_the_plain_verb(module, "picks")
     assert asked == [True]
 
 

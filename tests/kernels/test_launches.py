@@ -173,6 +173,7 @@ GIVEN = {
     },
     "append_groups_rows": {**GROUPS, "k": Named("k", (T, 8, 128)), "v": Named("v", (T, 8, 128)), "most": 0},
     "inverse_rope_rows": {"out": Named("out", (T, HEADS, DIM))},
+    "flash_answer": {"out": Named("out", (T, HEADS, DIM))},
     "score_rows": {"q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 16},
     "score_select_rows": {
         "q": Named("q", (T, HEADS, 128)), "record": number_of("index_keys"), "ratio": 4, "columns": 40_000, "k": K,
@@ -196,7 +197,7 @@ GIVEN = {
         "asked": Named("asked", (4096,)), "requests": Q, "sample": 16, "most": 8, "turn": 3, "seals": True,
         "narrow": False, "roles": Named("roles", (5, 11)), "pieces": Named("pieces", (9, 10)),
     },
-    "flash_rows": {"sizes": [128, 130, 64, 4, 64]},
+    "flash_rows": {"sizes": [128, 130, 64, 4, 0, 64]},
 }  # fmt: skip
 """What is no array, or another than is meant by its name."""
 
@@ -214,6 +215,8 @@ ALSO = {
     ("score_select_rows", "given"): ("pairs",), ("select_rows", "given"): ("scores", "pairs"),
     ("score_select_rows", "scores"): ("held",), ("digest_lanes", "rows"): ("words",),
     ("copy_units", "units"): ("sources", "targets"), ("copy_units", "others"): ("sources", "targets"),
+    # Sums are let be where they are right.
+    ("inverse_rope_rows", "lse"): ("out",),
     # Outputs of keys and values are not turned back.
     **{(name, "frequencies"): ("positions",) for name in ("attend_kv_rows", "attend_groups_rows")},
 }  # fmt: skip

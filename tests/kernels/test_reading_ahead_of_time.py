@@ -264,10 +264,10 @@ def test_best_on_hopper_compiles(rows, columns, record):
         (topk.sort_kernel, {"SLOTS": 1024}),
         (
             flash_index.flash_index_kernel,
-            {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "WIDTH": 128, "BLOCK": 512},
+            {"WINDOW": 128, "LINE": 128, "RING": 130, "ROWS": 64, "RATIO": 4, "ALL": False, "WIDTH": 128, "BLOCK": 512},
         ),
         *((attend.merge_kernel, {**MERGE, "PAIRS": pairs}) for pairs in (0, 32)),
-        (attend.inverse_rope_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS}),
+        (attend.inverse_rope_kernel, {"DIM": 512, "PAIRS": 32, "HEADS": attend.TURN_HEADS, "LSE": True}),
     ],
     ids=["rank", "sort", "rows for FlashMLA", "merge", "merge, turned back", "turned back"],
 )

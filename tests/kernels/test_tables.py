@@ -159,7 +159,7 @@ def test_tables_of_a_cpu(name: str) -> None:
             "attend",
             (
                 "flash_mla",
-                "where q is bf16 with 64 or 128 heads, entries are selected and the ring holds the step's rows, else "
+                "where q is bf16 with 64 or 128 heads and the ring holds the step's rows, else "
                 f"triton: kernels cover v4_584 in layout packed{HOPPER}",
             ),
         ),

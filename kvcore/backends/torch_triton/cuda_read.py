@@ -259,18 +259,15 @@ def _of_flash(ops, covered, never):
     if never:
         return Decision(own, f"{covered}; {never}")
     heads = " or ".join(map(str, flash.HEADS))
-    fits = f"where q is bf16 with {heads} heads, entries are selected and the ring holds the step's rows"
+    fits = f"where q is bf16 with {heads} heads and the ring holds the step's rows"
     return Decision("flash_mla", f"{fits}, else {own}: {covered}")
 
 
 def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
-    if bound.flash and flash.fits(ops, layer, q, selected, rows):
-        found = flash.attend(ops, pools, layer, index, q, selected, sink, _scale(q, scale))
+    if bound.flash and flash.fits(ops, layer, index, q, selected, rows):
         frequencies = frequencies_of(rope, q.device)
-        if frequencies is not None:
-            launch.calls().inverse_rope_rows(found.out, index.positions, frequencies)
-        return found
+        return flash.attend(ops, pools, layer, index, q, selected, sink, _scale(q, scale), frequencies)
     if not len(index.slots) or not q.numel():  # there is nothing to launch
         return PLAIN.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
     window, entries, numbers, span, ratio, block_rows, parts, _ = bound

@@ -21,6 +21,8 @@ FORMAT = "v4_584"
 HEADS = (64, 128)
 ALIGNED = 64
 """FlashMLA takes index lists whose length is a multiple of this."""
+MOST_LISTED = 1 << 22
+"""Rows that are listed at most for queries that select none: 16 MiB."""
 
 
 def chosen(device: str, capability: int | None = None) -> str:
@@ -64,11 +66,20 @@ def unusable() -> str:
     return "this flash_mla has no kernels for v4_584 rows" if "enable_batch_invariant" in known else ""
 
 
-def fits(ops: Any, layer: int, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
-    """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a selection, a written ring."""
+def fits(
+    ops: Any, layer: int, index: Any, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None
+) -> bool:
+    """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a written ring."""
     if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
         return False
-    return not (selected is None and ops.component(layer, "entries") is not None) and not never(ops, layer)
+    return (selected is not None or len(q) * every(ops, layer, index) <= MOST_LISTED) and not never(ops, layer)
+
+
+def every(ops: Any, layer: int, index: Any) -> int:
+    """Entries of a request at most, by the table of blocks; 0 of a layer without."""
+    if ops.component(layer, "entries") is None:
+        return 0
+    return index.block_table.shape[1] * ops.plan.region(layer, "entries")[0].rows
 
 
 def never(ops: Any, layer: int) -> str:
@@ -91,8 +102,13 @@ def attend(
     selected: torch.Tensor | None,
     sink: torch.Tensor | None,
     scale: float,
+    frequencies: torch.Tensor | None = None,
 ) -> Attention:
-    """Attention of q [T, H, 512] to the window and the selected entries, each query a batch entry of its own."""
+    """Attention of q [T, H, 512] to the window and the entries, each query a batch entry of its own.
+
+    Args:
+        frequencies: of pairs of last channels by which kernels turn outputs back; None: of none.
+    """
     from flash_mla import flash_mla_with_kvcache  # type: ignore[import-not-found]
 
     window, entries, window_cache, entries_cache = rows_of(ops, pools, layer, index, selected)
@@ -116,20 +132,28 @@ def attend(
         attn_sink=None if sink is None else sink.to(torch.float32).contiguous(),
         **extra,
     )
-    lse = lse[:, :, 0]
+    out, lse = out[:, 0], lse[:, :, 0].contiguous()
     # FlashMLA says +inf where a query has no key.
-    return Attention(out[:, 0], torch.nan_to_num(lse, torch.nan, -torch.inf, -torch.inf).contiguous())
+    if not hasattr(ops, "workspaces"):
+        return Attention(out, torch.nan_to_num(lse, torch.nan, -torch.inf, -torch.inf))
+    from kvcore.backends.torch_triton import launch
+
+    launch.calls().flash_answer(out, lse, index.positions, frequencies)
+    return Attention(out, lse)
 
 
 def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor | None) -> tuple[Any, Any, Any, Any]:
-    """(window's rows [T, n], entries' rows [T, k], the ring as a cache, the blocks as one); None without entries."""
+    """(window's rows [T, n], entries' rows [T, k], the ring as a cache, the blocks as one); None without entries.
+
+    The entries are the selected ones, or all.
+    """
     positions, request = index.positions, index.request_index
     (region,) = ops.plan.region(layer, "window")
     buffers = {name: pools[name] for name, _ in region.buffers.values()}
     ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
     span = ops.component(layer, "window").window
-    paged, ratio = None, 0
-    if selected is not None and selected.shape[1]:
+    paged, ratio, most = None, 0, every(ops, layer, index)
+    if most and (selected is None or selected.shape[1]):
         (region,) = ops.plan.region(layer, "entries")
         ratio = ops.component(layer, "entries").ratio
         buffers = {name: pools[name] for name, _ in region.buffers.values()}
@@ -141,12 +165,15 @@ def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor
         from kvcore.backends.torch_triton import launch
 
         numbers = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
-        sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, ALIGNED]
+        most = most if selected is None else 0
+        sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, most, ALIGNED]
         found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, numbers, sizes)
         return *found, *caches
     window = aligned(window_indices(ring, positions, request, span))
-    if paged is None or selected is None:
+    if paged is None:
         return window, None, *caches
+    if selected is None:
+        selected = torch.arange(most, dtype=torch.int32, device=positions.device).expand(len(positions), most)
     seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
     return window, aligned(entry_indices(paged, seen, positions, request)), *caches
 

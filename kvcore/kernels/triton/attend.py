@@ -229,15 +229,20 @@ def inverse_rope(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS
 
 @triton.jit
 def inverse_rope_kernel(
-    out_ptr, positions_ptr, frequencies_ptr, heads,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, NATIVE: tl.constexpr,
+    out_ptr, lse_ptr, positions_ptr, frequencies_ptr, heads,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, LSE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Out [tokens, heads, DIM], HEADS heads of one token."""
+    """Out [tokens, heads, DIM], HEADS heads of one token. LSE: +inf in lse [tokens, heads] becomes -inf."""
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
-    at = out_ptr + (token * heads + head) * DIM
-    inverse_rope(at, head < heads, tl.load(positions_ptr + token), frequencies_ptr, DIM, PAIRS, NATIVE)
+    if LSE:
+        at = lse_ptr + token * heads + head
+        lse = tl.load(at, mask=head < heads, other=0.0)
+        tl.store(at, tl.where(lse == float("inf"), float("-inf"), lse), mask=head < heads)
+    if PAIRS:
+        at = out_ptr + (token * heads + head) * DIM
+        inverse_rope(at, head < heads, tl.load(positions_ptr + token), frequencies_ptr, DIM, PAIRS, NATIVE)
 
 
 @triton.jit

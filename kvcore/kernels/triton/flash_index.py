@@ -8,9 +8,12 @@ import triton.language as tl
 def flash_index_kernel(
     window_ptr, entries_ptr, positions_ptr, request_ptr, slots_ptr, table_ptr, selected_ptr, topk, line, table_columns,
     WINDOW: tl.constexpr, LINE: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One query: ring rows of its window -> [tokens, LINE], block rows of selected entries -> [tokens, line], or -1."""
+    """One query: ring rows of its window -> [tokens, LINE], block rows of entries -> [tokens, line], or -1.
+
+    ALL: of every entry, else of those that are selected.
+    """
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token)
     position = tl.where(request >= 0, tl.load(positions_ptr + token), -1)
@@ -24,7 +27,9 @@ def flash_index_kernel(
         visible = (position + 1) // RATIO
         for first in range(0, line, BLOCK):
             nth = first + tl.arange(0, BLOCK)
-            entry = tl.load(selected_ptr + token * topk + nth, mask=nth < topk, other=-1)
+            entry = nth
+            if not ALL:
+                entry = tl.load(selected_ptr + token * topk + nth, mask=nth < topk, other=-1)
             column = entry // ROWS
             known = (entry >= 0) & (entry < visible) & (column < table_columns)
             block = tl.load(table_ptr + request.to(tl.int64) * table_columns + column, mask=known, other=-1)

@@ -26,9 +26,9 @@ def _join(count: int, once: bool, sink: bool, dim: int) -> Kernel:
 
 
 @cache
-def _flash(span: int, aligned: int, ring: int, rows: int, ratio: int, line: int) -> Kernel:
+def _flash(span: int, aligned: int, ring: int, rows: int, ratio: int, every: bool, line: int) -> Kernel:
     constants = {
-        "WINDOW": span, "LINE": aligned, "RING": ring, "ROWS": rows, "RATIO": ratio,
+        "WINDOW": span, "LINE": aligned, "RING": ring, "ROWS": rows, "RATIO": ratio, "ALL": every,
         "WIDTH": power_of_two(aligned), "BLOCK": max(16, min(512, power_of_two(line))),
     }  # fmt: skip
     return Kernel(flash_index.flash_index_kernel, constants, writes=("window", "entries"))
@@ -90,8 +90,9 @@ def join_shards(
 
 
 def _flash_out(to: Framework, positions: Array, selected: Array | None, sizes: list[int]) -> tuple[Array, Array]:
-    topk = 0 if selected is None else selected.shape[1]
-    lines = (ceil_div(size, sizes[-1]) * sizes[-1] for size in (sizes[0], topk))
+    *_, every, multiple = sizes
+    entries = every if selected is None else selected.shape[1]
+    lines = (ceil_div(size, multiple) * multiple for size in (sizes[0], entries))
     window, entries = (to.empty((positions.shape[0], line), to.int32, positions) for line in lines)
     return window, entries
 
@@ -101,17 +102,18 @@ def flash_rows(
     to: Framework, positions: Array, request_index: Array, slots: Array, block_table: Array, selected: Array | None,
     sizes: list[int],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Physical rows [tokens, window] and [tokens, topk] int32, padded with -1.
+    """Physical rows [tokens, window] and [tokens, entries] int32, padded with -1.
 
     Args:
-        selected: [tokens, topk] entries, contiguous, or None.
-        sizes: window, rows of a ring, rows of a block, ratio, what lengths are multiples of.
+        selected: [tokens, topk] entries, contiguous; None: every visible one.
+        sizes: window, rows of a ring, rows of a block, ratio (0 without entries), the most entries of a request (0
+            where some are selected), what lengths are multiples of.
     """
     window, entries = _flash_out(to, positions, selected, sizes)
-    span, ring, rows, ratio, _ = sizes
+    span, ring, rows, ratio, *_ = sizes
     tokens, line = entries.shape
     if tokens:
-        kernel = _flash(span, window.shape[1], ring, rows, ratio if line else 0, line)
+        kernel = _flash(span, window.shape[1], ring, rows, ratio if line else 0, selected is None, line)
         numbers = positions if selected is None else selected
         to.run(
             kernel,

@@ -170,9 +170,9 @@ def merge(
 
 
 @cache
-def _inverse_rope(dim: int, pairs: int, native: bool) -> Kernel:
-    constants = {"DIM": dim, "PAIRS": pairs, "HEADS": attend.TURN_HEADS, "NATIVE": native}
-    return Kernel(attend.inverse_rope_kernel, constants, writes=("out",), fused=True)
+def _inverse_rope(dim: int, pairs: int, lse: bool, native: bool) -> Kernel:
+    constants = {"DIM": dim, "PAIRS": pairs, "HEADS": attend.TURN_HEADS, "LSE": lse, "NATIVE": native}
+    return Kernel(attend.inverse_rope_kernel, constants, writes=("out", "lse"), fused=True)
 
 
 def _attend_out(to: Framework, q: Array) -> tuple[Array, Array]:
@@ -231,7 +231,24 @@ def attend_rows(
 @launch("out")
 def inverse_rope_rows(to: Framework, out: Array, positions: Array, frequencies: Array) -> None:
     """Turn outputs [tokens, heads, dim], contiguous, back by positions [tokens]: where others' kernels attended."""
+    if frequencies.shape[0]:
+        _turned(to, out, None, positions, frequencies)
+
+
+@launch("out", "lse")
+def flash_answer(to: Framework, out: Array, lse: Array, positions: Array, frequencies: Array | None) -> None:
+    """Make FlashMLA's answer one of ``attend_rows``: lse [tokens, heads] has +inf of queries without keys."""
+    _turned(to, out, lse, positions, frequencies)
+
+
+def _turned(to: Framework, out: Array, lse: Array | None, positions: Array, frequencies: Array | None) -> None:
     tokens, heads, dim = out.shape
-    if tokens * heads * dim and frequencies.shape[0]:
-        kernel = _inverse_rope(dim, frequencies.shape[0], to.native(out))
-        to.run(kernel, (tokens * ceil_div(heads, attend.TURN_HEADS),), (out, positions, frequencies), (heads,))
+    if tokens * heads * dim:
+        pairs = 0 if frequencies is None else frequencies.shape[0]
+        given = out if lse is None else lse
+        to.run(
+            _inverse_rope(dim, pairs, lse is not None, to.native(out)),
+            (tokens * ceil_div(heads, attend.TURN_HEADS),),
+            (out, given, positions, given if frequencies is None else frequencies),
+            (heads,),
+        )
