@@ -144,8 +144,8 @@ def flash_rows(device: str) -> Iterator[Problem]:
         found = scene(layer, [90, 11, 1], [2, 1, 1], device)
         tokens = len(found.host.positions)
         picks = None if count is None else picks_for(tokens, count, 22, device)
-        given = found.pools, 0, found.index, picks
-        (window, entries, *_), (want, wanted, *_) = (flash.rows_of(ops, *given) for ops in (found.ops, found.plain))
+        given = flash.served(found.ops, 0), found.index, picks
+        (window, entries), (want, wanted) = (flash.rows_of(ops, *given) for ops in (found.ops, found.plain))
         same = torch.equal(window, want) and (wanted is None or torch.equal(entries, wanted))
         yield f"rows for FlashMLA, {what}", "" if same else "rows differ"
 

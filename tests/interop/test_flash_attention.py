@@ -1,7 +1,7 @@
 """Attention through FlashMLA: what it is called with, computed by a stand-in from those arguments alone."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,8 +83,9 @@ def test_attention_equals_the_plain_verb(module, entries):
     selected = torch.from_numpy(rng.permuted(np.tile(np.arange(-2, 10), (5, 1)), axis=1).astype(np.int32))
     selected = selected if entries == "picks" else None
     sink = torch.from_numpy(rng.standard_normal(HEADS, np.float32))
-    assert flash.fits(ops, 0, index, q, selected, None)
-    got = flash.attend(ops, pools, 0, index, q, selected, sink, 0.05)
+    served = flash.served(ops, 0)
+    assert flash.fits(served, index, q, selected, None)
+    got = flash.attend(ops, pools, served, index, q, selected, sink, 0.05)
     want = ops.attend(pools, 0, index, q.float(), selected, sink=sink, scale=0.05)
     torch.testing.assert_close(got.out.float(), want.out, rtol=2**-7, atol=2**-7 * float(want.out.abs().max()))
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
@@ -102,8 +103,20 @@ def test_attention_equals_the_plain_verb(module, entries):
 )
 def test_what_does_not_fit_stays_with_the_own_kernels(heads, dtype, format, own):
     layer = LayerSpec(window=Window(dim=DIM, window=6, format=format))
-    ops = TorchOps(plan_cache(CacheSpec(layers=[layer]), max_requests=1))
-    assert not flash.fits(ops, 0, None, torch.zeros(1, heads, DIM, dtype=dtype), None, own)
+    served = flash.served(TorchOps(plan_cache(CacheSpec(layers=[layer]), max_requests=1)), 0)
+    if format != "v4_584":
+        assert served == "FlashMLA reads packed v4_584 rows"
+        return
+    assert not flash.fits(served, None, torch.zeros(1, heads, DIM, dtype=dtype), None, own)
+
+
+def test_lists_of_every_entry_that_would_be_long_stay_with_the_own_kernels():
+    served = flash.Served("window", 9, 6, "entries", 64, 4)
+    q = torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16)
+    for columns, fits in ((1 << 13, True), ((1 << 13) + 1, False)):
+        index = SimpleNamespace(block_table=torch.zeros(1, columns, dtype=torch.int32))
+        assert flash.fits(served, index, q, None, None) == fits
+        assert flash.fits(served, index, q, torch.zeros(8, 5, dtype=torch.int32), None)
 
 
 @pytest.mark.parametrize("wanted", ["flash_mla", "cutlass"], ids=["not installed", "no such choice"])

@@ -207,7 +207,7 @@ class Attended(NamedTuple):
         numbers: of their records, -1 where there is none.
         span: of the window, 0 without; ``ratio`` of the entries likewise, ``block_rows`` entries of a block.
         parts: how rows are multiplied, by whether queries are bf16.
-        flash: FlashMLA takes the calls that fit it.
+        flash: what FlashMLA must know of the layer, which takes the calls that fit it; None where it takes none.
     """
 
     window: Part | None
@@ -217,7 +217,7 @@ class Attended(NamedTuple):
     ratio: int
     block_rows: int
     parts: dict[bool, Any]
-    flash: bool
+    flash: flash.Served | None
 
 
 def bind_attend(ops, layer):
@@ -234,7 +234,8 @@ def bind_attend(ops, layer):
     for found in parts.values():  # one for both, or none
         if isinstance(found, Declined):
             return found
-    never = flash.never(ops, layer) if ops.attention_kernels == "flash_mla" else ""
+    served = flash.served(ops, layer) if ops.attention_kernels == "flash_mla" else ""
+    never = served if isinstance(served, str) else ""
     given = Attended(
         window,
         entries,
@@ -243,12 +244,12 @@ def bind_attend(ops, layer):
         0 if entries is None else ops.component(layer, "entries").ratio,
         0 if entries is None else ops.plan.region(layer, "entries")[0].rows,
         parts,
-        ops.attention_kernels == "flash_mla" and not never,
+        None if isinstance(served, str) else served,
     )
     own = why(ops, layer, roles)
     if launch.run_triton.gluon and on_hopper(ops.props, *records, bf16=True):
         own += "; a pipelined one for Hopper takes bf16 q where the ring holds the step's rows"
-    return Ready(given, roles, decision=_of_flash(ops, own, never), replayed=not given.flash)
+    return Ready(given, roles, decision=_of_flash(ops, own, never), replayed=given.flash is None)
 
 
 def _of_flash(ops, covered, never):
@@ -265,9 +266,9 @@ def _of_flash(ops, covered, never):
 
 def attend(bound, ops, pools, layer, index, q, selected=None, *, rows=None, sink=None, scale=None, rope=None):
     """Attend from q [T, H, d] to the window and the selected (None: all visible) entries, where K = V."""
-    if bound.flash and flash.fits(ops, layer, index, q, selected, rows):
+    if bound.flash is not None and flash.fits(bound.flash, index, q, selected, rows):
         frequencies = frequencies_of(rope, q.device)
-        return flash.attend(ops, pools, layer, index, q, selected, sink, _scale(q, scale), frequencies)
+        return flash.attend(ops, pools, bound.flash, index, q, selected, sink, _scale(q, scale), frequencies)
     if not len(index.slots) or not q.numel():  # there is nothing to launch
         return PLAIN.attend(ops, pools, layer, index, q, selected, rows=rows, sink=sink, scale=scale, rope=rope)
     window, entries, numbers, span, ratio, block_rows, parts, _ = bound

@@ -8,12 +8,13 @@ how pools are handed over.
 import inspect
 import os
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcore.errors import BackendError, ShapeError
 from kvcore.ops import Attention, PagedView, RingView
+from kvcore.spec import FORMATS
 
 VARIABLE = "KVCORE_ATTENTION"
 CHOICES = ("auto", "triton", "flash_mla", "torch")
@@ -66,37 +67,48 @@ def unusable() -> str:
     return "this flash_mla has no kernels for v4_584 rows" if "enable_batch_invariant" in known else ""
 
 
-def fits(
-    ops: Any, layer: int, index: Any, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None
-) -> bool:
-    """Whether FlashMLA takes the call: packed ``v4_584`` rows, 64 or 128 heads in bf16, a written ring."""
-    if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
-        return False
-    return (selected is not None or len(q) * every(ops, layer, index) <= MOST_LISTED) and not never(ops, layer)
+class Served(NamedTuple):
+    """What FlashMLA's calls must know of a layer.
+
+    Attributes:
+        window: name of the window's pool, of whose slots each has ``ring`` rows; ``span`` positions are seen.
+        entries: the same of the entries, "" without; ``block`` of them in a block, each of ``ratio`` tokens, else 0.
+    """
+
+    window: str
+    ring: int
+    span: int
+    entries: str
+    block: int
+    ratio: int
 
 
-def every(ops: Any, layer: int, index: Any) -> int:
-    """Entries of a request at most, by the table of blocks; 0 of a layer without."""
-    if ops.component(layer, "entries") is None:
-        return 0
-    return index.block_table.shape[1] * ops.plan.region(layer, "entries")[0].rows
-
-
-def never(ops: Any, layer: int) -> str:
-    """Why FlashMLA takes no call of a layer; "" where it takes those that ``fits`` lets pass."""
+def served(ops: Any, layer: int) -> Served | str:
+    """What calls must know of a layer, or why FlashMLA takes none of it."""
     if ops.component(layer, "window") is None:
         return "FlashMLA needs a window"
     roles = ("window",) if ops.component(layer, "entries") is None else ("window", "entries")
     regions = [ops.plan.region(layer, role)[0] for role in roles]
-    if all((r.format.name, r.layout) == (FORMAT, "packed") for r in regions):
-        return ""
-    return f"FlashMLA reads packed {FORMAT} rows"
+    if any((region.format.name, region.layout) != (FORMAT, "packed") for region in regions):
+        return f"FlashMLA reads packed {FORMAT} rows"
+    names = [name for region in regions for name in dict.fromkeys(name for name, _ in region.buffers.values())]
+    found = names[0], regions[0].rows, ops.component(layer, "window").window
+    if len(regions) == 1:
+        return Served(*found, "", 0, 0)
+    return Served(*found, names[1], regions[1].rows, ops.component(layer, "entries").ratio)
+
+
+def fits(served: Served, index: Any, q: torch.Tensor, selected: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+    """Whether FlashMLA takes the call: 64 or 128 heads in bf16, a written ring, lists that are not too long."""
+    if q.dtype != torch.bfloat16 or q.shape[1] not in HEADS or own is not None or not len(q):
+        return False
+    return selected is not None or len(q) * index.block_table.shape[1] * served.block <= MOST_LISTED
 
 
 def attend(
     ops: Any,
     pools: Any,
-    layer: int,
+    served: Served,
     index: Any,
     q: torch.Tensor,
     selected: torch.Tensor | None,
@@ -111,21 +123,22 @@ def attend(
     """
     from flash_mla import flash_mla_with_kvcache  # type: ignore[import-not-found]
 
-    window, entries, window_cache, entries_cache = rows_of(ops, pools, layer, index, selected)
-    extra: dict[str, Any] = {}
-    if entries_cache is not None:
-        extra = {"extra_k_cache": entries_cache, "extra_indices_in_kvcache": entries[:, None]}
-    if "use_legacy" in inspect.signature(flash_mla_with_kvcache).parameters:
-        extra["use_legacy"] = True
-    arrays = (array for array in extra.values() if isinstance(array, torch.Tensor))
-    shapes = (*q.shape, *window_cache.shape[:2], *(tuple(array.shape) for array in arrays))
+    window, entries = rows_of(ops, served, index, selected)
+    window_cache, extra = pool_cache(pools[served.window], served.ring), options(flash_mla_with_kvcache)
+    entries_cache = None
+    if entries is not None:
+        entries_cache = pool_cache(pools[served.entries], served.block)
+        extra = {**extra, "extra_k_cache": entries_cache, "extra_indices_in_kvcache": entries[:, None]}
+    shapes = tuple(
+        None if array is None else array.shape for array in (q, window_cache, window, entries_cache, entries)
+    )
     out, lse = flash_mla_with_kvcache(
         q[:, None].contiguous(),
         window_cache,
         None,
         None,
         q.shape[2],
-        metadata(str(q.device), shapes),
+        metadata(q.device, shapes),
         softmax_scale=scale,
         is_fp8_kvcache=True,
         indices=window[:, None],
@@ -142,44 +155,37 @@ def attend(
     return Attention(out, lse)
 
 
-def rows_of(ops: Any, pools: Any, layer: int, index: Any, selected: torch.Tensor | None) -> tuple[Any, Any, Any, Any]:
-    """(window's rows [T, n], entries' rows [T, k], the ring as a cache, the blocks as one); None without entries.
+@cache
+def options(function: Any) -> dict[str, bool]:
+    """What a release is given beside arrays: those that need it are asked for their older kernels."""
+    return {"use_legacy": True} if "use_legacy" in inspect.signature(function).parameters else {}
 
-    The entries are the selected ones, or all.
-    """
-    positions, request = index.positions, index.request_index
-    (region,) = ops.plan.region(layer, "window")
-    buffers = {name: pools[name] for name, _ in region.buffers.values()}
-    ring = RingView(region.format, region.unit, buffers, index.slots, region.rows, index.lengths)
-    span = ops.component(layer, "window").window
-    paged, ratio, most = None, 0, every(ops, layer, index)
-    if most and (selected is None or selected.shape[1]):
-        (region,) = ops.plan.region(layer, "entries")
-        ratio = ops.component(layer, "entries").ratio
-        buffers = {name: pools[name] for name, _ in region.buffers.values()}
-        counts = index.lengths // ratio
-        paged = PagedView(region.format, region.unit, buffers, index.block_table, region.rows, counts)
-    caches = k_cache(ring), None if paged is None else k_cache(paged)
+
+def rows_of(ops: Any, served: Served, index: Any, selected: torch.Tensor | None) -> tuple[Any, Any]:
+    """(window's rows [T, n], entries' rows [T, k]: of the selected entries or of all; None without entries)."""
+    positions, request, slots, table = index.positions, index.request_index, index.slots, index.block_table
+    some = bool(served.block) and (selected is None or selected.shape[1] > 0)
+    most = table.shape[1] * served.block if selected is None else 0
     if hasattr(ops, "workspaces"):
         # One launch where torch would take a dozen.
         from kvcore.backends.torch_triton import launch
 
-        numbers = None if paged is None or selected is None else selected.to(torch.int32).contiguous()
-        most = most if selected is None else 0
-        sizes = [span, ring.slot_rows, 1 if paged is None else paged.block_rows, ratio, most, ALIGNED]
-        found = launch.calls().flash_rows(positions, request, index.slots, index.block_table, numbers, sizes)
-        return *found, *caches
-    window = aligned(window_indices(ring, positions, request, span))
-    if paged is None:
-        return window, None, *caches
+        numbers = selected.to(torch.int32).contiguous() if some and selected is not None else None
+        sizes = [served.span, served.ring, max(1, served.block), served.ratio if some else 0, most, ALIGNED]
+        window, entries = launch.calls().flash_rows(positions, request, slots, table, numbers, sizes)
+        return window, entries if some else None
+    window = aligned(ring_rows(slots, served.ring, positions, request, served.span))
+    if not some:
+        return window, None
     if selected is None:
         selected = torch.arange(most, dtype=torch.int32, device=positions.device).expand(len(positions), most)
-    seen = torch.where(selected < ((positions + 1) // ratio)[:, None], selected, -1)
-    return window, aligned(entry_indices(paged, seen, positions, request)), *caches
+    seen = torch.where(selected < ((positions + 1) // served.ratio)[:, None], selected, -1)
+    counts = index.lengths // served.ratio
+    return window, aligned(block_rows(table, served.block, counts, seen, positions, request))
 
 
 @cache
-def metadata(device: str, shapes: tuple[Any, ...]) -> Any:
+def metadata(device: torch.device, shapes: tuple[Any, ...]) -> Any:
     """FlashMLA's schedule for calls of these shapes: it is made by the first and serves all that follow."""
     from flash_mla import get_mla_metadata  # type: ignore[import-not-found]
 
@@ -191,33 +197,49 @@ def aligned(indices: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % ALIGNED), value=-1).contiguous()
 
 
+def pool_cache(pool: torch.Tensor, rows: int) -> torch.Tensor:
+    """A pool [pages, bytes] as [pages, rows, 1, 584] uint8: the same memory, first stride the page's bytes."""
+    size = FORMATS[FORMAT].row
+    return pool.as_strided((pool.shape[0], rows, 1, size), (pool.stride(0), size, size, 1))
+
+
 def k_cache(view: RingView | PagedView) -> Any:
-    """The pool as [pages, rows, 1, 584] uint8: the same memory, first stride the page's bytes."""
+    """``pool_cache`` of a view's pool.
+
+    Raises:
+        ShapeError: it holds no ``v4_584`` rows in packed pages.
+    """
     if view.format.name != FORMAT or view.layout.layout != "packed":
         got = f"{view.format.name} in layout {view.layout.layout}"
         raise ShapeError(got=got, where="flash_mla.k_cache", allowed=f"{FORMAT} in layout packed")
     (pool,) = view.buffers.values()
-    rows, size = view.layout.rows, view.format.row
-    return pool.as_strided((pool.shape[0], rows, 1, size), (pool.stride(0), size, size, 1))
+    return pool_cache(pool, view.layout.rows)
 
 
 def window_indices(view: RingView, positions: Any, request_index: Any, window: int) -> Any:
     """[T, window] int32 ring rows of the last ``window`` positions up to each query, ascending, -1 beyond."""
-    known = request_index >= 0
-    slots = torch.where(known, view.slots[request_index.clamp(min=0).long()], -1)[:, None]
-    first = (positions + 1 - window).clamp(min=0)[:, None]
-    seen = first + torch.arange(window, dtype=positions.dtype, device=positions.device)
-    rows = slots * view.slot_rows + seen % view.slot_rows
-    return torch.where((seen <= positions[:, None]) & (slots >= 0), rows, -1).to(torch.int32)
+    return ring_rows(view.slots, view.slot_rows, positions, request_index, window)
 
 
 def entry_indices(view: PagedView, selected: Any, positions: Any, request_index: Any) -> Any:
     """[T, k] int32 block rows of selected entries; -1 stays -1, and so does what lies beyond a request's entries."""
+    return block_rows(view.block_table, view.block_rows, view.counts, selected, positions, request_index)
+
+
+def ring_rows(slots: Any, ring: int, positions: Any, request_index: Any, window: int) -> Any:
+    """``window_indices`` of rings of ``ring`` rows in ``slots``."""
+    known = request_index >= 0
+    slots = torch.where(known, slots[request_index.clamp(min=0).long()], -1)[:, None]
+    first = (positions + 1 - window).clamp(min=0)[:, None]
+    seen = first + torch.arange(window, dtype=positions.dtype, device=positions.device)
+    rows = slots * ring + seen % ring
+    return torch.where((seen <= positions[:, None]) & (slots >= 0), rows, -1).to(torch.int32)
+
+
+def block_rows(table: Any, rows: int, counts: Any, selected: Any, positions: Any, request_index: Any) -> Any:
+    """``entry_indices`` of blocks of ``rows`` entries in ``table``."""
     request = request_index.clamp(min=0).long()[:, None]
-    columns = view.block_table.shape[1]
-    column = (selected.clamp(min=0) // view.block_rows).clamp(max=columns - 1).long()
-    block = view.block_table[request, column]
-    known = (selected >= 0) & (selected < view.counts[request]) & (request_index >= 0)[:, None] & (block >= 0)
-    return torch.where(known & (positions >= 0)[:, None], block * view.block_rows + selected % view.block_rows, -1).to(
-        torch.int32
-    )
+    column = (selected.clamp(min=0) // rows).clamp(max=table.shape[1] - 1).long()
+    block = table[request, column]
+    known = (selected >= 0) & (selected < counts[request]) & (request_index >= 0)[:, None] & (block >= 0)
+    return torch.where(known & (positions >= 0)[:, None], block * rows + selected % rows, -1).to(torch.int32)
