@@ -4,6 +4,7 @@ What is looked at together is worked out once for all layers of a step whose row
 look at those in one product, as one: what begins alike is read once, however many there are.
 """
 
+import math
 from bisect import bisect_left
 from itertools import chain, combinations, pairwise
 from typing import Any, NamedTuple
@@ -68,11 +69,11 @@ def attend(ops, pools, layer, index, q, *, sink, scale) -> Attention | None:
         return None
     (tokens, heads, dim), key_heads = q.shape, regions[0].heads
     stored = [lines(ops, pools, region) for region in regions]
-    by_head = q.to(torch.float32).reshape(tokens, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3)
+    grouped = q.to(torch.float32).reshape(tokens, key_heads, heads // key_heads, dim)
     total: Any = None
     logs: Any = None
     for products, order in waves(regions, stored, ops.component(layer, "kv"), host, tokens):
-        found = [over_rows(ops, pools, regions, stored, index, by_head, product, scale) for product in products]
+        found = [over_rows(ops, pools, regions, stored, index, grouped, product, scale) for product in products]
         outs = [one for one in found if one is not None]
         if len(outs) < len(found):
             return None
@@ -250,25 +251,28 @@ def place_of(stored: Lines, line: int, count: int) -> Place:
     return (1, heads, count, dim), (0, head, row, channel), stored.rows.storage_offset() + line * row
 
 
-def over_rows(ops, pools, regions, stored, index, by_head, product: Product, scale: float):
-    """(out [n, H, dim], lse [n, H]) fp32 of a product from queries [key heads, group, T, dim]; None as ``attend``."""
-    key_heads, group, _, dim = by_head.shape
+def over_rows(ops, pools, regions, stored, index, grouped, product: Product, scale: float):
+    """(out [n, H, dim], lse [n, H]) fp32 of a product from queries [T, key heads, group, dim]; None as ``attend``."""
+    _, key_heads, group, dim = grouped.shape
     count, batch, places, seen = product.count, product.batch, product.places, product.seen
-    q = by_head[:, :, product.tokens]
-    if batch > 1:
-        q = q.reshape(key_heads, group, batch, count, dim).permute(2, 0, 1, 3, 4)
-    if not places:
-        k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
+    if places:
+        k, v = (found.rows.as_strided(*where) for found, where in zip(stored, places, strict=True))
     else:
-        k, v = (found.rows.as_strided(*where).to(torch.float32) for found, where in zip(stored, places, strict=True))
+        k, v = (decoded(ops, pools, region, index, *product.where)[None] for region in regions)
+    if k.dtype != torch.float32:
+        k, v = k.to(torch.float32), v.to(torch.float32)
+    # What some query does not look at is no summand of 0: nothing but finite values may be there. A sum that overflows
+    # takes the other way, too.
+    if (seen is not None or product.causal) and not math.isfinite(v.sum().item()):
+        return None
+    q = grouped[product.tokens]
+    if count > 1:
+        q = q.reshape(batch, count, key_heads, group, dim).permute(0, 2, 3, 1, 4)
     if product.causal:
         q = q.reshape(batch, key_heads * group, count, dim)
         k, v = (one[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for one in (k, v))
-    else:
+    elif count > 1:
         q = q.reshape(batch, key_heads, group * count, dim)
-    # What some query does not look at is no summand of 0: nothing but finite values may be there.
-    if (seen is not None or product.causal) and not bool(v.isfinite().all()):
-        return None
     mask = None
     if seen is not None:
         mask = torch.where(seen, 0.0, -torch.inf) if seen.dtype == torch.bool else seen
@@ -276,8 +280,8 @@ def over_rows(ops, pools, regions, stored, index, by_head, product: Product, sca
     out, logs = fused(q, k, v, is_causal=product.causal, attn_mask=mask, scale=scale)
     if product.blind is not None:
         logs = logs.masked_fill(product.blind.repeat(group), -torch.inf)
-    out, logs = (part.reshape(batch, key_heads, group, count, *part.shape[3:]) for part in (out, logs))
     if count > 1:
+        out, logs = (part.reshape(batch, key_heads, group, count, *part.shape[3:]) for part in (out, logs))
         out, logs = out.permute(0, 3, 1, 2, 4), logs.permute(0, 3, 1, 2)
     return out.reshape(batch * count, key_heads * group, dim), logs.reshape(batch * count, key_heads * group)
 

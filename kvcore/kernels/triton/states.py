@@ -69,8 +69,8 @@ def write_last_kernel(
     position = tl.load(lengths_ptr + request, mask=inside, other=0) - 1 - back
     new = inside & (position >= tl.load(starts_ptr + request, mask=inside, other=0))
     store_state(
-        values_ptr, request.to(tl.int64), request, tl.where(new, position, -1), back == 0, head_of(row, R), codes_ptr,
-        scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
+        values_ptr, request.to(tl.int64), request, tl.where(new, position, -1), inside & (back == 0), head_of(row, R),
+        codes_ptr, scales_ptr, plain_ptr, slots_ptr, R, NATIVE,
     )  # fmt: skip
 
 
@@ -107,13 +107,15 @@ def store_state(
     values_ptr, source, request, position, given, head, codes_ptr, scales_ptr, plain_ptr, slots_ptr, R: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store a head's value where it is ``given``, else NaN; nothing where the position is -1."""
+    """Store a head's value where it is ``given``, else NaN; nothing where the position is -1.
+
+    Values come without waiting for where they go.
+    """
     unit, place = locate(request, position, slots_ptr, slots_ptr, 0, R)
     valid = unit >= 0
     channel = channels(R)
     at = (source * R.heads + head)[:, None, None] * R.dim + channel
-    loaded = given & valid
-    x = load_float(values_ptr + at, loaded[:, None, None] & (channel < R.dim))
+    x = load_float(values_ptr + at, given[:, None, None] & (channel < R.dim))
     x = tl.where(given[:, None, None], x, float("nan"))
     narrow: tl.constexpr = values_ptr.dtype.element_ty != tl.float32
     store_rows(x, unit, place * R.heads + head, valid, codes_ptr, scales_ptr, plain_ptr, R, narrow, NATIVE)
