@@ -5,9 +5,10 @@ Three loads, greedy, every answer of the same length: ``shared``, prompts that b
 prompts with nothing in common, all there at once; ``arrivals``, those of ``shared`` one after the other, as a Poisson
 process. Every way serves every load ``--rounds`` times, in turn; what counts is the median of the seconds.
 
-The ways: the engine; the same with drafts by prompt look-up; ``generate`` in one batch (of whoever is there when it is
-free); ``generate`` one by one, of the first eight, whose answers the others' are held against; transformers' continuous
-batching, which ``generate_batch`` runs, in pages of 256 tokens, its default, and of 32, as long as the engine's blocks.
+The ways: the engine, on a CPU with prepared products (``PackedModel``); the same with drafts by prompt look-up;
+``generate`` in one batch (of whoever is there when it is free); ``generate`` one by one, of the first eight, whose
+answers the others' are held against; transformers' continuous batching, which ``generate_batch`` runs, in pages of 256
+tokens, its default, and of 32, as long as the engine's blocks.
 Loading, allocation, compilation and the capture of graphs are outside of the time. In bf16 answers may differ by
 rounding.
 """
@@ -95,7 +96,7 @@ def engine_for(model: Any, count: int, longest: int, budget: int, drafts: int) -
     """Made once, and with it the graphs that it captures."""
     captured = [size for size in (8, 16, 32, 64, 128, 256) if size < 2 * count * (1 + drafts)]
     return Engine(
-        PackedModel(model, captured=[count + 8, *captured]),
+        PackedModel(model, captured=[count + 8, *captured], prepared=model.device.type == "cpu"),
         budget=budget,
         drafts=drafts,
         block_tokens=BLOCK,

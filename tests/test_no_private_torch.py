@@ -11,8 +11,8 @@ import kvcore
 PACKAGE = Path(kvcore.__file__).parent
 PRIVATE = ("_version", "_base", "_C", "_cdata", "_use_count")
 
-MAY = {"interop/transformers/recurrent.py: tensor._version"}
-"""Spares comparing what a model was handed with a copy; where a tensor has no version, that is done."""
+MAY = {"interop/transformers/tensors.py: tensor._version"}
+"""Spares comparing what a model was handed, and weights that were put in order, with copies."""
 
 
 def private(source: str) -> Iterator[str]:

@@ -161,7 +161,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     chosen = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype="auto").to(chosen.device).eval()
-    packed = PackedModel(model, captured=(8, 16, 32, 64, chosen.requests + 8))
+    prepared = chosen.device == "cpu" and model.dtype == torch.float32
+    packed = PackedModel(model, captured=(8, 16, 32, 64, chosen.requests + 8), prepared=prepared)
     engine = Engine(
         packed, lanes={"default": chosen.format}, drafts=chosen.drafts, budget=512 if chosen.device == "cpu" else 4096,
         max_requests=chosen.requests, max_tokens=chosen.tokens,

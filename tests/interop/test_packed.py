@@ -156,3 +156,32 @@ def test_padded_steps_as_a_graph_runs_them(make, monkeypatch):
     for mine, theirs in zip(step_by_step(ran, cache, ids, cuts), own(model, ids), strict=True):
         assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     assert len(made) == 2
+
+
+def test_prepared_products_are_the_models_as_long_as_its_weights_are():
+    model, ids = models.llama(), models.token_ids(2, 40).tolist()
+    ran = PackedModel(model, prepared=True)
+    cache = ran.create_cache(block_tokens=8, max_requests=2, max_tokens=128)
+    wanted = own(model, ids)
+    for mine, theirs in zip(step_by_step(ran, cache, ids), wanted, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(own(model, ids), wanted, strict=True))  # elsewhere it is what it was
+    linear = next(layer for layer in model.modules() if type(layer) is torch.nn.Linear)
+    for change in (
+        lambda: linear.weight.mul_(2),
+        lambda: setattr(linear, "weight", torch.nn.Parameter(linear.weight.detach().flip(0))),
+        lambda: linear.__dict__.update(forward=lambda x: x.new_zeros(*x.shape[:-1], linear.out_features)),
+    ):
+        with torch.no_grad():
+            change()
+        cache = ran.create_cache(block_tokens=8, max_requests=1, max_tokens=64)
+        found = ran.logits(cache, {cache.admit(): ids[0]}, [len(ids[0])])
+        theirs = own(model, ids[:1])[0]
+        assert (found - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        assert not torch.allclose(theirs, wanted[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_cannot_be_prepared_is_refused(dtype):
+    with pytest.raises(BackendError, match="fp32 on a CPU"):
+        PackedModel(models.llama(dtype), prepared=True)

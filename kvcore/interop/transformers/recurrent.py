@@ -19,33 +19,29 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvcore.errors import StepError
 from kvcore.interop.transformers.layers import KVLayer
 from kvcore.interop.transformers.owner import Owned, Owner
-from kvcore.interop.transformers.tensors import check_inference
+from kvcore.interop.transformers.tensors import check_inference, version_of
 from kvcore.spec import Conv, LayerSpec
 
 
 class HandedOut:
     """A tensor that a model may write into, and whether it did.
 
-    torch counts what is written in place, and says so in ``_version`` alone: there is no public counter. Without it
-    every state would be copied and compared in every step, as is done where a tensor counts nothing.
+    torch counts what is written in place (``version_of``). Without that every state would be copied and compared in
+    every step, as is done where a tensor counts nothing.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._version = _version_of(tensor)
+        self._version = version_of(tensor)
         # What does not count its versions is compared with what it was.
         self._before = tensor.clone() if self._version is None or tensor.is_cuda else None
 
     @property
     def written(self) -> bool:
         """Whether it is another than was handed out."""
-        if self._version is not None and _version_of(self.tensor) != self._version:
+        if self._version is not None and version_of(self.tensor) != self._version:
             return True
         return self._before is not None and not torch.equal(self._before, self.tensor)
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 class RecurrentLayer(Owned, LinearAttentionCacheLayerMixin):

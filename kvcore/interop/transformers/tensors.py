@@ -31,6 +31,11 @@ def check_inference(*states: torch.Tensor) -> None:
         )
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to, by torch's count, which has no public name; None where it counts nothing."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def by_token(states: torch.Tensor) -> torch.Tensor:
     """[B, heads, S, dim] -> [B·S, heads, dim]: tokens in step order."""
     return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
