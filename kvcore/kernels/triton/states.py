@@ -84,13 +84,15 @@ def select_state_kernel(
     A program is a request's, not a token's: tokens that are not taken cost nothing.
     """
     request = tl.program_id(1)
+    # Asked for before the others' tokens are counted: what waits for one another is the time of a program.
+    start = tl.load(starts_ptr + request)
+    new = tl.load(lengths_ptr + request) - start
+    taken = tl.minimum(tl.load(taken_ptr + request), new)
     before = 0
     for some in range(0, request, EARLIER):
         q = some + tl.arange(0, EARLIER)
-        new = tl.load(lengths_ptr + q, mask=q < request, other=0) - tl.load(starts_ptr + q, mask=q < request, other=0)
-        before += tl.sum(new, axis=0)
-    start = tl.load(starts_ptr + request)
-    taken = tl.minimum(tl.load(taken_ptr + request), tl.load(lengths_ptr + request) - start)
+        theirs = tl.load(lengths_ptr + q, mask=q < request, other=0)
+        before += tl.sum(theirs - tl.load(starts_ptr + q, mask=q < request, other=0), axis=0)
     head = head_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), R)
     inside = tl.program_id(0) * ROWS + tl.arange(0, ROWS) < R.heads
     requests = tl.zeros([ROWS], tl.int32) + request
