@@ -73,7 +73,7 @@ def takes(weight: torch.Tensor) -> bool:
 
 
 def product(layer: Any, ordered: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x [..., in] -> [..., out]."""
+    """Outputs [..., out] of x [..., in]."""
     if not x.numel() or x.dtype != torch.float32:
         return torch.nn.functional.linear(x, layer.weight, layer.bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, ordered, layer.bias, "none", [], "")
