@@ -224,6 +224,11 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             rows - span for rows, span in zip(rings, spans, strict=True) if rows is not None and span is not None
         )
 
+    @cached_property
+    def unwrapped(self) -> int | None:
+        """Positions that the smallest ring can take before it overwrites any; None where there is no ring."""
+        return min((region.rows for region in self.regions if region.growth == "slot"), default=None)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of ``tokens`` tokens holds."""
         return -(-tokens // self.block_tokens) if self.blocks else 0
@@ -277,6 +282,11 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 found[layer >= len(self.spec.layers)].setdefault(key, []).append((layer, role))
         main, draft = (tuple(RingKind(*key, rings=tuple(rings)) for key, rings in kinds.items()) for kinds in found)
         return main, draft
+
+    @cached_property
+    def ring_sets(self) -> dict[tuple[bool, tuple[bool, ...]], tuple[tuple[int, str], ...]]:
+        """(whether of draft layers, which of their kinds) -> the rings of these kinds, once somebody put them here."""
+        return {}
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:

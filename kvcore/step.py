@@ -18,6 +18,7 @@ from kvcore.errors import ShapeError
 from kvcore.ops import StepIndex
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 NARROWEST = 8
 """Columns of the narrowest block table."""
@@ -25,6 +26,7 @@ NARROWEST = 8
 TABLE = StepIndex._fields.index("block_table")
 
 _COUNT = np.arange(4096, dtype=np.int32)
+_ONE_ON = np.array([[0], [1], [1], [0]], np.int32)
 
 
 class StepRequest(NamedTuple):
@@ -126,23 +128,37 @@ class StepNumbers:
     Attributes:
         slots, starts, counts, stored, blocks: what ``StepRequest`` calls ``slot``, ``start``, ``new`` and so on.
         left_padding: likewise; None: the step has none.
+        deepest: the smallest lengths to which the requests could be truncated before the step, once somebody asked.
+        in_step: whether those of steps that repeat this one are as much greater as the requests are longer.
     """
 
     def __init__(
         self,
         slots: list[int],
-        starts: list[int],
+        starts: list[int] | None,
         counts: list[int],
         stored: list[int],
-        blocks: list[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
         left_padding: list[int] | None = None,
     ) -> None:
         self.slots = slots
-        self.starts = starts
+        if starts is not None:
+            self.starts = starts
         self.counts = counts
         self.stored = stored
         self.blocks = blocks
         self.left_padding = left_padding
+        self.deepest: Int64s | None = None
+        self.in_step = False
+
+    def next(self, blocks: Sequence[Sequence[int]]) -> "StepNumbers":
+        """Those of a step that brings the same requests a token each, as this one did."""
+        found = StepNumbers(self.slots, None, self.counts, self.stored, blocks)
+        found.tokens, found.most_new, found.arrays = self.tokens, 1, self.arrays + _ONE_ON
+        found.longest = self.longest
+        if self.in_step and self.deepest is not None:
+            found.deepest, found.in_step = self.deepest + 1, True
+        return found
 
     @classmethod
     def of(cls, rows: Sequence[StepRequest]) -> "StepNumbers":
@@ -156,6 +172,11 @@ class StepNumbers:
             [row.blocks for row in rows],
             [row.left_padding or 0 for row in rows] if padded else None,
         )
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Each request's length before the step."""
+        return self.arrays[1].tolist()
 
     @cached_property
     def rows(self) -> list[StepRequest]:
@@ -173,6 +194,14 @@ class StepNumbers:
     def most_new(self) -> int:
         """Most new tokens of a request."""
         return max(self.counts, default=0)
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The request that is the longest after the step, of those that it makes longer and that had tokens before."""
+        _, starts, lengths, _ = self.arrays
+        grown = np.where((starts > 0) & (lengths > starts), lengths, 0)
+        number = int(grown.argmax()) if len(grown) else 0
+        return number if len(grown) and grown[number] else None
 
     @cached_property
     def arrays(self) -> Int32s:
@@ -240,15 +269,23 @@ class BlockTables:
         self._held: list[Sequence[int] | None] = []
         self._filled: list[int] = []
         self._version = 0
+        self._newest: Sequence[Sequence[int]] | None = None
 
     def update(self, slots: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
-        """Bring the rows of some slots up to date: tuples of block numbers, which do not change."""
+        """Bring the rows of some slots up to date: tuples of block numbers, which do not change.
+
+        Nor does a list of them that is given again, for the same slots.
+        """
+        if blocks is self._newest:
+            return
+        self._newest = None
         if slots and (most := max(slots)) >= len(self._held):
             self._lengthen(most + 1)
         held = self._held
         for slot, numbers in zip(slots, blocks, strict=True):
             if held[slot] is not numbers:
                 self._write(slot, numbers)
+        self._newest = blocks
 
     def _write(self, slot: int, numbers: Sequence[int]) -> None:
         count, before, filled = len(numbers), self._held[slot] or (), self._filled[slot]
@@ -365,6 +402,8 @@ def _count(most: int) -> Int32s:
 def _padded(where: str, given: int | None, needed: int) -> int:
     if given is None:
         return needed
+    if type(given) is int and given >= needed:
+        return given
     count = as_count(given, needed)
     if count is None:
         raise ShapeError(got=given, where=where, allowed=f"{needed} or more, for this step")

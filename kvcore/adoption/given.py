@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvcore.adoption.pages import Pages, Table
 from kvcore.errors import BackendError, OutOfBlocks, OutOfSlots, RequestError
@@ -121,6 +122,11 @@ class GivenManager(Manager):
                 allowed="verbs that read: gather, attend without new tokens, digest, export_request",
                 hint="A JAX array is given away by whoever writes: import its requests into a cache of backend='jax'.",
             )
+
+    def read(self, given: Mapping[Any, Any]) -> Opening:
+        """All of it, for others may have written down what the requests have."""
+        self.forget_last()
+        return super().read(given)
 
     def grow(self, opening: Opening) -> dict[Request, BlockGrant]:
         """In the blocks that the requests were given.

@@ -31,7 +31,6 @@ from kvcore.requests.manager import Request
 from kvcore.requests.padding import left_padding_of
 from kvcore.requests.prefix import Policy, Restorable
 from kvcore.requests.tokens import TokenIds, Tokens, as_mapping, check_salt, parse_tokens, token_ids
-from kvcore.step import StepNumbers
 from kvcore.turns import owner
 
 R = TypeVar("R")
@@ -92,7 +91,7 @@ class Cache:
         self._state = CacheState(plan, ops, prefix=prefix, check=check)
         door = FunctionalOps(ops)
         door.expect(self._state.pools)
-        self._paging = door.paging
+        self._state.paging = door.paging
         self.ops = cast("Ops", door)
         # The verbs remember whose rows they moved last; nobody else keeps a cache's memory once it is gone.
         forget = getattr(ops, "forget_pools", None)
@@ -258,14 +257,12 @@ class Cache:
             padding = manager.unseen(opening.requests) if held.prefix.policy == "approximate" else None
         grants = manager.grow(opening)
         try:
-            numbers = StepNumbers(
-                opening.slots, opening.starts, opening.counts, opening.stored, opening.blocks, padding
-            )
+            numbers = held.numbers_of(opening, padding)
             index = held.index_of(numbers, pad_tokens, pad_requests)
             held.prepare_blocks(grants)
             if held.canary is not None:
                 held.pools = held.canary.opened(held.pools, opening.requests, numbers, opening.blocks, index)
-            state = StepState(held, opening, numbers, index._replace(paging=self._paging))
+            state = StepState(held, opening, numbers, index)
             step: Step[Cache] = Step(self, state)
         except BaseException:
             manager.shrink(grants)

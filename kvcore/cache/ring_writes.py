@@ -101,7 +101,9 @@ class StepContext:
         self.coming: dict[int, Coming] = {}
         self._cache = cache
         self._opening = opening
-        self.undo = Undo(cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places))
+        self.undo = Undo(
+            cache.ops, numbers, index, partial(cache.manager.deepest_truncations, opening.places, ahead=opening.ahead)
+        )
 
     def check_open(self) -> None:
         """Refuse to go on after commit or abort."""

@@ -21,15 +21,16 @@ from kvcore.cache.canary import Canary
 from kvcore.cache.far import Far
 from kvcore.cache.reuse import Hit, PrefixCache
 from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
-from kvcore.ops import Ops, StepIndex
+from kvcore.ops import Ops, Paging, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.portable.digests import request_lanes
 from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import Content, owned, write_rows
-from kvcore.requests.grants import BlockGrant
+from kvcore.requests.grants import BlockGrant, Opening
 from kvcore.requests.manager import Manager, Request, RequestState, TakenOver
 from kvcore.requests.prefix import Policy
+from kvcore.requests.table import Now
 from kvcore.step import BlockTables, IndexShape, StepNumbers, StepRequest, build_index, columns_for, kept_index
 from kvcore.turns import Owner, locked, owner
 
@@ -60,7 +61,7 @@ class OpenStep(Protocol):
     grants: dict[Request, BlockGrant]
     owner_name: str
     ending: bool
-    table: dict[Request, RequestState] | None
+    table: Now | None
     pools_replaced: bool
 
     @property
@@ -92,6 +93,7 @@ class CacheState:
         manager: who holds which slots and blocks.
         prefix: what later prompts can take over.
         tables: the blocks of its requests as arrays, for the indices of steps.
+        paging: what indices of its steps say of whose they are.
         traced: of backends whose verbs can be traced: (verb, its arrays) -> whether it is.
         turn_timeout: seconds that a verb waits for another thread's step; None: without end.
         step: the step that is open.
@@ -115,10 +117,16 @@ class CacheState:
         self.manager = Manager(plan)
         self.prefix = PrefixCache(plan.spec, prefix, self.manager)
         self.tables = BlockTables()
+        # The step that was opened last.
+        self._numbers: tuple[Opening | None, StepNumbers] = None, StepNumbers([], [], [], [], [])
+        self.paging: Paging | None = None
+        # What the backend gave last, and the same with a word of whose it is.
+        self._index: tuple[StepIndex | None, StepIndex | None] = None, None
         self.traced: Callable[[str, tuple[Any, ...]], bool] | None = getattr(ops, "in_trace", None)
         self.turn_timeout: float | None = None
         self._lock = threading.RLock()
         self._turns = threading.Condition(self._lock)
+        self._waiting = 0
         self.step: OpenStep | None = None
         self.under_way = ""
         self.filling: Request | None = None
@@ -204,7 +212,11 @@ class CacheState:
                     hint="Leave its with block there, or call its commit() or abort() from any thread; "
                     "cache.turn_timeout says how long others wait.",
                 )
-            self._turns.wait(min(left, LOOK_SECONDS))
+            self._waiting += 1
+            try:
+                self._turns.wait(min(left, LOOK_SECONDS))
+            finally:
+                self._waiting -= 1
             if self.under_way:
                 self.mend()
 
@@ -226,7 +238,8 @@ class CacheState:
     def end_step(self) -> None:
         """Let the others go on."""
         self.step = None
-        self._turns.notify_all()
+        if self._waiting:
+            self._turns.notify_all()
 
     @property
     def keeps_index(self) -> Callable[[StepNumbers, IndexShape, BlockTables], StepIndex] | None:
@@ -392,6 +405,17 @@ class CacheState:
         """The requests' parts in a step that brings ``new`` tokens, in the blocks that they have."""
         return [self.row(request)._replace(new=count) for request, count in zip(requests, new, strict=True)]
 
+    def numbers_of(self, opening: Opening, padding: list[int] | None) -> StepNumbers:
+        """A step as host integers, of those of the step before where it repeats that."""
+        before, last = self._numbers
+        if padding is None and before is not None and opening.follows is before and last.left_padding is None:
+            found = last.next(opening.blocks)
+        else:
+            parts = opening.slots, opening.starts, opening.counts, opening.stored, opening.blocks
+            found = StepNumbers(*parts, padding)
+        self._numbers = opening, found
+        return found
+
     def index_of(self, numbers: StepNumbers, pad_tokens: int | None, pad_requests: int | None) -> StepIndex:
         """The index of a step, with a block table of few widths: what its longest request needs, or any could have.
 
@@ -411,12 +435,17 @@ class CacheState:
         # whose arrays do not change may keep any.
         keep = self.keeps_index
         if not padded and (keep is None or self.ops.in_place):
-            if self._new_index is not None:
-                return self._new_index(numbers, shape, tables)
-            return self.ops.index(kept_index(numbers, shape, tables))
-        if keep is None:
-            return self.ops.padded_index(kept_index(numbers, shape, tables))
-        return keep(numbers, shape, tables)
+            new = self._new_index
+            found = self.ops.index(kept_index(numbers, shape, tables)) if new is None else new(numbers, shape, tables)
+        elif keep is None:
+            found = self.ops.padded_index(kept_index(numbers, shape, tables))
+        else:
+            found = keep(numbers, shape, tables)
+        bare, index = self._index
+        if index is None or found is not bare:
+            index = StepIndex(*found[:-1], self.paging)
+            self._index = found, index
+        return index
 
     def digest_lanes(self, requests: Sequence[Request]) -> list[tuple[int, list[tuple[int, int]]]]:
         """What ``digest`` combines: for each request its length, and the two lanes of every pool in canonical order."""

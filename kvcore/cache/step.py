@@ -31,6 +31,8 @@ from kvcore.turns import owner
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from kvcore.requests.table import Now
+
 
 class Opener(Protocol):
     """What a step needs of the cache that it shows: what it holds, and the verbs for functional use."""
@@ -290,7 +292,7 @@ class StepState:
         self.block: weakref.ref[Any] | None = None
         self.ending = False
         self.sealed = False
-        self.table: dict[Request, RequestState] | None = None
+        self.table: Now | None = None
         self.pools_replaced = False
         self.context = StepContext(cache, opening, numbers, index)
         self._opening = opening
@@ -361,9 +363,7 @@ class StepState:
 
     def _shorten(self, counts: list[int]) -> None:
         """Have the step bring fewer tokens, and its requests keep the blocks that these need."""
-        opening = self._opening
-        ids = [None if some is None else some[:count] for some, count in zip(opening.ids, counts, strict=True)]
-        opening.counts, opening.ids = counts, ids
+        self._opening.shorten(counts)
         old = self._numbers
         self._numbers = StepNumbers(old.slots, old.starts, counts, old.stored, old.blocks, old.left_padding)
 
@@ -385,10 +385,14 @@ class StepState:
                 for number in range(len(cache.spec.all_layers)):
                     self._writes(number).fill_unwritten()
             states = self._states()
-            places = manager.after(self._opening, self._touched(), every=self._every)
+            touched = self._touched()
+            # Most decode steps only make their requests a token longer.
+            plain = counts is None and cache.follow is None
+            table = manager.with_step(self._opening, touched) if plain else None
+            places = {} if table is not None else manager.after(self._opening, touched, every=self._every)
             if counts is not None:
                 grants = {request: self._needed(grant, places[request]) for request, grant in grants.items()}
-            keys = self._new_keys(places) if prefix.on else {}
+            keys = self._new_keys(places) if prefix.on and places else {}
             for writes in self._layers.values():
                 writes.store_waiting()
             if cache.canary is not None:
@@ -401,8 +405,10 @@ class StepState:
         except BaseException:
             self.roll_back()
             raise
-        self.table = manager.with_places(places)
-        manager.learn(places, self._opening, keys)
+        if table is None:
+            table = manager.with_places(places)
+            manager.learn(places, self._opening, keys)
+        self.table = table
         # Until here nothing has happened; from here on all of it has.
         manager.become(self.table)
         cache.end_step()
@@ -456,7 +462,7 @@ class StepState:
             )
 
     @property
-    def _looked_at(self) -> tuple[list[Request], StepNumbers, list[Sequence[int]], StepIndex]:
+    def _looked_at(self) -> tuple[list[Request], StepNumbers, Sequence[Sequence[int]], StepIndex]:
         """What a canary must know of the step, as its index says it: of all tokens that it had reserved."""
         return self.requests, self.context.numbers, self._opening.blocks, self.context.index
 

@@ -80,42 +80,49 @@ class Undo:
         return self._decided[key]
 
     def _decide(self, component: Component, rows: int) -> bool:
-        span, most_new = component.span, self._numbers.most_new
-        # How deep its requests could be truncated is only asked where that decides.
-        if span is not None and most_new <= rows - span and most_new <= rows - span - self._depth:
-            return False
+        numbers = self._numbers
         # The newest token takes the place of position length - 1 - rows; what is live begins no earlier at a greater
         # length. A request without tokens has nothing to lose.
-        _, starts, lengths, _ = self._numbers.arrays
         longest = self._longest
-        if longest is not None:  # which in most steps tells
-            length, deepest = longest
-            if length - rows > component.live_bounds(deepest)[0]:
-                return True
+        if longest is None:
+            return False
+        length, deepest = longest
+        if length - rows > component.live_bounds(deepest)[0]:  # which in most steps tells
+            return True
+        if len(numbers.slots) == 1 or length <= rows:
+            return False
         first, _ = component.live_bounds(self._deepest, np.maximum)
-        return bool(((lengths > starts) & (starts > 0) & (lengths - rows > first)).any())
+        return bool((self._lengths - rows > first).any())
+
+    @cached_property
+    def _lengths(self) -> np.ndarray[Any, Any]:
+        """Lengths after the step of the requests that it makes longer and that had tokens; 0 of others."""
+        _, starts, lengths, _ = self._numbers.arrays
+        return np.where((starts > 0) & (lengths > starts), lengths, 0)
 
     @cached_property
     def _longest(self) -> tuple[int, int] | None:
         """Of the request that is the longest at the end of the step, and is not new: that length, and ``deepest``."""
-        _, starts, lengths, _ = self._numbers.arrays
-        grown = np.where((starts > 0) & (lengths > starts), lengths, 0)
-        number = int(grown.argmax()) if len(grown) else 0
-        length = int(grown[number]) if len(grown) else 0
-        return (length, self._ask_deepest(slice(number, number + 1))[0]) if length else None
+        number = self._numbers.longest
+        if number is None:
+            return None
+        return int(self._numbers.arrays[2, number]), self._ask_deepest(slice(number, number + 1))[0]
 
     @cached_property
     def _deepest(self) -> np.ndarray[Any, Any]:
-        return np.array(self._ask_deepest(slice(None)), np.int64)
-
-    @cached_property
-    def _depth(self) -> int:
-        """By how many tokens a request of the step could be truncated."""
-        starts: Any = self._numbers.arrays[1]
-        return int((starts - self._deepest).max(initial=0))
+        numbers, plan = self._numbers, self._plan
+        if numbers.deepest is None:
+            numbers.deepest = np.array(self._ask_deepest(slice(None)), np.int64)
+            starts = numbers.arrays[1]
+            wrapped = plan.unwrapped is not None and (starts > plan.unwrapped).all()
+            # All of them then go along with their requests' lengths.
+            numbers.in_step = bool(wrapped and (starts - numbers.deepest == plan.rollback_tokens).all())
+        return numbers.deepest
 
     def keep(self, pools: Pools, layer: int, role: str) -> None:
         """Keep what the step's rows of a ring take the place of, which is not kept yet."""
+        if self._together and not self._kept:
+            self._kept.update(chain.from_iterable(rings for rings, _ in self._together))
         if (layer, role) not in self._kept:
             self._read(pools, ((layer, role),), draft=layer >= len(self._plan.spec.layers))
 
@@ -126,16 +133,33 @@ class Undo:
         if not self._kept and not self._ops.in_place:
             self._before = Pools(pools)
         for draft in (False, True):
-            self._read(pools, self._needed(draft), draft=draft)
+            needed = self._needed(draft)
+            if self._kept or not self._read_at_once(pools, needed):
+                self._read(pools, needed, draft=draft)
         self.whole = True
 
     def _needed(self, draft: bool) -> tuple[Ring, ...]:
         """The rings of main or draft layers in which something is overwritten that must be kept."""
         found = self._rings.get(draft)
         if found is None:
-            kinds = [rings for component, rows, rings in self._plan.rings[draft] if self.overwrites(component, rows)]
-            found = self._rings[draft] = kinds[0] if len(kinds) == 1 else tuple(chain.from_iterable(kinds))
+            kinds = self._plan.rings[draft]
+            wanted = tuple([self.overwrites(component, rows) for component, rows, _ in kinds])
+            sets = self._plan.ring_sets
+            found = sets.get((draft, wanted))
+            if found is None:
+                chosen = [kind.rings for kind, is_wanted in zip(kinds, wanted, strict=True) if is_wanted]
+                found = sets[draft, wanted] = tuple(chain.from_iterable(chosen))
+            self._rings[draft] = found
         return found
+
+    def _read_at_once(self, pools: Pools, rings: tuple[Ring, ...]) -> bool:
+        """Read what the step takes the place of in rings of which nothing is kept yet; False where that cannot be."""
+        if self._at_once is None or self._numbers.most_new > MOST_TOGETHER:
+            return not rings
+        saved = self._at_once.read_rings(pools, rings, self._index) if rings else None
+        if saved is not None:
+            self._together.append((rings, saved))
+        return saved is not None or not rings
 
     def _read(self, pools: Pools, rings: tuple[Ring, ...], *, draft: bool) -> None:
         """Read what the step takes the place of in some rings, or at once in all that a step of these layers takes."""

@@ -30,12 +30,14 @@ class BlockAllocator:
 
     Attributes:
         statistics: counts since the start.
+        shares: another number whenever a block may no longer be one holder's alone.
         on_evict: called with the key of every block that is evicted, so that what depends on it can go too.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.statistics = BlockStatistics()
+        self.shares = 0
         self.on_evict: Callable[[bytes], None] | None = None
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
@@ -98,6 +100,7 @@ class BlockAllocator:
         """One more holder of a held or idle block."""
         if self._holders[block] == 0 and self._keys[block] is None:
             raise RequestError(got=f"free block {block}", where="hold", allowed="a held or sealed block")
+        self.shares += 1
         self._idle.pop(block, None)
         self._holders[block] += 1
 
@@ -145,6 +148,7 @@ class BlockAllocator:
         for block in held:
             holders[block] += 1
         self._holders = holders
+        self.shares += 1
         keys = self._keys
         found = {key: block for key, block in self._found.items() if keys[block] == key}
         for block, key in enumerate(keys):
@@ -184,6 +188,7 @@ class BlockAllocator:
     def seal(self, block: int, key: bytes) -> None:
         """Publish a full, held block under a key; the first block of a key stays the one that is found."""
         if self._keys[block] is None:
+            self.shares += 1
             self._keys[block] = key
             if self._found.setdefault(key, block) != block:
                 self._twins.setdefault(key, []).append(block)

@@ -14,7 +14,6 @@ tokens (``truncate``, ``release``); what comes from elsewhere (``take_over``, ``
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvcore.counts import as_count
@@ -24,13 +23,10 @@ from kvcore.plan import CachePlan
 from kvcore.requests.blocks import BlockAllocator
 from kvcore.requests.grants import BlockGrant, Opening, shared_columns
 from kvcore.requests.request import Conversion, Request, RequestState
+from kvcore.requests.table import MAIN, Now, Table, lengthen
 from kvcore.requests.tokens import parse_tokens
 
 __all__ = ["BlockGrant", "Manager", "Opening", "Request", "RequestState", "TakenOver"]
-
-
-MAIN: Mapping[str, bool] = MappingProxyType({"main": True})
-"""A step that brings every main layer its rows, and no draft layer."""
 
 
 class Manager:
@@ -44,15 +40,22 @@ class Manager:
         self.blocks = BlockAllocator(plan.blocks)
         # Of slots that had a request.
         self._generations: dict[int, int] = {}
-        self._places: dict[Request, RequestState] = {}
+        self._table = Table(plan)
         # What an open step's requests hold while it is open.
         self._growing: dict[Request, tuple[int, ...]] = {}
         self._next_id = 0
-        # Positions that the smallest ring can take before it overwrites any; None where there is no ring.
-        self._unwrapped = min((region.rows for region in plan.regions if region.growth == "slot"), default=None)
         # Recurrent states that a slot has room for; 0 where no layer is recurrent.
         recurrent = [(layer, role) for layer, role, component in plan.spec.components() if component.recurrent]
         self.states = min((plan.region(*found)[0].rows for found in recurrent), default=0)
+
+    @property
+    def _places(self) -> dict[Request, RequestState]:
+        """What every live request holds."""
+        return self._table.places
+
+    @_places.setter
+    def _places(self, places: dict[Request, RequestState]) -> None:
+        self._table.now = Now(places)
 
     @property
     def free_slots(self) -> int:
@@ -67,15 +70,15 @@ class Manager:
     @property
     def requests(self) -> tuple[Request, ...]:
         """Live requests in order of admission."""
-        return tuple(self._places)
+        return tuple(self._table.now.places)
 
     def is_live(self, request: Request) -> bool:
         """True between admission and release."""
-        return request in self._places
+        return request in self._table.now.places
 
     def is_lost(self, request: Request) -> bool:
         """True for a live request whose rows could not be put back after a step that failed."""
-        return self._places[request].lost
+        return self._table.now.places[request].lost
 
     def admit(self, salt: str | None = None) -> Request:
         """Give out a slot. Blocks are taken by steps; ``salt`` tells whose prefixes are shared.
@@ -118,17 +121,28 @@ class Manager:
         self._free_slots.append(place.slot)
         return self.blocks.drop(place.blocks[::-1])
 
-    def with_places(self, places: Mapping[Request, RequestState]) -> dict[Request, RequestState]:
+    def with_places(self, places: Mapping[Request, RequestState]) -> Now:
         """The table with some places exchanged, for ``become``."""
-        return {**self._places, **places}
+        return Now({**self._places, **places})
 
-    def become(self, table: dict[Request, RequestState]) -> None:
+    def with_step(self, opening: Opening, touched: Mapping[str, bool] = MAIN) -> Now | None:
+        """The table with a step's tokens as part of its requests, where that is all there is to note; else None."""
+        if touched != MAIN or self.states or not opening.may_repeat:
+            return None
+        self._table.note(opening, None)
+        return Now(self._table.now.places, opening)
+
+    def forget_last(self) -> None:
+        """Have the next step looked at whole, whatever it repeats."""
+        self._table.last = None
+
+    def become(self, table: Now) -> None:
         """Exchange the table: all of a step's requests at once."""
-        self._places = table
+        self._table.now = table
 
-    def is_table(self, table: dict[Request, RequestState] | None) -> bool:
+    def is_table(self, table: Now | None) -> bool:
         """Whether that table is the one that holds now."""
-        return self._places is table
+        return self._table.now is table
 
     def mend(self, grants: Mapping[Request, BlockGrant]) -> None:
         """Work out anew what follows from the table, after a verb that did not get to its end.
@@ -137,6 +151,7 @@ class Manager:
             grants: what requests of the step that is open got for it.
         """
         self._growing = {request: grant.blocks for request, grant in grants.items()}
+        self.forget_last()
         places = self._places.values()
         slots = {place.slot for place in places}
         self._free_slots = [slot for slot in range(self._unused_slot - 1, -1, -1) if slot not in slots]
@@ -167,14 +182,15 @@ class Manager:
             raise RequestError(
                 got=f"request {request.id} of another cache", where=where, allowed="requests of this cache"
             )
-        if request not in self._places:
+        places = self._table.now.places
+        if request not in places:
             raise RequestError(
                 got=f"request {request.id}, released",
                 where=where,
                 allowed="a live request",
                 hint="Admit a new one: a released request's slot belongs to others.",
             )
-        if self._places[request].lost and not lost:
+        if places[request].lost and not lost:
             raise RequestError(
                 got=f"request {request.id}, lost",
                 where=where,
@@ -232,10 +248,12 @@ class Manager:
             RequestError: a request is stale, foreign or lost, or is given other ids than those it has to replay.
             ShapeError: a value is neither a count nor ids. OutOfBlocks: a request would outgrow what one may hold.
         """
-        opening = Opening()
-        requests, counts, all_ids, starts, slots, stored_tokens, all_blocks = (
-            opening.requests, opening.counts, opening.ids, opening.starts, opening.slots, opening.stored,
-            opening.blocks)  # fmt: skip
+        repeated = self._table.repeated(given, self.blocks)
+        if repeated is not None:
+            return repeated
+        opening = Opening(self.blocks.shares)
+        requests, counts, all_ids, slots, stored_tokens, all_blocks = (
+            opening.requests, opening.counts, opening.ids, opening.slots, opening.stored, opening.blocks)  # fmt: skip
         places, limit, is_alone = self._places, self.plan.longest, self.blocks.is_alone
         size = self.plan.block_tokens if self.plan.blocks else 0
         # Once a step for each request: what most of them need is looked at here, and everything else is a call.
@@ -269,7 +287,6 @@ class Manager:
             opening.places.append(place)
             counts.append(count)
             all_ids.append(ids)
-            starts.append(start)
             slots.append(place.slot)
             stored_tokens.append(stored)
             all_blocks.append(blocks)
@@ -283,15 +300,15 @@ class Manager:
         Raises:
             OutOfBlocks: the free blocks do not suffice.
         """
-        more, places = opening.more, opening.places
+        more = opening.more
         if not more and not opening.contested:
             return opening.grants
         shared: dict[int, int] = {}
         if opening.contested:
-            shared = shared_columns(self.blocks, self.plan.block_tokens, places, opening.counts)
+            shared = shared_columns(self.blocks, self.plan.block_tokens, opening.places, opening.counts)
         fresh = iter(self.blocks.take(sum(more.values()) + len(shared)))
         for number in sorted({*more, *shared}):
-            grant = _granted(places[number].blocks, more.get(number, 0), shared.get(number), fresh)
+            grant = _granted(opening.blocks[number], more.get(number, 0), shared.get(number), fresh)
             opening.grants[opening.requests[number]] = grant
             opening.blocks[number] = grant.blocks
         self._growing = {request: grant.blocks for request, grant in opening.grants.items()}
@@ -318,31 +335,18 @@ class Manager:
             every: recurrent layers got the state after each of its tokens, not after the last alone.
         """
         found: dict[Request, RequestState] = {}
-        plain = touched == MAIN
-        for request, place, new, tokens in zip(
-            opening.requests, opening.places, opening.counts, opening.ids, strict=True
-        ):
+        places = opening.places if not opening.ahead else map(self._places.__getitem__, opening.requests)
+        for request, place, new, tokens in zip(opening.requests, places, opening.counts, opening.ids, strict=True):
             found[request] = place = place.copy()
             if not new:
                 continue
-            start = place.length
-            place.length = end = start + new
-            if end > place.high_water:
-                place.high_water = end
+            start, end = place.length, place.length + new
+            lengthen(place, end, touched)
             if tokens is not None and place.prompt:
                 expected = place.prompt[start:end]
                 if list(tokens[: len(expected)]) != list(expected):
                     # From here on it is another text than the prompt.
                     place.prompt = ()
-            written = place.written
-            if plain and len(written) == 1 and written["main"] == start:
-                place.written = {"main": end}
-            else:
-                place.written = written = written.copy()
-                for group, done in touched.items():
-                    before = written.setdefault(group, place.given)
-                    if done and start <= before < end:
-                        written[group] = end
             if self.states and touched.get("main"):
                 first = max(start, end - self.states) if every else end - 1
                 self._hold_states(place, (*place.states, *range(first + 1, end + 1)))
@@ -359,6 +363,7 @@ class Manager:
         self, places: Mapping[Request, RequestState], opening: Opening, keys: Mapping[Request, Sequence[bytes]]
     ) -> None:
         """Note ids and keys of a step's new tokens, right before its table of places becomes the one that holds."""
+        self._table.note(opening, places)
         for request, more in keys.items():
             places[request].keys += more
         for place, new, tokens in zip(places.values(), opening.counts, opening.ids, strict=True):
@@ -443,14 +448,18 @@ class Manager:
         """
         return self.deepest_truncations([self._places[request]])[0]
 
-    def deepest_truncations(self, places: Sequence[RequestState], some: slice = slice(None)) -> list[int]:
-        """The same for several places, or some of them, lost ones included."""
+    def deepest_truncations(
+        self, places: Sequence[RequestState], some: slice = slice(None), ahead: int = 0
+    ) -> list[int]:
+        """The same for several places, or some of them, lost ones included; ``ahead`` tokens on."""
         found: list[int] = []
+        unwrapped = self.plan.unwrapped
         for place in places[some]:
-            deepest = place.floor
-            if self._unwrapped is not None and place.high_water > self._unwrapped:
-                deepest = max(deepest, place.high_water - self.plan.rollback_tokens)
-            found.append(min(place.length, deepest))
+            length, deepest = place.length + ahead, place.floor
+            written = max(place.high_water, length)
+            if unwrapped is not None and written > unwrapped:
+                deepest = max(deepest, written - self.plan.rollback_tokens)
+            found.append(min(length, deepest))
         return found
 
     def least_whole(self, request: Request) -> int:

@@ -82,6 +82,6 @@ def is_salt(salt: object) -> bool:
 
 def as_mapping(value: object, where: str) -> Mapping[object, object]:
     """The argument of ``cache.step``, or of ``Step.commit``, if it is a mapping."""
-    if not isinstance(value, Mapping):
+    if value.__class__ is not dict and not isinstance(value, Mapping):
         raise ShapeError(got=type(value).__name__, where=where, allowed="a mapping {request: new tokens}")
     return cast("Mapping[object, object]", value)

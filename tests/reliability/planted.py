@@ -98,6 +98,7 @@ CORE_TESTS = {
         "requests/test_schedulers",
     ),
     "step": ("requests/test_allocator", "cache/test_fork", "requests/test_schedulers", "plan/test_longest"),
+    "requests/table": ("requests/test_repeated_steps", "cache/test_fork", "cache/test_rollback"),
     "requests/blocks": ("requests/test_allocator", "requests/test_findable", "requests/test_prefix"),
     "requests/prefix": (
         "requests/test_keys",

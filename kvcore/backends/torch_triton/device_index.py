@@ -27,6 +27,8 @@ from kvcore.step import (
     pieces_of,
 )
 
+NOTHING_ALIKE = None, None, None, None, None
+
 MOST_SENT = 1 << 16
 """Numbers of block tables that go along with a step's others; more of them go in several copies."""
 
@@ -133,12 +135,16 @@ class _Buffer:
             self._host = [torch.zeros(self._size + room, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._narrow = narrow
         self._flat = [buffer.numpy()[: self._size] for buffer in self._host]
+        # The last step of one token for each of its requests, and what of it those that repeat it write anew.
+        self._alike: list[tuple[Any, ...]] = [NOTHING_ALIKE for _ in self._host]
+        self._blocks: Any = None
         # What a step whose block tables are there already has copied.
         self._numbers = [(self._device[: self._size], buffer[: self._size]) for buffer in self._host]
         self._count = -1
         self._arrays = [HostIndex.of(buffer.numpy()[: self._size], narrow) for buffer in self._host]
         self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]
-        self._views = on_device(self._device, pieces)._replace(block_table=self._table)
+        self._index = on_device(self._device, pieces)._replace(block_table=self._table)
+        self._has_table = requests * columns > 0
         self._turn = 0
         # Of every row of the table: which version of which slot's row it is, and how many columns may not be -1.
         self._versions = np.full(requests, -1, np.int64)
@@ -146,24 +152,29 @@ class _Buffer:
 
     def put(self, host: StepIndex) -> StepIndex:
         """Everything anew, from an index of NumPy arrays."""
-        self._versions[:], self._count = -1, -1
+        self._versions[:], self._count, self._blocks = -1, -1, None
         self._filled[:] = self._shape.columns
         turn = self._next()
+        self._alike[turn] = NOTHING_ALIKE
         for name, array in self._arrays[turn]._asdict().items():
             if array is not None and name != "block_table":
                 array[...] = getattr(host, name)
         self._copy(turn, self._size)
         table = torch.from_numpy(np.ascontiguousarray(host.block_table, np.int32))
         self._table.copy_(table.pin_memory() if self._cuda else table, non_blocking=True)
-        return StepIndex(*self._views)
+        return self._index
 
     def send(self, numbers: StepNumbers, tables: BlockTables) -> StepIndex:
         """A step's numbers, and the rows of block tables that are others than in the last step."""
         turn, count = self._next(), len(numbers.slots)
-        fill_flat(self._flat[turn], numbers, self._narrow)
+        self._write(turn, numbers)
         size = self._size
-        same = count == self._count and (tables.versions[numbers.arrays[0]] == self._versions[:count]).all()
-        if self._table.numel() and not same:
+        # A list of blocks that comes again is as it was.
+        same = numbers.blocks is self._blocks or not self._has_table
+        if not same:
+            self._blocks = None
+            same = count == self._count and (tables.versions[numbers.arrays[0]] == self._versions[:count]).all()
+        if not same:
             # Rows of an earlier, longer step are sent as empty ones.
             self._count = -1
             slots, versions = np.full(len(self._table), -1, np.int64), np.zeros(len(self._table), np.int64)
@@ -181,9 +192,25 @@ class _Buffer:
                 self._versions[changed] = versions[changed]
                 self._filled[changed] = filled[changed]
             self._count = count
-        if size:
+        self._blocks = numbers.blocks
+        if size and self._cuda:
             self._copy(self._turn, size)
-        return StepIndex(*self._views)
+        return self._index
+
+    def _write(self, turn: int, numbers: StepNumbers) -> None:
+        """Put a step's numbers into a host buffer."""
+        slots, counts, positions, starts, lengths = self._alike[turn]
+        if numbers.slots is slots and numbers.counts is counts:
+            _, starts[...], lengths[...], _ = numbers.arrays
+            positions[...] = starts
+            return
+        self._alike[turn] = NOTHING_ALIKE
+        fill_flat(self._flat[turn], numbers, self._narrow)
+        slots, counts, arrays = numbers.slots, numbers.counts, self._arrays[turn]
+        count = len(slots)
+        if numbers.tokens == count and numbers.most_new == 1 and not self._shape.padded:
+            same = arrays.positions[:count], arrays.starts[:count], arrays.lengths[:count]
+            self._alike[turn] = slots, counts, *same
 
     def _send_rows(self, turn: int, rows: np.ndarray, slots: np.ndarray, width: int, tables: BlockTables) -> int:
         """Write rows of block tables into the table, along with the step's other numbers; what is left to copy then."""

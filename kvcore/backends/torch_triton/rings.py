@@ -1,6 +1,7 @@
 """The rows of many rings that a step takes the place of, kept and put back in one launch; see ``cache.undo``."""
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from kvcore.backends.torch_triton.cuda_units import WORDS
 from kvcore.backends.torch_triton.launch import calls
+from kvcore.backends.torch_triton.replay import Replayed
 from kvcore.kernels.triton.rings import ENTRY
 from kvcore.ops import StepIndex
 from kvcore.ops.host import lines_of
@@ -36,7 +38,7 @@ class Tables(NamedTuple):
 class Rings:
     """Rings of one plan on one device, several at a time."""
 
-    def __init__(self, plan: CachePlan, device: str, move: Callable[..., None]) -> None:
+    def __init__(self, plan: CachePlan, device: str, move: Replayed) -> None:
         self._plan = plan
         self._device = device
         self._move = move
@@ -45,6 +47,8 @@ class Rings:
         self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
         self._in_slots: dict[tuple[tuple[int, str], ...], bool] = {}
         self._last: tuple[Any, Any, Any] = None, None, None
+        # The arrays that were read with last, and what launches that again: in a loop of captured steps they stay.
+        self._again: tuple[tuple[Any, ...], Callable[[], bool] | None] = (), None
 
     def read(self, pools: Pools, rings: tuple[tuple[int, str], ...], index: StepIndex) -> torch.Tensor | None:
         """The bytes of the rows that the step's tokens take: a line for each token. None where rows lie in blocks."""
@@ -65,7 +69,12 @@ class Rings:
         self._launch(held, index, self._tables_of(pools, rings).back, back=True)
 
     def _launch(self, held: torch.Tensor, index: StepIndex, table: tuple[torch.Tensor, torch.Tensor], *, back: bool):
-        self._move(None, held, index.positions, index.request_index, index.slots, index.lengths, *table, back)
+        arrays = held, index.positions, index.request_index, index.slots, index.lengths, *table
+        known, again = self._again
+        if back or again is None or not all(map(is_, arrays, known)) or not again():
+            self._move.of_none(None, *arrays, back)
+            if not back:
+                self._again = arrays, self._move.launcher(*arrays, back)
 
     def _all_in_slots(self, rings: tuple[tuple[int, str], ...]) -> bool:
         found = self._in_slots.get(rings)

@@ -104,7 +104,7 @@ class TritonOps(TorchOps):
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
         self.seen = Seen(self.torch_device)
-        self._rings = Rings(plan, device, Replayed("move_rings", self, None, move, None, ()).of_none)
+        self._rings = Rings(plan, device, Replayed("move_rings", self, None, move, None, ()))
         self._watcher = Watcher(plan, device)
         self._attention = flash.chosen(device, None if props is None else props.capability)
         self.records = cuda.records_of(self)

@@ -40,11 +40,6 @@ TABLE = {
             "shared blocks that were replaced are lost",
         ),
         (
-            "            if end > place.high_water:\n                place.high_water = end\n",
-            "",
-            "what was written is forgotten, and a rollback goes too deep",
-        ),
-        (
             "            place.high_water = max(place.high_water, lengths[request])\n",
             "            pass\n",
             "rows of a failed step are taken for unwritten",
@@ -55,8 +50,26 @@ TABLE = {
             "        place.given = min(place.given, length)\n",
             "a truncated request does not write what it took over again",
         ),
-        ("        if self._places[request].lost and not lost:\n", "        if False:\n", "a lost request is read"),
+        ("        if places[request].lost and not lost:\n", "        if False:\n", "a lost request is read"),
         ("        if not request._of(self):\n", "        if False:\n", "a request of another cache is taken"),
+    ],
+    "requests/table.py": [
+        (
+            "    if end > place.high_water:\n        place.high_water = end\n",
+            "",
+            "what was written is forgotten, and a rollback goes too deep",
+        ),
+        (
+            "        count = ahead.ahead + 1\n",
+            "        count = ahead.ahead\n",
+            "the last of repeated steps is forgotten",
+        ),
+        (" or last.shares != blocks.shares:\n", ":\n", "a repeated step writes into a block that a fork reads"),
+        (
+            "            places, tokens = self._left, 0\n",
+            "            places, tokens = self._left, 1\n",
+            "a step that repeats one that was looked at is a token too far",
+        ),
     ],
     "requests/blocks.py": [
         ("            generations[block] += 1\n", "", "a block's generation stays"),
@@ -317,12 +330,12 @@ TABLE = {
         ),
         (
             "        first, _ = component.live_bounds(self._deepest, np.maximum)\n",
-            "        first, _ = component.live_bounds(lengths, np.maximum)\n",
+            "        first, _ = component.live_bounds(self._numbers.arrays[1], np.maximum)\n",
             "rows that a rollback needs are not put back",
         ),
         (
-            "most_new <= rows - span - self._depth:",
-            "self._numbers.most_new <= rows - span:",
+            "        if length - rows > component.live_bounds(deepest)[0]:",
+            "        if length - rows > component.live_bounds(length)[0]:",
             "spare rows are taken for free that a rollback needs",
         ),
         (
