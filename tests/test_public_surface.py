@@ -81,6 +81,7 @@ EXTENSIONS = {
         "visible_rows": "the mask with the positions that it was made from",
     },
     "Request": {
+        "approximate": "rows of an approximate replay are told from those of an uninterrupted run",
         "converted": "rows that were coded anew on their way are told from those that were computed",
         "blocks": "block tables of outside kernels",
         "generation": "tells a reused slot from the one that was given back",

@@ -141,7 +141,7 @@ class PrefixCache:
         # At the end of a block its key says all; beyond it the tokens are known, or nobody could ask for the state.
         rest = place.tokens[full * self._block_tokens : length] if place.tokens is not None else []
         key = point_key(parent, rest, place.salt)
-        if key in self._states:
+        if key in self._states and (self._states[key].exact or not place.exact):
             self._states.move_to_end(key)
             return
         self._states[key] = Kept(length, parent, state, place.exact)
@@ -150,7 +150,7 @@ class PrefixCache:
             self._forget(next(iter(self._states)))
 
     def kept(self, place: RequestState) -> list[tuple[int, Content]]:
-        """(length, state) of every checkpoint of a request's own tokens, shortest first."""
+        """(length, state) of every checkpoint of a request's own tokens, shortest first; of an exact one, exact ones."""
         if place.tokens is None or not place.shares:
             return []
         size, found = self._block_tokens, list[tuple[int, Content]]()
@@ -158,8 +158,11 @@ class PrefixCache:
             for key, rest in self._beyond.get(parent, {}).items():
                 length = full * size + rest
                 own = place.tokens[full * size : length]
-                if length <= place.length and key == point_key(parent, own, place.salt):
-                    found.append((length, self._states[key].state))
+                known = self._states[key]
+                if length > place.length or key != point_key(parent, own, place.salt):
+                    continue
+                if known.exact or not place.exact:
+                    found.append((length, known.state))
         return sorted(found, key=lambda one: one[0])
 
     def find(self, tokens: Sequence[int], *, limit: int, salt: str | None = None) -> Hit:

@@ -267,7 +267,8 @@ class CacheState:
         Args:
             into: a request without tokens to fill; None admits one.
             salt: under which its prefixes may be found, whatever it says of itself.
-            shares: whether they may be found at all; None: if there is a salt. Rows that were converted never are.
+            shares: whether they may be found at all; None: if there is a salt. Rows that were converted never are, nor
+                those of an approximate replay where no hit is told to be one.
             states: (length, state) of checkpoints that came with it.
             far: entries that stay in the host's memory, and are not among the rows.
 
@@ -284,9 +285,17 @@ class CacheState:
                     got=f"request {into.id} of salt {place.salt!r}", where="import: into", allowed=f"salt {salt!r}"
                 )
             self.filling = into
-        shares = shares and not left.converted
+        # Whoever finds rows of an approximate replay is told so under that policy alone.
+        told = not left.approximate or self.prefix.policy == "approximate"
+        shares = shares and not left.converted and told
         taken = TakenOver(
-            left.length, left.floor, left.tokens, salt=place.salt, shares=shares, converted=left.converted
+            left.length,
+            left.floor,
+            left.tokens,
+            salt=place.salt,
+            shares=shares,
+            converted=left.converted,
+            approximate=left.approximate,
         )
         try:
             self.manager.take_over(request, place, taken)

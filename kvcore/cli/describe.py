@@ -130,6 +130,7 @@ def _request(record: Any) -> dict[str, Any]:
         "salt": record.salt is not None,
         "checkpoints": record.checkpoints,
         "converted": [msgspec.to_builtins(one) for one in record.converted],
+        "approximate": record.approximate,
     }
 
 
@@ -154,8 +155,9 @@ def _text(found: dict[str, Any]) -> str:
             f", converted from {past['spec'][:16]} ({'exact' if past['exact'] else 'rounded'})"
             for past in one["converted"]
         )
+        near = ", of an approximate replay" if one["approximate"] else ""
         lines.append(
             f"  request {number}: {one['tokens']} tokens, back to {one['least']}, {ids}, {len(one['checkpoints'])} "
-            f"checkpoints{made}"
+            f"checkpoints{made}{near}"
         )
     return "\n".join(lines)

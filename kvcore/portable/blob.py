@@ -240,6 +240,7 @@ def leave(cache: CacheInTurn, request: Request) -> Leaving:
         salt=request.salt,
         checkpoints=[],
         converted=list(request.converted),
+        approximate=request.approximate,
     )
     return Leaving(to_json(cache.spec), record, read_rows(cache.ops, cache.pools, cache.row(request), floor))
 

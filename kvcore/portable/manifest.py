@@ -262,6 +262,7 @@ class Staging:
             salt=request.salt,
             checkpoints=list(self.layout.lengths),
             converted=list(request.converted),
+            approximate=request.approximate,
         )
 
     @cached_property

@@ -31,6 +31,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         salt: whose prefixes it may share, or None.
         checkpoints: lengths of the past states that come with it, ascending.
         converted: from which formats its rows were coded anew, first to last; empty for most, and then left out.
+        approximate: whether some of its rows come of an approximate replay; left out where none do.
     """
 
     length: int
@@ -39,6 +40,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     salt: str | None
     checkpoints: list[int]
     converted: list[Conversion] = []
+    approximate: bool = False
 
 
 def is_coherent(record: RequestRecord) -> bool:

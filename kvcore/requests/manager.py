@@ -495,7 +495,7 @@ class Manager:
         place.tokens = None if taken.tokens is None else list(taken.tokens)
         # Rows that were coded anew are not those that these tokens have here: nobody else gets them.
         place.salt, place.shares = taken.salt, taken.shares and not taken.converted
-        place.converted = tuple(taken.converted)
+        place.converted, place.exact = tuple(taken.converted), not taken.approximate
 
     def fork(self, source: RequestState) -> tuple[Request, RequestState]:
         """A request with the same history, to ``adopt`` or ``discard``: blocks are held by both, the slot is a new one.
@@ -542,6 +542,7 @@ class TakenOver(NamedTuple):
     Attributes:
         length, floor, stored, prompt, tokens, salt, shares, converted: see ``RequestState``.
         blocks: shared ones, in order of history.
+        approximate: not ``exact``.
     """
 
     length: int
@@ -553,6 +554,7 @@ class TakenOver(NamedTuple):
     salt: str | None = None
     shares: bool = True
     converted: Sequence[Conversion] = ()
+    approximate: bool = False
 
 
 def _granted(held: tuple[int, ...], added: int, column: int | None, fresh: Iterator[int]) -> BlockGrant:

@@ -184,6 +184,11 @@ class Request:
         """From which formats its rows were coded anew on their way here, first to last; empty for most."""
         return self._manager.place(self).converted
 
+    @property
+    def approximate(self) -> bool:
+        """Whether some of its rows come of a replay under the policy ``approximate``, here or where it came from."""
+        return not self._manager.place(self).exact
+
     def _of(self, manager: RequestStates) -> bool:
         """True if this manager admitted the request."""
         return self._manager is manager

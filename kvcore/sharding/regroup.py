@@ -83,6 +83,7 @@ def import_shards(
             salt=salt,
             checkpoints=[],
             converted=next((one.record.converted for one in shares if one.record.converted), []),
+            approximate=any(one.record.approximate for one in shares),
         )
         return state.restore(left, _regrouped(whole, shares, rank, ranks), into, salt=salt)
 

@@ -50,7 +50,8 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
         Tokens of full blocks; ``find`` says how many are there, where a disk may have refused some.
 
     Raises:
-        ShapeError: fewer ids than the request has tokens. RequestError: stale, foreign or converted.
+        ShapeError: fewer ids than the request has tokens. RequestError: stale, foreign, converted, or of an approximate
+            replay.
     """
     spec, salt = cache.spec, check_salt(salt, "store.save: salt")
     ids = token_ids(tokens, "store.save: tokens")
@@ -67,6 +68,13 @@ def save(store: BlockStore, cache: Cache, request: Request, tokens: Any, *, salt
                 where="store.save",
                 allowed="rows that the tokens have in these formats: others would find them under the tokens' keys",
                 hint="Compute the prompt in this cache, and save that.",
+            )
+        if request.approximate:
+            raise RequestError(
+                got="a request that comes of an approximate replay",
+                where="store.save",
+                allowed="rows that an uninterrupted run has: others would find them under the tokens' keys",
+                hint="Its blob says what it is: cache.export_request.",
             )
         row = held.row(request)
         if len(ids) < row.length:

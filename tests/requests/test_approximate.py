@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.errors import SpecError
+from kvcore.cli import main
+from kvcore.errors import RequestError, SpecError
+from kvcore.portable.blob import copy_request
 from kvcore.spec import CacheSpec, Conv, LayerSpec, State, presets
+from kvcore.store import BlockStore, HostTier, save
 from tests.support import scene, stories
+from tests.support.portable_form import opened
 from tests.support.stories import LATENT, PAGED
 
 PROMPT = list(range(100, 171))
@@ -95,6 +99,54 @@ def test_what_comes_of_a_replay_stays_approximate(backend):
     stories.tell(cache, {again: asked[71:]})
     cache.checkpoint(again)
     assert cache.restorable([*asked, 6]) == (72, 0, False)
+
+
+@pytest.mark.parametrize("way", ["blob", "snapshot", "copy"])
+def test_what_leaves_a_cache_says_where_it_comes_from(backend, way, tmp_path, capsys):
+    cache, request = found_again(backend)
+    stories.tell(cache, {request: PROMPT[START:]})
+    asked = [*PROMPT, 5]
+    for policy in ("approximate", "full"):
+        there = stories.create(LATENT, backend, prefix=policy)
+        if way == "blob":
+            moved = there.import_request(cache.export_request(request), salt="theirs")
+        elif way == "copy":
+            moved = copy_request(cache, request, there)
+        else:
+            cache.save(tmp_path / policy)
+            there = kvcore.load(tmp_path / policy, backend=backend, prefix=policy)
+            first, moved = there.requests
+            assert not first.approximate
+        assert moved.approximate
+        assert there.fork(moved).approximate
+        if way == "blob":
+            found = there.restorable(asked, salt="theirs")
+            assert found == ((64, 7, False) if policy == "approximate" else (0, 0, True))
+    file = tmp_path / "request.kv"
+    for one, said in ((request, True), (cache.requests[0], False)):
+        blob = cache.export_request(one)
+        file.write_bytes(blob)
+        assert opened(blob)[0]["request"].get("approximate", False) is said
+        assert main(["describe", str(file)]) == 0
+        assert ("of an approximate replay" in capsys.readouterr().out) is said
+
+
+def test_a_store_takes_none_of_it(backend):
+    cache, request = found_again(backend)
+    stories.tell(cache, {request: PROMPT[START:]})
+    with pytest.raises(RequestError, match="of an approximate replay"):
+        save(BlockStore([HostTier(1 << 20)]), cache, request, PROMPT)
+
+
+def test_an_exact_request_takes_exact_checkpoints_along(backend):
+    cache, request = found_again(backend)
+    stories.tell(cache, {request: PROMPT[START:]})
+    first = cache.requests[0]
+    for one, length, exact in ((request, 0, False), (first, 71, True), (request, 71, True)):
+        cache.checkpoint(one)
+        assert opened(cache.export_request(first))[0]["request"]["checkpoints"] == [length] * (length > 0)
+        assert opened(cache.export_request(request))[0]["request"]["checkpoints"] == [71]
+        assert cache.restorable([*PROMPT, 5]).exact is exact
 
 
 def test_a_checkpoint_is_exact_where_it_is_as_long(backend):
