@@ -23,6 +23,7 @@ class RandomLife:
     Args:
         cache: without requests.
         publishes: full blocks can be found by prompts that begin alike.
+        approximate: and the policy is the one of that name.
         ids: steps tell the cache the tokens' ids; otherwise how many there are.
         fill: gives an open step its rows, if it must have any; takes the step and the tokens of each request.
     """
@@ -32,10 +33,11 @@ class RandomLife:
         cache: Cache,
         *,
         publishes: bool = False,
+        approximate: bool = False,
         ids: bool = False,
         fill: Callable[[Step, list[Sequence[int]]], object] | None = None,
     ) -> None:
-        self.cache, self.model = cache, Model(cache.plan, publishes=publishes)
+        self.cache, self.model = cache, Model(cache.plan, publishes=publishes, approximate=approximate)
         self.ids, self.fill = ids, fill
         self.requests: dict[int, Request] = {}
         self.happened: Counter[str] = Counter()
@@ -59,6 +61,7 @@ class RandomLife:
             told = model.live[id]
             require(request.length == len(told.tokens), f"{request.length} tokens, not {len(told.tokens)}")
             require(list(request.blocks) == told.blocks, "other blocks")
+            require(request.approximate is not told.exact, f"request {id} says that it is approximate, or that it is not")
 
     def admit(self, prompt: Sequence[int] | None = None) -> int | None:
         """One more request, perhaps with tokens that were computed before; None if no slot is free."""
@@ -72,7 +75,9 @@ class RandomLife:
         if request.length:
             self.happened["hit"] += 1
             stored = self.cache._state.row(request).stored
-            self.model.took_over(request.id, list(prompt or ()), request.length, stored, list(request.blocks))
+            self.model.took_over(
+                request.id, list(prompt or ()), request.length, stored, list(request.blocks), not request.approximate
+            )
         return request.id
 
     def open(self, new: NEW, **padding: Any) -> Step | None:

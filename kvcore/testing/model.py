@@ -33,27 +33,31 @@ class KnownRequest:
     published: int = 0
     stored: int = 0
     shares: bool = True
+    exact: bool = True
 
 
 class Left(NamedTuple):
-    """What a request that left its cache holds: its tokens, and the smallest length that it can go back to."""
+    """What a request that left its cache holds: its tokens, the smallest length that it can go back to, and of what."""
 
     tokens: list[int]
     floor: int
+    exact: bool
 
 
 class Model:
     """Requests by id; ``sealed`` maps a block to the tokens (from the start) that it was published for.
 
-    Several may be published for the same tokens while they are held; one of them is kept afterwards.
+    Several may be published for the same tokens while they are held; one of them is kept afterwards. ``points`` are the
+    beginnings of which an exact request may have left a checkpoint; what else is found is ``approximate``, if anything.
     """
 
-    def __init__(self, plan: CachePlan, *, publishes: bool) -> None:
+    def __init__(self, plan: CachePlan, *, publishes: bool, approximate: bool = False) -> None:
         self.slots, self.blocks, self.block_tokens = plan.slots, plan.blocks, plan.spec.block_tokens
         self.ring = min(region.rows for region in plan.regions if region.growth == "slot")
         self.window = max(component.span or 0 for _, _, component in plan.spec.components())
         self.drafts, self.limit = plan.rollback_tokens, plan.longest
-        self.publishes = publishes
+        self.publishes, self.approximate = publishes, approximate
+        self.points: set[tuple[int, ...]] = set()
         self.live: dict[int, KnownRequest] = {}
         self.sealed: dict[int, tuple[int, ...]] = {}
         self.holders: Counter[int] = Counter()
@@ -83,8 +87,13 @@ class Model:
         require(slot not in {known.slot for known in self.live.values()}, f"slot {slot} given out twice")
         self.live[id] = KnownRequest(slot)
 
-    def took_over(self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int]) -> None:
-        """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed."""
+    def took_over(
+        self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int], exact: bool
+    ) -> None:
+        """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed.
+
+        ``exact`` is the cache's word: it has to be true, and to be said of what is no approximate replay at least.
+        """
         known = self.live[id]
         size = self.block_tokens
         require(length < len(prompt), "no token left to compute")
@@ -100,6 +109,13 @@ class Model:
         self.holds(known, blocks)
         known.tokens, known.highest = prompt[:length], length
         known.stored = stored
+        known.exact = exact
+        if self.approximate:
+            # A checkpoint of an exact request may be gone, and another's have come in its place.
+            may_be = length == stored and tuple(prompt[:length]) in self.points
+            require(may_be or not exact, "an approximate replay is taken for an exact one")
+        else:
+            require(exact, "an exact hit is taken for an approximate replay")
         # Nothing had left the window yet: then any shorter request can be had.
         known.floor = 0 if known.stored <= self.window else known.stored
         self._publish(known)
@@ -168,6 +184,7 @@ class Model:
         fork.tokens = list(known.tokens)
         fork.highest, fork.floor = known.highest, known.floor
         fork.published, fork.stored, fork.shares = known.published, known.stored, known.shares
+        fork.exact = known.exact
 
     def replays(self, id: int) -> bool:
         """Whether the request is still running through tokens whose blocks it took over."""
@@ -176,7 +193,7 @@ class Model:
 
     def left(self, id: int) -> Left:
         """What an export or a snapshot of the request holds."""
-        return Left(list(self.live[id].tokens), self.deepest(id))
+        return Left(list(self.live[id].tokens), self.deepest(id), self.live[id].exact)
 
     def imported(self, id: int, left: Left, blocks: list[int], *, shares: bool) -> None:
         """An empty request got what left another one; ``shares``: others may find it."""
@@ -189,8 +206,15 @@ class Model:
         self.holds(known, blocks)
         known.tokens, known.floor, known.highest = list(left.tokens), left.floor, len(left.tokens)
         known.stored = known.published = 0
-        known.shares = shares
+        known.shares, known.exact = shares, left.exact
+        if shares and left.exact:
+            self.points.update(tuple(left.tokens[: n + 1]) for n in range(len(left.tokens)))
         self._publish(known)
+
+    def pointed(self, id: int) -> None:
+        """A checkpoint of the request was kept."""
+        if self.live[id].exact:
+            self.points.add(tuple(self.live[id].tokens))
 
     def released(self, id: int) -> None:
         require(id in self.live, "released twice")

@@ -13,9 +13,10 @@ from kvcore.spec import CacheSpec, LayerSpec, Window
 from tests.support import scene
 
 
-def plan_of(*, slots: int = 6, max_tokens: int = 96, drafts: int = 2) -> CachePlan:
-    """A small plan: a window and paged rows, blocks of four tokens."""
-    layers = [LayerSpec(window=Window(dim=4, window=3, format="fp32")), scene.classic(heads=1, dim=2)]
+def plan_of(*, slots: int = 6, max_tokens: int = 96, drafts: int = 2, latent: bool = False) -> CachePlan:
+    """A small plan: a window and paged rows, of a latent layer or a classic one, blocks of four tokens."""
+    paged = scene.compressed(4, window=5) if latent else scene.classic(heads=1, dim=2)
+    layers = [LayerSpec(window=Window(dim=4, window=3, format="fp32")), paged]
     spec = CacheSpec(layers=layers, block_tokens=4, name="bare")
     return plan_cache(spec, max_requests=slots, max_tokens=max_tokens, max_draft_tokens=drafts)
 

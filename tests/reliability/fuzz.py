@@ -42,10 +42,11 @@ class World(RandomLife):
     """A cache without bytes and its model, side by side."""
 
     def __init__(self, seed: int) -> None:
-        policy = ("full", kvcore.Periodic(3), "zero", "off")[seed % 4]
-        plan = plan_of(slots=3 + seed % 5, max_tokens=40 + 8 * (seed % 7), drafts=seed % 4)
+        policy = ("full", kvcore.Periodic(3), "zero", "off", "approximate")[seed % 5]
+        latent = policy == "approximate"
+        plan = plan_of(slots=3 + seed % 6, max_tokens=40 + 8 * (seed % 7), drafts=seed % 4, latent=latent)
         self.policy = policy
-        super().__init__(BareCache(plan, prefix=policy), publishes=policy != "off", ids=True)
+        super().__init__(BareCache(plan, prefix=policy), publishes=policy != "off", approximate=latent, ids=True)
         self.scripts: dict[int, int] = {}
         self.stale: list[kvcore.Request] = []
         self.parked: list[tuple[bytes, Left, int]] = []
@@ -104,6 +105,7 @@ class World(RandomLife):
         told = self.model.live[id]
         if self.model.publishes and told.shares and len(told.tokens) >= told.stored:
             self.cache.checkpoint(self.requests[id])
+            self.model.pointed(id)
 
     def do_export(self, id: int, operation: Operation) -> None:
         """Out to the host; half of the time its place goes to others."""
@@ -152,7 +154,8 @@ class World(RandomLife):
             order.pop()
         plan, stale = self.cache.plan, [*self.requests.values()][:3]
         self.drain()
-        self.cache, self.model = BareCache(plan, prefix=self.policy), Model(plan, publishes=self.policy != "off")
+        self.cache = BareCache(plan, prefix=self.policy)
+        self.model = Model(plan, publishes=self.policy != "off", approximate=self.model.approximate)
         take_in(self.cache, saved, order, where="snapshot")
         require(len(self.cache.requests) == len(order), "another number of requests was loaded")
         self.stale = stale
