@@ -61,7 +61,9 @@ class RandomLife:
             told = model.live[id]
             require(request.length == len(told.tokens), f"{request.length} tokens, not {len(told.tokens)}")
             require(list(request.blocks) == told.blocks, "other blocks")
-            require(request.approximate is not told.exact, f"request {id} says that it is approximate, or that it is not")
+            require(
+                request.approximate is not told.exact, f"request {id} says that it is approximate, or that it is not"
+            )
 
     def admit(self, prompt: Sequence[int] | None = None) -> int | None:
         """One more request, perhaps with tokens that were computed before; None if no slot is free."""

@@ -87,9 +87,7 @@ class Model:
         require(slot not in {known.slot for known in self.live.values()}, f"slot {slot} given out twice")
         self.live[id] = KnownRequest(slot)
 
-    def took_over(
-        self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int], exact: bool
-    ) -> None:
+    def took_over(self, id: int, prompt: list[int], length: int, stored: int, blocks: list[int], exact: bool) -> None:
         """A prefix hit: full blocks hold exactly the prompt's tokens, also those whose tokens are still replayed.
 
         ``exact`` is the cache's word: it has to be true, and to be said of what is no approximate replay at least.
