@@ -150,7 +150,7 @@ class PrefixCache:
             self._forget(next(iter(self._states)))
 
     def kept(self, place: RequestState) -> list[tuple[int, Content]]:
-        """(length, state) of every checkpoint of a request's own tokens, shortest first; of an exact one, exact ones."""
+        """(length, state) of every checkpoint of a request's own tokens, shortest first; an exact one has such."""
         if place.tokens is None or not place.shares:
             return []
         size, found = self._block_tokens, list[tuple[int, Content]]()
