@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch._guards import CompileContext, compile_context
 from transformers import AttentionInterface, DynamicCache, Gemma2Config, Gemma2ForCausalLM
 
 from kvcore.cache.layer import LayerHandle
@@ -232,6 +233,23 @@ def test_nothing_is_left_at_a_model_without_caches():
     assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == (0, 0)
     of(model, "model")
     assert not decoder._forward_pre_hooks
+
+
+def test_hooks_stay_while_code_is_compiled_that_has_seen_them():
+    model = models.llama()
+    decoder, cache = model.model, of(model, "cache")
+    with compile_context(CompileContext(None)):
+        del cache
+        gc.collect()
+        assert len(decoder._forward_pre_hooks) == 1
+    logits(model, DynamicCache(config=model.config), cuts=(3,))
+    assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == (0, 0)
+    with compile_context(CompileContext(None)):
+        of(model, "cache")
+        gc.collect()
+        kept = of(model, "cache")
+    assert kept.defers(1)
+    assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == (1, 1)
 
 
 def test_a_copied_model_attends_from_its_own_cache():

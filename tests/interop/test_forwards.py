@@ -206,10 +206,13 @@ def test_static_shapes_that_are_not_to_be_had_are_refused_with_the_reason(make):
 @pytest.mark.parametrize("attention", ["auto", "cache", "model"])
 @pytest.mark.parametrize("make", [models.llama, models.gemma3])
 def test_layers_alike_pass_checks_once(make, attention, monkeypatch):
-    """Of equal layers the first alone has a handle in a decode step; what another gets that is unlike is refused."""
+    """Of equal layers the first alone has a handle in a decode step, and in the next one if none overwrites anything.
+
+    What another gets that is unlike is refused.
+    """
     model, ids, made = make(), models.token_ids(2, 9), []
     cache = KVCache(model, batch=2, max_length=16, attention=attention)
-    run(model, ids[:, :8], cache)
+    run(model, ids[:, :7], cache)
     begin = LayerHandle.__init__
 
     def counted(self, *given):
@@ -217,10 +220,13 @@ def test_layers_alike_pass_checks_once(make, attention, monkeypatch):
         begin(self, *given)
 
     monkeypatch.setattr(LayerHandle, "__init__", counted)
-    kinds = len({layer.component for layer in cache.layers})
-    step = run(model, ids[:, 8:], cache)
-    assert len(made) == kinds
-    assert torch.allclose(step, run(model, ids, DynamicCache(config=model.config))[:, 8:], atol=3e-5)
+    kinds = {layer.component for layer in cache.layers}
+    steps = [run(model, ids[:, 7:8], cache)]
+    assert len(made) == len(kinds)
+    steps.append(run(model, ids[:, 8:], cache))
+    assert len(made) == len(kinds) + sum(each.reach is not None for each in kinds)
+    own = run(model, ids, DynamicCache(config=model.config))
+    assert torch.allclose(torch.cat(steps, dim=1), own[:, 7:], atol=3e-5)
     component = cache.layers[0].component
     keys = torch.ones(2, component.key_heads, 1, component.key_dim)
     before = cache.kv.digest(cache.requests)

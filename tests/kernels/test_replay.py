@@ -15,6 +15,7 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from kvcore.backends.torch_triton import replay, run_triton, tail
+from kvcore.backends.torch_triton.device_index import shape_of
 from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.kernels.triton import attend_hopper
 from kvcore.kernels.triton.device import DeviceProps
@@ -258,6 +259,9 @@ def test_layers_alike_repeat_a_kind_of_call(monkeypatch):
             for one, other in zip(addresses, own, strict=True):
                 assert [a for a in one if a in kept] == [a for a in other if a in kept]
             world.launched.clear()
+        other = world.index(starts=(30, 1, 9))
+        assert first.in_step(kind, other) == (kind.program, ops.seen.look(other))
+        assert first.in_step(kind, world.index((2, 1))) is None
         # Elsewhere nothing is launched: off a boundary, with gaps, and with other pools.
         off = tuple(torch.zeros(each.numel() + 1, dtype=each.dtype)[1:].view(each.shape) for each in tensors)
         assert not tensors or second.repeat(kind, world.pools, off) is UNKNOWN
@@ -369,6 +373,19 @@ def test_each_step_brings_an_index_of_its_own(monkeypatch):
     for index in (world.index(), world.index((2, 1)), wide, world.index(), wide, world.index((2, 1), columns=1)):
         found, own = call(index)
         assert found == own
+
+
+def test_padding_makes_another_kind_of_an_index(monkeypatch):
+    """Also where an index was made in one piece, and its arrays are not asked."""
+    ops = World(CLASSIC, monkeypatch).ops
+    host = build_index([StepRequest(slot=0, start=4, new=2, blocks=[0])], max_blocks=4)
+    index = ops.index(host)
+    ops.seen.expect(index, shape_of(host))
+    plain, padded = ops.seen.look(index), index._replace(left_padding=torch.zeros(1, dtype=torch.int32))
+    found = ops.seen.look(padded)
+    assert (len(plain.places), len(found.places)) == (7, 8)
+    assert found.kind != plain.kind
+    assert ops.seen.look(index) == plain
 
 
 def test_other_pools_are_looked_up_anew(monkeypatch):

@@ -90,21 +90,16 @@ class Seen:
 
     def take_index(self, index: StepIndex) -> Indexed:
         """Look at another index."""
+        found = next((known for known in (self.index, self._expected) if _is_in_place_of(index, known.index)), None)
+        self.index = self._looked_at(index) if found is None else found._replace(index=index)
+        return self.index
+
+    def _looked_at(self, index: StepIndex) -> Indexed:
         arrays = index.arrays
-        found = Indexed(index, None, ())
-        expected = self._expected.index
-        if (
-            expected is not None
-            and all(map(is_, arrays, expected.arrays))
-            and index.block_table is expected.block_table
-        ):
-            found = self._expected._replace(index=index)
-        elif all(array.__class__ is Tensor and array.dtype is torch.int32 and _fits(array) for array in arrays):
-            shapes = tuple([array.shape for array in arrays])
-            kind = self._kinds.setdefault(shapes, len(self._kinds))
-            found = Indexed(index, kind, arrays if INTERPRETED else tuple([array.data_ptr() for array in arrays]))
-        self.index = found
-        return found
+        if not all(array.__class__ is Tensor and array.dtype is torch.int32 and _fits(array) for array in arrays):
+            return Indexed(index, None, ())
+        kind = self._kinds.setdefault(tuple([array.shape for array in arrays]), len(self._kinds))
+        return Indexed(index, kind, arrays if INTERPRETED else tuple([array.data_ptr() for array in arrays]))
 
     def expect(self, index: StepIndex, shape: IndexShape) -> None:
         """An index that was made in one piece will be given: it need not be asked array by array."""
@@ -124,6 +119,11 @@ class Seen:
         """Look at other pools."""
         found = self.pools = pools, object()
         return found
+
+
+def _is_in_place_of(index: StepIndex, other: StepIndex | None) -> bool:
+    """Whether an index has the arrays of another one, as have those of steps that are kept in one place."""
+    return other is not None and all(map(is_, index[:-1], other[:-1]))
 
 
 def _fits(array: Tensor) -> bool:
@@ -296,11 +296,11 @@ class Kind(NamedTuple):
 
     Attributes:
         program: what is launched.
-        places: of the step's index, as launches take them.
+        indexed: what is known of the step's index.
     """
 
     program: Program
-    places: tuple[Any, ...]
+    indexed: Indexed
 
 
 class NamedPools(Mapping[str, Any]):
@@ -397,7 +397,12 @@ class Replayed:
         indexed = self._seen.look(index)
         taken = None if indexed.kind is None else self._take(arguments, self._bounded(options))
         program = None if taken is None else self._programs.get((indexed.kind, *taken[0]))
-        return None if program is None else Kind(program, indexed.places)
+        return None if program is None else Kind(program, indexed)
+
+    def in_step(self, kind: Kind, index: Any) -> Kind | None:
+        """The same kind of call in another step; None: its index is of another shape."""
+        indexed = self._seen.look(index)
+        return kind._replace(indexed=indexed) if indexed.kind == kind.indexed.kind else None
 
     def repeat(self, kind: Kind, pools: Any, tensors: tuple[Tensor, ...]) -> Any:
         """A call of a kind, with other tensors of the same shapes and dtypes on the same device.
@@ -415,7 +420,7 @@ class Replayed:
         lie = places.get(program) if held is pools and known is token else None
         if lie is None:
             return UNKNOWN
-        new = program.run(given, kind.places, lie, seen.like)
+        new = program.run(given, kind.indexed.places, lie, seen.like)
         if new is False:
             return UNKNOWN
         return pools if program.answer is None else program.answer(new)
@@ -485,18 +490,23 @@ class Replayed:
 
     def learn(self, door: str, pools: Any, index: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Work a call out that has passed a door's checks as it is, and was run another way: the next is ``again``."""
+        options = self._bounded(options)
         indexed, taken = self._seen.look(index), self._take(arguments, options)
         if taken is None or indexed.kind is None or self._seen.pools[0] is not pools:
             return
         program = self._program((indexed.kind, *taken[0]), (pools, self._layer, index), arguments, options)
-        if program is not None and self._lie(pools, program) is not None:
+        lie = None if program is None else self._lie(pools, program)
+        if lie is not None:
             self._passed[*taken[0], door, indexed.kind] = program
+            self._places[1].setdefault(program, lie)
 
     @classmethod
-    def in_turn(cls, name: str, way: Callable[..., Any], parts: Mapping[str, "Replayed"]) -> "Replayed":
+    def in_turn(
+        cls, name: str, way: Callable[..., Any], parts: Mapping[str, "Replayed"], bounds: tuple[str, ...] = ()
+    ) -> "Replayed":
         """Several verbs of a layer, as the way calls them one after the other: never called, but worked out."""
         one = next(iter(parts.values()))
-        return cls(name, one._ops, one._layer, way, tuple([part._kind for part in parts.values()]), ())
+        return cls(name, one._ops, one._layer, way, tuple([part._kind for part in parts.values()]), (), bounds)
 
     def _bounded(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with bounds rounded up."""

@@ -1,7 +1,8 @@
-"""All that a latent layer does with its cache in a step, as one call: its verbs' launches, worked out together.
+"""All that a layer does with its cache in a step, as one call: its verbs' launches, worked out together.
 
-It is no verb. ``LayerHandle.decode`` calls the verbs one by one; where each of them has passed as it is given, this has
-their launches in the same order, and a step looks once at all that a layer is given.
+It is no verb. ``LayerHandle.decode`` calls a latent layer's verbs one by one; where each of them has passed as it is
+given, this has their launches in the same order, and a step looks once at all that a layer is given. Of a classic layer
+these are two verbs, which whoever runs a model calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +20,23 @@ VERBS = {
 
 def whole_layer(known: Mapping[str, Replayed], roles: tuple[str, ...]) -> Replayed | None:
     """A layer's step in one go, of its verbs that are replayed; None where one of them is not."""
+    if roles == ("kv",) and {"append_kv", "attend_kv"} <= known.keys():
+        parts = {verb: known[verb] for verb in ("append_kv", "attend_kv")}
+        way = _kv_in_turn(parts["append_kv"].way, parts["attend_kv"].way)
+        return Replayed.in_turn("decode", way, parts, bounds=("columns",))
     verbs = [verb for role, named in VERBS.items() if role in roles for verb in named]
     if "window" not in roles or not {*verbs, "attend"} <= known.keys():
         return None
     parts = {verb: known[verb] for verb in (*verbs, "attend")}
     return Replayed.in_turn("decode", _in_turn({verb: part.way for verb, part in parts.items()}), parts)
+
+
+def _kv_in_turn(append: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
+    def decode(ops: Any, pools: Any, layer: int, index: Any, k: Any, v: Any, q: Any, **options: Any) -> Any:
+        append(ops, pools, layer, index, k, v)
+        return attend(ops, pools, layer, index, q, **options)
+
+    return decode
 
 
 def _in_turn(ways: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

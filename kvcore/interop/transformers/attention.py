@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._guards import CompileContext
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -158,6 +159,8 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     cache: Any = kwargs.get("cache")
     begin = getattr(cache, "begin_attending", None)
     if begin is None:
+        if not torch.compiler.is_compiling():
+            _sweep()
         return
     config = module.config
     if torch.compiler.is_compiling():
@@ -210,10 +213,22 @@ class Hooks:
         weakref.finalize(self, _remove, handles, stand_in(decoder))
 
 
+LEFT: list[tuple[Any, Any]] = []
+"""What hooks left that nobody held any more while code was compiled, which has seen them: the next forward takes it."""
+
+
 def _remove(handles: Any, standing: Any) -> None:
-    for handle in handles:
-        handle.remove()
-    step_aside(standing)
+    LEFT.append((handles, standing))
+    if CompileContext.try_get() is None:
+        _sweep()
+
+
+def _sweep() -> None:
+    while LEFT:
+        handles, standing = LEFT.pop()
+        for handle in handles:
+            handle.remove()
+        step_aside(standing)
 
 
 HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Hooks]]" = weakref.WeakKeyDictionary()
@@ -225,6 +240,7 @@ def hooks_of(decoder: torch.nn.Module) -> Hooks:
         kept = HOOKS.get(decoder)
         found = kept() if kept is not None else None
         if found is None:
+            _sweep()
             found = Hooks(decoder)
             HOOKS[decoder] = weakref.ref(found)
         return found

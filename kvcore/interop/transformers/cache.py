@@ -30,9 +30,9 @@ from kvcore.interop.transformers import reuse
 from kvcore.interop.transformers import rows as wanted
 from kvcore.interop.transformers.attention import OURS, Forward, base_of
 from kvcore.interop.transformers.compiled import stored_before
-from kvcore.interop.transformers.handed import Alike, Captured, likes
+from kvcore.interop.transformers.handed import Alike, Captured, Handed, likes
 from kvcore.interop.transformers.kinds import layer_of
-from kvcore.interop.transformers.latent import MlaLayer
+from kvcore.interop.transformers.latent import MlaLayer, StaticMlaLayer
 from kvcore.interop.transformers.layers import KVLayer, Layer, StaticLayer
 from kvcore.interop.transformers.projection import untraceable
 from kvcore.interop.transformers.recurrent import RecurrentLayer
@@ -173,16 +173,20 @@ class KVCache(Cache):
         self._left = torch.empty(0, dtype=torch.int32)
         # By kind of layer; some of the open step's layers then have no handle.
         self.alike: dict[int, Alike] = {}
+        # The same of the last step of one token a row, for layers that overwrite nothing, with one of them.
+        self._before: dict[int, tuple[KVLayer, Alike]] = {}
         self._by_kind = False
         self._shape = (0, 0)
         self._begun: set[int] = set()
         self._finished: set[int] = set()
         self._handed_out: list[int] = []
+        self._waiting: list[Handed] = []
         self._refused: dict[int, str] = {}
         self.attending: Forward | None = None
         self._storing = {number for number, layer in enumerate(settings.spec.layers) if layer.roles}
         layers: list[Any] = [layer_of(self, number, settings.of) for number in range(len(settings.spec.layers))]
         super().__init__(layers=layers)
+        self._recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         against = untraceable(settings.expanding, settings.of.rank) if settings.static else ""
         self._ways = ways_of(
             self._kv,
@@ -196,12 +200,12 @@ class KVCache(Cache):
         components: dict[Any, int] = {}
         for layer, ways, kind in zip(layers, self._ways, settings.kinds, strict=False):
             if isinstance(layer, Layer):
+                layer.kind = components.setdefault(layer.component, len(components))
                 layer.cache_attends = ways.one.by == "cache", ways.more.by == "cache"
             if isinstance(layer, MlaLayer):
                 layer.most_new = None if settings.asked == "cache" else settings.of.most_absorbed
             if isinstance(layer, KVLayer):
                 layer.stored_as = stored_as(layer.component) if self._torch_pools else None
-                layer.kind = components.setdefault(layer.component, len(components))
                 layer.chunked = kind == "chunked_attention"
         # A layer with a recurrent part beside ends its forward in that, by a handle; rows that wait raw need one, too.
         roles = {layer.roles for layer in settings.spec.layers if layer.roles}
@@ -242,13 +246,21 @@ class KVCache(Cache):
         forward.memo.clear()  # what layers shared knows the forward, and that the cache
         self.attending = None
         handed_out, self._handed_out = self._handed_out, []
+        waiting, self._waiting = self._waiting, []
         if finished and handed_out:
+            for rows in waiting:
+                rows.store()
             self._finished.update(handed_out[:-1])
             self.finish(handed_out[-1])
 
-    def hand_out(self, layer: int) -> None:
-        """Finish a layer with the model's forward, until when what it handed out can be attended to."""
+    def hand_out(self, layer: int, waits: Handed | None = None) -> None:
+        """Finish a layer with the model's forward, until when what it handed out can be attended to.
+
+        ``waits`` may be stored until then.
+        """
         self._handed_out.append(layer)
+        if waits is not None:
+            self._waiting.append(waits)
 
     def refuse(self, layer: int, reason: str) -> None:
         """Note why the model attends to what the cache could have."""
@@ -333,8 +345,7 @@ class KVCache(Cache):
         batch, _, new, _ = states.shape
         shape = (batch, new)
         if self._step is None:
-            self._step = self._open(*shape, kept=self._keeps and new == 1)
-            self._layer_of = self._step._state.layer
+            self._begin(*shape)
         elif layer in self._begun and not again:
             self._refuse(f"layer {layer} again")
         if shape != self._shape:
@@ -347,6 +358,26 @@ class KVCache(Cache):
             )
         self._begun.add(layer)
         return self._layer_of(layer)
+
+    def open_alike(self, layer: KVLayer, keys: torch.Tensor, values: torch.Tensor) -> Alike | None:
+        """Open a step like the last, if ``layer`` begins one; what its layers share if that still holds, else None."""
+        _, before = self._before.get(layer.kind, (None, None))
+        if before is None or self._step is not None or before.like != likes(keys, values):
+            return None
+        self._begin(keys.shape[0], 1)
+        return self.alike.get(layer.kind)
+
+    def _begin(self, batch: int, new: int) -> None:
+        """Open a step for layers.
+
+        What a layer overwrites is looked at in every step; of one that overwrites nothing checks pass again.
+        """
+        self._step = step = self._open(batch, new, kept=self._keeps and new == 1)
+        self._layer_of, context, start = step._state.layer, step._state.context, self.length
+        for layer, before in self._before.values() if new == 1 else ():
+            if before.like[0][0] == batch and self._lends(layer, 1):
+                columns = len(layer.component.visible(start, start + 1))
+                self.alike[layer.kind] = before.in_step(layer.number, context, columns)
 
     def begin_alike(self, layer: int) -> None:
         """A layer begins its part of the open forward without a handle: see ``note_alike``."""
@@ -364,14 +395,20 @@ class KVCache(Cache):
         if self._step is None or not self._only_rows or layer.kind in self.alike:
             return
         plain = keys.dtype in ACCEPTED and values.dtype in ACCEPTED and not context.check and context.traced is None
-        lent = self.zero_copy or (self.attending is not None and layer.attends(keys.shape[2]))
+        lent = self._lends(layer, keys.shape[2])
         if plain and lent and context.ops.in_place and handle._writes.writing("kv") == AT_ONCE:
             columns = handle._kv_columns(layer.component, ended=True)
-            ops, pools, index = context.ops, context.pools, context.index
-            ways = getattr(ops, "ways", None)
-            kind_of = None if ways is None else getattr(ways["append_kv"][layer.number], "kind_of", None)
-            appending = None if kind_of is None else kind_of(index, (by_token(keys), by_token(values)), {})
-            self.alike[layer.kind] = Alike(likes(keys, values), ops, pools, index, columns, ways, appending)
+            ops, pools, index, known = context.ops, context.pools, context.index, context.known
+            appending = known.get(layer.number, {}).get("append_kv")
+            if appending is not None:
+                appending = appending.kind_of(index, (by_token(keys), by_token(values)), {})
+            alike = self.alike[layer.kind] = Alike(likes(keys, values), ops, pools, index, columns, known, appending)
+            if self._shape[1] == 1 and layer.component.reach is None:
+                self._before[layer.kind] = layer, alike
+
+    def _lends(self, layer: KVLayer, new: int) -> bool:
+        """Whether a layer may be handed pools as they are."""
+        return self.zero_copy or (self.attending is not None and layer.attends(new))
 
     def handle_of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
         """The handle of a layer that has stored k and v without one."""
@@ -394,7 +431,7 @@ class KVCache(Cache):
 
     def _can_be_captured(self) -> bool:
         """Whether a step of one token is launches alone, of layers that all attend from the cache."""
-        alike = all(isinstance(layer, StaticLayer) and layer.attends(1) for layer in self.layers)
+        alike = all(isinstance(layer, (StaticLayer, StaticMlaLayer)) and layer.attends(1) for layer in self.layers)
         return alike and self._torch_pools and not self._settings.check and self._settings.of.heads is not None
 
     def begin_captured(self, batch: int) -> torch.Tensor:
@@ -416,19 +453,8 @@ class KVCache(Cache):
 
         What is stored for that, the step's rows take the place of.
         """
-        ops, pools, index, _ = captured
         for layer in {layer.kind: layer for layer in self.layers}.values():
-            keys, values = layer.component.parts
-            k, v, q = (
-                self.give(torch.zeros((batch, heads or 0, dim or 0), dtype=self.dtype, device=self.device))
-                for heads, dim in (
-                    (keys.heads, keys.format.dim),
-                    (values.heads, values.format.dim),
-                    (self._settings.of.heads, keys.format.dim),
-                )
-            )
-            ops.append_kv(pools, layer.number, index, k, v)
-            ops.attend_kv(pools, layer.number, index, q)
+            layer.prepare_captured(captured, batch, self._settings.of.heads)
 
     def end_captured(self) -> None:
         """Commit that step: every layer's rows are written, or will be before anything later on the device."""
@@ -695,7 +721,7 @@ class KVCache(Cache):
         step, self._step, self._layer_of, self.captured = self._step, None, None, None
         self._by_kind = False
         self.alike.clear()
-        self._begun, self._finished, self._handed_out = set(), set(), []
+        self._begun, self._finished, self._handed_out, self._waiting = set(), set(), [], []
         self._forget_handed_out()
         return step
 
@@ -712,9 +738,8 @@ class KVCache(Cache):
     def _forget_handed_out(self) -> None:
         """What recurrent layers handed out is not what they hold now."""
         self._awaited = []
-        for layer in self.layers if hasattr(self, "layers") else ():
-            if isinstance(layer, RecurrentLayer):
-                layer.forget()
+        for layer in self._recurrent:
+            layer.forget()
 
     def _release(self) -> None:
         self._forget_handed_out()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.errors import StepError
-from kvcore.interop.transformers.projection import absorbed, traced_projection, valued
+from kvcore.interop.transformers.projection import Projection, absorbed, traced_projection, valued
 from kvcore.interop.transformers.static import CACHES, stored_keys_and_values, stored_tokens
 
 
@@ -123,24 +123,24 @@ def attend(
     if mask is not None and (mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
         return None
     attending = ATTENDING[-1]
-    if attending.ends is not None:
-        return _attended_captured(noted, attending, query, mask, sink, scale)
     if not noted.latent:
+        if attending.ends is not None:
+            return _attended_captured(noted, attending.ends, query, mask, sink, scale)
         return attended(query, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)
     projection = traced_projection(module, noted.first.shape[3])
     if projection is None:
         return None
     rows, scale = absorbed(query, projection), query.shape[3] ** -0.5 if scale is None else scale
+    if attending.ends is not None:
+        return _latents_captured(noted, attending.ends, rows, projection, mask, sink, scale)
     out = attended_latents(rows, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)
     return valued(out, projection, query.shape[0])
 
 
 def _attended_captured(
-    noted: Noted, attending: Attending, query: torch.Tensor, mask: torch.Tensor | None, sink: Any, scale: float | None
+    noted: Noted, ends: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None, sink: Any, scale: float | None
 ) -> torch.Tensor:
     """``attend`` in a step that ``begun`` opened, which the last layer ends."""
-    ends = attending.ends
-    assert ends is not None
     left, whole = None, None
     if mask is not None:
         seen = ends if noted.window is None else ends.clamp(max=noted.window)
@@ -148,6 +148,27 @@ def _attended_captured(
     given = query, noted.first, noted.second, ends, left, sink
     found = over(noted, attended_captured(*given, noted.cache, noted.layer, scale))
     return found if whole is None else torch.where(whole, found, torch.nan)
+
+
+def _latents_captured(
+    noted: Noted,
+    ends: torch.Tensor,
+    rows: torch.Tensor,
+    projection: Projection,
+    mask: torch.Tensor | None,
+    sink: Any,
+    scale: float,
+) -> torch.Tensor:
+    """The same of latents, from queries ``rows`` [B, H, dim]: what the mask lets each see is selected."""
+    selected, plain = None, None
+    if mask is not None:
+        shown, plain = shown_by(mask, len(rows))
+        number = torch.arange(shown.shape[1], dtype=torch.int32, device=shown.device)
+        selected = torch.where(shown & (number < ends[:, None]), number, -1)
+    given = rows, noted.first, noted.second, ends, selected, sink
+    out = latents_captured(*given, noted.cache, noted.layer, scale)
+    found = over(noted, valued(out, projection, len(rows)))
+    return found if plain is None else torch.where(plain.view(-1, 1, 1, 1), found, torch.nan)
 
 
 def over(noted: Noted, found: torch.Tensor) -> torch.Tensor:
@@ -286,16 +307,25 @@ def attended_latents(
     return CACHES[cache].layers[layer].stored_and_attended(query, latents, rotary, mask, sink, scale)
 
 
-@attended_latents.register_fake
-def _(
+@torch.library.custom_op("kvcore::latents_captured", mutates_args=())
+def latents_captured(
     query: torch.Tensor,
     latents: torch.Tensor,
     rotary: torch.Tensor,
-    mask: torch.Tensor | None,
+    ends: torch.Tensor,
+    selected: torch.Tensor | None,
     sink: torch.Tensor | None,
     cache: int,
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    del rotary, mask, sink, cache, layer, scale
+    """What ``attended_latents`` does, in the step that ``begun`` opened, of the rows ``selected`` [B, n] or of all."""
+    del ends
+    return CACHES[cache].layers[layer].captured_and_attended(query, latents, rotary, selected, sink, scale)
+
+
+@attended_latents.register_fake
+@latents_captured.register_fake
+def _(query: torch.Tensor, latents: torch.Tensor, *others: Any) -> torch.Tensor:
+    del others
     return query.new_empty(*query.shape[:2], latents.shape[3])

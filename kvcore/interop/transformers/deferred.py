@@ -5,6 +5,7 @@ up, the model's own attention or a hook of the user's, gets the numbers: they ar
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +54,14 @@ DEVICE = GETTERS.device.__get__
 
 def outline(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without numbers, of which any number of deferred ones can be made."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return number(dtype).expand(shape)
+
+
+@cache
+def number(dtype: torch.dtype) -> torch.Tensor:
+    """One number that nobody knows."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device="meta")
 
 
 def deferred(outline: torch.Tensor, device: torch.device, make: Callable[[], torch.Tensor], source: Any) -> Deferred:

@@ -13,6 +13,7 @@ from kvcore.interop.transformers.tensors import ACCEPTED, by_token
 from kvcore.ops.arguments import UNKNOWN
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+NONE: dict[str, Any] = {}
 
 
 class Shared:
@@ -41,19 +42,19 @@ class SharedRows(Shared):
     Attributes:
         columns: most keys that a query sees.
         own: there are no others than those that the layers are given, and they are stored as they are.
-        again: of the last layer's attention (what of its queries, its index, the kind of call); None: none is repeated.
+        again: of the last layer's calls, by what was called: (what of its queries, its index, the kind of call).
     """
 
     __slots__ = ("again", "columns", "own")
 
-    def __init__(self, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
-        kv, batch, dtype = layer.component, keys.shape[0], keys.dtype
-        seen = len(layer._visible(keys.shape[2]))
-        key, value = (outline((batch, part.heads, seen, part.format.dim or 0), dtype) for part in kv.parts)
+    def __init__(self, layer: Any, columns: int, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> None:
+        batch, _, new, _ = keys.shape
+        dtype, seen = keys.dtype, len(layer._visible(new))
+        key, value = (outline((batch, states.shape[1], seen, states.shape[3]), dtype) for states in (keys, values))
         super().__init__(forward, keys, (key, value))
-        self.columns: int = handle._kv_columns(kv, ended=True)
+        self.columns = columns
         self.own = not forward.start and dtype == values.dtype == layer.stored_as
-        self.again: tuple[Any, Any, Any] | None = None
+        self.again: dict[str, tuple[Any, Any, Any]] = {}
 
 
 class Alike(NamedTuple):
@@ -63,7 +64,7 @@ class Alike(NamedTuple):
         like: what of keys and values was checked.
         ops, pools, index: of the step, for verbs that are called without a handle.
         columns: most keys that a query sees.
-        ways: verb -> layer -> what repeats calls of a kind; None: nothing does.
+        known: layer -> verb -> what repeats calls of a kind, ``decode`` for both verbs at once; may be empty.
         appending: the kind of the call that stored them; None: it is not repeated.
     """
 
@@ -72,14 +73,21 @@ class Alike(NamedTuple):
     pools: Any
     index: Any
     columns: int
-    ways: Any
+    known: Any
     appending: Any
+
+    def in_step(self, layer: int, context: Any, columns: int) -> "Alike":
+        """The same in another step, in which layers are given what is alike."""
+        kind, index = self.appending, context.index
+        if kind is not None:
+            kind = self.known[layer]["append_kv"].in_step(kind, index)
+        return self._replace(pools=context.untraced, index=index, columns=columns, appending=kind)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a layer's k and v [T, heads, dim]."""
         kind, found = self.appending, UNKNOWN
         if kind is not None:
-            found = self.ways["append_kv"][layer].repeat(kind, self.pools, (k, v))
+            found = self.known[layer]["append_kv"].repeat(kind, self.pools, (k, v))
         if found is UNKNOWN:
             self.ops.append_kv(self.pools, layer, self.index, k, v)
 
@@ -182,24 +190,36 @@ class HandedOut:
 
 
 class Handed(HandedOut):
-    """Keys and values of a layer, which it has stored."""
+    """Keys and values of a layer, which it has stored, or stores when somebody attends to them or looks at them.
 
-    __slots__ = ("_given",)
+    Attributes:
+        waits: whether they are still to be stored.
+    """
 
-    def __init__(self, layer: Any, shared: SharedRows, given: Pair) -> None:
+    __slots__ = ("_given", "waits")
+
+    def __init__(self, layer: Any, shared: SharedRows, given: Pair, *, waits: bool = False) -> None:
         super().__init__(layer, None, shared)
         self._given = given
-        layer.owner.hand_out(layer.number)
+        self.waits = waits
+        layer.owner.hand_out(layer.number, self if waits else None)
+
+    def store(self) -> None:
+        """Store what waits."""
+        if self.waits:
+            layer = self._layer
+            self.waits = False
+            layer.owner.alike[layer.kind].append(layer.number, *map(by_token, self._given))
 
     @classmethod
     def appended(cls, layer: Any, handle: Any, forward: Forward, keys: torch.Tensor, values: torch.Tensor) -> "Handed":
         """What a layer hands out of keys and values [B, heads, S, dim] that it stores by its handle."""
-        shared: SharedRows | None = forward.memo.get(layer.kind)
-        if shared is None:
-            shared = forward.memo[layer.kind] = SharedRows(layer, handle, forward, keys, values)
+        if layer.kind not in forward.memo:
+            columns = handle._kv_columns(layer.component, ended=True)
+            forward.memo[layer.kind] = SharedRows(layer, columns, forward, keys, values)
         give = layer.owner.give
         handle.append_kv(give(by_token(keys)), give(by_token(values)))
-        found = cls(layer, shared, (keys, values))
+        found = cls(layer, forward.memo[layer.kind], (keys, values))
         found._handle = handle
         return found
 
@@ -207,6 +227,7 @@ class Handed(HandedOut):
         shared, layer = self._shared, self._layer
         if shared.own:
             return self._given
+        self.store()
         handle = self._handle or layer.owner.handle_of(layer.number, *map(by_token, self._given))
         return layer.visible_rows(handle, shared.new, shared.dtype)
 
@@ -240,20 +261,38 @@ class Handed(HandedOut):
         self, alike: Alike, q: torch.Tensor, facts: Facts, sink: Any, scale: float | None
     ) -> torch.Tensor:
         """The same where layers alike have passed the same checks, and all rows are stored."""
-        number, shared, index = self._layer.number, self._shared, self._index(alike.index, facts)
+        number, columns, index = self._layer.number, self._shared.columns, self._index(alike.index, facts)
         like = q.shape, q.dtype, q.device, scale, None if sink is None else sink.shape
-        again = shared.again
-        if again is not None and again[0] == like and again[1] is index:
-            tensors = (q,) if sink is None else (q, sink)
-            found = alike.ways["attend_kv"][number].repeat(again[2], alike.pools, tensors)
+        options, known = {"columns": columns, "sink": sink, "scale": scale}, alike.known.get(number, NONE)
+        whole = known.get("decode") if self.waits else None
+        if whole is not None:
+            rows = *map(by_token, self._given), q
+            found = self._again(whole, "decode", alike, like, index, rows, options)
             if found is not UNKNOWN:
+                self.waits = False
                 return found.out
-        options = {"columns": shared.columns, "sink": sink, "scale": scale}
-        found = alike.ops.attend_kv(alike.pools, number, index, q, **options)
-        kind_of = None if alike.ways is None else getattr(alike.ways["attend_kv"][number], "kind_of", None)
-        kind = None if kind_of is None else kind_of(index, (q,), options)
-        shared.again = None if kind is None else (like, index, kind)
+            self.store()
+        found = UNKNOWN
+        if "attend_kv" in known:
+            found = self._again(known["attend_kv"], "attend_kv", alike, like, index, (q,), options)
+        if found is UNKNOWN:
+            found = alike.ops.attend_kv(alike.pools, number, index, q, **options)
+        if whole is not None:
+            whole.learn("decode", alike.pools, index, rows, options)
         return found.out
+
+    def _again(
+        self, way: Any, verb: str, alike: Alike, like: Any, index: Any, tensors: Any, options: dict[str, Any]
+    ) -> Any:
+        """What a call gives of a kind that layers alike have called before; ``UNKNOWN``, with nothing done, else."""
+        again = self._shared.again.get(verb)
+        if again is None or again[0] != like or again[1] is not index:
+            kind = way.kind_of(index, tensors, options)
+            if kind is None:
+                return UNKNOWN
+            again = self._shared.again[verb] = like, index, kind
+        sink = options["sink"]
+        return way.repeat(again[2], alike.pools, tensors if sink is None else (*tensors, sink))
 
     def _index(self, index: Any, facts: Facts) -> Any:
         return index if facts.left is None else self._padded(index, facts.left)

@@ -8,7 +8,8 @@ import torch
 
 from kvcore.interop.transformers.absorbed import Latents
 from kvcore.interop.transformers.compiled import notes, shown_by
-from kvcore.interop.transformers.layers import Layer, Pair
+from kvcore.interop.transformers.handed import Captured
+from kvcore.interop.transformers.layers import Layer, Pair, captured_step
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import check_inference, to_torch
@@ -138,6 +139,42 @@ class StaticMlaLayer(MlaLayer):
             found = owner.take(out, query.dtype)[..., :rank].contiguous()
             owner.finish(self.number)
         return found if plain is None else torch.where(plain[:, None, None], found, torch.nan)
+
+    def captured_and_attended(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        rotary: torch.Tensor,
+        selected: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same in a step that is open, of the rows ``selected`` [B, n] or of all, without the host's numbers."""
+        owner, number, rank = self.owner, self.number, latents.shape[3]
+        ops, pools, index, _ = captured_step(owner, number)
+        ops.store_entries(pools, number, index, owner.give(torch.cat([latents, rotary], dim=-1).flatten(0, 2)))
+        out = ops.attend(
+            pools,
+            number,
+            index,
+            owner.give(query),
+            selected,
+            sink=None if sink is None else owner.give(sink.detach().float()),
+            scale=scale,
+        ).out
+        return owner.take(out, query.dtype)[..., :rank].contiguous()
+
+    def prepare_captured(self, captured: Captured, batch: int, heads: int) -> None:
+        """Do that once outside of a graph, with zeros, for a step of ``batch`` rows and queries of ``heads`` heads."""
+        owner, dim = self.owner, self.component.dim
+        rows, query = (
+            owner.give(torch.zeros(shape, dtype=owner.dtype, device=owner.device))
+            for shape in ((batch, dim), (batch, heads, dim))
+        )
+        ops, pools, index, _ = captured
+        ops.store_entries(pools, self.number, index, rows)
+        for selected in (None, torch.zeros((batch, owner.max_length), dtype=torch.int32, device=owner.device)):
+            ops.attend(pools, self.number, index, query, selected)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcore.errors import StepError
 from kvcore.interop.transformers.compiled import behind_padding, notes, stored_before
-from kvcore.interop.transformers.handed import Alike, Handed, likes
+from kvcore.interop.transformers.handed import Alike, Captured, Handed, SharedRows, likes
 from kvcore.interop.transformers.owner import Owned, Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import by_head, by_token, check_inference
@@ -30,11 +30,13 @@ class Layer(Owned, CacheLayerMixin):
 
     Attributes:
         cache_attends: whether the cache attends itself to one new token, and to several.
+        kind: a number that layers of equal components share.
     """
 
     is_compileable = False
     supports_early_init = False
     cache_attends: tuple[bool, bool] = (False, False)
+    kind = 0
 
     def __init__(self, owner: Owner, number: int, component: KV | Window | Entries) -> None:
         # Not the base class's, which assigns keys and values: here they are looked up in the cache.
@@ -161,13 +163,11 @@ class KVLayer(Layer):
     Attributes:
         stored_as: the dtype whose numbers are stored as they are, in keys and values; None: they are coded.
         chunked: whether what the spec calls a window is the model's chunk.
-        kind: a number that layers of equal components share.
     """
 
     component: KV
     stored_as: torch.dtype | None = None
     chunked = False
-    kind = 0
 
     def __init__(self, owner: Owner, number: int, component: KV) -> None:
         super().__init__(owner, number, component)
@@ -181,7 +181,7 @@ class KVLayer(Layer):
         """
         check_inference(key_states, value_states)
         owner = self.owner
-        alike = owner.alike.get(self.kind)
+        alike = owner.alike.get(self.kind) or owner.open_alike(self, key_states, value_states)
         if alike is not None and alike.like == likes(key_states, value_states):
             return self._update_alike(owner, alike, key_states, value_states)
         handle = owner.begin(self.number, key_states)
@@ -212,11 +212,16 @@ class KVLayer(Layer):
         """``update`` after a layer alike with keys and values alike, which has passed all checks in this step."""
         owner.begin_alike(self.number)
         try:
-            number, rows = self.number, (by_token(keys), by_token(values))
-            shared = None if owner.attending is None else owner.attending.memo.get(self.kind)
-            if shared is not None:
-                alike.append(number, *rows)
-                return Handed(self, shared, (keys, values)).outlines()
+            number, forward = self.number, owner.attending
+            if forward is not None and self.cache_attends[int(keys.shape[2] > 1)]:
+                shared = forward.memo.get(self.kind)
+                if shared is None:
+                    shared = forward.memo[self.kind] = SharedRows(self, alike.columns, forward, keys, values)
+                handed = Handed(self, shared, (keys, values), waits=True)
+                if "decode" not in alike.known.get(number, ()):
+                    handed.store()
+                return handed.outlines()
+            rows = by_token(keys), by_token(values)
             _, views = alike.ops.append_kv_view(alike.pools, number, alike.index, *rows, columns=alike.columns)
             if views is None or self._sees_part:
                 found = self.visible_rows(owner.handle_of(number, *rows), keys.shape[2], keys.dtype, views)
@@ -245,6 +250,18 @@ class KVLayer(Layer):
         take, dtype = self.owner.take, self.owner.dtype
         keys, values = (by_head(take(rows, dtype)) for rows in handle.gather_kv()[:2])
         return self._last(keys), self._last(values)
+
+
+def captured_step(owner: Owner, layer: int) -> Captured:
+    """The step that compiled code has opened.
+
+    Raises:
+        StepError: it has not.
+    """
+    if owner.captured is None:
+        where = f"KVCache, layer {layer}, in compiled code"
+        raise StepError(got="no open step", where=where, allowed="a forward from its beginning")
+    return owner.captured
 
 
 class StaticLayer(KVLayer):
@@ -314,10 +331,7 @@ class StaticLayer(KVLayer):
     ) -> torch.Tensor:
         """The same in a step that is open, without anything that the host knows of it."""
         owner, number = self.owner, self.number
-        if owner.captured is None:
-            where = f"KVCache, layer {number}, in compiled code"
-            raise StepError(got="no open step", where=where, allowed="a forward from its beginning")
-        ops, pools, index, kept = owner.captured
+        ops, pools, index, kept = captured_step(owner, number)
         ops.append_kv(pools, number, index, owner.give(by_token(keys)), owner.give(by_token(values)))
         out = ops.attend_kv(
             pools,
@@ -328,6 +342,15 @@ class StaticLayer(KVLayer):
             scale=scale,
         ).out
         return owner.take(out, query.dtype).unsqueeze(1)
+
+    def prepare_captured(self, captured: Captured, batch: int, heads: int) -> None:
+        """Do that once outside of a graph, with zeros, for a step of ``batch`` rows and queries of ``heads`` heads."""
+        owner, (keys, values) = self.owner, self.component.parts
+        dims = (keys.heads, keys.format.dim), (values.heads, values.format.dim), (heads, keys.format.dim)
+        k, v, q = (owner.give(torch.zeros((batch, *each), dtype=owner.dtype, device=owner.device)) for each in dims)
+        ops, pools, index, _ = captured
+        ops.append_kv(pools, self.number, index, k, v)
+        ops.attend_kv(pools, self.number, index, q)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor, columns: int) -> Pair:
         """What ``update`` does once compiled code runs."""

@@ -75,6 +75,10 @@ class Owner(Protocol):
         """
         ...
 
+    def open_alike(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """Open a step like the last, if ``layer`` begins one; what its layers share if that still holds, else None."""
+        ...
+
     def begin_alike(self, layer: int) -> None:
         """A layer begins its part of the open forward without a handle: see ``note_alike``."""
         ...
@@ -95,8 +99,11 @@ class Owner(Protocol):
         """Undo a forward that did not reach its end; nothing happens if there is none."""
         ...
 
-    def hand_out(self, layer: int) -> None:
-        """Finish a layer with the model's forward, until when what it handed out can be attended to."""
+    def hand_out(self, layer: int, waits: Any = None) -> None:
+        """Finish a layer with the model's forward, until when what it handed out can be attended to.
+
+        ``waits`` may be stored until then.
+        """
         ...
 
     def refuse(self, layer: int, reason: str) -> None:
