@@ -67,15 +67,24 @@ def begin(config: Any, cache: Any, base: str, name: str, given: torch.Tensor | N
     if given is not None and given.shape[1] == 1 and cache.captures:
         ends = begun(given.shape[0], cache.number, cache.device)
     ATTENDING.append(Attending(cache.number, base, ends, set(range(len(cache.layers)))))
-    config._attn_implementation_internal = name
+    _name(config, name)
 
 
 def end(config: Any) -> None:
     """It has ended: its configuration names what it named."""
     attending = ATTENDING.pop()
-    config._attn_implementation_internal = attending.base
+    _name(config, attending.base)
     if NOTED:
         refuse(NOTED[-1].layer)
+
+
+def _name(config: Any, attention: str) -> None:
+    """Have a configuration name an attention function, and none that belongs to it."""
+    if config.sub_configs:
+        config._attn_implementation_internal = attention
+    else:
+        # Of what is assigned while torch 2.11 traces, a configuration's own look-up finds properties alone.
+        config._attn_implementation = attention
 
 
 def stored_before(cache: Any) -> torch.Tensor:
@@ -130,7 +139,9 @@ def attend(
     projection = traced_projection(module, noted.first.shape[3])
     if projection is None:
         return None
-    rows, scale = absorbed(query, projection), query.shape[3] ** -0.5 if scale is None else scale
+    rows = absorbed(query, projection)
+    if scale is None:
+        scale = query.shape[3] ** -0.5
     if attending.ends is not None:
         return _latents_captured(noted, attending.ends, rows, projection, mask, sink, scale)
     out = attended_latents(rows, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)

@@ -346,7 +346,8 @@ class StaticLayer(KVLayer):
     def prepare_captured(self, captured: Captured, batch: int, heads: int) -> None:
         """Do that once outside of a graph, with zeros, for a step of ``batch`` rows and queries of ``heads`` heads."""
         owner, (keys, values) = self.owner, self.component.parts
-        dims = (keys.heads, keys.format.dim), (values.heads, values.format.dim), (heads, keys.format.dim)
+        dim, value_dim = keys.format.dim or 0, values.format.dim or 0
+        dims = (keys.heads, dim), (values.heads, value_dim), (heads, dim)
         k, v, q = (owner.give(torch.zeros((batch, *each), dtype=owner.dtype, device=owner.device)) for each in dims)
         ops, pools, index, _ = captured
         ops.append_kv(pools, self.number, index, k, v)
