@@ -291,6 +291,51 @@ def _made(array: Tensor, steps: tuple[tuple[str, Any], ...]) -> Tensor:
     return array
 
 
+UNREAD, BOUND = object(), object()
+
+
+class Like(NamedTuple):
+    """A call that passed a door's checks, as far as it tells others of which that is true, too.
+
+    Attributes:
+        door: whose checks they were.
+        kind: of the step's index.
+        program: what such calls launch.
+        count: arguments of a call.
+        names: of its options.
+        expected: of every argument and option (shape, dtype) of a tensor, (None, value) of a number, (``BOUND``, the
+            bound rounded up), or ``UNREAD``.
+    """
+
+    door: str
+    kind: int | None
+    program: Program
+    count: int
+    names: list[str]
+    expected: list[tuple[Any, Any]]
+
+    def take(self, arguments: tuple[Any, ...], options: dict[str, Any], device: Any) -> list[Any] | None:
+        """A call's tensors, as launches take them; None: the call is another."""
+        if len(arguments) != self.count or [*options] != self.names:
+            return None
+        given: list[Any] = []
+        for value, (shape, what) in zip((*arguments, *options.values()), self.expected, strict=True):
+            kind = value.__class__
+            if kind in TENSORS:
+                if value.dtype is not what or value.shape != shape or not value.is_contiguous() or value.is_neg():
+                    return None
+                address = value.data_ptr()
+                if address % ALIGNED or value.device != device:
+                    return None
+                given.append(value if INTERPRETED else address)
+            elif shape is None:
+                if value is not what and (kind not in NUMBERS or kind is not what.__class__ or value != what):
+                    return None
+            elif shape is not UNREAD and (shape is not BOUND or kind is not int or rounded(value) != what):
+                return None
+        return given
+
+
 class Kind(NamedTuple):
     """A kind of call, which layers alike repeat in a step.
 
@@ -337,7 +382,7 @@ class Replayed:
     """
 
     __slots__ = (
-        *("_bounds", "_kind", "_last", "_layer", "_names", "_ops"),
+        *("_bounds", "_kind", "_layer", "_like", "_names", "_ops"),
         *("_passed", "_places", "_programs", "_seen", "_unread", "way"),
     )
 
@@ -360,8 +405,8 @@ class Replayed:
         self._programs: dict[Any, Program | None] = {}
         # Of kinds whose arguments passed all checks as they were.
         self._passed: dict[Any, Program] = {}
-        # The kind that passed last: in most steps the next one, too.
-        self._last: tuple[list[Any] | None, Any] = None, None
+        # What passed last: in most steps the next call is like it.
+        self._like: Like | None = None
         # What stands for pools, and where those of them lie that a program takes.
         self._places: tuple[object, dict[Any, tuple[Any, ...] | None]] = None, {}
 
@@ -442,22 +487,21 @@ class Replayed:
             if indexed.index is not index:
                 indexed = seen.take_index(index)
             kind, places = indexed.kind, indexed.places
-        if self._bounds:
-            options = self._bounded(options)
+        like = self._like
         try:
-            taken = self._take(arguments, options)
+            given = None
+            if like is not None and like.door == door and like.kind == kind:
+                given = like.take(arguments, options, seen.device)
+            if like is None or given is None:
+                taken = self._take(arguments, self._bounded(options))
+                program = None if taken is None else self._passed.get((*taken[0], door, kind))
+                if taken is None or program is None:
+                    return UNKNOWN
+                given = taken[1]
+                like = self._like = self._like_of(door, kind, arguments, options, program)
         except STRANGE:
             return UNKNOWN
-        if taken is None:
-            return UNKNOWN
-        key, given = taken
-        key += door, kind
-        last, program = self._last
-        if key != last:
-            program = self._passed.get(tuple(key))
-            if program is None:
-                return UNKNOWN
-            self._last = key, program
+        program = like.program
         if self._layer is not None:
             # Pools are of this cache if they are those of a call that passed.
             (held, token), (known, found) = seen.pools, self._places
@@ -468,6 +512,21 @@ class Replayed:
         if new is False:
             return UNKNOWN
         return pools if program.answer is None else program.answer(new)
+
+    def _like_of(
+        self, door: str, kind: int | None, arguments: tuple[Any, ...], options: dict[str, Any], program: Program
+    ) -> "Like":
+        """What tells calls like this one."""
+        expected: list[tuple[Any, Any]] = []
+        for name, value in (*((None, value) for value in arguments), *options.items()):
+            if name in self._unread:
+                expected.append((UNREAD, None))
+            elif name in self._bounds and type(value) is int:
+                expected.append((BOUND, rounded(value)))
+            else:
+                is_tensor = value.__class__ in TENSORS
+                expected.append((value.shape, value.dtype) if is_tensor else (None, value))
+        return Like(door, kind, program, len(arguments), [*options], expected)
 
     def note(
         self, door: str, index: Any, arguments: tuple[Any, ...], options: dict[str, Any], checked: Sequence[Any]
@@ -600,7 +659,7 @@ class Replayed:
         if len(self._programs) >= MOST_KINDS:
             self._programs.clear()
             self._passed.clear()
-            self._last = None, None
+            self._like = None
         program = self._programs[key] = every[whole]
         return program
 
