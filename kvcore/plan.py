@@ -284,6 +284,31 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return main, draft
 
     @cached_property
+    def ring_line(self) -> tuple[dict[tuple[int, str], int], int]:
+        """Where a row of each ring lies in a line with one of every ring in slots, and bytes of that line.
+
+        Rows begin on boundaries of 16 bytes.
+        """
+        places: dict[tuple[int, str], int] = {}
+        size = 0
+        for kinds in self.rings:
+            for ring in (ring for kind in kinds for ring in kind.rings):
+                regions = self.region(*ring)
+                if all(region.growth == "slot" for region in regions):
+                    places[ring] = size
+                    size += -(-sum(region.heads * region.format.row for region in regions) // 16) * 16
+        return places, size
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes beside the pools, at most, of what decode steps keep on a GPU until they end, to be undone.
+
+        That is a row of every ring for each token of a step of all slots, drafts included, written where the step takes
+        the place of rows that a shorter request needs. Allocated once a step has to keep some.
+        """
+        return self.slots * (1 + self.max_draft_tokens) * self.ring_line[1]
+
+    @cached_property
     def ring_sets(self) -> dict[tuple[bool, tuple[bool, ...]], tuple[tuple[int, str], ...]]:
         """(whether of draft layers, which of their kinds) -> the rings of these kinds, once somebody put them here."""
         return {}

@@ -1,6 +1,6 @@
 """The rows of many rings that a step takes the place of, kept and put back in one launch; see ``cache.undo``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -23,14 +23,12 @@ class Tables(NamedTuple):
     Attributes:
         addresses: of the pools.
         width: bytes of a word.
-        line: words of a token.
         read: (entries, rows of their rings) to read a row with.
         back: the same to put it back, in every copy.
     """
 
     addresses: tuple[int, ...]
     width: int
-    line: int
     read: tuple[torch.Tensor, torch.Tensor]
     back: tuple[torch.Tensor, torch.Tensor]
 
@@ -42,7 +40,9 @@ class Rings:
         self._plan = plan
         self._device = device
         self._move = move
-        # One step is open at a time: what it keeps, the next one may write over. Of every set of rings.
+        # One step is open at a time: what it keeps, the next one may write over. A line for each token, in which every
+        # ring has its place; and the same as words, as some rings are moved.
+        self._lines: torch.Tensor | None = None
         self._held: dict[tuple[tuple[int, str], ...], torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, str], ...], Tables] = {}
         self._in_slots: dict[tuple[tuple[int, str], ...], bool] = {}
@@ -56,11 +56,14 @@ class Rings:
             return None
         tables = self._tables_of(pools, rings)
         tokens, held = index.positions.shape[0], self._held.get(rings)
-        if held is None or held.shape[0] < tokens or held.shape[1] != tables.line or held.dtype != WORDS[tables.width]:
-            with torch.inference_mode(False):
-                held = torch.empty((tokens, tables.line), dtype=WORDS[tables.width], device=self._device)
-            self._held[rings] = held
-        held = held if held.shape[0] == tokens else held[:tokens]
+        if held is None or held.shape[0] != tokens or held.dtype != WORDS[tables.width]:
+            lines = self._lines
+            if lines is None or lines.shape[0] < tokens:
+                self._held.clear()
+                with torch.inference_mode(False):
+                    lines = torch.empty((tokens, self._plan.ring_line[1]), dtype=torch.uint8, device=self._device)
+                self._lines = lines
+            held = self._held[rings] = lines[:tokens].view(WORDS[tables.width])
         self._launch(held, index, tables.read, back=False)
         return held
 
@@ -91,27 +94,23 @@ class Rings:
         addresses = tuple(pools[name].data_ptr() for region in regions for name, _ in region.buffers.values())
         found = self._tables.get(rings)
         if found is None or found.addresses != addresses:
-            found = self._tables[rings] = self._new_tables(pools, regions, addresses)
+            found = self._tables[rings] = self._new_tables(pools, rings, addresses)
         self._last = pools, rings, found
         return found
 
-    def _new_tables(self, pools: Pools, regions: Sequence[Region], addresses: tuple[int, ...]) -> Tables:
+    def _new_tables(self, pools: Pools, rings: tuple[tuple[int, str], ...], addresses: tuple[int, ...]) -> Tables:
         entries: list[tuple[int, ...]] = []
         copies: list[tuple[int, int]] = []
-        line = 0
-        for region in regions:
+        for region, place in self._places_of(rings):
             row_step, head_step = region.steps
             # As the bytes lie there: elements whose bytes lie apart are not put together.
             for run in lines_of(region):
                 pool = pools[region.buffers[run.buffer][0]]
                 inside = run.base, row_step * run.stride, head_step * run.stride, run.nbytes
-                outside = line + run.first, region.format.row, region.heads
+                outside = place + run.first, region.format.row, region.heads
                 entries.append((pool.data_ptr(), pool.stride(0), *inside, *outside))
                 copies.append((region.rows, region.copies))
-            line += region.heads * region.format.row
         table = np.array(entries, np.int64)
-        # The sum of rows is made a multiple of the widest word.
-        line = -(-line // max(WORDS)) * max(WORDS)
         width = int(np.gcd(np.gcd.reduce(table[:, : ENTRY - 1], axis=None), max(WORDS)))
         table[:, 1 : ENTRY - 1] //= width
         rows = np.array([rows for rows, _ in copies], np.int32)
@@ -121,10 +120,17 @@ class Rings:
         return Tables(
             addresses,
             width,
-            line // width,
             (self._put(table), self._put(rows)),
             (self._put(back), self._put(rows[[n for n, _ in again]])),
         )
+
+    def _places_of(self, rings: tuple[tuple[int, str], ...]) -> Iterator[tuple[Region, int]]:
+        """The parts of some rings, and where a row of each lies in a token's line."""
+        for layer, role in rings:
+            place = self._plan.ring_line[0][layer, role]
+            for region in self._plan.region(layer, role):
+                yield region, place
+                place += region.heads * region.format.row
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         with torch.inference_mode(False):
