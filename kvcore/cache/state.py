@@ -461,16 +461,18 @@ class CacheState:
         chosen = [self.manager.check(request) for request in requests]
         rows = self.rows(chosen, [0] * len(chosen))
         near = [request_lanes(self.ops, self.pools, row) for row in rows]
-        if all(lane is not None for lane in near):
-            return [(row.length, lane) for row, lane in zip(rows, near, strict=True) if lane is not None]
-        index = self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
         lanes: list[list[tuple[int, int]]] = [[] for _ in rows]
-        for layer, role, component in owned(self.spec):
-            columns = max((len(component.live(row.length)) for row in rows), default=0)
-            raw = self.ops.gather_rows(self.pools, layer, role, index, columns=columns)
-            found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
-            for request, pair in enumerate(found):
-                lanes[request].append((int(pair[0]), int(pair[1])))
+        index = None
+        for (layer, role, component), *known in zip(owned(self.spec), *near, strict=True):
+            pairs = [pair for pair in known if pair is not None]
+            if len(pairs) < len(rows):
+                index = index or self.ops.index(build_index(rows, max_blocks=self.plan.max_blocks))
+                columns = max((len(component.live(row.length)) for row in rows), default=0)
+                raw = self.ops.gather_rows(self.pools, layer, role, index, columns=columns)
+                found = to_numpy(self.ops.digest_rows(raw, digest.region_salt(layer, role)))
+                pairs = [(int(a), int(b)) for a, b in found]
+            for request, pair in enumerate(pairs):
+                lanes[request].append(pair)
         return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
 
     def prepare_blocks(self, grants: Mapping[Request, BlockGrant]) -> None:

@@ -29,7 +29,7 @@ from kvcore.portable.manifest import (
     refuse_blob,
     root_of,
 )
-from kvcore.portable.pages import Array, PageLayout, content_of, move_at_once, states_of
+from kvcore.portable.pages import Array, PageLayout, content_of, states_of, under_way
 from kvcore.portable.record import RequestRecord, check_length, check_spec
 from kvcore.portable.rows import Content, read_rows, write_rows
 from kvcore.requests.manager import Request
@@ -195,10 +195,13 @@ def take_in(
     salt: str | None,
     shares: bool | None = None,
     verify: Callable[[Sequence[bytes]], None] | None = None,
+    meanwhile: Callable[[], object] = bool,
 ) -> Request:
     """Make a request of pages that were verified, and keep its checkpoints where prefixes are kept.
 
-    ``verify``: of pages that were not; given the lanes of what was stored, it raises, and there is no request.
+    Args:
+        verify: of pages that were not; given the lanes of what was stored, it raises, and there is no request.
+        meanwhile: called while pages may be on their way; it may raise likewise.
     """
     content: dict[str, Content] = {}
 
@@ -208,11 +211,13 @@ def take_in(
         return content["rows"]
 
     def write(ops: Ops, pools: Pools, row: StepRequest) -> Pools:
-        lanes: list[Array] | None = None if verify is None else []
-        if not move_at_once(ops, pools, row, layout, pages, store=True, lanes=lanes):
-            pools = write_rows(ops, pools, row, rows())
-        if verify is not None:
-            verify(digests_of("lanes", ops, layout, lanes or ()).result(pages))
+        with under_way(ops, pools, row, layout, pages, store=True, digested=verify is not None) as moved:
+            if moved is None:
+                pools = write_rows(ops, pools, row, rows())
+            meanwhile()
+            if verify is not None:
+                lanes = [] if moved is None else moved.lanes()
+                verify(digests_of("lanes", ops, layout, lanes).result(pages))
         return pools
 
     keeps = cache.most_checkpoints and layout.checkpoints

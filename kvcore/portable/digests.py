@@ -20,7 +20,7 @@ from kvcore.ops import Ops, Strip
 from kvcore.ops.host import fields_in_place, rows_in_place
 from kvcore.plan import row_bytes
 from kvcore.pools import Pools
-from kvcore.portable.pages import HISTORY, Array, PageLayout, positions_of, ranged, rows_of
+from kvcore.portable.pages import HISTORY, Array, PageLayout, positions_of, ranged, rows_of, takes_chunks
 from kvcore.portable.rows import digests_at, owned, page_places
 from kvcore.step import StepRequest
 
@@ -145,18 +145,21 @@ class LaneDigests:
 
 def _packed(lanes: Array) -> list[bytes]:
     """Every pair of lanes as two little-endian words."""
-    return [pair.tobytes() for pair in (to_numpy(lanes) & MASK).astype("<u4")]
+    words = (to_numpy(lanes) & MASK).astype("<u4").tobytes()
+    return [words[first : first + SIZES["lanes"]] for first in range(0, len(words), SIZES["lanes"])]
 
 
 AT_ONCE = 1 << 19
 """Bytes of rows that are digested at a time: they stay in a core's cache from the pools to the digest."""
 
 
-def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, int]] | None:
-    """The two lanes of every pool of one request in canonical order; None where the pools lie on a device.
+def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> Sequence[tuple[int, int] | None]:
+    """The two lanes of every pool of one request in canonical order; None where they are to be had by gathering.
 
     One pass over the live rows, which are never all in one place.
     """
+    if takes_chunks(ops):
+        return _lanes_on_device(ops, pools, row)
     found: list[tuple[int, int]] = []
     nbytes = sum(len(one.live(row.length)) * row_bytes(one) for _, _, one in owned(ops.plan.spec))
     run = native(nbytes)
@@ -164,7 +167,7 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
     kept = np.empty(AT_ONCE, np.uint8)
     small = _small_lanes(ops, pools, row, kept, direct)
     if small is None:
-        return None
+        return [None] * len(owned(ops.plan.spec))
     for layer, role, component in owned(ops.plan.spec):
         if (layer, role) in small:
             found.append(small[layer, role])
@@ -188,11 +191,29 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, i
             part = room[: pages * strip.nbytes].reshape(pages, -1)
             at = np.array(units[first // rows : first // rows + pages] if paged else units, np.int32)
             if not ops.move_strips(pools, part, (strip,), at):
-                return None
+                return [None] * len(owned(ops.plan.spec))
             held = part.reshape(1, -1, width)[:, : len(some)]
             lanes += row_lanes(held, positions_of(strip)[None], region_salt(layer, role))[0]
         found.append((int(lanes[0]) & MASK, int(lanes[1]) & MASK))
     return found
+
+
+def _lanes_on_device(ops: Ops, pools: Pools, row: StepRequest) -> list[tuple[int, int] | None]:
+    """The same where kernels read rows as they lie: a launch for what lies in blocks, and one for the slot."""
+    found: dict[tuple[int, str], tuple[int, int] | None] = {}
+    kernels: Any = ops
+    for growth, units in (("block", row.blocks), ("slot", (row.slot,))):
+        strips: list[Strip] = []
+        for layer, role, component in owned(ops.plan.spec):
+            live = component.live(row.length)
+            # Pages begin with row 0.
+            if component.growth == growth and not (growth == "block" and live.start):
+                rows = ops.plan.region(layer, role)[0].rows if growth == "block" else len(live)
+                strips.append(Strip(layer, role, 0, rows, row_bytes(component), live, component.tokens_per_row))
+        if strips:
+            lanes = kernels.component_lanes(pools, strips, np.array(units, np.int32))
+            found |= {(one.layer, one.role): pair for one, pair in zip(strips, lanes, strict=True)}
+    return [found.get((layer, role)) for layer, role, _ in owned(ops.plan.spec)]
 
 
 def _lanes_in_place(run: Lanes, ops: Ops, pools: Pools, row: StepRequest) -> dict[tuple[int, str], tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ from kvcore.foreign import UNREADABLE
 from kvcore.ops.arguments import check_number
 from kvcore.portable import version1
 from kvcore.portable.blob import take_in
-from kvcore.portable.caches import SharedCache
+from kvcore.portable.caches import CacheInTurn, SharedCache
 from kvcore.portable.digests import SIZES, digests_of
 from kvcore.portable.exporter import Handle
-from kvcore.portable.manifest import Described, damaged, empty_pages, layout_of, root_of
+from kvcore.portable.manifest import Described, check_places, damaged, empty_pages, layout_of, root_of
 from kvcore.portable.manifest import parse as parse_manifest
 from kvcore.portable.pages import Array, PageLayout, takes_chunks
 from kvcore.portable.record import RequestRecord, check_length, check_spec
@@ -39,12 +39,14 @@ class Received(NamedTuple):
     Attributes:
         record, layout, pages: what it is.
         declared: lanes that its pages are still to be verified by, as the device reads them; None: they were.
+        check: what is still to be checked of the manifest, while the device reads them.
     """
 
     record: RequestRecord
     layout: PageLayout
     pages: Array
     declared: Sequence[bytes] | None = None
+    check: Callable[[], object] = bool
 
 
 def pull(
@@ -130,7 +132,10 @@ def receive(
     check_spec(cache.spec, described.spec)
     check_length(cache.plan, described.record.length, "pull")
     _check_rollback(cache, described)
-    whole = layout_of(cache.spec, described, (handle.pages, handle.page_bytes), "manifest", refuse)
+    later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
+    size = handle.pages, handle.page_bytes
+    whole = layout_of(cache.spec, described, size, "manifest", refuse, places=not later)
+    check = partial(check_places, cache.spec, described, whole, "manifest", refuse) if later else bool
     wanted = 0
     if checkpoints and whole.checkpoints:
         kept = cache.exclusive("pull", lambda state: state.most_checkpoints, in_step=True)
@@ -139,13 +144,12 @@ def receive(
     # Pages of the checkpoints that are not wanted lie between the others.
     rest = layout.record.first + layout.record.pages
     skipped = whole.pages - layout.pages
-    later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
     declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
     in_place = getattr(transport, "in_place", None) if later and not wanted else None
     if in_place is not None:
         held: Array = in_place(handle)
         if isinstance(held, np.ndarray) and held.shape == (handle.pages, handle.page_bytes):
-            return Received(described.record, layout, held[: layout.pages], declared)
+            return Received(described.record, layout, held[: layout.pages], declared, check)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull", passing=True)
     verifying, here = digests_of(described.digest, cache.ops, layout), 0
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
@@ -158,7 +162,7 @@ def receive(
         wait()
         here = first
     if later:
-        return Received(described.record, layout, pages, declared)
+        return Received(described.record, layout, pages, declared, check)
     bad = damaged(layout, verifying.result(pages), declared)
     if bad:
         raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
@@ -202,7 +206,7 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
         TransferError: ``damaged``, of what was left to be verified here. OutOfSlots, OutOfBlocks: no room. Nothing is
             changed.
     """
-    record, layout, pages, declared = received
+    record, layout, pages, declared, meanwhile = received
 
     def check(found: Sequence[bytes]) -> None:
         wrong = [] if declared is None else damaged(layout, found, declared)
@@ -210,7 +214,11 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
             raise refuse(got=f"other bytes than were exported in {wrong[0]}", where="pull", allowed="as exported")
 
     verify = None if declared is None else check
-    return cache.exclusive("pull", lambda state: take_in(state, record, layout, pages, salt=salt, verify=verify))
+
+    def act(state: CacheInTurn) -> Request:
+        return take_in(state, record, layout, pages, salt=salt, verify=verify, meanwhile=meanwhile)
+
+    return cache.exclusive("pull", act)
 
 
 def encode_handle(handle: Handle) -> bytes:

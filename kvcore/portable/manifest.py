@@ -5,6 +5,7 @@ digest of every piece. Its sha256 is the root: whoever has the root can tell eve
 down for others in ``docs/portable_format.md``.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -25,16 +26,16 @@ from kvcore.portable.pages import (
     PageLayout,
     Section,
     least_bytes,
-    move_at_once,
     page_layout,
     passing_pages,
     put_rows,
     takes_chunks,
+    under_way,
 )
-from kvcore.portable.record import Refusal, RequestRecord, is_coherent
+from kvcore.portable.record import Refusal, RequestRecord, is_coherent, spec_text
 from kvcore.portable.rows import Content, owned, read_rows
 from kvcore.requests.manager import Request
-from kvcore.spec import CacheSpec, Component, to_json
+from kvcore.spec import CacheSpec, Component
 from kvcore.step import StepRequest, build_index
 
 FORM, VERSION = "kvcore.request", 2
@@ -201,8 +202,8 @@ class _Said:
     """What manifests say of a spec and of where rows lie, as JSON: worked out once for a layout."""
 
     def __init__(self, spec: CacheSpec, layout: PageLayout) -> None:
-        self._spec = msgspec.Raw(to_json(spec).encode())
-        self._table = msgspec.Raw(msgspec.json.encode(layout_table(spec, layout)))
+        self._spec = msgspec.Raw(spec_text(spec).encode())
+        self._table = msgspec.Raw(_layout_text(spec, layout))
         self._layout = layout
 
     def manifest(
@@ -281,15 +282,19 @@ class Staging:
         pages[max(0, layout.blocks - 1) : layout.blocks] = 0
         record = layout.record.of(pages)
         record[:, sum(strip.nbytes for strip in layout.record.strips) :] = 0
-        lanes: list[Array] | None = [] if self._digest == "lanes" else None
-        at_once = move_at_once(
-            cache.ops, cache.pools, row, layout, pages, lanes=lanes, meanwhile=lambda: self._said.manifest
-        )
-        if not at_once:
-            stage_one_by_one(cache, row, self._floor, layout, pages)
-        for section, (_, state) in zip(layout.checkpoints, self._states, strict=True):
-            _fill(cache, section, state, pages)
-        return self.manifest(digests_of(self._digest, cache.ops, layout, lanes or ()).result(pages))
+        with under_way(cache.ops, cache.pools, row, layout, pages, digested=self._digest == "lanes") as moved:
+            if moved is None:
+                stage_one_by_one(cache, row, self._floor, layout, pages)
+            for section, (_, state) in zip(layout.checkpoints, self._states, strict=True):
+                _fill(cache, section, state, pages)
+            said, lanes = self._said, list[Array]()
+            if moved is not None:
+                # The device knows digests before the pages are here.
+                lanes = moved.lanes()
+                if not lanes:
+                    moved.wait()
+            digests = digests_of(self._digest, cache.ops, layout, lanes).result(pages)
+            return said.manifest(self._record, self._digest, digests, self._export)
 
 
 def stage(
@@ -349,27 +354,42 @@ def _fill(cache: CacheInTurn, section: Section, held: Content, pages: Array) -> 
 
 def layout_table(spec: CacheSpec, layout: PageLayout) -> LayoutTable:
     """A layout as a manifest says it."""
-    return LayoutTable(
-        components=[_component(layer, role, component) for layer, role, component in owned(spec)],
-        sections=[
-            SectionTable(
-                name=section.name,
-                first=section.first,
-                pages=section.pages,
-                strips=[
-                    StripTable(
-                        layer=strip.layer,
-                        role=strip.role,
-                        start=strip.start,
-                        rows=strip.rows,
-                        numbers=_ranges(strip.numbers),
-                    )
-                    for strip in section.strips
-                ],
-            )
-            for section in layout.sections
-        ],
-    )
+    return LayoutTable(components=_components(spec), sections=_sections(layout))
+
+
+def _layout_text(spec: CacheSpec, layout: PageLayout) -> bytes:
+    """``layout_table`` as JSON; what it says of the spec is written once."""
+    return b'{"components":%b,"sections":%b}' % (_components_text(spec), msgspec.json.encode(_sections(layout)))
+
+
+def _sections(layout: PageLayout) -> list[SectionTable]:
+    return [
+        SectionTable(
+            name=section.name,
+            first=section.first,
+            pages=section.pages,
+            strips=[
+                StripTable(
+                    layer=strip.layer,
+                    role=strip.role,
+                    start=strip.start,
+                    rows=strip.rows,
+                    numbers=_ranges(strip.numbers),
+                )
+                for strip in section.strips
+            ],
+        )
+        for section in layout.sections
+    ]
+
+
+def _components(spec: CacheSpec) -> list[ComponentTable]:
+    return [_component(layer, role, component) for layer, role, component in owned(spec)]
+
+
+@lru_cache(maxsize=64)
+def _components_text(spec: CacheSpec) -> bytes:
+    return msgspec.json.encode(_components(spec))
 
 
 def _component(layer: int, role: str, component: Component) -> ComponentTable:
@@ -430,7 +450,7 @@ def parse(manifest: bytes | memoryview, where: str, refusal: Refusal) -> Describ
     if not is_coherent(found.request):
         got = f"{found.request.length} tokens, rows from {found.request.floor} on"
         raise refusal(got=shortened(got), where=where, allowed="numbers that fit together")
-    if any(len(digest) != SIZES[found.digest] for digest in digests):
+    if {*map(len, digests)} - {SIZES[found.digest]}:
         allowed = f"digests of {SIZES[found.digest]} bytes"
         raise refusal(got="digests of other sizes", where=where, allowed=allowed)
     try:
@@ -441,7 +461,15 @@ def parse(manifest: bytes | memoryview, where: str, refusal: Refusal) -> Describ
     return Described(VERSION, spec, found.request, found.digest, digests, size, bytes(found.layout))
 
 
-def layout_of(spec: CacheSpec, described: Described, size: tuple[int, int], where: str, refusal: Refusal) -> PageLayout:
+def layout_of(
+    spec: CacheSpec,
+    described: Described,
+    size: tuple[int, int],
+    where: str,
+    refusal: Refusal,
+    *,
+    places: bool = True,
+) -> PageLayout:
     """Where the rows lie in the pages of a request of a spec.
 
     Args:
@@ -450,6 +478,7 @@ def layout_of(spec: CacheSpec, described: Described, size: tuple[int, int], wher
         size: pages and bytes of a page that there are, or are said to be.
         where: for messages.
         refusal: what is raised.
+        places: False leaves ``check_places`` to the caller.
 
     Raises:
         what ``refusal`` makes: the pages or what the manifest says of them are not those of such a request.
@@ -469,26 +498,31 @@ def layout_of(spec: CacheSpec, described: Described, size: tuple[int, int], wher
     if len(described.digests) != layout.digests:
         allowed = f"one for each of {layout.blocks} pages, and one for each of {layout.digests - layout.blocks} records"
         raise refusal(got=f"{len(described.digests)} digests", where=where, allowed=allowed)
-    if described.layout is not None and not _says(described.layout, layout_table(spec, layout)):
-        raise refusal(got="rows in other places", where=where, allowed="the places that follow from the spec")
+    if places:
+        check_places(spec, described, layout, where, refusal)
     return layout
 
 
-def _says(declared: bytes, right: LayoutTable) -> bool:
-    """Whether a manifest's own account of where rows lie is the right one, however it is written."""
-    text = msgspec.json.encode(right)
-    if declared == text:
-        return True
-    if len(declared) > 8 * len(text):
-        return False
-    try:
-        return msgspec.json.decode(declared, type=LayoutTable) == right
-    except UNREADABLE:
-        return False
+def check_places(spec: CacheSpec, described: Described, layout: PageLayout, where: str, refusal: Refusal) -> None:
+    """Refuse a manifest whose own account of where rows lie is not the right one, however it is written.
+
+    Raises:
+        what ``refusal`` makes.
+    """
+    declared = described.layout
+    if declared is None or declared == (text := _layout_text(spec, layout)):
+        return
+    if len(declared) <= 8 * len(text):
+        with contextlib.suppress(*UNREADABLE):
+            if msgspec.json.decode(declared, type=LayoutTable) == layout_table(spec, layout):
+                return
+    raise refusal(got="rows in other places", where=where, allowed="the places that follow from the spec")
 
 
 def damaged(layout: PageLayout, found: Sequence[bytes], declared: Sequence[bytes]) -> list[str]:
     """Names of the pages, and of the other sections, that do not match their digests."""
+    if list(found) == list(declared):
+        return []
     names = [f"page {at}" for at in range(layout.blocks)]
     names += ["the record", *(section.name for section in layout.checkpoints)]
     return [name for name, here, there in zip(names, found, declared, strict=True) if here != there]

@@ -8,9 +8,11 @@ its own and is cut into pages of the same size. What is left of the last page of
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -98,54 +100,92 @@ class PageLayout(NamedTuple):
         return self._replace(checkpoints=moved, lengths=self.lengths[first:])
 
 
+class _Kept(NamedTuple):
+    """A pool, and which of a spec's kinds of components its rows are."""
+
+    layer: int
+    role: str
+    kind: int
+
+
+class _Kinds(NamedTuple):
+    """What of layouts follows from a spec alone: layers are alike, and what they keep is worked out once for a kind.
+
+    Attributes:
+        components: that differ.
+        row_bytes: of each.
+        paged: strips of blocks, without numbers, and the kind of each.
+        page_bytes: of those.
+        state: what does not grow with history.
+        rings: those of it that are overwritten.
+    """
+
+    components: tuple[Component, ...]
+    row_bytes: tuple[int, ...]
+    paged: tuple[tuple[Strip, int], ...]
+    page_bytes: int
+    state: tuple[_Kept, ...]
+    rings: tuple[_Kept, ...]
+
+    def strips(self, pools: Sequence[_Kept], numbers: Sequence[range | tuple[int, ...]]) -> tuple[tuple[Strip, ...], int]:
+        """The strips of a record that holds rows of these numbers of each kind, and its bytes."""
+        found: list[Strip] = []
+        size = 0
+        steps = [component.tokens_per_row for component in self.components]
+        for layer, role, kind in pools:
+            held, row = numbers[kind], self.row_bytes[kind]
+            if held:
+                found.append(Strip(layer, role, size, len(held), row, held, steps[kind]))
+                size += len(held) * row
+        return tuple(found), size
+
+
+@lru_cache(maxsize=64)
+def _kinds(spec: CacheSpec) -> _Kinds:
+    kinds: dict[Component, int] = {}
+    paged: list[tuple[Strip, int]] = []
+    size = 0
+    state: list[_Kept] = []
+    for layer, role, component in owned(spec):
+        kind, step = kinds.setdefault(component, len(kinds)), component.tokens_per_row
+        if component.growth == "block":
+            rows = spec.block_tokens // step
+            paged.append((Strip(layer, role, size, rows, row_bytes(component), (), step), kind))
+            size += paged[-1][0].nbytes
+        else:
+            state.append(_Kept(layer, role, kind))
+    overwritten = tuple(_Kept(layer, role, kinds[component]) for layer, role, component in rings(spec))
+    return _Kinds(tuple(kinds), tuple(map(row_bytes, kinds)), tuple(paged), size, tuple(state), overwritten)
+
+
 def page_layout(spec: CacheSpec, floor: int, length: int, checkpoints: Sequence[int] = ()) -> PageLayout:
     """The pages of a request of ``length`` tokens that can be rolled back to ``floor``, and of its checkpoints."""
-    paged, state = _Strips(), _Strips()
-    # Layers are alike, and what they keep is worked out once for each kind.
-    kept: dict[Component, range | tuple[int, ...]] = {}
-    for layer, role, component in owned(spec):
-        if component not in kept:
-            kept[component] = kept_rows(component, floor, length)
-        if component.growth == "block":
-            paged.add(layer, role, component, spec.block_tokens // component.tokens_per_row, kept[component])
-        elif kept[component]:
-            state.add(layer, role, component, len(kept[component]), kept[component])
+    kinds = _kinds(spec)
+    kept = [kept_rows(component, floor, length) for component in kinds.components]
+    paged = tuple(
+        Strip(layer, role, start, rows, size, kept[kind], step)
+        for (layer, role, start, rows, size, _, step), kind in kinds.paged
+    )
+    state, size = kinds.strips(kinds.state, kept)
     # A spec without paged components is one page.
-    page_bytes = paged.size or max(1, state.size)
-    history = Section(HISTORY, 0, -(-length // spec.block_tokens) if paged.found else 0, tuple(paged.found))
-    record = Section(RECORD, history.pages, -(-state.size // page_bytes), tuple(state.found))
+    page_bytes = kinds.page_bytes or max(1, size)
+    history = Section(HISTORY, 0, -(-length // spec.block_tokens) if paged else 0, paged)
+    record = Section(RECORD, history.pages, -(-size // page_bytes), state)
     past: list[Section] = []
-    first, overwritten = record.first + record.pages, list(rings(spec))
+    first = record.first + record.pages
     for at in checkpoints:
-        strips = _Strips()
-        live = {component: component.live(at) for component in {component for _, _, component in overwritten}}
-        for layer, role, component in overwritten:
-            if live[component]:
-                strips.add(layer, role, component, len(live[component]), live[component])
-        past.append(Section(f"checkpoint {at}", first, -(-strips.size // page_bytes), tuple(strips.found)))
+        strips, size = kinds.strips(kinds.rings, [component.live(at) for component in kinds.components])
+        past.append(Section(f"checkpoint {at}", first, -(-size // page_bytes), strips))
         first += past[-1].pages
     return PageLayout(history, record, tuple(past), tuple(checkpoints), page_bytes)
 
 
 def least_bytes(spec: CacheSpec, floor: int, length: int) -> int:
     """No more than the pages of a request take, without making lists of what it says it has."""
-    block, least = 0, 0
-    for _, _, component in owned(spec):
-        if component.growth == "block":
-            block += spec.block_tokens // component.tokens_per_row * row_bytes(component)
-        else:
-            least += least_kept(component, floor, length) * row_bytes(component)
-    return block * -(-length // spec.block_tokens) + least
-
-
-class _Strips:
-    def __init__(self) -> None:
-        self.found: list[Strip] = []
-        self.size = 0
-
-    def add(self, layer: int, role: str, component: Component, rows: int, numbers: range | tuple[int, ...]) -> None:
-        self.found.append(Strip(layer, role, self.size, rows, row_bytes(component), numbers, component.tokens_per_row))
-        self.size += self.found[-1].nbytes
+    kinds = _kinds(spec)
+    least = [least_kept(component, floor, length) for component in kinds.components]
+    record = sum(least[kind] * kinds.row_bytes[kind] for _, _, kind in kinds.state)
+    return kinds.page_bytes * -(-length // spec.block_tokens) + record
 
 
 def content_of(layout: PageLayout, pages: Array) -> dict[tuple[int, str], HostRows]:
@@ -238,7 +278,52 @@ def passing_pages(like: Any, pages: int, page_bytes: int) -> np.ndarray[Any, Any
     return np.empty((pages, page_bytes), np.uint8)
 
 
-def move_at_once(
+class Moving(Protocol):
+    """Pages on their way between the host and a device; see ``under_way``."""
+
+    def lanes(self) -> Array | None:
+        """Lanes of the pages as they are on the device, [n, 2]; None where nobody asked, or rows are no whole words."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when nothing reads or writes the pages any more."""
+        ...
+
+
+class Moved(NamedTuple):
+    """A request's rows, which are in their pages once ``wait`` has returned; or, stored, are where lanes say.
+
+    Attributes:
+        parts: of history and of the record, as far as those are still on their way.
+        whole: both of them are.
+    """
+
+    parts: tuple[Moving, ...] = ()
+    whole: bool = False
+
+    def lanes(self) -> list[Array]:
+        """Lanes of history's pages and of the record as they were on the device; none where not all are known."""
+        found = [part.lanes() for part in self.parts] if self.whole else []
+        return [] if any(lanes is None for lanes in found) else found
+
+    def wait(self) -> None:
+        """Until nothing reads or writes the pages any more."""
+        for part in self.parts:
+            part.wait()
+
+
+class _Nothing:
+    """The way of no pages."""
+
+    def lanes(self) -> Array | None:
+        return np.zeros((0, 2), np.int64)
+
+    def wait(self) -> None:
+        """At once."""
+
+
+@contextmanager
+def under_way(
     ops: Ops,
     pools: Pools,
     row: StepRequest,
@@ -246,55 +331,51 @@ def move_at_once(
     pages: Array,
     *,
     store: bool = False,
-    lanes: "list[Array] | None" = None,
-    meanwhile: Callable[[], object] = bool,
-) -> bool:
-    """Copy a request's rows into its pages, or with ``store`` back; False where some must go component by component.
+    digested: bool = False,
+) -> Iterator[Moved | None]:
+    """Copy a request's rows into its pages, or with ``store`` back; None where some must go component by component.
 
-    Checkpoints are none of it: they are rows already.
+    What is given may be on its way through a device until the context ends. Checkpoints are none of it: they are rows
+    already.
 
     Args:
-        lanes: given the structural digests of history's pages and of the record as they were on the device; it stays
-            empty where pages and pools lie side by side, and where rows are no whole words.
-        meanwhile: called while pages are on their way through a device.
+        digested: the structural digests of history's pages and of the record are wanted as they are on the device.
     """
     history, record = layout.history.of(pages), layout.record.of(pages)
     parts = (
         (history, layout.history.strips, row.blocks[: layout.blocks]),
         (record, ranged(layout.record.strips), [row.slot]),
     )
-    found: list[Array] = []
-    moving: list[Any] = []
-    for part, strips, units in parts:
-        if not len(part):
-            found.append(np.zeros((0, 2), np.int64))
-            continue
-        moved = strips
-        if store and part is record:
-            fitting = [
-                _with_room(strip, row.length - ops.plan.region(strip.layer, strip.role)[0].rows) for strip in strips
-            ]
-            moved = tuple(strip for strip in fitting if strip.numbers)
-        at = np.array(units, np.int32)
-        if isinstance(part, np.ndarray) and takes_chunks(ops):
-            through: Any = cast("Any", ops).through_device
-            one = through(pools, part, moved, at, store=store, digested=None if lanes is None else strips)
-            if one is None:
+    chunks = isinstance(pages, np.ndarray) and takes_chunks(ops)
+    moving: list[Moving] = []
+    done = True
+    try:
+        for part, strips, units in parts:
+            if not len(part):
+                moving.append(_Nothing())
+                continue
+            moved = strips
+            if store and part is record:
+                fitting = [
+                    _with_room(strip, row.length - ops.plan.region(strip.layer, strip.role)[0].rows) for strip in strips
+                ]
+                moved = tuple(strip for strip in fitting if strip.numbers)
+            at = np.array(units, np.int32)
+            if chunks:
+                through: Any = cast("Any", ops).through_device
+                one = through(pools, part, moved, at, store=store, digested=strips if digested else None)
+                moving += [one] * (one is not None)
+                done = one is not None
+            else:
+                done = ops.move_strips(pools, part, moved, at, store=store)
+            if not done:
                 break
-            moving.append(one)
-            found += [] if one.lanes is None else [one.lanes]
-        elif not ops.move_strips(pools, part, moved, at, store=store):
-            break
-    else:
-        meanwhile()
-        for one in moving:
-            one.wait()
-        if lanes is not None:
-            lanes += found if len(found) == len(parts) else []
-        return True
-    for one in moving:
-        one.wait()
-    return False
+        if not done:
+            # Nothing may still be written there when rows go another way.
+            Moved(tuple(moving)).wait()
+        yield Moved(tuple(moving), whole=chunks) if done else None
+    finally:
+        Moved(tuple(moving)).wait()
 
 
 def _with_room(strip: Strip, first: int) -> Strip:

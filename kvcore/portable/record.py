@@ -1,6 +1,7 @@
 """What a request says of itself where it leaves a cache, and whether another cache can take it at its word."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -57,9 +58,15 @@ def is_coherent(record: RequestRecord) -> bool:
     )
 
 
+@lru_cache(maxsize=64)
+def spec_text(spec: CacheSpec) -> str:
+    """A spec as JSON, as records have it."""
+    return to_json(spec)
+
+
 def check_spec(spec: CacheSpec, text: str, hint: str = "Create the cache from the same spec.") -> None:
     """Refuse another spec than the cache's, naming the first difference."""
-    if text == to_json(spec):
+    if text == spec_text(spec):
         return
     try:
         other = from_json(text)

@@ -5,6 +5,7 @@ nothing is named here, so nothing can be forgotten. Rows on the host are ``HostR
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +36,10 @@ Own = Mapping[tuple[int, str], tuple[Array, ...]]
 """A step's own rows of one request by (layer, role), one array a part."""
 
 
-def owned(spec: CacheSpec) -> Iterator[tuple[int, str, Component]]:
+@lru_cache(maxsize=64)
+def owned(spec: CacheSpec) -> tuple[tuple[int, str, Component], ...]:
     """(layer, role, component) of every pool: shared ones are their owner's."""
-    return (found for found in spec.components() if found[2].shared_from is None)
+    return tuple(found for found in spec.components() if found[2].shared_from is None)
 
 
 def kept_rows(component: Component, floor: int, length: int) -> range | tuple[int, ...]:

@@ -15,10 +15,10 @@ from kvcore.backends.torch_triton.triton_ops import TritonOps
 from kvcore.errors import TransferError
 from kvcore.handoff import Direct, Exporter, pull
 from kvcore.plan import plan_cache
-from kvcore.portable.digests import LaneDigests
+from kvcore.portable.digests import LaneDigests, request_lanes
 from kvcore.portable.manifest import stage_one_by_one
-from kvcore.portable.pages import content_of, move_at_once, page_layout, passing_pages
-from kvcore.portable.rows import write_rows
+from kvcore.portable.pages import content_of, page_layout, passing_pages, under_way
+from kvcore.portable.rows import owned, write_rows
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
 from kvcore.step import StepRequest
 
@@ -77,14 +77,20 @@ def check_strips(rng, device):
             got = torch.full(want.shape, 0xEE, dtype=torch.uint8, device=device)
             got[max(0, pages.blocks - 1) :] = 0
             case = f"rows of {length} tokens, {layout}"
-            if not move_at_once(here[1], ours, row, pages, got):
-                yield f"{case}: out of the pools", "component by component"
+            with chunks(3, pages.page_bytes):
+                lanes = request_lanes(here[0], theirs, row), request_lanes(here[1], ours, row)
+            wrong = [role for role, want, got in zip(owned(SPEC), *lanes, strict=True) if got not in (want, None)]
+            yield f"{case}: digested in the pools", f"{wrong}" if wrong else ""
+            # Values of 33 bytes are no words; nor are, where they lie apart, scales of seven.
+            few = lanes[1].count(None) == (3 if layout == "planar" else 1)
+            yield f"{case}: digested component by component", "" if few else f"{lanes[1]}"
+            yield f"{case}: out of the pools", moved(here[1], ours, row, pages, got)[0]
             yield f"{case}: out of the pools", different(got, want)
             theirs = filled(there[0], rng)
             ours = filled(there[1], rng, theirs)
             write_rows(there[0], theirs, row, content_of(pages, want))
-            if not move_at_once(there[1], ours, row, pages, torch.from_numpy(want).to(device), store=True):
-                yield f"{case}: into the pools", "component by component"
+            given = torch.from_numpy(want).to(device)
+            yield f"{case}: into the pools", moved(there[1], ours, row, pages, given, store=True)[0]
             for name, pool in ours.items():
                 yield f"{case}: into {name}", different(pool, theirs[name])
             if length in (3, 77):
@@ -92,12 +98,21 @@ def check_strips(rng, device):
     yield from check_hand_off(rng, device)
 
 
+def moved(ops, pools, row, layout, pages, **options):
+    """What is wrong with how rows went, nothing if all at once; and the digests of their pages, where asked for."""
+    with under_way(ops, pools, row, layout, pages, **options) as way:
+        if way is None:
+            return "component by component", []
+        digests = LaneDigests(ops, layout, *way.lanes()).result(pages) if options.get("digested") else []
+    return "", digests
+
+
 @contextmanager
 def chunks(pages, page_bytes):
     """Pages of the host go through the device so many at a time, under the interpreter too."""
     takes = {"takes_chunks": lambda ops: hasattr(ops, "through_device")}
     with ExitStack() as stack:
-        for module in (portable.pages, portable.manifest, portable.importer):
+        for module in (portable.pages, portable.manifest, portable.importer, portable.digests):
             stack.enter_context(patch.multiple(module, **takes))
         stack.enter_context(patch.object(cuda_units, "CHUNK", pages * page_bytes))
         yield
@@ -114,24 +129,21 @@ def check_chunks(rng, sides, layout, row, want, case):
         got = passing_pages(pool, *want.shape)
         got[:] = 0xEE
         got[max(0, layout.blocks - 1) :] = 0
-        lanes = []
         with chunks(3, layout.page_bytes):
-            at_once = move_at_once(ours, pools, row, layout, got, lanes=lanes)
-            known = LaneDigests(ours, layout, *lanes).result(got)
-        yield f"{case}: out of the pools in chunks", "" if at_once else "component by component"
+            wrong, known = moved(ours, pools, row, layout, got, digested=True)
+        yield f"{case}: out of the pools in chunks", wrong
         yield f"{case}: out of the pools in chunks", different(torch.from_numpy(got), want)
         yield f"{case}: lanes on the way out", "" if known == digests else "others"
         plain = filled(into, rng)
-        target, lanes = filled(mine, rng, plain), []
+        target = filled(mine, rng, plain)
         write_rows(into, plain, row, content_of(layout, want))
         given = passing_pages(pool, *want.shape)
         given[:] = want
         if pool is None:
             given.flags.writeable = False
         with chunks(3, layout.page_bytes):
-            at_once = move_at_once(mine, target, row, layout, given, store=True, lanes=lanes)
-            known = LaneDigests(mine, layout, *lanes).result(given)
-        yield f"{case}: into the pools in chunks", "" if at_once else "component by component"
+            wrong, known = moved(mine, target, row, layout, given, store=True, digested=True)
+        yield f"{case}: into the pools in chunks", wrong
         yield f"{case}: lanes on the way in", "" if known == digests else "others"
         for name, pool in target.items():
             yield f"{case}: into {name} in chunks", different(pool, plain[name])

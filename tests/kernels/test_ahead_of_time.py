@@ -229,6 +229,8 @@ def test_kernels_on_whole_units_compile(element, arch, record):
     check(record, element, checksum.digest_kernel, arch, constants)
     constants = {"ENTRY": checksum.ENTRY, "BLOCK": checksum.BLOCK}
     check(record, element, checksum.strips_kernel, arch, constants)
+    constants = {"RUN": checksum.RUN, "BLOCK": checksum.BLOCK}
+    check(record, element, checksum.runs_kernel, arch, constants, types={"table": "i64"})
     for store in (True, False):
         constants = {"STORE": store, "ENTRY": strips.ENTRY, "BLOCK": strips.BLOCK}
         for words in (element, {"i32": "i64", "u8": "i16"}[element]):

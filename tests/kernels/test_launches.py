@@ -191,6 +191,7 @@ GIVEN = {
     "move_rings": {"held": Named("held", (T, 64)), "back": True},
     "move_strips": {"store": True},
     "digest_lanes": {"salt": 5},
+    "digest_runs": {},
     "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},
     "join_shards": {},
     "watch_rows": {

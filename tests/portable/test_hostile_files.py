@@ -193,7 +193,7 @@ def test_an_import_that_fails_on_the_way_leaves_the_waiting_request_fresh(backen
     def fails(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("kvcore.portable.blob.move_at_once", fails)
+    monkeypatch.setattr("kvcore.portable.blob.under_way", fails)
     free = cache.free_blocks
     with pytest.raises(MemoryError):
         cache.import_request(blob, into=waiting)

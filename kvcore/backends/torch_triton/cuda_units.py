@@ -4,8 +4,7 @@ Nothing asks the device for a value. Fields that lie side by side both in a unit
 bytes, copied in the widest words that all its addresses are multiples of.
 """
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
@@ -42,6 +41,12 @@ MOST_POOLS = 3
 
 ENTRY_ROWS, ENTRY_FIRST, ENTRY_COUNT = 10, 12, 13
 """Of an entry's integers: rows of a page, the first row, rows in all."""
+
+DIGEST_FIRST, DIGEST_STEP, DIGEST_COUNT = 3, 4, 5
+"""Of an entry of a digest: position of the first row, tokens a row, rows in all."""
+
+MOST_TABLES = 64
+"""That are kept of each kind: of pages of history there is one, of records there are several."""
 
 SIZES = 9
 """Leading integers of an entry that are bytes before they become words; of a pool's address only multiples matter."""
@@ -101,7 +106,7 @@ def _fresh_page(ops, buffers, pools):
                 for (_, _, name), place, start, size in zip(buffers, places, starts, sizes, strict=False)
                 if size and len(pools[name])
             ]
-            tables = [(width, ops.asarray(table)) for width, table in _by_width(entries, page.shape[1])]
+            tables = [(width, ops.asarray(table)) for width, table, _ in _by_width(entries, page.shape[1])]
         kept = ops.fresh[FRESH_PAGE] = places, page, tables
     return kept[1:]
 
@@ -260,10 +265,15 @@ def _runs(unit):
     return tuple(found)
 
 
+def movable(plan):
+    """Whether no region stores the bytes of an element apart."""
+    return all(runs(region) is not None for region in plan.regions)
+
+
 def bind_move(ops, layer):
     """Where no layout stores the bytes of an element apart: there rows are moved component by component."""
     del layer
-    if any(runs(region) is None for region in ops.plan.regions):
+    if not ops.movable:
         return Declined(f"layout {ops.plan.layout} stores the bytes of an element apart")
     return Ready(None, decision=Decision(name_of_kernels(), "one launch moves all rows of a request"))
 
@@ -279,65 +289,52 @@ def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
             moving.wait()
         return moving is not None
     units = _units(ops, units)
-    for width, table in _of_move(ops.plan, pools, strips, _grain(pages), store=store):
+    for width, table, _ in _of_move(ops, pools, strips, _grain(pages), store=store):
         calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
     return True
-
-
-class Moving(NamedTuple):
-    """Pages of the host on their way.
-
-    Attributes:
-        lanes: what ``digest_strips`` gives of them as they are on the device, [n, 2] int64, or None.
-        wait: returns when nothing reads or writes the pages any more.
-    """
-
-    lanes: torch.Tensor | None
-    wait: Callable[[], None]
 
 
 def through_device(ops, pools, pages, strips, units, *, store, digested=None):
     """The same of pages [n, bytes] in the host's memory, chunk by chunk; with the lanes of the strips ``digested``.
 
     Returns:
-        ``Moving``; None, and nothing is done, where there are no launches for such strips.
+        ``Buffers``, for their lanes and for the end; None, and nothing is done, where there are no launches for such
+        strips.
     """
     unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *(digested or ())))
-    unlike |= any(runs(region) is None for region in ops.plan.regions)
-    digests = None if digested is None or unlike else _of_digest(tuple(digested), pages.shape[1])
-    if unlike or not pages.flags.c_contiguous:
+    if unlike or not ops.movable or not pages.flags.c_contiguous:
         return None
-    buffers = Buffers(ops.torch_device, pages, max(1, CHUNK // max(1, pages.shape[1])))
+    rows = max(1, CHUNK // max(1, pages.shape[1]))
+    digests = None if digested is None else _of_digest(ops, digested, pages.shape[1])
+    buffers = Buffers(ops.torch_device, pages, rows, digested=digests is not None)
+    if store:
+        # Tables are made while pages are on the way.
+        buffers.begin()
     moves = [
-        (WORDS[width], ops.asarray(_by_chunk(table, len(pages), buffers.rows)))
-        for width, table in _of_move(ops.plan, pools, strips, pages.shape[1], store=store)
+        (WORDS[width], ops.asarray(_by_chunk(table, len(pages), rows)))
+        for width, table, _ in _of_move(ops, pools, strips, pages.shape[1], store=store)
     ]
     digests = None if digests is None else ops.asarray(digests)
-    units, found, written = _units(ops, units), [], _written(strips)
-    for turn, some, room in buffers.chunks():
-        if store or pages.shape[1] > written.bytes or some.stop > written.pages:
+    units, whole = _units(ops, units), _whole(strips, pages.shape[1])
+    for turn, some, room in buffers.chunks(incoming=store):
+        if not store:
             # What is no strip's is left as it is.
-            buffers.bring(turn, some)
+            buffers.add(turn, some, whole)
         for dtype, tables in moves:
-            table = tables[some.start // buffers.rows]
+            table = tables[some.start // rows]
             calls().move_strips(_words(room, dtype), units[some], table, store)
         if digests is not None:
-            found.append(_unsigned(calls().digest_strips(_words(room, torch.int32), digests, some.start)))
+            buffers.keep(some, calls().digest_strips(_words(room, torch.int32), digests, some.start))
         if not store:
             buffers.send(turn, some)
-    return Moving(torch.cat(found) if found else None, buffers.finish)
+    return buffers
 
 
-class _Written(NamedTuple):
-    """Bytes of a page that strips write, and how many pages from the first on they fill."""
-
-    bytes: int
-    pages: int
-
-
-def _written(strips):
-    whole = min((len(strip.numbers) // max(1, strip.rows) for strip in strips), default=0)
-    return _Written(sum(strip.nbytes for strip in strips), whole)
+def _whole(strips, page_bytes):
+    """How many pages from the first on strips fill, bytes and rows."""
+    if sum(strip.nbytes for strip in strips) < page_bytes:
+        return 0
+    return min((len(strip.numbers) // max(1, strip.rows) for strip in strips), default=0)
 
 
 def _by_chunk(table, pages, rows):
@@ -361,10 +358,31 @@ def digest_strips(bound, ops, pages, strips, first_page):
     del bound
     if isinstance(pages, np.ndarray):
         return PLAIN.digest_strips(ops, pages, strips, first_page)
-    table = _of_digest(tuple(strips), _grain(pages))
+    table = _of_digest(ops, strips, _grain(pages))
     if table is None:
         return None
     return _unsigned(calls().digest_strips(_words(pages, torch.int32), ops.asarray(table), first_page))
+
+
+def component_lanes(ops, pools, strips, units):
+    """What ``digest_rows`` gives of every strip of a request, where its rows lie, in one launch: a list of pairs.
+
+    None in the place of a strip whose rows are not whole words, and of all where bytes of an element lie apart.
+    """
+    if not ops.movable:
+        return [None] * len(strips)
+    # As if each were alone in its pages.
+    strips = [strip._replace(start=0) for strip in strips]
+    tables = _of_move(ops, pools, strips, checksum.WORD, store=False)
+    unlike = np.concatenate([of for width, _, of in tables if width != checksum.WORD] or [[]])
+    about = np.array([(one.tokens_per_row, region_salt(one.layer, one.role)) for one in strips], np.int64)
+    lanes = torch.zeros((len(strips), 2), dtype=torch.int32, device=ops.torch_device)
+    for width, table, of in tables:
+        if width == checksum.WORD:
+            table = np.concatenate([table, about[of], of[:, None]], axis=1)[~np.isin(of, unlike)]
+            calls().digest_runs(lanes, _units(ops, units), ops.asarray(table))
+    found = lanes.cpu().numpy().view(np.uint32).tolist()
+    return [None if number in unlike else tuple(pair) for number, pair in enumerate(found)]
 
 
 def _words(pages, dtype):
@@ -377,15 +395,33 @@ def _unsigned(lanes):
     return lanes.long() & MASK
 
 
-def _of_move(plan, pools, strips, grain, *, store):
-    """[(bytes of a word, [runs, ENTRY] int64)] of strips whose bytes lie together.
+def _of_move(ops, pools, strips, grain, *, store):
+    """[(bytes of a word, [runs, ENTRY] int64, which strip each run is of)] of strips whose bytes lie together.
 
     ``grain``: bytes that all pages begin at multiples of. With ``store`` every copy of a row is moved to.
     """
-    entries = []
-    for strip in strips:
-        offset, numbers = strip.start, strip.numbers
-        for region in plan.region(strip.layer, strip.role):
+    numbers, tables = _numbers(strips), []
+    for width, table, of in _entries_of_move(ops, pools, strips, grain, store):
+        table = table.copy()
+        table[:, ENTRY_FIRST], table[:, ENTRY_COUNT] = numbers[of].T
+        tables.append((width, table, of))
+    return tables
+
+
+def _entries_of_move(ops, pools, strips, grain, store):
+    """The same without numbers of rows.
+
+    They follow from where strips lie and from where the pools do, which stay there.
+    """
+    key = _places(strips), grain, store
+    where = [(pool.data_ptr(), pool.stride(0)) for pool in pools.values()]
+    kept = ops.moves.get(key)
+    if kept is not None and kept[0] == where:
+        return kept[1]
+    entries, of = [], []
+    for number, strip in enumerate(strips):
+        offset = strip.start
+        for region in ops.plan.region(strip.layer, strip.role):
             row_step, head_step = region.steps
             for run, copy in product(runs(region) or (), range(region.copies if store else 1)):
                 pool = pools[region.buffers[run.buffer][0]] if run.buffer else None
@@ -393,40 +429,75 @@ def _of_move(plan, pools, strips, grain, *, store):
                 base = run.base + copy * region.rows * row_step * run.stride
                 inside = *place, base, row_step * run.stride, head_step * run.stride, run.nbytes
                 outside = offset + run.first, strip.row_bytes, region.format.row
-                entries.append((*inside, *outside, region.heads, strip.rows, region.rows, numbers.start, len(numbers)))
+                entries.append((*inside, *outside, region.heads, strip.rows, region.rows, 0, 0))
+                of.append(number)
             offset += region.heads * region.format.row
-    return _by_width(entries, grain)
+    of = np.array(of, np.int64)
+    found = [(width, table, of[some]) for width, table, some in _by_width(entries, grain)]
+    _limit(ops.moves)
+    ops.moves[key] = where, found
+    return found
 
 
 def _by_width(entries, grain):
-    """[(bytes of a word, [runs, ENTRY] int64)] of entries in bytes: the widest words that all their sizes allow."""
+    """[(bytes of a word, [runs, ENTRY] int64, which entries)] of entries in bytes: the widest words that sizes allow."""
     whole = np.array(entries, np.int64).reshape(-1, ENTRY)
     if not len(whole):
         return []
     widths = np.gcd(np.gcd.reduce(whole[:, :SIZES], axis=1), np.gcd(grain, max(WORDS)))
     found = []
     for width in np.unique(widths).tolist():
-        table = whole[widths == width]
+        some = widths == width
+        table = whole[some]
         table[:, 1:SIZES] //= width
-        found.append((width, table))
+        found.append((width, table, some))
     return found
 
 
-@lru_cache(maxsize=16)  # the pages of one request come in several pieces
-def _of_digest(strips, grain):
+def _of_digest(ops, strips, grain):
     """[strips, ENTRY] int32 of ``kernels.checksum``; None where rows are not whole words of the digest."""
+    places = _places(strips)
+    if (places, grain) not in ops.digests:
+        _limit(ops.digests)
+        ops.digests[places, grain] = _entries_of_digest(strips, grain)
+    table = ops.digests[places, grain]
+    if table is None:
+        return None
+    table = table.copy()
+    first, count = _numbers(strips).T
+    table[:, DIGEST_FIRST], table[:, DIGEST_COUNT] = first * table[:, DIGEST_STEP], count
+    return table
+
+
+def _entries_of_digest(strips, grain):
+    """The same without numbers of rows."""
     sizes = [grain, *(size for strip in strips for size in (strip.start, strip.row_bytes))]
     if any(size % checksum.WORD for size in sizes):
         return None
     entries = [
         (
             *(strip.start // checksum.WORD, strip.rows, strip.row_bytes // checksum.WORD),
-            *(strip.numbers.start * strip.tokens_per_row, strip.tokens_per_row, len(strip.numbers)),
-            region_salt(strip.layer, strip.role),
+            *(0, strip.tokens_per_row, 0, region_salt(strip.layer, strip.role)),
         )
         for strip in strips
     ]
     return np.array(entries, np.int64).reshape(-1, checksum.ENTRY).astype(np.uint32).view(np.int32)
+
+
+def _places(strips):
+    """Where strips lie in pages, whichever rows they hold."""
+    return tuple([(layer, role, start, rows, size, step) for layer, role, start, rows, size, _, step in strips])
+
+
+def _numbers(strips):
+    """(first row, rows) of strips whose rows are neighbours: [strips, 2]."""
+    return np.array([(strip.numbers.start, len(strip.numbers)) for strip in strips], np.int64).reshape(-1, 2)
+
+
+def _limit(tables):
+    """Room for one more table."""
+    if len(tables) >= MOST_TABLES:
+        tables.clear()
 
 
 def _grain(pages):

@@ -2,7 +2,7 @@
 
 One is copied while kernels work on the other. Memory that a GPU can read by itself (pinned) is copied straight; any
 other goes through pinned buffers that torch keeps. What comes in is digested where it has arrived, so that what was
-verified is what is stored.
+verified is what is stored; what goes out is digested before it goes, and its digests go first.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,10 @@ class Buffers:
         device: of the pools; on the CPU, where kernels are interpreted, everything waits for everything.
         pages: [pages, bytes] in the host's memory, written to unless they only come in.
         rows: pages of a chunk.
+        digested: lanes of all pages are going to be kept.
     """
 
-    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int) -> None:
+    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int, *, digested: bool = False) -> None:
         self.pages, self.rows = pages, rows
         self._cuda = device.type == "cuda"
         shape = min(rows, len(pages)), pages.shape[1]
@@ -40,24 +41,47 @@ class Buffers:
         self._copied: list[Any] = [None] * BUFFERS
         self._used: list[Any] = [None] * BUFFERS
         self._leaving: list[tuple[int, slice]] = []
+        self._lanes = torch.empty((len(pages), 2), dtype=torch.int32, pin_memory=self._cuda) if digested else None
+        self._known: Any = None
         if self._cuda:
             self._here = torch.cuda.current_stream(device)
             self._copies = torch.cuda.Stream(device)
             # The buffers may have been somebody's on this stream.
             self._copies.wait_stream(self._here)
 
-    def chunks(self) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """(buffer, pages, its bytes on the device) of every chunk, free to be written to by this stream."""
-        for number, first in enumerate(range(0, len(self.pages), self.rows)):
-            some, turn = slice(first, min(first + self.rows, len(self.pages))), number % BUFFERS
+    def begin(self) -> None:
+        """Bring the first chunks, of pages that come in; ``chunks`` brings the others, each as its buffer is free."""
+        for turn in range(BUFFERS):
+            self._bring_chunk(turn)
+
+    def chunks(self, *, incoming: bool) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """(buffer, pages, its bytes on the device) of every chunk: what came in, or room to be written to."""
+        for number in range(-(-len(self.pages) // self.rows)):
+            some, turn = self._pages_of(number), number % BUFFERS
             self._wait(self._copied[turn])
             yield turn, some, self._rooms[turn][: some.stop - some.start]
             if self._cuda:
                 self._used[turn] = self._here.record_event()
+            if incoming:
+                self._bring_chunk(number + BUFFERS)
 
-    def bring(self, turn: int, some: slice) -> None:
-        """Copy a chunk to its buffer; what this stream does next finds it there."""
-        room = self._rooms[turn][: some.stop - some.start]
+    def add(self, turn: int, some: slice, first: int) -> None:
+        """Copy pages of a chunk from page ``first`` on to its buffer: those of which not all is written there."""
+        if first < some.stop:
+            self._bring(turn, some, max(some.start, first))
+            self._wait(self._copied[turn])
+
+    def _pages_of(self, number: int) -> slice:
+        return slice(number * self.rows, min((number + 1) * self.rows, len(self.pages)))
+
+    def _bring_chunk(self, number: int) -> None:
+        some = self._pages_of(number)
+        if some.start < some.stop:
+            self._bring(number % BUFFERS, some, some.start)
+
+    def _bring(self, turn: int, some: slice, first: int) -> None:
+        """Copy a chunk's pages from page ``first`` on to its buffer, behind what uses that."""
+        room, some = self._rooms[turn][first - some.start : some.stop - some.start], slice(first, some.stop)
         if not self._cuda:
             room.copy_(torch.from_numpy(writable(self.pages[some])))
             return
@@ -70,10 +94,9 @@ class Buffers:
             stage = self._host[some]
         with self._on_copies(turn):
             room.copy_(stage, non_blocking=True)
-        self._here.wait_event(self._copied[turn])
 
     def send(self, turn: int, some: slice) -> None:
-        """Copy a chunk from its buffer to the pages, where it is when ``finish`` has returned."""
+        """Copy a chunk from its buffer to the pages, where it is when ``wait`` has returned."""
         room = self._rooms[turn][: some.stop - some.start]
         if not self._cuda:
             self.pages[some] = room.numpy()
@@ -86,8 +109,23 @@ class Buffers:
         if self._host is None:
             self._leaving.append((turn, some))
 
-    def finish(self) -> None:
-        """Wait until nothing reads or writes the pages any more."""
+    def keep(self, some: slice, lanes: torch.Tensor) -> None:
+        """Copy a chunk's lanes [pages, 2] int32 to the host; the chunk itself, if it is sent, goes behind them."""
+        assert self._lanes is not None
+        self._lanes[some].copy_(lanes, non_blocking=True)
+        if self._cuda:
+            self._known = self._here.record_event()
+
+    def lanes(self) -> np.ndarray[Any, Any] | None:
+        """The lanes that were kept, [pages, 2] uint32, as soon as those are here; None where none were to be."""
+        if self._lanes is None:
+            return None
+        if self._known is not None:
+            self._known.synchronize()
+        return self._lanes.numpy().view(np.uint32)
+
+    def wait(self) -> None:
+        """Returns when nothing reads or writes the pages any more."""
         while self._leaving:
             self._land(self._leaving[0][0])
         for event in self._copied:

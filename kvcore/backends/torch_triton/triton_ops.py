@@ -93,6 +93,8 @@ class TritonOps(TorchOps):
         decisions: likewise what is said of that.
         workspaces, scratch: what calls write beside their outputs.
         fresh: name of a pool -> bytes of a slot that nobody has used, on the device.
+        movable: whether launches move rows between pools and pages.
+        moves, digests: where strips of pages lie, in the pools too, as launches are told.
         seen: what calls were given last.
     """
 
@@ -103,6 +105,9 @@ class TritonOps(TorchOps):
         self.workspaces = cuda_read.Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
+        self.moves: dict[Any, Any] = {}
+        self.digests: dict[Any, Any] = {}
+        self.movable = cuda_units.movable(plan)
         self.seen = Seen(self.torch_device)
         self._rings = Rings(plan, device, Replayed("move_rings", self, None, move, None, ()))
         self._watcher = Watcher(plan, device)
@@ -242,6 +247,11 @@ class TritonOps(TorchOps):
     def through_device(self, pools: Any, pages: Any, strips: Any, units: Any, *, store: bool, digested: Any) -> Any:
         """``move_strips`` of pages in the host's memory, and what ``digest_strips`` gives of ``digested`` in them."""
         return cuda_units.through_device(self, pools, pages, strips, units, store=store, digested=digested)
+
+    @recording_nothing
+    def component_lanes(self, pools: Any, strips: Any, units: Any) -> Any:
+        """What ``digest_rows`` gives of every strip of a request, where its rows lie; None where it cannot."""
+        return cuda_units.component_lanes(self, pools, strips, units)
 
     @recording_nothing
     def read_rings(self, pools: Any, rings: Any, index: Any) -> Any:

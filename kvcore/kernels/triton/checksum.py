@@ -83,3 +83,48 @@ def strips_kernel(lanes_ptr, words_ptr, table_ptr, page_words, first_page, ENTRY
     if total > 0:
         tl.atomic_add(lanes_ptr + page * 2, tl.sum(first.to(tl.int32, bitcast=True), axis=0))
         tl.atomic_add(lanes_ptr + page * 2 + 1, tl.sum(second.to(tl.int32, bitcast=True), axis=0))
+
+
+RUN = 17
+"""Integers of a run of words of a strip's rows where they lie: those of ``strips.ENTRY``, of a strip that begins its page
+with 0; then tokens a row, salt, and number of the strip."""
+
+
+@triton.jit(do_not_specialize=["runs"])
+def runs_kernel(lanes_ptr, units_ptr, table_ptr, runs, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """Add one run of the rows of one page, in its unit, to the two lanes of its strip; a unit of -1 is zeros."""
+    page = tl.program_id(0) // runs
+    entry = table_ptr + tl.program_id(0) % runs * RUN
+    unit = tl.load(units_ptr + page).to(tl.int64)
+    address = tl.load(entry)
+    row_step, head_step = tl.load(entry + 3), tl.load(entry + 4)
+    words, base = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
+    head_words = tl.load(entry + 8).to(tl.int32)
+    heads, rows = tl.load(entry + 9).to(tl.int32), tl.load(entry + 10).to(tl.int32)
+    ring, count = tl.load(entry + 11).to(tl.int32), tl.load(entry + 13).to(tl.int32)
+    step, salt = tl.load(entry + 14).to(tl.int32), tl.load(entry + 15).to(tl.uint32)
+    lanes = lanes_ptr + tl.load(entry + 16) * 2
+    before = page * rows
+    number = tl.load(entry + 12).to(tl.int32) + before
+    total = tl.minimum(rows, tl.maximum(count - before, 0)) * heads * words
+    there = tl.where(address != 0, tl.where(unit >= 0, total, 0), 0)
+    inside = address.to(tl.pointer_type(tl.int32)) + unit * tl.load(entry + 1) + tl.load(entry + 2)
+    first = tl.zeros([BLOCK], tl.uint32)
+    second = tl.zeros([BLOCK], tl.uint32)
+    for some in range(0, total, BLOCK):
+        at = some + tl.arange(0, BLOCK)
+        mask = at < total
+        line = at // words
+        row = line // heads
+        head = line - row * heads
+        word = at - line * words
+        source = inside + (((number + row) % ring).to(tl.int64) * row_step + head * head_step + word)
+        stored = tl.load(source, mask=at < there, other=0).to(tl.uint32, bitcast=True)
+        position = ((number + row) * step).to(tl.uint32, bitcast=True)
+        word = (base + head * head_words + word).to(tl.uint32, bitcast=True)
+        place = position * FACTORS[1] + salt + word * FACTORS[0]
+        first += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[0])), 0)
+        second += tl.where(mask, mixed(stored ^ mixed(place + SEEDS[1])), 0)
+    if total > 0:
+        tl.atomic_add(lanes, tl.sum(first.to(tl.int32, bitcast=True), axis=0))
+        tl.atomic_add(lanes + 1, tl.sum(second.to(tl.int32, bitcast=True), axis=0))

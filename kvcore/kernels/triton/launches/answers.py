@@ -62,6 +62,20 @@ def digest_strips(to: Framework, words: Array, table: Array, first_page: int) ->
     return lanes
 
 
+@cache
+def _runs() -> Kernel:
+    constants = {"RUN": checksum.RUN, "BLOCK": checksum.BLOCK}
+    return Kernel(checksum.runs_kernel, constants, writes=("lanes",))
+
+
+@launch("lanes")
+def digest_runs(to: Framework, lanes: Array, numbers: Array, table: Array) -> None:
+    """Add to lanes [components, 2] int32 the rows in units [pages] int32 that table [runs, RUN] int64 describes."""
+    pages, runs = numbers.shape[0], table.shape[0]
+    if pages * runs:
+        to.run(_runs(), (pages * runs,), (lanes, numbers, table), (runs,))
+
+
 def _joined(to: Framework, parts: Array, like: Array) -> tuple[Array, Array]:
     _, tokens, heads, size = parts.shape
     return to.empty((tokens, heads, size - 1), like.dtype, like), to.empty((tokens, heads), to.float32, parts)
