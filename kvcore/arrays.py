@@ -50,8 +50,8 @@ def host_view(array: Any) -> np.ndarray[Any, Any] | None:
         return array.numpy() if plain and not array.is_neg() else None
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        on_host = len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())
-        return np.asarray(array) if on_host else None
+        device, *others = array.devices()
+        return None if others or device.platform != "cpu" else np.asarray(array)
     return None
 
 

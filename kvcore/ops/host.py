@@ -87,32 +87,52 @@ def move(
     if outside is None or not all(array is not None and array.flags.writeable for array in written):
         return False
     at = np.asarray(units)
+    # Layers are alike: where their rows lie is worked out once for a kind.
+    known: dict[Any, list[_Piece]] = {}
     for strip in strips:
         offset = strip.start
         for region in plan.region(strip.layer, strip.role):
-            _move(held, outside, strip, region, offset, at, store=store)
+            alike = (
+                *(id(region.unit), region.growth, region.rows, region.copies, region.heads, region.layout),
+                *(strip.numbers, strip.rows, strip.row_bytes),
+            )
+            pieces = known.get(alike)
+            if pieces is None:
+                pieces = known[alike] = [*_pieces(outside, strip, region, at, store=store)]
+            for piece in pieces:
+                pool = held[region.buffers[piece.buffer][0]] if piece.buffer else None
+                if pool is None or len(pool):
+                    _copy(outside, offset, pool, piece, store=store)
             offset += region.heads * region.format.row
     return True
 
 
-def _move(
-    held: dict[str, Array], pages: Array, strip: Strip, region: Region, offset: int, at: Array, *, store: bool
-) -> None:
-    """One part of a strip."""
-    lines, whole = lines_of(region), region.format.row
-    if not store and sum(line.nbytes for line in lines) < whole:
-        # Pads that a layout does not store.
-        for line in (Lines("", 0, 0, *gap, False) for gap in _gaps(lines, whole)):
-            for outside, _, _ in _pieces(pages, strip, region, offset, at, line):
-                outside[...] = np.zeros((), outside.dtype)
-    for line in lines:
-        pool = held[region.buffers[line.buffer][0]]
-        if not len(pool):
-            continue
-        for outside, units, place in _pieces(pages, strip, region, offset, at, line):
-            for copy in range(region.copies if store else 1):
-                inside = _rows(pool, region, line, place + copy * region.rows, outside.shape[1])
-                _between(outside, inside, units, line, store=store)
+class _Piece(NamedTuple):
+    """Rows of a run that follow one another evenly in pages and in units, of every layer that is alike.
+
+    Attributes:
+        buffer: of the layout; "" where nothing is stored: pages have zeros there.
+        item: bytes that are copied together.
+        shape: [units, rows, heads] of items in pages.
+        first: byte of a strip's part at which they begin there.
+        steps: from one to the next there.
+        place: first byte of a unit at which they begin.
+        apart: from one row, and one head, to the next in a unit.
+        units: in which they lie.
+        cuts: where neighbouring units end; None where there are so many that units are taken one by one.
+        half: bytes of the high halves, where those lie before the low ones; 0 elsewhere.
+    """
+
+    buffer: str
+    item: np.dtype[Any]
+    shape: tuple[int, int, int]
+    first: int
+    steps: tuple[int, int, int]
+    place: int
+    apart: tuple[int, int]
+    units: Array
+    cuts: list[int] | None
+    half: int
 
 
 def _gaps(lines: Sequence[Lines], whole: int) -> Iterator[tuple[int, int]]:
@@ -121,26 +141,45 @@ def _gaps(lines: Sequence[Lines], whole: int) -> Iterator[tuple[int, int]]:
     return ((end, first - end) for (_, end), (first, _) in pairwise(ends) if first > end)
 
 
-def _pieces(
-    pages: Array, strip: Strip, region: Region, offset: int, at: Array, line: Lines
-) -> Iterator[tuple[Array, Array, int]]:
-    """(bytes outside [units, rows, heads] of a run each, their units, first row in the unit), as they follow."""
-    size, count = region.format.row, len(strip.numbers)
-    nbytes, whole = _together(region, line)
+def _pieces(pages: Array, strip: Strip, region: Region, at: Array, *, store: bool) -> Iterator[_Piece]:
+    """All pieces of a strip's part in a region."""
+    lines, whole = lines_of(region), region.format.row
+    if not store and sum(line.nbytes for line in lines) < whole:
+        # Pads that a layout does not store.
+        lines = *(Lines("", 0, 0, *gap, False) for gap in _gaps(lines, whole)), *lines
+    row_step, head_step = region.steps
+    for line in lines:
+        nbytes, together = _together(region, line)
+        heads = 1 if together else region.heads
+        item = np.dtype((np.void, nbytes))
+        steps = pages.strides[0], strip.row_bytes, whole
+        for first, number, row, rows, units, place in _even(strip, region, at):
+            cuts = _cuts(units, split=line.split)
+            for copy in range(region.copies if store else 1):
+                yield _Piece(
+                    line.buffer,
+                    item,
+                    (number, rows, heads),
+                    first * pages.strides[0] + row * strip.row_bytes + line.first,
+                    steps,
+                    line.base + (place + copy * region.rows) * row_step * line.stride,
+                    (row_step * line.stride, head_step * line.stride),
+                    units,
+                    cuts,
+                    line.nbytes // 2 if line.split else 0,
+                )
 
-    def outside(first: int, number: int, row: int, rows: int) -> Array:
-        start = offset + row * strip.row_bytes + line.first
-        steps = pages.strides[0], strip.row_bytes, size
-        shape = number, rows, 1 if whole else region.heads
-        return _items(pages, first * pages.strides[0] + start, shape, steps, nbytes)
 
+def _even(strip: Strip, region: Region, at: Array) -> Iterator[tuple[int, int, int, int, Array, int]]:
+    """(first page, pages, first row there, rows, units, first row in the unit) of rows as they follow."""
+    count = len(strip.numbers)
     if region.growth == "block":
         full, rest = divmod(count, strip.rows)
         full, rest = (len(at), 0) if full >= len(at) else (full, rest)
         if full:
-            yield outside(0, full, 0, strip.rows), at[:full], 0
+            yield 0, full, 0, strip.rows, at[:full], 0
         if rest:
-            yield outside(full, 1, 0, rest), at[full : full + 1], 0
+            yield full, 1, 0, rest, at[full : full + 1], 0
         return
     # Where neighbours of a ring end: at its end, and where the numbers have a gap.
     numbers = strip.numbers
@@ -151,24 +190,23 @@ def _pieces(
         cuts = [0, *(place + 1 for place, follows in enumerate(follow) if not follows), count]
     for first, end in pairwise(cuts):
         if first < end:
-            yield outside(0, 1, first, end - first), at[:1], numbers[first] % region.rows
+            yield 0, 1, first, end - first, at[:1], numbers[first] % region.rows
 
 
-def _items(array: Array, first: int, shape: tuple[int, ...], steps: tuple[int, ...], nbytes: int) -> Array:
-    """Items of so many bytes, which are copied together; ``array`` [n, bytes] may have gaps between its rows."""
-    kind = np.dtype((np.void, nbytes))
+def _cuts(units: Array, *, split: bool) -> list[int] | None:
+    """Where neighbouring units end, from 0 to all of them; None where few are neighbours."""
+    ends = (units[1:] - units[:-1] != 1).nonzero()[0] + 1 if len(units) > 1 else units[1:]
+    if len(ends) > max(4, len(units) // 2) and units.min() >= 0 and not split:
+        return None
+    return [0, *ends.tolist(), len(units)]
+
+
+def _items(array: Array, first: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: np.dtype[Any]) -> Array:
+    """Items of a kind, which are copied together; ``array`` [n, bytes] may have gaps between its rows."""
     if array.flags.c_contiguous:
         return np.ndarray(shape, kind, array, first, steps)
-    return as_strided(array[0, first : first + nbytes].view(kind), shape, steps, writeable=array.flags.writeable)
-
-
-def _rows(pool: Array, region: Region, line: Lines, place: int, rows: int) -> Array:
-    """Bytes inside, [all units, rows, heads] of a run each, from a row of the unit on."""
-    row_step, head_step = region.steps
-    nbytes, whole = _together(region, line)
-    steps = pool.strides[0], row_step * line.stride, head_step * line.stride
-    first = line.base + place * row_step * line.stride
-    return _items(pool, first, (len(pool), rows, 1 if whole else region.heads), steps, nbytes)
+    there = array[0, first : first + kind.itemsize].view(kind)
+    return as_strided(there, shape, steps, writeable=array.flags.writeable)
 
 
 def _together(region: Region, line: Lines) -> tuple[int, bool]:
@@ -177,11 +215,16 @@ def _together(region: Region, line: Lines) -> tuple[int, bool]:
     return (region.heads * line.nbytes, True) if side_by_side and not line.split else (line.nbytes, False)
 
 
-def _between(outside: Array, inside: Array, units: Array, line: Lines, *, store: bool) -> None:
-    """Copy between units' rows and pages', whole runs of neighbouring units at a time."""
-    ends = (units[1:] - units[:-1] != 1).nonzero()[0] + 1 if len(units) > 1 else units[1:]
-    if len(ends) > max(4, len(units) // 2) and units.min() >= 0 and not line.split:
-        step = max(1, AT_ONCE // max(1, outside[0].size * outside.dtype.itemsize))
+def _copy(pages: Array, offset: int, pool: Array | None, piece: _Piece, *, store: bool) -> None:
+    """Copy a piece between a strip at ``offset`` of pages and a pool, whole runs of neighbouring units at a time."""
+    units, (_, rows, heads) = piece.units, piece.shape
+    outside = _items(pages, offset + piece.first, piece.shape, piece.steps, piece.item)
+    if pool is None:
+        outside[...] = np.zeros((), outside.dtype)
+        return
+    inside = _items(pool, piece.place, (len(pool), rows, heads), (pool.strides[0], *piece.apart), piece.item)
+    if piece.cuts is None:
+        step = max(1, AT_ONCE // max(1, rows * heads * piece.item.itemsize))
         for first in range(0, len(units), step):
             some = slice(first, first + step)
             if store:
@@ -189,7 +232,7 @@ def _between(outside: Array, inside: Array, units: Array, line: Lines, *, store:
             else:
                 outside[some] = inside[units[some]]
         return
-    for first, end in pairwise([0, *ends.tolist(), len(units)]):
+    for first, end in pairwise(piece.cuts):
         unit, part = int(units[first]), outside[first:end]
         if unit < 0:
             # Units -1 are neighbours of none but unit 0.
@@ -197,10 +240,10 @@ def _between(outside: Array, inside: Array, units: Array, line: Lines, *, store:
             if not store:
                 outside[first] = np.zeros((), outside.dtype)
         stored = inside[unit : unit + len(part)]
-        if not line.split:
+        if not piece.half:
             np.copyto(*((stored, part) if store else (part, stored)))
         elif part.size:
-            _turned(part, stored, line.nbytes // 2, store=store)
+            _turned(part, stored, piece.half, store=store)
 
 
 def _turned(outside: Array, inside: Array, half: int, *, store: bool) -> None:

@@ -127,7 +127,9 @@ class _Kinds(NamedTuple):
     state: tuple[_Kept, ...]
     rings: tuple[_Kept, ...]
 
-    def strips(self, pools: Sequence[_Kept], numbers: Sequence[range | tuple[int, ...]]) -> tuple[tuple[Strip, ...], int]:
+    def strips(
+        self, pools: Sequence[_Kept], numbers: Sequence[range | tuple[int, ...]]
+    ) -> tuple[tuple[Strip, ...], int]:
         """The strips of a record that holds rows of these numbers of each kind, and its bytes."""
         found: list[Strip] = []
         size = 0

@@ -75,9 +75,7 @@ TAIL_OF: dict[str, str] = {"entries": "tail", "index_keys": "index_tail"}
 """The role whose rows are compressed into a paged role."""
 
 
-class CacheSpec(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True, cache_hash=True
-):
+class CacheSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True, cache_hash=True):
     """The layers of a model, main ones first and draft layers apart.
 
     Attributes:

@@ -5,6 +5,7 @@ program that computes nothing; what comes of it nobody has seen yet, and rows ar
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -54,30 +55,25 @@ def _opened(pools: Any, names: Sequence[str]) -> Pools | None:
     given = {name: pools[name] for name in names}
     if any(isinstance(array, Tracer) for array in given.values()):
         return None
-    # A device, or how an array lies on several.
-    places = {array.device for array in given.values()}
-    if any(getattr(place, "platform", "") != "cpu" for place in places):
+    places = {frozenset(array.devices()) for array in given.values()}
+    if any(len(place) > 1 or next(iter(place)).platform != "cpu" for place in places):
         return None
     # In one line, for nothing to come between.
     dict.update(pools, renewed(given))
-    return Pools({name: _writable(pools[name]) for name in given})
-
-
-def _writable(pool: Any) -> np.ndarray[Any, Any]:
-    """The bytes of an array that nobody but its pools has, when all before it is done: [units, bytes]."""
-    pool.block_until_ready()
-    return np.asarray(_Memory(pool))
+    # All before them is done, and nobody but the pools has them.
+    jax.block_until_ready([pools[name] for name in given])
+    return Pools({name: np.asarray(_Memory(pools[name])) for name in given})
 
 
 class _Memory:
-    """Bytes of an array, which it keeps alive."""
+    """Bytes of an array [units, bytes], which it keeps alive."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
-        units = len(array)
+        units, *rest = array.shape
         self.__array_interface__ = {
             "data": (array.unsafe_buffer_pointer(), False),
-            "shape": (units, array.nbytes // max(1, units)),
+            "shape": (units, prod(rest) * array.dtype.itemsize if units else 0),
             "typestr": "|u1",
             "version": 3,
         }

@@ -440,7 +440,7 @@ def _entries_of_move(ops, pools, strips, grain, store):
 
 
 def _by_width(entries, grain):
-    """[(bytes of a word, [runs, ENTRY] int64, which entries)] of entries in bytes: the widest words that sizes allow."""
+    """[(bytes of a word, [runs, ENTRY] int64, which entries)] of entries in bytes, in the widest words they allow."""
     whole = np.array(entries, np.int64).reshape(-1, ENTRY)
     if not len(whole):
         return []

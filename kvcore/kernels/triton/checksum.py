@@ -86,8 +86,8 @@ def strips_kernel(lanes_ptr, words_ptr, table_ptr, page_words, first_page, ENTRY
 
 
 RUN = 17
-"""Integers of a run of words of a strip's rows where they lie: those of ``strips.ENTRY``, of a strip that begins its page
-with 0; then tokens a row, salt, and number of the strip."""
+"""Integers of a run of words of a strip's rows where they lie: those of ``strips.ENTRY``, of a strip that begins its
+page; then tokens a row, salt, and number of the strip."""
 
 
 @triton.jit(do_not_specialize=["runs"])
