@@ -6,7 +6,7 @@ leaves the cache as it was. Blobs of 0.1.0 are read too.
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def fill_blob(staging: Staging, data: Array) -> bytes:
     start = _first_page(staging)
     text = staging.fill(data[start:].reshape(staging.layout.pages, staging.layout.page_bytes))
     data[:start] = np.frombuffer(head_of(text), np.uint8)
-    return root_of(text)
+    return staging.root
 
 
 def _first_page(staging: Staging) -> int:
@@ -196,12 +196,14 @@ def take_in(
     shares: bool | None = None,
     verify: Callable[[Sequence[bytes]], None] | None = None,
     meanwhile: Callable[[], object] = bool,
+    begun: Any = None,
 ) -> Request:
     """Make a request of pages that were verified, and keep its checkpoints where prefixes are kept.
 
     Args:
         verify: of pages that were not; given the lanes of what was stored, it raises, and there is no request.
         meanwhile: called while pages may be on their way; it may raise likewise.
+        begun: as for ``under_way``.
     """
     content: dict[str, Content] = {}
 
@@ -211,7 +213,7 @@ def take_in(
         return content["rows"]
 
     def write(ops: Ops, pools: Pools, row: StepRequest) -> Pools:
-        with under_way(ops, pools, row, layout, pages, store=True, digested=verify is not None) as moved:
+        with under_way(ops, pools, row, layout, pages, store=True, digested=verify is not None, begun=begun) as moved:
             if moved is None:
                 pools = write_rows(ops, pools, row, rows())
             meanwhile()

@@ -114,12 +114,11 @@ class LaneDigests:
                 continue
             lanes = self._at_once(record, section.strips, 0)
             found.append([self._one_by_one(record, section.strips) if lanes is None else lanes])
-        return [
-            pair
-            for section, parts in zip(self._layout.sections, found, strict=True)
-            for pair in [packed for part in parts for packed in _packed(part)]
-            or ([] if section.name == HISTORY else [bytes(SIZES["lanes"])])
-        ]
+        digests: list[bytes] = []
+        for section, parts in zip(self._layout.sections, found, strict=True):
+            packed = [one for part in parts for one in _packed(part)]
+            digests += packed or ([] if section.name == HISTORY else [bytes(SIZES["lanes"])])
+        return digests
 
     def _at_once(self, part: Array, strips: tuple[Strip, ...], first: int) -> Array | None:
         return self._ops.digest_strips(part, ranged(strips), first)

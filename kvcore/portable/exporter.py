@@ -21,7 +21,7 @@ from kvcore.foreign import shortened
 from kvcore.ops.arguments import check_seconds
 from kvcore.portable.caches import CacheInTurn, SharedCache
 from kvcore.portable.digests import HASHES
-from kvcore.portable.manifest import ROOT_BYTES, Staged, root_of, stage
+from kvcore.portable.manifest import ROOT_BYTES, Staged, stage
 from kvcore.portable.pages import Array
 from kvcore.requests.manager import Request
 from kvcore.turns import locked
@@ -214,7 +214,7 @@ class Exporter:
             exporter=self.name,
             number=number,
             generation=place.generation,
-            root=root_of(place.staged.manifest),
+            root=place.staged.root,
             pages=len(pages),
             page_bytes=int(pages.shape[1]),
             deadline=place.deadline,

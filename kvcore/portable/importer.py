@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ class Received(NamedTuple):
         record, layout, pages: what it is.
         declared: lanes that its pages are still to be verified by, as the device reads them; None: they were.
         check: what is still to be checked of the manifest, while the device reads them.
+        begun: that it has begun to.
     """
 
     record: RequestRecord
@@ -47,6 +48,7 @@ class Received(NamedTuple):
     pages: Array
     declared: Sequence[bytes] | None = None
     check: Callable[[], object] = bool
+    begun: Any = None
 
 
 def pull(
@@ -126,30 +128,36 @@ def receive(
     """
     end = time.monotonic() + check_number(timeout, "pull: timeout")
     check_count(ShapeError, "pull: chunk_pages", chunk_pages, 1)
-    described = parse(transport.manifest(handle, timeout=_left(end)), handle.root)
-    if described.digest not in digests:
-        raise refuse(got=f"pages verified by {described.digest}", where="pull", allowed=" or ".join(digests))
-    check_spec(cache.spec, described.spec)
-    check_length(cache.plan, described.record.length, "pull")
-    _check_rollback(cache, described)
-    later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
-    size = handle.pages, handle.page_bytes
-    whole = layout_of(cache.spec, described, size, "manifest", refuse, places=not later)
-    check = partial(check_places, cache.spec, described, whole, "manifest", refuse) if later else bool
-    wanted = 0
-    if checkpoints and whole.checkpoints:
-        kept = cache.exclusive("pull", lambda state: state.most_checkpoints, in_step=True)
-        wanted = min(kept, len(whole.checkpoints))
-    layout = whole.latest(wanted)
+    with contextlib.ExitStack() as stack:
+        manifest = transport.manifest(handle, timeout=_left(end))
+        held, begun = None, None
+        if not verified and not on_device and "lanes" in digests and takes_chunks(cache.ops):
+            held, begun = _ahead(cache, handle, transport)
+        if begun is not None:
+            # Whatever comes of it, nothing reads an exporter's pages any more when this has ended.
+            stack.callback(begun.wait)
+        described = parse(manifest, handle.root)
+        if described.digest not in digests:
+            raise refuse(got=f"pages verified by {described.digest}", where="pull", allowed=" or ".join(digests))
+        check_spec(cache.spec, described.spec)
+        check_length(cache.plan, described.record.length, "pull")
+        _check_rollback(cache, described)
+        later = not verified and not on_device and described.digest == "lanes" and takes_chunks(cache.ops)
+        size = handle.pages, handle.page_bytes
+        whole = layout_of(cache.spec, described, size, "manifest", refuse, places=not later)
+        check = partial(check_places, cache.spec, described, whole, "manifest", refuse) if later else bool
+        wanted = 0
+        if checkpoints and whole.checkpoints:
+            kept = cache.exclusive("pull", lambda state: state.most_checkpoints, in_step=True)
+            wanted = min(kept, len(whole.checkpoints))
+        layout = whole.latest(wanted)
+        declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
+        if later and held is not None and not wanted:
+            stack.pop_all()
+            return Received(described.record, layout, held[: layout.pages], declared, check, begun)
     # Pages of the checkpoints that are not wanted lie between the others.
     rest = layout.record.first + layout.record.pages
     skipped = whole.pages - layout.pages
-    declared = [*described.digests[: layout.blocks + 1], *described.digests[whole.digests - wanted :]]
-    in_place = getattr(transport, "in_place", None) if later and not wanted else None
-    if in_place is not None:
-        held: Array = in_place(handle)
-        if isinstance(held, np.ndarray) and held.shape == (handle.pages, handle.page_bytes):
-            return Received(described.record, layout, held[: layout.pages], declared, check)
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where="pull", passing=True)
     verifying, here = digests_of(described.digest, cache.ops, layout), 0
     for first in [*range(0, rest, chunk_pages), *range(rest, layout.pages, chunk_pages)]:
@@ -167,6 +175,16 @@ def receive(
     if bad:
         raise refuse(got=f"other bytes than were exported in {bad[0]}", where="pull", allowed="as exported")
     return Received(described.record, layout, pages)
+
+
+def _ahead(cache: SharedCache, handle: Handle, transport: Transport) -> tuple[Array, Any]:
+    """All pages where they lie in this process, and the first of them on their way to the device; or nothing."""
+    in_place = getattr(transport, "in_place", None)
+    held: Array = None if in_place is None else in_place(handle)
+    if not isinstance(held, np.ndarray) or held.shape != (handle.pages, handle.page_bytes):
+        return None, None
+    kernels: Any = cache.ops
+    return held, kernels.begin_pages(held)
 
 
 def parse(manifest: bytes, root: bytes) -> Described:
@@ -206,7 +224,7 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
         TransferError: ``damaged``, of what was left to be verified here. OutOfSlots, OutOfBlocks: no room. Nothing is
             changed.
     """
-    record, layout, pages, declared, meanwhile = received
+    record, layout, pages, declared, meanwhile, begun = received
 
     def check(found: Sequence[bytes]) -> None:
         wrong = [] if declared is None else damaged(layout, found, declared)
@@ -216,9 +234,13 @@ def commit(cache: SharedCache, received: Received, salt: str | None = None) -> R
     verify = None if declared is None else check
 
     def act(state: CacheInTurn) -> Request:
-        return take_in(state, record, layout, pages, salt=salt, verify=verify, meanwhile=meanwhile)
+        return take_in(state, record, layout, pages, salt=salt, verify=verify, meanwhile=meanwhile, begun=begun)
 
-    return cache.exclusive("pull", act)
+    try:
+        return cache.exclusive("pull", act)
+    finally:
+        if begun is not None:
+            begun.wait()
 
 
 def encode_handle(handle: Handle) -> bytes:

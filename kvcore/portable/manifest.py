@@ -162,10 +162,11 @@ class Described(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A request ready to be moved: its manifest as bytes, and its pages."""
+    """A request ready to be moved: its manifest as bytes, its pages, and the manifest's root."""
 
     manifest: bytes
     pages: Array
+    root: bytes
 
 
 def root_of(manifest: bytes) -> bytes:
@@ -237,6 +238,7 @@ class Staging:
 
     Attributes:
         layout: of its pages.
+        root: of its manifest, once the pages are filled.
     """
 
     def __init__(
@@ -252,6 +254,7 @@ class Staging:
         """Arguments and errors are those of ``stage``; ``digest``: of ``digests.SIZES``."""
         cache.manager.check_whole(request, where)
         self._cache, self._export, self._digest = cache, export, digest
+        self.root = b""
         self._row, self._floor = cache.row(request), cache.least_length(request)
         self._states = cache.kept_states(request) if checkpoints else []
         lengths = [length for length, _ in self._states]
@@ -278,10 +281,6 @@ class Staging:
     def fill(self, pages: Array) -> bytes:
         """Copy the request into pages of any content; returns the manifest."""
         cache, row, layout = self._cache, self._row, self.layout
-        # What is left of a page is zeros: of the last page of history, and of the records.
-        pages[max(0, layout.blocks - 1) : layout.blocks] = 0
-        record = layout.record.of(pages)
-        record[:, sum(strip.nbytes for strip in layout.record.strips) :] = 0
         with under_way(cache.ops, cache.pools, row, layout, pages, digested=self._digest == "lanes") as moved:
             if moved is None:
                 stage_one_by_one(cache, row, self._floor, layout, pages)
@@ -294,7 +293,9 @@ class Staging:
                 if not lanes:
                     moved.wait()
             digests = digests_of(self._digest, cache.ops, layout, lanes).result(pages)
-            return said.manifest(self._record, self._digest, digests, self._export)
+            manifest = said.manifest(self._record, self._digest, digests, self._export)
+            self.root = root_of(manifest)
+        return manifest
 
 
 def stage(
@@ -327,7 +328,7 @@ def stage(
     staging = Staging(cache, request, where, export=export, checkpoints=checkpoints, digest=digest)
     layout = staging.layout
     pages = empty_pages(cache, layout.pages, layout.page_bytes, on_device=on_device, where=where, passing=True)
-    return Staged(staging.fill(pages), pages)
+    return Staged(staging.fill(pages), pages, staging.root)
 
 
 def stage_one_by_one(cache: CacheInTurn, row: StepRequest, floor: int, layout: PageLayout, pages: Array) -> None:

@@ -8,7 +8,7 @@ its own and is cut into pages of the same size. What is left of the last page of
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
@@ -334,14 +334,16 @@ def under_way(
     *,
     store: bool = False,
     digested: bool = False,
-) -> Iterator[Moved | None]:
+    begun: Any = None,
+) -> Generator[Moved | None]:
     """Copy a request's rows into its pages, or with ``store`` back; None where some must go component by component.
 
-    What is given may be on its way through a device until the context ends. Checkpoints are none of it: they are rows
-    already.
+    What is given may be on its way through a device until the context ends. What is left of the last page of history,
+    and of the record, is zeros. Checkpoints are none of it: they are rows already.
 
     Args:
         digested: the structural digests of history's pages and of the record are wanted as they are on the device.
+        begun: what ``Begun`` has of these pages.
     """
     history, record = layout.history.of(pages), layout.record.of(pages)
     parts = (
@@ -349,6 +351,8 @@ def under_way(
         (record, ranged(layout.record.strips), [row.slot]),
     )
     chunks = isinstance(pages, np.ndarray) and takes_chunks(ops)
+    if not store and not chunks:
+        _blank(layout, pages)
     moving: list[Moving] = []
     done = True
     try:
@@ -365,7 +369,9 @@ def under_way(
             at = np.array(units, np.int32)
             if chunks:
                 through: Any = cast("Any", ops).through_device
-                one = through(pools, part, moved, at, store=store, digested=strips if digested else None)
+                known = begun if part is history else None
+                wanted = strips if digested else None
+                one = through(pools, part, moved, at, store=store, digested=wanted, blank=not store, begun=known)
                 moving += [one] * (one is not None)
                 done = one is not None
             else:
@@ -375,9 +381,17 @@ def under_way(
         if not done:
             # Nothing may still be written there when rows go another way.
             Moved(tuple(moving)).wait()
+            if not store and chunks:
+                _blank(layout, pages)
         yield Moved(tuple(moving), whole=chunks) if done else None
     finally:
         Moved(tuple(moving)).wait()
+
+
+def _blank(layout: PageLayout, pages: Array) -> None:
+    """Zeros where rows may leave something of pages that hold anything."""
+    pages[max(0, layout.blocks - 1) : layout.blocks] = 0
+    layout.record.of(pages)[:, sum(strip.nbytes for strip in layout.record.strips) :] = 0
 
 
 def _with_room(strip: Strip, first: int) -> Strip:

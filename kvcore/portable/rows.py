@@ -48,7 +48,7 @@ def kept_rows(component: Component, floor: int, length: int) -> range | tuple[in
     A range where they are neighbours. More than the live rows of ``length`` only in rings, where a rollback brings back
     rows that had left the window.
     """
-    if component.span is None:
+    if component.span is None or floor == length:
         return component.live(length)
     if component.span == 0:
         return range(0)

@@ -189,7 +189,7 @@ GIVEN = {
         "fields": [0, 9000, 0, 64, 512, 64, 0],
     },
     "move_rings": {"held": Named("held", (T, 64)), "back": True},
-    "move_strips": {"store": True},
+    "move_strips": {"store": True, "first_page": 0},
     "digest_lanes": {"salt": 5},
     "digest_runs": {},
     "digest_strips": {"words": Named("words", (5, 64)), "first_page": 0},

@@ -10,7 +10,7 @@ from kvcore import to_numpy
 from kvcore.digest import region_salt
 from kvcore.portable import version1
 from kvcore.portable.digests import LaneDigests
-from kvcore.portable.manifest import Staged, stage_one_by_one
+from kvcore.portable.manifest import Staged, root_of, stage_one_by_one
 from kvcore.portable.pages import page_layout
 from kvcore.portable.rows import page_digests, read_rows, rings
 from kvcore.spec import to_json
@@ -138,4 +138,5 @@ def staged(cache: Any, request: Any, export: tuple[str, int, int]) -> Staged:
         "salt": request.salt,
         "digests": lanes,
     }
-    return Staged(msgspec.msgpack.encode(manifest), pages)
+    text = msgspec.msgpack.encode(manifest)
+    return Staged(text, pages, root_of(text))

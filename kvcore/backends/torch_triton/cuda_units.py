@@ -39,8 +39,8 @@ FRESH_PAGE = ""
 MOST_POOLS = 3
 """Pools of a region that a launch on ring rows takes."""
 
-ENTRY_ROWS, ENTRY_FIRST, ENTRY_COUNT = 10, 12, 13
-"""Of an entry's integers: rows of a page, the first row, rows in all."""
+ENTRY_FIRST, ENTRY_COUNT = 12, 13
+"""Of an entry's integers: the first row, rows in all."""
 
 DIGEST_FIRST, DIGEST_STEP, DIGEST_COUNT = 3, 4, 5
 """Of an entry of a digest: position of the first row, tokens a row, rows in all."""
@@ -84,7 +84,7 @@ def reset_slots(bound, ops, pools, slots):
     page, tables = _fresh_page(ops, buffers, pools)
     for number in range(len(slots)):
         for width, table in tables:
-            calls().move_strips(_words(page, WORDS[width]), slots[number : number + 1], table, True)
+            calls().move_strips(_words(page, WORDS[width]), slots[number : number + 1], table, 0, True)
     return pools
 
 
@@ -290,12 +290,25 @@ def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
         return moving is not None
     units = _units(ops, units)
     for width, table, _ in _of_move(ops, pools, strips, _grain(pages), store=store):
-        calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), store)
+        calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), 0, store)
     return True
 
 
-def through_device(ops, pools, pages, strips, units, *, store, digested=None):
+def begin_pages(ops, pages):
+    """Pages of the host on their way to buffers of the device, for ``through_device`` to go on with; None elsewhere."""
+    if not ops.movable or not pages.flags.c_contiguous or not len(pages):
+        return None
+    buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages))
+    buffers.begin()
+    return buffers
+
+
+def through_device(ops, pools, pages, strips, units, *, store, digested=None, blank=False, begun=None):
     """The same of pages [n, bytes] in the host's memory, chunk by chunk; with the lanes of the strips ``digested``.
+
+    Args:
+        blank: bytes of pages that are no strip's become zeros.
+        begun: with ``store``, from ``begin_pages`` of these pages, and of others behind them.
 
     Returns:
         ``Buffers``, for their lanes and for the end; None, and nothing is done, where there are no launches for such
@@ -304,25 +317,26 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None):
     unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *(digested or ())))
     if unlike or not ops.movable or not pages.flags.c_contiguous:
         return None
-    rows = max(1, CHUNK // max(1, pages.shape[1]))
-    digests = None if digested is None else _of_digest(ops, digested, pages.shape[1])
-    buffers = Buffers(ops.torch_device, pages, rows, digested=digests is not None)
-    if store:
+    buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages)) if begun is None else begun.of_first(len(pages))
+    if store and begun is None:
         # Tables are made while pages are on the way.
         buffers.begin()
-    moves = [
-        (WORDS[width], ops.asarray(_by_chunk(table, len(pages), rows)))
-        for width, table, _ in _of_move(ops, pools, strips, pages.shape[1], store=store)
-    ]
-    digests = None if digests is None else ops.asarray(digests)
-    units, whole = _units(ops, units), _whole(strips, pages.shape[1])
+    units = np.ascontiguousarray(units.cpu() if isinstance(units, torch.Tensor) else units, np.int32)
+    tables = _of_move(ops, pools, strips, pages.shape[1], store=store)
+    digests = None if digested is None else _of_digest(ops, digested, pages.shape[1])
+    units, *sent = _sent(ops, [units, *(table for _, table, _ in tables), *([] if digests is None else [digests])])
+    digests = sent.pop() if digests is not None else None
+    moves = [(WORDS[width], table) for (width, *_), table in zip(tables, sent, strict=True)]
+    whole = _whole(strips, pages.shape[1])
     for turn, some, room in buffers.chunks(incoming=store):
-        if not store:
-            # What is no strip's is left as it is.
-            buffers.add(turn, some, whole)
-        for dtype, tables in moves:
-            table = tables[some.start // rows]
-            calls().move_strips(_words(room, dtype), units[some], table, store)
+        if not store and some.stop > whole:
+            part = max(some.start, whole)
+            if blank:
+                room[part - some.start :].zero_()
+            else:
+                buffers.add(turn, some, part)
+        for dtype, table in moves:
+            calls().move_strips(_words(room, dtype), units[some], table, some.start, store)
         if digests is not None:
             buffers.keep(some, calls().digest_strips(_words(room, torch.int32), digests, some.start))
         if not store:
@@ -330,20 +344,30 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None):
     return buffers
 
 
+def _rows_of_chunk(pages):
+    return max(1, CHUNK // max(1, pages.shape[1]))
+
+
+def _sent(ops, arrays):
+    """Integers on the device, all in one copy, which nobody waits for."""
+    sizes = [-(-array.nbytes // max(WORDS)) * max(WORDS) for array in arrays]
+    ends = np.cumsum(sizes).tolist()
+    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=ops.torch_device.type == "cuda")
+    host = staged.numpy()
+    for array, size, end in zip(arrays, sizes, ends, strict=True):
+        host[end - size : end - size + array.nbytes] = array.reshape(-1).view(np.uint8)
+    sent = staged.to(ops.torch_device, non_blocking=True)
+    return [
+        sent[end - size : end - size + array.nbytes].view(WORDS[array.dtype.itemsize]).view(array.shape)
+        for array, size, end in zip(arrays, sizes, ends, strict=True)
+    ]
+
+
 def _whole(strips, page_bytes):
     """How many pages from the first on strips fill, bytes and rows."""
     if sum(strip.nbytes for strip in strips) < page_bytes:
         return 0
     return min((len(strip.numbers) // max(1, strip.rows) for strip in strips), default=0)
-
-
-def _by_chunk(table, pages, rows):
-    """[chunks, runs, ENTRY] of a table whose chunks of ``rows`` pages are moved one by one."""
-    before = np.arange(0, max(1, pages), rows)[:, None] * table[None, :, ENTRY_ROWS]
-    tables = np.repeat(table[None], len(before), axis=0)
-    tables[:, :, ENTRY_FIRST] += before
-    tables[:, :, ENTRY_COUNT] -= before
-    return tables
 
 
 def bind_digest(ops, layer):
@@ -380,7 +404,7 @@ def component_lanes(ops, pools, strips, units):
     for width, table, of in tables:
         if width == checksum.WORD:
             table = np.concatenate([table, about[of], of[:, None]], axis=1)[~np.isin(of, unlike)]
-            calls().digest_runs(lanes, _units(ops, units), ops.asarray(table))
+            calls().digest_runs(lanes, *_sent(ops, [units, table]))
     found = lanes.cpu().numpy().view(np.uint32).tolist()
     return [None if number in unlike else tuple(pair) for number, pair in enumerate(found)]
 
@@ -414,17 +438,17 @@ def _entries_of_move(ops, pools, strips, grain, store):
     They follow from where strips lie and from where the pools do, which stay there.
     """
     key = _places(strips), grain, store
-    where = [(pool.data_ptr(), pool.stride(0)) for pool in pools.values()]
-    kept = ops.moves.get(key)
-    if kept is not None and kept[0] == where:
-        return kept[1]
-    entries, of = [], []
+    names, where, found = ops.moves.get(key, ((), None, None))
+    if found is not None and [pools[name].data_ptr() for name in names] == where:
+        return found
+    entries, of, used = [], [], list[str]()
     for number, strip in enumerate(strips):
         offset = strip.start
         for region in ops.plan.region(strip.layer, strip.role):
             row_step, head_step = region.steps
             for run, copy in product(runs(region) or (), range(region.copies if store else 1)):
                 pool = pools[region.buffers[run.buffer][0]] if run.buffer else None
+                used += [region.buffers[run.buffer][0]] if run.buffer else []
                 place = (0, 0) if pool is None else (pool.data_ptr(), pool.stride(0))
                 base = run.base + copy * region.rows * row_step * run.stride
                 inside = *place, base, row_step * run.stride, head_step * run.stride, run.nbytes
@@ -434,8 +458,9 @@ def _entries_of_move(ops, pools, strips, grain, store):
             offset += region.heads * region.format.row
     of = np.array(of, np.int64)
     found = [(width, table, of[some]) for width, table, some in _by_width(entries, grain)]
+    names = list(dict.fromkeys(used))
     _limit(ops.moves)
-    ops.moves[key] = where, found
+    ops.moves[key] = names, [pools[name].data_ptr() for name in names], found
     return found
 
 

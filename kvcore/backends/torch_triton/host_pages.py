@@ -1,4 +1,4 @@
-"""Pages in the host's memory and pools on a GPU: rows go through two buffers of the device, chunk by chunk.
+"""Pages in the host's memory and pools on a GPU: rows go through buffers of the device, chunk by chunk.
 
 One is copied while kernels work on the other. Memory that a GPU can read by itself (pinned) is copied straight; any
 other goes through pinned buffers that torch keeps. What comes in is digested where it has arrived, so that what was
@@ -15,7 +15,8 @@ import torch
 CHUNK = 32 << 20
 """Bytes of a buffer: few enough for the first copy to begin soon, enough for a link's full rate."""
 
-BUFFERS = 2
+BUFFERS = 3
+"""As much is on its way to the device before anybody knows what it is."""
 
 
 class Buffers:
@@ -25,14 +26,13 @@ class Buffers:
         device: of the pools; on the CPU, where kernels are interpreted, everything waits for everything.
         pages: [pages, bytes] in the host's memory, written to unless they only come in.
         rows: pages of a chunk.
-        digested: lanes of all pages are going to be kept.
     """
 
-    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int, *, digested: bool = False) -> None:
+    def __init__(self, device: torch.device, pages: np.ndarray[Any, Any], rows: int) -> None:
         self.pages, self.rows = pages, rows
         self._cuda = device.type == "cuda"
         shape = min(rows, len(pages)), pages.shape[1]
-        self._rooms = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._rooms = torch.empty((min(BUFFERS, -(-len(pages) // rows)), *shape), dtype=torch.uint8, device=device)
         host = torch.from_numpy(writable(pages))
         self._host = host if not self._cuda or host.is_pinned() else None
         self._stages: list[torch.Tensor] = []
@@ -41,13 +41,18 @@ class Buffers:
         self._copied: list[Any] = [None] * BUFFERS
         self._used: list[Any] = [None] * BUFFERS
         self._leaving: list[tuple[int, slice]] = []
-        self._lanes = torch.empty((len(pages), 2), dtype=torch.int32, pin_memory=self._cuda) if digested else None
+        self._lanes: torch.Tensor | None = None
         self._known: Any = None
         if self._cuda:
             self._here = torch.cuda.current_stream(device)
             self._copies = torch.cuda.Stream(device)
             # The buffers may have been somebody's on this stream.
             self._copies.wait_stream(self._here)
+
+    def of_first(self, count: int) -> "Buffers":
+        """The same, of the first pages alone."""
+        self.pages = self.pages[:count]
+        return self
 
     def begin(self) -> None:
         """Bring the first chunks, of pages that come in; ``chunks`` brings the others, each as its buffer is free."""
@@ -87,6 +92,7 @@ class Buffers:
             return
         if self._host is None:
             stage = self._stages[turn][: len(room)]
+            self._land(turn)
             if self._copied[turn] is not None:
                 self._copied[turn].synchronize()
             np.copyto(stage.numpy(), self.pages[some])
@@ -111,7 +117,8 @@ class Buffers:
 
     def keep(self, some: slice, lanes: torch.Tensor) -> None:
         """Copy a chunk's lanes [pages, 2] int32 to the host; the chunk itself, if it is sent, goes behind them."""
-        assert self._lanes is not None
+        if self._lanes is None:
+            self._lanes = torch.empty((len(self.pages), 2), dtype=torch.int32, pin_memory=self._cuda)
         self._lanes[some].copy_(lanes, non_blocking=True)
         if self._cuda:
             self._known = self._here.record_event()
@@ -132,8 +139,7 @@ class Buffers:
             if event is not None:
                 event.synchronize()
         if self._cuda:
-            for room in self._rooms:
-                room.record_stream(self._copies)
+            self._rooms.record_stream(self._copies)
 
     def _land(self, turn: int) -> None:
         """Put what has arrived in a stage where it belongs."""

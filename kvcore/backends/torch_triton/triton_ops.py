@@ -244,9 +244,14 @@ class TritonOps(TorchOps):
     digest_strips = of_none("digest_strips")
 
     @recording_nothing
-    def through_device(self, pools: Any, pages: Any, strips: Any, units: Any, *, store: bool, digested: Any) -> Any:
+    def through_device(self, pools: Any, pages: Any, strips: Any, units: Any, **how: Any) -> Any:
         """``move_strips`` of pages in the host's memory, and what ``digest_strips`` gives of ``digested`` in them."""
-        return cuda_units.through_device(self, pools, pages, strips, units, store=store, digested=digested)
+        return cuda_units.through_device(self, pools, pages, strips, units, **how)
+
+    @recording_nothing
+    def begin_pages(self, pages: Any) -> Any:
+        """Pages of the host on their way, for ``through_device`` to go on with; None where those do not go that way."""
+        return cuda_units.begin_pages(self, pages)
 
     @recording_nothing
     def component_lanes(self, pools: Any, strips: Any, units: Any) -> Any:

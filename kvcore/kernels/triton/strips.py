@@ -16,11 +16,15 @@ BLOCK = 1024
 """Words at a time."""
 
 
-@triton.jit(do_not_specialize=["page_words", "entries"])
+@triton.jit(do_not_specialize=["page_words", "entries", "first_page"])
 def move_strips_kernel(
-    pages_ptr, units_ptr, table_ptr, page_words, entries, STORE: tl.constexpr, ENTRY: tl.constexpr, BLOCK: tl.constexpr,
+    pages_ptr, units_ptr, table_ptr, page_words, entries, first_page,
+    STORE: tl.constexpr, ENTRY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one run of one page's strip out of its unit, or with STORE into it; a unit of -1 is zeros, or left alone."""
+    """Copy one run of one page's strip out of its unit, or with STORE into it; a unit of -1 is zeros, or left alone.
+
+    Pages and units are those from ``first_page`` on.
+    """
     # Runs of a page follow each other, so that rows that they share sectors of meet in the cache.
     page = tl.program_id(0) // entries
     entry = table_ptr + tl.program_id(0) % entries * ENTRY
@@ -31,7 +35,7 @@ def move_strips_kernel(
     page_row, page_head = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8).to(tl.int32)
     heads, rows = tl.load(entry + 9).to(tl.int32), tl.load(entry + 10).to(tl.int32)
     ring, count = tl.load(entry + 11).to(tl.int32), tl.load(entry + 13).to(tl.int32)
-    before = page * rows
+    before = (first_page + page) * rows
     number = tl.load(entry + 12).to(tl.int32) + before
     total = tl.minimum(rows, tl.maximum(count - before, 0)) * heads * words
     there = tl.where(address != 0, tl.where(unit >= 0, total, 0), 0)

@@ -633,13 +633,15 @@ TABLE = {
         ("self._right(found)", "True", "what was compiled is believed"),
         ("            if self._seen >= WORTH:\n", "            if False:\n", "nothing is ever compiled"),
     ],
-    "portable/manifest.py": [
-        ("        cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
+    "portable/pages.py": [
         (
             "    pages[max(0, layout.blocks - 1) : layout.blocks] = 0\n",
             "    pages[layout.blocks :] = 0\n",
             "what memory held before is exported behind the last rows",
         ),
+    ],
+    "portable/manifest.py": [
+        ("        cache.manager.check_whole(request, where)\n", "", "a request in the middle of a replay is exported"),
         (
             "    if declared is None or declared == (text := _layout_text(spec, layout)):\n",
             "    if True:\n",

@@ -110,9 +110,12 @@ def move_rings(
 
 
 @launch("pages")
-def move_strips(to: Framework, pages: Array, numbers: Array, table: Array, store: bool) -> None:
-    """Copy the runs of ``table`` [runs, ENTRY] int64 between pages [pages, words] and units [pages] int32 of pools."""
+def move_strips(to: Framework, pages: Array, numbers: Array, table: Array, first_page: int, store: bool) -> None:
+    """Copy the runs of ``table`` [runs, ENTRY] int64 between pages [pages, words] and units [pages] int32 of pools.
+
+    ``first_page``: number of the first of these pages in the request.
+    """
     count, words = pages.shape
     runs = table.shape[0]
     if count * words * runs:
-        to.run(_move(store), (count * runs,), (pages, numbers, table), (words, runs))
+        to.run(_move(store), (count * runs,), (pages, numbers, table), (words, runs, first_page))
