@@ -5,9 +5,9 @@ kvcore.interop.vllm_connector``, ``kv_role: kv_both`` and ``kv_connector_extra_c
 Blocks are saved as soon as a prompt fills them, and loaded before the step that needs them. A page that is damaged is
 not used: its block and those behind it are reported (``get_block_ids_with_load_errors``), and vLLM computes them.
 
-Of several groups, as hybrid models and windows have them, vLLM takes no reports of blocks: there a request waits for
-its blocks (an asynchronous load, as vLLM calls it), and one whose blocks do not verify is reported as a whole
-(``failed_recving``), computed from its beginning, and not loaded again.
+Of several groups, as hybrid models (their recurrent states among them) and windows have them, vLLM takes no reports of
+blocks: there a request waits for its blocks (an asynchronous load, as vLLM calls it), and one whose blocks do not
+verify is reported as a whole (``failed_recving``), computed from its beginning, and not loaded again.
 
 vLLM is imported when the class is asked for; names are those of vLLM 0.33.
 """
@@ -27,6 +27,9 @@ from kvcore.store.blocks import Blocks
 from kvcore.store.store import About
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+LATENT_ROWS = "NL_X_NB_BS_HS"
+"""The layout of rows [blocks, rows of a block, elements]."""
 
 NOTHING = 0
 """The block that vLLM puts in the place of those before a window."""
@@ -174,7 +177,11 @@ def connector() -> Any:
             known.saved[number] = max(first, last)
             # Blocks before a window are somebody else's by now; those of this step's tokens are not.
             first = first if part.window is None else max(first, computed // size)
-            columns = [at for at in range(first, last) if table[at] != NOTHING and self.groups.kept(number, at)]
+            columns = [
+                at
+                for at in range(first, last)
+                if table[at] != NOTHING and self.groups.kept(number, at) and part.full(at, computed + count)
+            ]
             about = [
                 About(keys[at - 1] if at else None, known.tokens[at * size : (at + 1) * size], size) for at in columns
             ]
@@ -191,13 +198,15 @@ def connector() -> Any:
                     got=f"no tensor of {missing[0]!r}", where="register_kv_caches", allowed="one of every layer"
                 )
             self._workers = [
-                Blocks(adopt(part.spec, [kv_caches[name] for name in part.names], layout=self._laid(part)), self.store)
+                Blocks(adopt(part.spec, part.tensors(kv_caches), layout=self._laid(part)), self.store)
                 for part in self.groups.parts
             ]
 
         def _laid(self, part: Any) -> Any:
-            """How a part's tensors are laid out, of what is told by role or for all."""
+            """How a part's tensors are laid out, of what is told by role or for all; of states there is one way."""
             told = self._layout
+            if part.pieces:
+                return LATENT_ROWS
             return told if part.alone or not isinstance(told, Mapping) else told.get(part.role)
 
         def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -1,19 +1,21 @@
 """vLLM's groups of caches as blocks in a store: what each keeps of a request, and which of its blocks a hit needs.
 
 Every group has a block table and blocks of its own length. One that keeps a window takes blocks back that lie before
-it: a hit at N tokens needs those of the window's tokens alone. Where all groups have what they need decides how many
-tokens are a hit, a multiple of all blocks' lengths.
+it: a hit at N tokens needs those of the window's tokens alone. One of recurrent layers has what is carried on behind a
+block's last token, where a step ends with that: of those a hit needs the last. Where all groups have what they need
+decides how many tokens are a hit, a multiple of all blocks' lengths.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from math import lcm
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvcore.errors import SpecError
-from kvcore.interop.vllm_config import component_of, names_from, spec_from
+from kvcore.interop.vllm_config import CODES, component_of, names_from, spec_from
+from kvcore.plan import row_bytes
 from kvcore.requests.prefix import chain, seed_of
 from kvcore.spec import KV, CacheSpec, Component, Entries, LayerSpec
 
@@ -23,13 +25,40 @@ WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 """Those that keep the blocks of a window: ``sliding_window`` tokens, the next one's own among them."""
 
+STATES = "MambaSpec"
+"""The kind of recurrent layers: a page has their states one after the other, as ``shapes`` and ``dtypes`` say."""
+
+KEPT = "align"
+"""The mode in which a block has the state behind its last token."""
+
+LAST = 2
+"""A state is like a window of these: of the token before the next one, nothing older is looked at."""
+
 REASONS = {
     "ChunkedLocalAttentionSpec": "which of its blocks a hit needs is not a window's",
     "CircularBufferSpec": "its block is overwritten while a request goes on: the rows at a block's end are gone",
-    "MambaSpec": "a block holds a state, and which states are kept depends on --mamba-cache-mode",
+    STATES: f"the newest state alone is kept; those at ends of blocks are with --mamba-cache-mode {KEPT}",
     "CrossAttentionSpec": "its rows are those of an encoder's input, which a prompt's tokens do not say",
 }
 """Kinds that are refused, and why."""
+
+
+class Piece(NamedTuple):
+    """One of the states in the page of a layer.
+
+    Attributes:
+        first: byte of the page.
+        nbytes: of the state.
+        dtype: torch's.
+    """
+
+    first: int
+    nbytes: int
+    dtype: Any
+
+    def of(self, pages: Any) -> Any:
+        """Of a tensor of pages [blocks, 1, 1, bytes], as rows [blocks, 1, elements] where they lie."""
+        return pages[:, 0, :, self.first : self.first + self.nbytes].view(self.dtype)
 
 
 class Part(NamedTuple):
@@ -37,11 +66,12 @@ class Part(NamedTuple):
 
     Attributes:
         group: its number, which is that of its block table.
-        role: in kvcore's words, which a layout is looked up by.
-        spec: of rows in blocks, a layer for every cache.
-        names: of the caches.
+        role: in kvcore's words, which a layout is looked up by; ``state`` of recurrent layers.
+        spec: of rows in blocks, a layer for every cache; of states one row is a block.
+        names: of the caches, of states as often as a layer has some.
         window: tokens; None where all blocks are kept.
         alone: the only group there is, whose layers are a model's.
+        pieces: of recurrent layers, where in its page each state is.
     """
 
     group: int
@@ -50,6 +80,7 @@ class Part(NamedTuple):
     names: tuple[str, ...]
     window: int | None
     alone: bool
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def block(self) -> int:
@@ -62,6 +93,16 @@ class Part(NamedTuple):
             about = hashlib.sha256("\n".join((self.role, *self.names)).encode()).hexdigest()
             salt = f"{about}/{salt or ''}"
         return list(chain(seed_of(self.spec), tokens, self.block, salt))
+
+    def full(self, column: int, end: int) -> bool:
+        """Whether a step that ends at ``end`` leaves a block as it is to be kept, once its tokens are there."""
+        return not self.pieces or (column + 1) * self.block == end
+
+    def tensors(self, caches: Mapping[str, Any]) -> list[Any]:
+        """What the spec's layers are read from, of an engine's tensors by name."""
+        if not self.pieces:
+            return [caches[name] for name in self.names]
+        return [piece.of(caches[name]) for name, piece in zip(self.names, self.pieces, strict=True)]
 
     def first(self, tokens: int) -> int:
         """The first column of the block table that a hit of so many tokens needs."""
@@ -118,26 +159,64 @@ class Groups:
         return column >= part.first(-(-end // self.step) * self.step)
 
 
+class _Member(NamedTuple):
+    name: str
+    component: KV | Entries
+    piece: Piece | None = None
+
+
 def _parts(config: Any, given: Mapping[str, Any]) -> list[Part]:
     groups = list(config.kv_cache_groups)
-    found: dict[tuple[int, str, Any, int], list[tuple[str, KV | Entries]]] = {}
+    found: dict[tuple[int, str, Any, int], list[_Member]] = {}
     for number, group in enumerate(groups):
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
             kind = group.kv_cache_spec if each is None else each[name]
             window = _window(name, kind)
-            role, component = component_of(name, kind, **given)
-            found.setdefault((number, role, window, kind.block_size), []).append((name, in_blocks(component, kind)))
+            if type(kind).__name__ == STATES:
+                role, members = "state", _states(name, kind)
+            else:
+                role, component = component_of(name, kind, **given)
+                members = [_Member(name, in_blocks(component, kind))]
+            found.setdefault((number, role, window, kind.block_size), []).extend(members)
     if len(groups) == 1 and not any(window for _, _, window, _ in found):
         return [Part(0, "", spec_from(config, **given), tuple(names_from(config, **given)), None, alone=True)]
     return [
-        Part(number, role, _spec(role, block, members), tuple(name for name, _ in members), window, alone=False)
+        Part(
+            number,
+            role,
+            _spec(role, block, members),
+            tuple(member.name for member in members),
+            window,
+            alone=False,
+            pieces=tuple(member.piece for member in members if member.piece is not None),
+        )
         for (number, role, window, block), members in found.items()
     ]
 
 
-def _spec(role: str, block: int, members: Sequence[tuple[str, KV | Entries]]) -> CacheSpec:
-    layers = [LayerSpec(kv=one) if isinstance(one, KV) else LayerSpec(entries=one) for _, one in members]
+def _states(name: str, kind: Any) -> list[_Member]:
+    """The states of a recurrent layer, each as one row a block.
+
+    Raises:
+        SpecError: of a dtype that kvcore has no format for.
+    """
+    found: list[_Member] = []
+    first = 0
+    for shape, dtype in zip(kind.shapes, kind.dtypes, strict=True):
+        code = CODES.get(str(dtype).rpartition(".")[2])
+        if code is None:
+            raise SpecError(got=f"{name}, states of {dtype}", where="KvcoreConnector", allowed=", ".join(CODES))
+        row = Entries(dim=prod(shape), ratio=kind.block_size, format=code)
+        piece = Piece(first, row_bytes(row), dtype)
+        found.append(_Member(name, row, piece))
+        first += piece.nbytes
+    return found
+
+
+def _spec(role: str, block: int, members: Sequence[_Member]) -> CacheSpec:
+    rows = [member.component for member in members]
+    layers = [LayerSpec(kv=one) if isinstance(one, KV) else LayerSpec(entries=one) for one in rows]
     return CacheSpec(layers=tuple(layers), block_tokens=block, name=role)
 
 
@@ -148,10 +227,12 @@ def _window(name: str, kind: Any) -> int | None:
         return int(kind.sliding_window) + int(getattr(kind, "extra_retained_tokens", 0))
     if named in WHOLE:
         return None
+    if named == STATES and kind.mamba_cache_mode == KEPT:
+        return LAST
     raise SpecError(
         got=f"{name}, a {named}",
         where="KvcoreConnector",
-        allowed=f"{', '.join((*WHOLE, *WINDOWED))}",
+        allowed=f"{', '.join((*WHOLE, *WINDOWED))}, {STATES} in mode {KEPT}",
         hint=f"Refused, for {REASONS[named]}." if named in REASONS else "",
     )
 

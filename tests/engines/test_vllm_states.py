@@ -1,0 +1,218 @@
+"""States of recurrent layers under vLLM's own managers, in its mode that keeps them at ends of blocks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvcore.errors import SpecError
+from kvcore.interop import vllm_connector
+from kvcore.interop.vllm_groups import Groups
+from kvcore.store import BlockStore, HostTier
+from tests.engines.wheels import own_modules
+
+interface, pools, managers, base, abstract, *_ = own_modules(
+    "vllm",
+    "v1.kv_cache_interface",
+    "v1.core.block_pool",
+    "v1.core.single_type_kv_cache_manager",
+    "distributed.kv_transfer.kv_connector.v1.base",
+    "model_executor.layers.mamba.abstract",
+    "v1.core.kv_cache_utils",
+    "v1.kv_cache_spec_registry",
+    "utils.math_utils",
+    "utils.torch_utils",
+    others=("cbor2", "zmq", "prometheus_client"),
+)
+
+BLOCKS, BLOCK, PADDED = 64, 16, 256
+SHAPES, DTYPES = ((6, 4), (2, 4, 4)), (torch.bfloat16, torch.float32)
+FULL = interface.FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+NAMES = ["model.layers.0.mixer", "model.layers.1.mixer", "model.layers.2.attn"]
+RECURRENT = NAMES[:2]
+TOKENS = [(5 * number) % 97 for number in range(118)]
+
+
+def states(**options):
+    values = {"mamba_cache_mode": "align", "page_size_padded": PADDED, **options}
+    return interface.MambaSpec(block_size=BLOCK, shapes=SHAPES, dtypes=DTYPES, **values)
+
+
+def config(kind):
+    groups = [interface.KVCacheGroupSpec(RECURRENT, kind), interface.KVCacheGroupSpec(NAMES[2:], FULL)]
+    return interface.KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class Layer(abstract.MambaBase):
+    """A layer of vLLM's, which takes its page apart itself."""
+
+    mamba_type = None
+
+    def get_state_shape(self):
+        return SHAPES
+
+    def get_state_dtype(self):
+        return DTYPES
+
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+
+class Engine:
+    """A scheduler and a worker with vLLM's managers, a connector on both sides, and a model that carries states on."""
+
+    def __init__(self, store, drafts=0):
+        kind = states(num_speculative_blocks=drafts)
+        pool = pools.BlockPool(num_gpu_blocks=BLOCKS, enable_caching=False, hash_block_size=BLOCK)
+        self.managers = [
+            make(
+                kv_cache_spec=spec, block_pool=pool, enable_caching=False, kv_cache_group_id=number,
+                scheduler_block_size=BLOCK,
+            )
+            for number, (make, spec) in enumerate(
+                ((managers.MambaManager, kind), (managers.FullAttentionManager, FULL))
+            )
+        ]  # fmt: skip
+        pages = {name: torch.full((BLOCKS, 1, 1, PADDED), -1, dtype=torch.int8) for name in RECURRENT}
+        self.layers = {name: Layer() for name in RECURRENT}
+        for name, layer in self.layers.items():
+            layer.bind_kv_cache(pages[name])
+        extra = {"store": store, "layout": {"kv": "NL_X_NB_NH_BS_CS"}}
+        told = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        sides = base.KVConnectorRole
+        self.scheduler, self.worker = (
+            vllm_connector.KvcoreConnector(told, side, config(kind)) for side in (sides.SCHEDULER, sides.WORKER)
+        )
+        self.worker.register_kv_caches({**pages, NAMES[2]: torch.full((BLOCKS, 2, BLOCK, 16), -1.0)})
+        self.failed = 0
+
+    def tables(self, name):
+        return [[block.block_id for block in manager.req_to_blocks[name]] for manager in self.managers]
+
+    def state(self, tokens, layer):
+        """What a layer has carried on behind tokens."""
+        rng = np.random.default_rng([layer, *tokens])
+        return [
+            torch.from_numpy(rng.integers(-100, 100, shape)).to(dtype)
+            for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+        ]
+
+    def check(self, tokens, table):
+        """The state behind some tokens is where vLLM looks for it."""
+        block = table[(len(tokens) - 1) // BLOCK]
+        assert block, "the state's block is not there"
+        for number, layer in enumerate(self.layers.values()):
+            for held, want in zip(layer.kv_cache, self.state(tokens, number), strict=True):
+                assert torch.equal(held[block], want)
+
+    def write(self, tokens, table):
+        block = table[(len(tokens) - 1) // BLOCK]
+        for number, layer in enumerate(self.layers.values()):
+            for held, want in zip(layer.kv_cache, self.state(tokens, number), strict=True):
+                held[block] = want
+
+    def turn(self, new, cached, counts, write=lambda: None):
+        names, more, computed = zip(*cached, strict=True) if cached else ((), (), ())
+        again = SimpleNamespace(
+            req_ids=list(names), new_block_ids=list(more), num_computed_tokens=list(computed), resumed_req_ids=set()
+        )
+        output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=again, num_scheduled_tokens=counts)
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        self.worker.start_load_kv(None)
+        write()
+        self.worker.wait_for_save()
+        self.worker.clear_connector_metadata()
+
+    def load(self, request, matched):
+        name = request.request_id
+        for manager in self.managers:
+            manager.add_local_computed_blocks(name, [], 0, matched)
+        for manager in self.managers:
+            manager.allocate_external_computed_blocks(name, 0, matched)
+        self.scheduler.update_state_after_alloc(
+            request, SimpleNamespace(get_block_ids=lambda: self.tables(name)), matched
+        )
+        self.turn([], [], {})
+        failed = self.worker.get_transfer_results(set()).failed_recving
+        if failed:
+            for manager in self.managers:
+                manager.free(name)
+        return not failed
+
+    def run(self, name, tokens, step):
+        """Prefill a prompt, some tokens at a time; the tokens that were found."""
+        request = SimpleNamespace(request_id=name, prompt_token_ids=tokens, num_computed_tokens=0)
+        matched, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        while matched and not self.load(request, matched):
+            self.failed += 1
+            matched, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        start, before = matched, self.tables(name)
+        while start < len(tokens):
+            end = min(start + step, len(tokens))
+            if start:
+                self.check(tokens[:start], before[0])
+            for manager in self.managers:
+                manager.remove_skipped_blocks(name, start)
+                manager.allocate_new_blocks(name, end, end)
+            tables = self.tables(name)
+            fresh = [table[len(old) :] for table, old in zip(tables, before, strict=True)]
+            first = start == matched
+            new = [SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=start)] if first else []
+            more = [] if first else [(name, fresh, start)]
+            self.turn(new, more, {name: end - start}, lambda: self.write(tokens[:end], tables[0]))  # noqa: B023
+            start, before = end, tables
+        self.scheduler.request_finished_all_groups(request, tuple(self.tables(name)))
+        for manager in self.managers:
+            manager.free(name)
+        return matched
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_state_behind_a_hit_comes_back(drafts):
+    tier = HostTier(1 << 24)
+    assert Engine(BlockStore([tier]), drafts).run("a", TOKENS, BLOCK) == 0
+    assert Engine(BlockStore([tier]), drafts).run("b", TOKENS, 2 * BLOCK) == 112
+    other = [*TOKENS[:40], *range(60)]
+    assert Engine(BlockStore([tier]), drafts).run("c", other, BLOCK) == 32
+    assert Engine(BlockStore([tier]), drafts).run("d", other, BLOCK) == 96
+
+
+def test_states_are_those_at_which_steps_ended():
+    tier = HostTier(1 << 24)
+    # 24, 48, 72, 96, 118: two of them are ends of blocks.
+    assert Engine(BlockStore([tier])).run("a", TOKENS, 24) == 0
+    assert Engine(BlockStore([tier])).run("b", TOKENS[:96], BLOCK) == 48
+    assert Engine(BlockStore([tier])).run("c", TOKENS, BLOCK) == 96
+
+
+def test_a_hit_needs_the_last_state_alone():
+    groups = Groups(config(states()), {})
+    assert [(part.role, part.names) for part in groups.parts] == [
+        ("state", (RECURRENT[0], RECURRENT[0], RECURRENT[1], RECURRENT[1])),
+        ("kv", (NAMES[2],)),
+    ]
+    assert groups.columns(0, 0, 112) == [6]
+    assert groups.columns(1, 0, 112) == list(range(7))
+
+
+def test_a_damaged_state_is_not_used():
+    tier = HostTier(1 << 24)
+    Engine(BlockStore([tier])).run("a", TOKENS, BLOCK)
+    engine = Engine(BlockStore([tier]))
+    key = engine.scheduler.groups.parts[0].keys(TOKENS, None)[6]
+    bad = bytearray(tier.get(key))
+    bad[-5] ^= 4
+    tier.put(key, bytes(bad))
+    assert engine.run("b", TOKENS, BLOCK) == 96
+    assert engine.failed == 1
+
+
+def test_what_is_not_kept_at_ends_of_blocks_is_refused():
+    with pytest.raises(SpecError, match=r"mixer, a MambaSpec.*mamba-cache-mode align"):
+        Groups(config(states(mamba_cache_mode="none")), {})
+    kind = interface.MambaSpec(
+        block_size=BLOCK, shapes=SHAPES[:1], dtypes=(torch.float8_e4m3fn,), mamba_cache_mode="align"
+    )
+    with pytest.raises(SpecError, match=r"mixer, states of torch.float8_e4m3fn.*bf16, fp16, fp32|bfloat16"):
+        Groups(config(kind), {})
