@@ -15,6 +15,7 @@ import json
 import pstats
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,7 @@ class Scene:
         self.bytes = handle.pages * handle.page_bytes
         desk.finish(desk.name, handle.number, handle.generation)
         self.plain()
+        self.time("digest", lambda: cache.digest([request]))
 
         def out(one: Exporter = desk) -> Any:
             made = one.export(request)
@@ -284,34 +286,37 @@ def main() -> None:
     args = parser.parse_args()
     found: dict[str, Any] = {}
     profiles: dict[str, str] = {}
+
+    def keep(what: str, measured: Any) -> None:
+        """What is known stays known, if the rest comes to no end."""
+        found[what] = measured
+        if args.out:
+            command = " ".join(["python -m benchmarks.movement_cuda", *sys.argv[1:]])
+            about = {"command": command, "device": torch.cuda.get_device_name(), **environment.describe()}
+            args.out.write_text(json.dumps({**about, "measured": found}, indent=1) + "\n")
+            lines = (f"== {name}\n{text}" for name, text in profiles.items())
+            args.out.with_suffix(".txt").write_text("\n".join(lines))
+
     for tokens in [int(text) for text in args.tokens.split(",") if text]:
         scene = Scene(tokens, args.repeats, tokens == args.profile)
         scene.move()
-        found[f"{tokens} tokens"] = {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": scene.shares()}
-        print(found[f"{tokens} tokens"]["beside copies"], flush=True)
         profiles |= scene.profiles
+        keep(f"{tokens} tokens", {"bytes": scene.bytes, "seconds": scene.seconds, "beside copies": scene.shares()})
+        print(found[f"{tokens} tokens"]["beside copies"], flush=True)
         del scene
         torch.cuda.empty_cache()
     if args.stored:
         scene = Scene(args.stored, args.repeats, args.stored == args.profile)
         scene.bytes = 0
         scene.keep()
-        found[f"{args.stored} tokens through a store"] = {"seconds": scene.seconds}
         profiles |= scene.profiles
-    if args.bursts:
-        found["kv-dsv4"] = bursts(args.bursts)
+        keep(f"{args.stored} tokens through a store", {"seconds": scene.seconds})
+        del scene
+        torch.cuda.empty_cache()
     if args.processes:
-        found["between two processes"] = processes(args.processes, 3)
-    if args.out:
-        command = "python -m benchmarks.movement_cuda --out records/movement_h200.json"
-        record = {
-            "command": command,
-            "device": torch.cuda.get_device_name(),
-            **environment.describe(),
-            "measured": found,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-        args.out.with_suffix(".txt").write_text("\n".join(f"== {what}\n{text}" for what, text in profiles.items()))
+        keep("between two processes", processes(args.processes, 3))
+    if args.bursts:
+        keep("kv-dsv4", bursts(args.bursts))
 
 
 if __name__ == "__main__":

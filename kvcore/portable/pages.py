@@ -343,7 +343,7 @@ def under_way(
 
     Args:
         digested: the structural digests of history's pages and of the record are wanted as they are on the device.
-        begun: what ``Begun`` has of these pages.
+        begun: with ``store``, what a device's ``begin_pages`` gave of these pages.
     """
     history, record = layout.history.of(pages), layout.record.of(pages)
     parts = (

@@ -318,16 +318,26 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
     if unlike or not ops.movable or not pages.flags.c_contiguous:
         return None
     buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages)) if begun is None else begun.of_first(len(pages))
-    if store and begun is None:
-        # Tables are made while pages are on the way.
-        buffers.begin()
+    try:
+        if store and begun is None:
+            # Tables are made while pages are on the way.
+            buffers.begin()
+        _move_chunks(ops, pools, buffers, strips, units, store=store, digested=digested, blank=blank)
+    except BaseException:
+        buffers.wait()
+        raise
+    return buffers
+
+
+def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
+    page_bytes = buffers.pages.shape[1]
     units = np.ascontiguousarray(units.cpu() if isinstance(units, torch.Tensor) else units, np.int32)
-    tables = _of_move(ops, pools, strips, pages.shape[1], store=store)
-    digests = None if digested is None else _of_digest(ops, digested, pages.shape[1])
+    tables = _of_move(ops, pools, strips, page_bytes, store=store)
+    digests = None if digested is None else _of_digest(ops, digested, page_bytes)
     units, *sent = _sent(ops, [units, *(table for _, table, _ in tables), *([] if digests is None else [digests])])
     digests = sent.pop() if digests is not None else None
     moves = [(WORDS[width], table) for (width, *_), table in zip(tables, sent, strict=True)]
-    whole = _whole(strips, pages.shape[1])
+    whole = _whole(strips, page_bytes)
     for turn, some, room in buffers.chunks(incoming=store):
         if not store and some.stop > whole:
             part = max(some.start, whole)
@@ -341,7 +351,6 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
             buffers.keep(some, calls().digest_strips(_words(room, torch.int32), digests, some.start))
         if not store:
             buffers.send(turn, some)
-    return buffers
 
 
 def _rows_of_chunk(pages):
