@@ -35,9 +35,14 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
     """
     kind = type(pool).__name__
     if kind == "MHATokenToKVPool":
-        if pool.kv_cache_layout != "nhd" or getattr(pool, "k_scale_buffer", None) is not None:
-            raise _other(pool.kv_cache_layout, "nhd, whose rows are not quantised")
-        return [list(pool.k_buffer), list(pool.v_buffer)], {"kv": "TWO_X_NL_X_NBBS_NH_HS"}
+        laid = pool.kv_cache_layout
+        if laid not in ("nhd", "hnd") or getattr(pool, "k_scale_buffer", None) is not None:
+            raise _other(laid, "nhd or hnd, whose rows are not quantised")
+        if laid == "nhd":
+            return [list(pool.k_buffer), list(pool.v_buffer)], {"kv": "TWO_X_NL_X_NBBS_NH_HS"}
+        # Pages [heads, rows, channels] as rows of heads, which lie where they lie.
+        views = [[held.swapaxes(1, 2) for held in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
+        return views, {"kv": "TWO_X_NL_X_NB_BS_NH_HS"}
     if kind == "MLATokenToKVPool":
         return list(pool.kv_buffer), {"entries": "NL_X_NBBS_ONE_HS"}
     if kind == "DSATokenToKVPool":

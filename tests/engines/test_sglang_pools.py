@@ -94,6 +94,30 @@ def test_keys_and_values_of_its_pool():
     assert torch.equal(pool.k_buffer[0][others].view(torch.int16), pool.k_buffer[0][slots].view(torch.int16))
 
 
+def test_keys_and_values_head_by_head(monkeypatch):
+    monkeypatch.setattr(pools.envs, "SGLANG_USE_HND_KVCACHE", SimpleNamespace(get=lambda: True), raising=False)
+    shapes = lambda self: ((self.num_pages, self.head_num, self.page_size, self.head_dim),) * 2  # noqa: E731
+    monkeypatch.setattr(pools.MHATokenToKVPool, "_kv_buffer_shapes", shapes)
+    pool = pools.MHATokenToKVPool(
+        size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=8, enable_alt_stream=False, **COMMON
+    )
+    for tensor in (*pool.k_buffer, *pool.v_buffer):
+        random(tensor)
+    tensors, layout = tensors_from(pool)
+    spec = sglang.spec_from(pool)
+    cache = kvcore.adopt(spec, tensors, layout=layout)
+    request = cache.admit(blocks=[4, 2, 3], length=TOKENS)
+    with cache.step({request: 0}) as step:
+        keys, values, _ = step.layer(1).gather_kv()
+    for found, buffers in ((keys, pool.k_buffer), (values, pool.v_buffer)):
+        # [pages, heads, rows, channels]
+        want = torch.cat([buffers[1][page].transpose(0, 1) for page in (4, 2, 3)])[:TOKENS]
+        assert torch.equal(found[0, :TOKENS].float(), want.float())
+    blob = moved(spec, cache, request)
+    again = cache.import_request(blob, into=cache.admit(blocks=[5, 1, 0]))
+    assert cache.digest([again]) == cache.digest([request])
+
+
 def test_latent_rows_of_its_pool():
     pool = pools.MLATokenToKVPool(
         size=5 * PAGE, page_size=PAGE, dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **COMMON
@@ -192,9 +216,9 @@ def test_pools_of_other_layouts_are_refused_by_name_and_reason():
     ):
         with pytest.raises(SpecError, match=rf"{kind}.*{reason}"):
             tensors_from(type(kind, (SimpleNamespace,), {})())
-    hnd = type("MHATokenToKVPool", (SimpleNamespace,), {})(kv_cache_layout="hnd", k_scale_buffer=None)
-    with pytest.raises(SpecError, match="hnd"):
-        tensors_from(hnd)
+    other = type("MHATokenToKVPool", (SimpleNamespace,), {})(kv_cache_layout="vectorized_5d", k_scale_buffer=None)
+    with pytest.raises(SpecError, match="vectorized_5d"):
+        tensors_from(other)
     with pytest.raises(SpecError, match="rings"):
         rings_of(type("CompressStatePool", (SimpleNamespace,), {})(online=True))
     with pytest.raises(SpecError, match="DeepSeekV4IndexerPool"):
