@@ -1,6 +1,6 @@
 """Serving beside transformers' own ways, in one process and on the same prompts: ``examples/serve`` on kvcore caches.
 
-``python -m benchmarks.serve [--model smollm2|random-1b|tiny] [--device cpu|cuda] [--concurrent 8] [--out FOLDER]``.
+``python -m benchmarks.serve [--model smollm2|random-135m|random-1b|tiny] [--device cpu|cuda] [--out FOLDER]``.
 Three loads, greedy, every answer of the same length: ``shared``, prompts that begin alike, all there at once; ``own``,
 prompts with nothing in common, all there at once; ``arrivals``, those of ``shared`` one after the other, as a Poisson
 process. Every way serves every load ``--rounds`` times, in turn; what counts is the median of the seconds.
@@ -49,6 +49,8 @@ RATES = {"cpu": 0.5, "cuda": 100.0}
 """Arrivals a second."""
 DRAFTS = 8
 SIZES = {
+    "random-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
     "random-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

@@ -75,7 +75,8 @@ def test_the_kit_checks_the_verbs():
 
 STATES = (
     State(heads=3, key_dim=2, value_dim=128), State(heads=4, key_dim=8, value_dim=128), State(heads=2, key_dim=256),
-    State(heads=2, key_dim=4, value_dim=256),
+    State(heads=2, key_dim=4, value_dim=256), State(heads=4, key_dim=32, value_dim=128, format="bf16"),
+    State(heads=2, key_dim=2048, format="bf16"), State(heads=3, key_dim=16, value_dim=256, format="bf16"),
 )  # fmt: skip
 STEP = StepRequest(4, 3, 2, ()), StepRequest(0, 0, 3, ()), StepRequest(2, 5, 0, ()), StepRequest(5, 1, 5, ())
 

@@ -65,9 +65,9 @@ def llama(format: str) -> LayerSpec:
     return LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format=format))
 
 
-def delta_net() -> LayerSpec:
-    """A gated delta net of Qwen3-Next's sizes: 2 MiB a state."""
-    return LayerSpec(state=State(heads=32, key_dim=128, value_dim=128))
+def delta_net(format: str) -> LayerSpec:
+    """A gated delta net of Qwen3-Next's sizes: 2 MiB a state in fp32."""
+    return LayerSpec(state=State(heads=32, key_dim=128, value_dim=128, format=format))
 
 
 def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
@@ -199,12 +199,14 @@ KERNELS: dict[str, Callable[[], Case]] = {
     "select/top512/tpu_tile/decode": lambda: verb((csa(),), select, (64 * BLOCKS,)),
     "attend/v4_584+v4_584.m4/tpu_tile/decode": lambda: verb((csa(),), attend_selected, *ATTENTION),
     "attend/v4_584+v4_584.m128/tpu_tile/decode": lambda: verb((hca(),), attend_all, *ATTENTION),
-    "read_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), read_state),
-    "write_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), write_state, (32, 128, 128)),
-    "select_state/state.fp32.matrix/tpu_tile/decode": lambda: verb((delta_net(),), select_state, (32, 128, 128), ()),
 }
 """Check id -> the case: a kernel as its verb calls it, at DeepSeek-V4's sizes."""
 
+for _name in ("fp32", "bf16"):
+    for _verb, _given in ((read_state, ()), (write_state, ((32, 128, 128),)), (select_state, ((32, 128, 128), ()))):
+        KERNELS[f"{_verb.__name__}/state.{_name}.matrix/tpu_tile/decode"] = lambda n=_name, v=_verb, g=_given: verb(
+            (delta_net(n),), v, *g
+        )
 for _name in LATENT_FORMATS:
     KERNELS[f"append_window/{_name}/tpu_tile/decode"] = lambda n=_name: verb(
         (csa(n),), append_window, (FORMATS[n].dim or 512,)

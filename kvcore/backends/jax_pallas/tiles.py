@@ -96,11 +96,15 @@ def store(pools, region: Region, unit, row, rows):
 
 
 def keeps_states(pools, region: Region) -> bool:
-    """Whether states are moved as numbers: plain fp32 heads of whole tiles, side by side in a pool of their own."""
+    """Whether states are moved as numbers: heads in plain fp32 or bf16, of whole tiles, side by side in their pool."""
     if pools.kernels not in TILED or region.copies != 1 or region.steps[1] != 1 or not region.format.is_plain:
         return False
     (run, *more), (buffer, *others) = runs(region), buffers_of(region)
-    return not more and not others and buffer.fp32 and not run.base and run.stride == run.nbytes
+    if more or others or run.base or run.stride != run.nbytes:
+        return False
+    # Four lines of bytes are read as one of words, in whole registers.
+    bf16 = region.format.value_code == "bf16" and run.split and run.nbytes % (8 * TILE_BYTES) == 0
+    return buffer.fp32 or bf16
 
 
 def load_states(pools, region: Region, unit, row, shape: tuple[int, ...]):
