@@ -1,11 +1,12 @@
 """A whole model's decode step and prompt beside the caches of transformers, in one process, on a GPU.
 
 ``python -m benchmarks.beside_transformers_model --out FOLDER [--seconds N]``. A random Llama-like model in bf16; every
-cache gets the same keys and values, as a prompt would leave them, and the model then runs step after step. What counts
-is the median time of a step that nothing waits for but the next, the host's part of it (until the last launch), bytes
-that the cache holds, and the most that were in use beyond the weights. A prompt is timed alone, from an empty cache.
-Contenders that a time budget leaves no room for are named as left out. ``--device cpu`` runs a tiny model, to see that
-it runs.
+cache gets the same keys and values, as a prompt would leave them, and the model then runs step after step. Eager steps
+of all caches that fit the GPU together alternate, for a host's time changes from second to second. What counts is the
+median time of a step that nothing waits for but the next, the host's part of it (until the last launch), bytes that the
+cache holds, and the most that were in use beyond the weights. A prompt is timed alone, from an empty cache. Contenders
+that a time budget leaves no room for are named as left out. ``--add`` puts the rows into the folder's record, in the
+place of those of the same name. ``--device cpu`` runs a tiny model, to see that it runs.
 """
 
 import argparse
@@ -45,6 +46,18 @@ LARGE = {
     "max_position_embeddings": 1 << 17,
 }
 TINY = LARGE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+ROOM = 128
+"""Tokens of a cache beyond its context."""
+
+ROUNDS, IN_ROW = 5, 4
+"""Steps in a row, and how often."""
+
+NAME = "what", "batch", "context", "cache"
+"""Of a row."""
+
+MOST_HELD = 72 << 30
+"""Bytes of keys and values, uncoded, of caches whose steps alternate."""
+
 FILLED_AT_ONCE = 1 << 29
 """Bytes of keys that a context is filled with at a time."""
 
@@ -55,6 +68,21 @@ class Contender(NamedTuple):
     name: str
     make: Callable[[int, int], Any]
     compiled: bool = False
+
+
+class Run:
+    """A contender's cache, and seconds of its steps: until the last launch, alone, in a row."""
+
+    def __init__(self, contender: Contender, cache: Any, call: Any, token: torch.Tensor) -> None:
+        self.contender, self.cache, self.call, self.token = contender, cache, call, token
+        self.host: list[float] = []
+        self.alone: list[float] = []
+        self.row: list[float] = []
+        self.peak_bytes: int | None = None
+
+    def step(self) -> None:
+        logits = self.call(self.token, cache=self.cache, use_cache=True).logits
+        self.token.copy_(logits[:, -1:].argmax(-1))
 
 
 class Bench:
@@ -84,8 +112,16 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else 0
+
     def peak(self) -> int | None:
         return torch.cuda.max_memory_allocated() - self.weights if self.cuda else None
+
+    def bytes_of(self, batch: int, context: int) -> int:
+        """Of keys and values, uncoded."""
+        config = self.config
+        return 4 * batch * context * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
     def fill(self, cache: Any, batch: int, context: int) -> None:
         heads, dim = self.config.num_key_value_heads, self.config.head_dim
@@ -99,44 +135,66 @@ class Bench:
     def tokens(self, batch: int, count: int) -> torch.Tensor:
         return torch.randint(0, self.config.vocab_size, (batch, count), device=self.device, generator=self.random)
 
-    @torch.inference_mode()
-    def decode(self, contender: Contender, batch: int, context: int, steps: int) -> None:
-        """Time of a step, alone and in a row."""
+    def opened(self, contender: Contender, batch: int, context: int) -> "Run":
+        """A cache with its context, after its first steps."""
         self.clear()
-        cache = contender.make(batch, context + 64)
+        before = self.allocated()
+        cache = contender.make(batch, context + ROOM)
         self.fill(cache, batch, context)
-        run: Any = self.model
+        call: Any = self.model
         if contender.compiled:
             torch.compiler.reset()
-            run = torch.compile(self.model.forward, mode="reduce-overhead" if self.cuda else None, dynamic=False)
-        token = self.tokens(batch, 1)
-        alone, host = [], []
-        for number in range(steps + 3):
-            if number == 3:
-                self.clear()
-            self.sync()
-            start = time.perf_counter()
-            token.copy_(run(token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
-            launched = time.perf_counter()
-            self.sync()
-            if number >= 3:
-                alone.append(time.perf_counter() - start)
-                host.append(launched - start)
-        start = time.perf_counter()
-        for _ in range(steps):
-            token.copy_(run(token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
-        self.sync()
-        self.note(
-            contender,
-            "decode",
-            batch,
-            context,
-            step_ms=1e3 * (time.perf_counter() - start) / steps,
-            alone_ms=1e3 * statistics.median(alone),
-            host_ms=1e3 * statistics.median(host),
-            nbytes=bytes_held(cache),
-            peak_bytes=self.peak(),
-        )
+            mode = "reduce-overhead" if self.cuda else None
+            call = torch.compile(self.model.forward, mode=mode, dynamic=False, fullgraph=True)
+        run = Run(contender, cache, call, self.tokens(batch, 1))
+        for _ in range(3):
+            run.step()
+        if self.cuda:
+            self.clear()
+            run.step()
+            run.peak_bytes = torch.cuda.max_memory_allocated() - before
+        return run
+
+    @torch.inference_mode()
+    def decode(self, contenders: Sequence[Contender], batch: int, context: int, steps: int) -> None:
+        """Time of a step, alone and in a row, of contenders in turn."""
+        runs: list[Run] = []
+        for contender in contenders:
+            run = self.guarded(self.opened, contender, "decode", batch, context)
+            runs += [] if run is None else [run]
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(steps):
+                for run in runs:
+                    self.sync()
+                    start = time.perf_counter()
+                    run.step()
+                    run.host.append(time.perf_counter() - start)
+                    self.sync()
+                    run.alone.append(time.perf_counter() - start)
+            for _ in range(ROUNDS):
+                for run in runs:
+                    self.sync()
+                    start = time.perf_counter()
+                    for _ in range(IN_ROW):
+                        run.step()
+                    self.sync()
+                    run.row.append((time.perf_counter() - start) / IN_ROW)
+        finally:
+            gc.enable()
+        for run in runs:
+            self.note(
+                run.contender,
+                "decode",
+                batch,
+                context,
+                step_ms=1e3 * statistics.median(run.row),
+                alone_ms=1e3 * statistics.median(run.alone),
+                host_ms=1e3 * statistics.median(run.host),
+                nbytes=bytes_held(run.cache),
+                peak_bytes=run.peak_bytes,
+            )
 
     @torch.inference_mode()
     def prompt(self, contender: Contender, batch: int, context: int, steps: int) -> None:
@@ -158,15 +216,17 @@ class Bench:
         self.rows.append({"what": what, "batch": batch, "context": context, "cache": contender.name, **figures})
         print(json.dumps(self.rows[-1]), flush=True)
 
-    def guarded(self, measure: Any, contender: Contender, what: str, batch: int, context: int, steps: int) -> None:
+    def guarded(self, measure: Any, contender: Contender, what: str, *sizes: int) -> Any:
+        """What a measurement gives; None, and the reason noted, where there is no time for it, or it fails."""
         if time.monotonic() > self.until - (25 if contender.compiled else 0):
-            self.note(contender, what, batch, context, left_out="out of time")
-            return
+            self.note(contender, what, *sizes[:2], left_out="out of time")
+            return None
         try:
-            measure(contender, batch, context, steps)
+            return measure(contender, *sizes)
         except (RuntimeError, ValueError, ImportError) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self.note(contender, what, batch, context, left_out=text[:300])
+            self.note(contender, what, *sizes[:2], left_out=text[:300])
+            return None
 
     def profile(self, contender: Contender, batch: int, context: int) -> str:
         """Where the host's time of ten steps goes."""
@@ -216,7 +276,26 @@ def compiled(bench: Bench) -> Iterator[Contender]:
     config = bench.config
     static = partial(StaticCache, config=config)
     yield Contender("StaticCache, compiled", lambda *sizes: static(max_cache_len=sizes[1]), compiled=True)
-    yield Contender("kvcore bf16, compiled", kvcore_of(bench, "bf16", static=True), compiled=True)
+    for attention in ("model", "cache"):
+        make = kvcore_of(bench, "bf16", static=True, attention=attention)
+        yield Contender(f"kvcore bf16, {attention}, compiled", make, compiled=True)
+
+
+def scenes_of(given: Sequence[str] | None, otherwise: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(rows, tokens) of each scene, as arguments name them."""
+    if given is None:
+        return list(otherwise)
+    return [(int(rows), int(tokens)) for rows, tokens in (scene.split("x") for scene in given)]
+
+
+def added(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the rows of another one, each with the commit that it was taken at."""
+    rows = [{**row, "commit": record["commit"]} for row in record["rows"]]
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        names = {tuple(row[key] for key in NAME) for row in rows}
+        rows = [row for row in kept["rows"] if tuple(row[key] for key in NAME) not in names] + rows
+    return {**record, "rows": sorted(rows, key=lambda row: (row["what"], row["batch"] * row["context"]))}
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -242,13 +321,14 @@ def as_table(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scenes", nargs="+", help="rows x tokens, as in 16x2048")
+    parser.add_argument("--scenes", nargs="*", help="rows x tokens, as in 16x2048")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--only", default="", help="contenders whose names contain this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--no-prompts", action="store_true")
-    parser.add_argument("--no-compiled", action="store_true")
+    parser.add_argument("--prompts", nargs="*", help="likewise; none where nothing follows")
+    parser.add_argument("--compiled", nargs="*", help="likewise")
+    parser.add_argument("--add", action="store_true", help="to the record that the folder holds")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes, and nothing else")
     parser.add_argument("--out", type=Path, help="folder for beside_transformers_cuda.json and .md")
     chosen = parser.parse_args(arguments)
@@ -256,21 +336,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if bench.cuda:
         # cuDNN makes a plan for every new length, which takes longer than the step.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    scenes = [tuple(map(int, scene.split("x"))) for scene in chosen.scenes or ()] or list(SCENES)
+    scenes = scenes_of(chosen.scenes, SCENES)
     if chosen.profile:
         for form, attention in (("bf16", "auto"), ("bf16", "model")):
             contender = Contender(f"kvcore {form}, {attention}", kvcore_of(bench, form, attention=attention))
             print(contender.name, bench.profile(contender, *scenes[0]), flush=True)
         return
     for batch, context in scenes:
-        for contender in contenders(bench, chosen.formats, only=chosen.only):
-            bench.guarded(bench.decode, contender, "decode", batch, context, chosen.steps)
-    for batch, context in () if chosen.no_prompts else PROMPTS:
+        every = list(contenders(bench, chosen.formats, only=chosen.only))
+        size = bench.bytes_of(batch, context)
+        together = max(1, MOST_HELD // size)
+        for first in range(0, len(every), together):
+            bench.decode(every[first : first + together], batch, context, chosen.steps)
+    for batch, context in scenes_of(chosen.prompts, PROMPTS):
         for contender in contenders(bench, chosen.formats, only=chosen.only):
             bench.guarded(bench.prompt, contender, "prompt", batch, context, chosen.steps)
-    for batch, context in () if chosen.no_compiled else COMPILED:
+    for batch, context in scenes_of(chosen.compiled, COMPILED):
         for contender in compiled(bench):
-            bench.guarded(bench.decode, contender, "decode", batch, context, chosen.steps)
+            if chosen.only in contender.name:
+                bench.decode([contender], batch, context, chosen.steps)
     if chosen.out is not None:
         config = bench.config
         record = {
@@ -283,6 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "rows": bench.rows,
         }
         chosen.out.mkdir(parents=True, exist_ok=True)
+        if chosen.add:
+            record = added(chosen.out / "beside_transformers_cuda.json", record)
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
         (chosen.out / "beside_transformers_cuda.json").write_text(text, encoding="utf-8")
         (chosen.out / "beside_transformers_cuda.md").write_text(as_table(record), encoding="utf-8")

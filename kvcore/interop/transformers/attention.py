@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._guards import CompileContext
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -158,9 +157,9 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a decoder runs: its configuration names ours if the cache attends itself."""
     cache: Any = kwargs.get("cache")
     begin = getattr(cache, "begin_attending", None)
+    if not torch.compiler.is_compiling() and LEFT:
+        _sweep()
     if begin is None:
-        if not torch.compiler.is_compiling():
-            _sweep()
         return
     config = module.config
     if torch.compiler.is_compiling():
@@ -210,25 +209,27 @@ class Hooks:
             decoder.register_forward_pre_hook(enter, with_kwargs=True),
             decoder.register_forward_hook(leave, with_kwargs=True, always_call=True),
         )
-        weakref.finalize(self, _remove, handles, stand_in(decoder))
+        weakref.finalize(self, _leave_behind, handles, stand_in(decoder))
 
 
-LEFT: list[tuple[Any, Any]] = []
-"""What hooks left that nobody held any more while code was compiled, which has seen them: the next forward takes it."""
+LEFT: list[tuple[Any, list[Any]]] = []
+"""What hooks left that nobody holds any more: handles, and weak references to modules that ``expand`` stands in.
+
+The next forward or cache takes it away. Whoever is collected may be so while code is compiled that has seen its hooks.
+"""
 
 
-def _remove(handles: Any, standing: Any) -> None:
-    LEFT.append((handles, standing))
-    if CompileContext.try_get() is None:
-        _sweep()
+def _leave_behind(handles: Any, standing: list[Any]) -> None:
+    LEFT.append((handles, [weakref.ref(module) for module in standing]))
 
 
 def _sweep() -> None:
+    """Take away what hooks left."""
     while LEFT:
         handles, standing = LEFT.pop()
         for handle in handles:
             handle.remove()
-        step_aside(standing)
+        step_aside([module for module in (each() for each in standing) if module is not None])
 
 
 HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Hooks]]" = weakref.WeakKeyDictionary()

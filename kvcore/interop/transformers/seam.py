@@ -24,22 +24,23 @@ def expanding(decoder: Any) -> tuple[Any, ...]:
     return tuple(module for module in decoder.modules() if hasattr(type(module), SEAM) and hasattr(module, "kv_b_proj"))
 
 
-def stand_in(decoder: torch.nn.Module) -> list[tuple[Any, Any]]:
+def stand_in(decoder: torch.nn.Module) -> list[Any]:
     """Put ``expand`` in front of the methods of a decoder's modules, those left out that somebody has replaced.
 
     Returns:
-        The modules with what they find, for ``step_aside``.
+        The modules, for ``step_aside``.
     """
-    found = [(module, partial(expand, module)) for module in expanding(decoder) if SEAM not in module.__dict__]
-    for module, method in found:
-        module.__dict__[SEAM] = method
+    found = [module for module in expanding(decoder) if SEAM not in module.__dict__]
+    for module in found:
+        module.__dict__[SEAM] = partial(expand, module)
     return found
 
 
-def step_aside(standing: list[tuple[Any, Any]]) -> None:
+def step_aside(modules: list[Any]) -> None:
     """Undo ``stand_in``, but for what somebody has replaced since."""
-    for module, method in standing:
-        if module.__dict__.get(SEAM) is method:
+    for module in modules:
+        method = module.__dict__.get(SEAM)
+        if type(method) is partial and method.func is expand:
             del module.__dict__[SEAM]
 
 
