@@ -34,7 +34,7 @@ def check(
 ) -> Iterator[Problem]:
     """Scores against fp64, then picks of those scores, of all and in ``runs`` runs that keep their best.
 
-    ``weights``: any, negative, or queries that are zero.
+    ``weights``: any, negative, or queries that are zero, or large: their sums are close to what fp32 holds.
     """
     found = scene(layer, lengths, news, device, **options)
     tokens, keys = len(found.host.positions), layer.index_keys
@@ -44,6 +44,8 @@ def check(
         w = -w.abs()
     if weights == "zero queries":
         q[::2] = 0
+    if weights == "large queries":
+        q[::2] *= 2.0**110
     columns = max(length // keys.ratio for length in lengths)
     got = found.ops.index_scores(found.pools, 0, found.index, q, w, columns=columns)
     yield f"scores {what}", off(got, scores(found, q, w, columns), f"scores{' of e4m3' * (dtype == E4M3)}")
@@ -79,6 +81,7 @@ def given_scores(device: str, n: int, rows: int = 6) -> Iterator[tuple[str, torc
     holes[:, 1::5] = torch.nan
     holes[0, 2:] = -torch.inf
     yield "holes and NaN", holes
+    yield "few columns", torch.where(torch.arange(n, device=device) < n // 16, normal, -torch.inf)
     crowded = normal * 1e-3
     crowded[:, n // 2 : n // 2 + n // 8] += 1
     yield "the best side by side", crowded
@@ -90,11 +93,11 @@ def few_hands(device: str, n: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, n, device=device) + 100.0 * (torch.arange(n, device=device) % 1024 < 64)
 
 
-def check_select(device: str, sizes: list[tuple[int, int]], ops) -> Iterator[Problem]:
+def check_select(device: str, sizes: list[tuple[int, int]], ops, *, rows: int = 6) -> Iterator[Problem]:
     """``select`` against a stable sort."""
     for n, k in sizes:
-        for what, given in given_scores(device, n):
-            yield f"top {k} of {n:,}: {what}", different(ops.select(given, k), indexer.select(given, k))
+        for what, given in given_scores(device, n, rows):
+            yield f"top {k} of {rows} × {n:,}: {what}", different(ops.select(given, k), indexer.select(given, k))
 
 
 def long_runs(device: str) -> Iterator[Problem]:
@@ -123,7 +126,7 @@ def small(device: str) -> Iterator[Problem]:
     yield from check("fp32 queries", keys_layer("index_fp4_68"), [90], [3], device, heads=3, dtype=torch.float32)
     yield from check("e4m3 queries", keys_layer("index_fp8_132"), [90], [3], device, heads=3, dtype=E4M3)
     yield from check("many queries", keys_layer("index_fp4_68"), [90, 20], [5, 2], device, heads=3)
-    for weights in ("negative", "zero queries"):
+    for weights in ("negative", "zero queries", "large queries"):
         yield from check(weights, keys_layer("index_fp8_132"), [90, 20], [1, 1], device, heads=3, weights=weights)
     yield from long_runs(device)
     yield from check("of many runs", keys_layer("bf16", ratio=1, topk=520), [640], [1], device, heads=1, runs=40)

@@ -94,7 +94,7 @@ def indexer_cases(device: str) -> Iterator[Case]:
             what, keys_layer("index_fp8_132"), [MILLION * 7 // 10], [news], device, dtype=check_indexer.E4M3
         )
     fp4 = keys_layer("index_fp4_68")
-    for weights in ("negative", "zero queries"):
+    for weights in ("negative", "zero queries", "large queries"):
         yield check_indexer.check(weights, fp4, [9000, 77], [1, 1], device, weights=weights)
     for name in ("index_fp4_68", "index_fp8_132", "index_fp8_132_h"):
         for block in (256, 32):
@@ -111,6 +111,8 @@ def indexer_cases(device: str) -> Iterator[Case]:
     found = scene(keys_layer("bf16"), [8], [1], device)
     sizes = [(16384, 512), (262144, 512), (262144, 1024), (1000, 512), (70001, 64), (5, 512)]
     yield check_indexer.check_select(device, sizes, found.ops)
+    for rows, n in ((1, 262144), (4, 65536), (2, 40001)):
+        yield check_indexer.check_select(device, [(n, 512)], found.ops, rows=rows)
     for n, k in ((16384, 512), (262144, 512), (70001, 1000)):
         yield check_indexer.many_rows(device, n, k, found.ops)
 

@@ -213,6 +213,7 @@ ALSO = {
     **{(name, part): ("workspace",) for name in ATTENTION for part in ("partial", "partial_lse")},
     **{(name, part): ("rotated",) for name in ("score_rows", "score_select_rows") for part in ("out", "q")},
     **{(name, "given_counts"): ("counts",) for name in ("select_rows", "score_select_rows")},
+    ("select_rows", "hands"): ("counts",),
     ("score_select_rows", "given"): ("pairs",), ("select_rows", "given"): ("scores", "pairs"),
     ("score_select_rows", "scores"): ("held",), ("digest_lanes", "rows"): ("words",),
     ("copy_units", "units"): ("sources", "targets"), ("copy_units", "others"): ("sources", "targets"),
@@ -310,6 +311,19 @@ def test_few_rows_are_given_what_many_are():
     assert not faults("select_rows", of_few_rows())
 
 
+def of_long_rows():
+    """A choice from few long rows, which Hopper has kernels for."""
+    return recorded("select_rows", scores=Named("scores", (2, 40_000)))
+
+
+def test_few_long_rows_are_given_what_others_are():
+    launched = of_long_rows()
+    kernels = [kernel.kernel.fn.__name__ for kernel, _, _ in launched]
+    assert kernels == ["hopper_hands_kernel", "hopper_list_kernel", "hopper_last_kernel"]
+    assert [grid for _, grid, _ in launched] == [(40,), (40,), (2,)]
+    assert not faults("select_rows", launched)
+
+
 def of_pool_rows():
     """Attention without the step's own rows, which Hopper has a kernel for."""
     return recorded("attend_rows", own=None)
@@ -332,7 +346,13 @@ def test_kernels_of_hopper_are_given_what_their_twins_are(name):
 
 def test_every_kernel_is_launched():
     others = *recorded("attend_groups_rows", fast=False), *recorded("append_groups_rows", most=5)
-    every = [*of_few_rows(), *of_pool_rows(), *others, *(one for name in LAUNCHES for one in recorded(name))]
+    every = [
+        *of_few_rows(),
+        *of_long_rows(),
+        *of_pool_rows(),
+        *others,
+        *(one for name in LAUNCHES for one in recorded(name)),
+    ]
     every += [
         one
         for name in OF_HOPPER

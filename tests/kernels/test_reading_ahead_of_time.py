@@ -28,7 +28,17 @@ from kvcore.kernels.triton.launches.indexer import ROUND
 from kvcore.kernels.triton.record import plain_record, power_of_two, row_record
 from kvcore.kernels.triton.scores import hopper_takes, score_config, takes_codes
 from kvcore.kernels.triton.shape import tile
-from kvcore.kernels.triton.topk import OTHERS, RANKED, hopper_lists, room_for, tile_for
+from kvcore.kernels.triton.topk import (
+    HOPPER_PART,
+    HOPPER_ROOM,
+    HOPPER_SLOTS,
+    OTHERS,
+    RANKED,
+    TOP_WARPS,
+    hopper_lists,
+    room_for,
+    tile_for,
+)
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Window
 from tests.support.ahead_of_time import AMD, ARCHITECTURES, FOR_NVIDIA, HOPPER, check, kernels
@@ -253,6 +263,21 @@ def test_best_on_hopper_compiles(rows, columns, record):
         types = {"given": "i64" if lists else "fp32"}
         found = check(record, case, topk_hopper.hopper_top_kernel, 90, constants, warps=held.warps, types=types)
         # What waits while a full list is cut, which few calls come to.
+        assert found.spilled_bytes <= 1024, found
+
+
+@pytest.mark.parametrize("held", [4, 16])
+def test_best_of_long_rows_on_hopper_compiles(held, record):
+    part = {"WARPS": TOP_WARPS, "DEEP": HOPPER_PART // (32 * TOP_WARPS), "WHOLE": True}
+    last = {"WARPS": TOP_WARPS, "BINS": 2048, "GIVEN": HOPPER_SLOTS, "ROOM": HOPPER_ROOM, "WHOLE": True}
+    kernels = {
+        topk_hopper.hopper_hands_kernel: part,
+        topk_hopper.hopper_list_kernel: {**part, "HELD": held, "BINS": 2048, "ROOM": HOPPER_SLOTS},
+        topk_hopper.hopper_last_kernel: last,
+    }
+    for kernel, constants in kernels.items():
+        found = check(record, f"{held} hands of a thread", kernel, 90, constants, warps=TOP_WARPS)
+        # As of ``hopper_top_kernel``.
         assert found.spilled_bytes <= 1024, found
 
 

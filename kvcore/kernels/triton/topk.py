@@ -75,7 +75,15 @@ def workspace(rows: int, parts: int, room: int, most: int, k: int) -> tuple[int,
 def select_workspace(rows: int, columns: int, k: int) -> tuple[int, int]:
     """Pairs and counts that ``select_rows`` needs."""
     parts = ceil_div(max(columns, 1), TILE)
-    return workspace(min(rows, rows_at_once(parts)), parts, room_for(k), room_for(k), k)
+    rows = min(rows, rows_at_once(parts))
+    pairs, counts = workspace(rows, parts, room_for(k), room_for(k), k)
+    programs = ceil_div(max(columns, 1), HOPPER_PART)
+    # The last rows of many are few.
+    few = min(rows, HOPPER_LISTED // programs)
+    if few and hopper_listed(few, columns, k):
+        pairs = max(pairs, few * HOPPER_SLOTS)
+        counts = max(counts, aligned_to_four(few) + few * programs * HOPPER_HANDS)
+    return pairs, counts
 
 
 def rows_at_once(parts: int) -> int:
@@ -120,12 +128,20 @@ def shares_for(multiprocessors: int, rows: int, most: int) -> int:
     return max(1, min(ceil_div(most, RANKED), 16 * multiprocessors // rows))
 
 
-HOPPER_K = 512
+HOPPER_K = 1024
 """Most of a row that the kernel for Hopper picks, whose lists lie in shared memory."""
 HOPPER_SLOTS = TILE
 """Most pairs that a row's lists have room for, which one program goes through; of more, levels of lists take less."""
 HOPPER_ROOM = 2048
 """Pairs that its list has room for where a program goes through several tiles; cutting it costs as much as a tile."""
+
+
+TOP_WARPS = 16
+"""Warps of its programs."""
+HOPPER_PART, HOPPER_HANDS = 2048, 64
+"""Scores of a program that looks at part of a row for a bound, and hands that it deals them out to."""
+HOPPER_LISTED = 128
+"""Most such programs of a call; where they are more, lists of parts take less."""
 
 
 class HopperTile(NamedTuple):
@@ -151,7 +167,14 @@ def hopper_tile(slots: int, deepest: int) -> HopperTile:
     deep = deepest
     while deep > 4 and slots <= 256 * deep:
         deep //= 2
-    return HopperTile(16, deep, 4)
+    return HopperTile(TOP_WARPS, deep, 4)
+
+
+def hopper_listed(rows: int, columns: int, k: int) -> bool:
+    """True where rows are long and few: one list a row, of what reaches a bound from the hands of all of it."""
+    parts = ceil_div(columns, HOPPER_PART)
+    hands = parts * HOPPER_HANDS
+    return 2 * k <= hands <= 16 * 32 * TOP_WARPS and rows * parts <= HOPPER_LISTED
 
 
 @lru_cache(4096)

@@ -9,10 +9,13 @@
 3. In the end the list's scores are counted in bins once more. A score's place is the number of those in bins above,
    and of those above it in its own bin, which are few.
 
+Few long rows are shared out among many programs first: one launch finds the best of every 32 columns, the next lists
+what of the row reaches the k-th of those, and step 3 takes that list.
+
 Scores, columns, pairs of them and lists of pairs are what they are in ``topk``, whose kernels are the twins of these.
 Shared memory that threads address one by one is not in Gluon: a few instructions of PTX reach it.
 
-Map: ``room_text`` .. ``ranked`` are the instructions; then orders, bins and tiles; the kernel is last.
+Map: ``room_text`` .. ``ranked`` are the instructions; then orders, bins and tiles; the kernels are last.
 """
 
 from triton.experimental import gluon
@@ -237,34 +240,19 @@ def count_up(kept, WARPS: gl.constexpr):
     return some, gl.associative_scan(some, 0, added)
 
 
-@gluon.jit(do_not_specialize=["n", "line", "k", "most", "parts", "run"])
-def hopper_top_kernel(
-    indices_ptr, pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts, run,
+@gluon.jit
+def best_of(
+    base, indices_ptr, pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, begin, end, n, line, k, most,
     WARPS: gl.constexpr, DEEP: gl.constexpr, HANDS: gl.constexpr, BINS: gl.constexpr, ROOM: gl.constexpr,
-    LIST: gl.constexpr, LAST: gl.constexpr, ONE: gl.constexpr, WHOLE: gl.constexpr,
+    LIST: gl.constexpr, LAST: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
-    """The best k of rows -> indices [rows, k], -1 beyond the last; else the best k or somewhat more of their parts.
+    """The best k from ``begin`` to before ``end`` of a row of scores, or of its lists; see ``hopper_top_kernel``.
 
-    LIST 0: given are scores, n columns of [rows, line]; a part is ``run`` of them. Else n lists of pairs a row,
-    ``line`` apart, with at most LIST pairs each and as many as their counts [rows, n] say; a row is one part.
-    LAST: the best are ranked. Else they are listed: pairs [rows, parts, ROOM], their numbers counts [rows, parts].
-    ONE: a part is one tile. WHOLE: n, line and run are multiples of 4. ``most`` pairs stay of a list that was full.
+    ``base`` is the address of the program's shared room.
     """
     T: gl.constexpr = 32 * WARPS
     B: gl.constexpr = gl.BlockedLayout([BINS // T], [32], [WARPS], [0])
-    part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
-    if LIST:
-        given_ptr += token * n * line
-        given_counts_ptr += token * n
-        begin, end = 0, n * LIST
-    else:
-        if WHOLE:
-            n, line, run = n // 4 * 4, line // 4 * 4, run // 4 * 4
-        given_ptr += token * line
-        begin = part * run
-        end = gl.minimum(n, begin + run)
     raw, low = load_tile(given_ptr, given_counts_ptr, begin, n, end, line, T, DEEP, LIST)
-    base = shared_room(8 * BINS + 16 + 8 * ROOM)
     last_bins, list_at = base + 4 * BINS, base + 8 * BINS + 16
     cleared(base, BINS, B)
     cleared(last_bins, BINS, B)
@@ -359,10 +347,142 @@ def hopper_top_kernel(
         shared_put_pair(list_at + 8 * (first + within), low, order, valid.to(gl.int32))
         barrier()
         rank = first + ranked(low, order, list_at + 8 * first, list_at + 8 * gl.where(valid, end, first))
-        indices_ptr += token * k
         gl.store(indices_ptr + rank, 0x7FFFFFFF - low, mask=valid & (rank < k))
         gl.store(indices_ptr + slot, gl.full_like(slot, -1), mask=(slot >= held) & (slot < k))
     else:
         pair = (order.to(gl.int64) << 32) | low.to(gl.int64)
-        gl.store(pairs_ptr + gl.program_id(0).to(gl.int64) * ROOM + slot, pair, mask=valid)
-        gl.store(counts_ptr + gl.program_id(0), held)
+        gl.store(pairs_ptr + slot, pair, mask=valid)
+        gl.store(counts_ptr, held)
+
+
+@gluon.jit(do_not_specialize=["n", "line", "k", "most", "parts", "run"])
+def hopper_top_kernel(
+    indices_ptr, pairs_ptr, counts_ptr, given_ptr, given_counts_ptr, n, line, k, most, parts, run,
+    WARPS: gl.constexpr, DEEP: gl.constexpr, HANDS: gl.constexpr, BINS: gl.constexpr, ROOM: gl.constexpr,
+    LIST: gl.constexpr, LAST: gl.constexpr, ONE: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The best k of rows -> indices [rows, k], -1 beyond the last; else the best k or somewhat more of their parts.
+
+    LIST 0: given are scores, n columns of [rows, line]; a part is ``run`` of them. Else n lists of pairs a row,
+    ``line`` apart, with at most LIST pairs each and as many as their counts [rows, n] say; a row is one part.
+    LAST: the best are ranked. Else they are listed: pairs [rows, parts, ROOM], their numbers counts [rows, parts].
+    ONE: a part is one tile. WHOLE: n, line and run are multiples of 4. ``most`` pairs stay of a list that was full.
+    """
+    part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
+    if LIST:
+        given_ptr += token * n * line
+        given_counts_ptr += token * n
+        begin, end = 0, n * LIST
+    else:
+        if WHOLE:
+            n, line, run = n // 4 * 4, line // 4 * 4, run // 4 * 4
+        given_ptr += token * line
+        begin = part * run
+        end = gl.minimum(n, begin + run)
+    base = shared_room(8 * BINS + 16 + 8 * ROOM)
+    pairs_ptr += gl.program_id(0).to(gl.int64) * ROOM
+    best_of(
+        base, indices_ptr + token * k, pairs_ptr, counts_ptr + gl.program_id(0), given_ptr, given_counts_ptr, begin,
+        end, n, line, k, most, WARPS, DEEP, HANDS, BINS, ROOM, LIST, LAST, ONE,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["n", "parts"])
+def hopper_hands_kernel(
+    hands_ptr, counts_ptr, scores_ptr, n, parts, WARPS: gl.constexpr, DEEP: gl.constexpr, WHOLE: gl.constexpr
+):
+    """The best of every eight threads' scores -> hands [rows, parts, 4 WARPS], orders; zeros -> counts [rows].
+
+    A program takes 32 · WARPS · DEEP scores of a row. WHOLE: n is a multiple of 4.
+    """
+    T: gl.constexpr = 32 * WARPS
+    part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
+    if WHOLE:
+        n = n // 4 * 4
+    raw, _ = load_tile(scores_ptr + token * n, counts_ptr, part * (T * DEEP), n, n, n, T, DEEP, 0)
+    order = order_of(raw.to(gl.float32, bitcast=True))
+    best = gl.max(gl.reshape(gl.max(order, axis=1), [T // 8, 8]), axis=1)
+    hand = gl.arange(0, T // 8, best.type.layout)
+    gl.store(hands_ptr + gl.program_id(0) * (T // 8) + hand, best)
+    if part == 0:
+        gl.store(counts_ptr + token, 0)
+
+
+@gluon.jit(do_not_specialize=["n", "k", "parts"])
+def hopper_list_kernel(
+    pairs_ptr, counts_ptr, hands_ptr, scores_ptr, n, k, parts,
+    WARPS: gl.constexpr, DEEP: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, ROOM: gl.constexpr,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Pairs of a row's scores that reach the bound of its hands -> pairs [rows, ROOM] in any order, as room lasts.
+
+    Their numbers are added to counts [rows], with those that found no room. Programs are those of
+    ``hopper_hands_kernel``, which wrote hands [rows, parts, 4 WARPS]; HELD of them are a thread's here.
+    """
+    T: gl.constexpr = 32 * WARPS
+    B: gl.constexpr = gl.BlockedLayout([BINS // T], [32], [WARPS], [0])
+    part, token = gl.program_id(0) % parts, (gl.program_id(0) // parts).to(gl.int64)
+    if WHOLE:
+        n = n // 4 * 4
+    first = part * (T * DEEP)
+    raw, _ = load_tile(scores_ptr + token * n, counts_ptr, first, n, n, n, T, DEEP, 0)
+    every = parts * (T // 8)
+    at = gl.arange(0, T * HELD, gl.BlockedLayout([4], [32], [WARPS], [0]))
+    hands = gl.load(hands_ptr + token * every + at, mask=at < every, other=LOWEST)
+    base = shared_room(4 * BINS)
+    cleared(base, BINS, B)
+    some = gl.where(hands > LOWEST, hands, 0x7FFFFFFF)
+    real = (hands > LOWEST).to(gl.int32)
+    top, least, reals = gl.reduce((hands, some, real), 0, extent)
+    bound = gl.full([], LOWEST + 1, gl.int32)
+    barrier()
+    if reals >= k:
+        shift = shift_of(top - least, BINS)
+        shared_count(base + 4 * bin_of(hands, top, shift, BINS), real)
+        barrier()
+        number, _ = bin_of_rank(base, k, BINS, B)
+        bound = edge_of(top, least, number, shift)
+    order = order_of(raw.to(gl.float32, bitcast=True))
+    kept = (order >= bound).to(gl.int32)
+    some, upto = count_up(kept, WARPS)
+    total = gl.max(upto, axis=0)
+    if total > 0:
+        begin = gl.atomic_add(counts_ptr + token, total, sem="relaxed")
+        place = gl.convert_layout(upto - some, gl.SliceLayout(1, kept.type.layout))
+        place = begin + gl.expand_dims(place, 1) + gl.associative_scan(kept, 1, added) - kept
+        pair = (order.to(gl.int64) << 32) | lows_of(0, first, T, DEEP, 0).to(gl.int64)
+        gl.store(pairs_ptr + token * ROOM + place, pair, mask=(kept != 0) & (place < ROOM))
+
+
+@gluon.jit(do_not_specialize=["n", "k", "most"])
+def hopper_last_kernel(
+    indices_ptr, pairs_ptr, counts_ptr, scores_ptr, n, k, most,
+    WARPS: gl.constexpr, BINS: gl.constexpr, GIVEN: gl.constexpr, ROOM: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The best k of what ``hopper_list_kernel`` listed, in room for GIVEN pairs -> indices [rows, k].
+
+    Of a row whose list had not room enough, as of thousands of equal scores, the best of its scores.
+    """
+    token = gl.program_id(0).to(gl.int64)
+    if WHOLE:
+        n = n // 4 * 4
+    count = gl.load(counts_ptr + token)
+    base = shared_room(8 * BINS + 16 + 8 * ROOM)
+    indices_ptr += token * k
+    given_ptr = pairs_ptr + token * GIVEN
+    # A list is in no order, so it is one tile: of equal scores those of later tiles are taken to come after.
+    if count <= 128 * WARPS:
+        best_of(
+            base, indices_ptr, pairs_ptr, counts_ptr, given_ptr, counts_ptr + token, 0, GIVEN, 1, GIVEN, k, most,
+            WARPS, 4, 4, BINS, ROOM, GIVEN, True, True,
+        )  # fmt: skip
+    elif count <= GIVEN:
+        best_of(
+            base, indices_ptr, pairs_ptr, counts_ptr, given_ptr, counts_ptr + token, 0, GIVEN, 1, GIVEN, k, most,
+            WARPS, GIVEN // (32 * WARPS), 4, BINS, ROOM, GIVEN, True, True,
+        )  # fmt: skip
+    else:
+        best_of(
+            base, indices_ptr, pairs_ptr, counts_ptr, scores_ptr + token * n, counts_ptr, 0, n, n, n, k, most,
+            WARPS, 16, 4, BINS, ROOM, 0, True, False,
+        )  # fmt: skip

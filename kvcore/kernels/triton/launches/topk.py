@@ -8,15 +8,20 @@ from kvcore.kernels.triton.device import hopper
 from kvcore.kernels.triton.launches.launching import Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import ceil_div, power_of_two
 from kvcore.kernels.triton.topk import (
+    HOPPER_HANDS,
     HOPPER_K,
+    HOPPER_PART,
+    HOPPER_ROOM,
     HOPPER_SLOTS,
     OTHERS,
     RANKED,
+    TOP_WARPS,
     HopperLists,
     HopperTile,
     Tile,
     aligned_to_four,
     enough,
+    hopper_listed,
     hopper_lists,
     merges,
     room_for,
@@ -64,6 +69,37 @@ def _hopper_best(tile: HopperTile, room: int, lists: int, last: bool, one: bool,
     }  # fmt: skip
     writes = ("indices",) if last else ("pairs", "counts")
     return Kernel(hopper_top_kernel, constants, tile.warps, writes=writes, fused=True)
+
+
+@cache
+def _hopper_listed(held: int, whole: bool) -> tuple[Kernel, Kernel, Kernel]:
+    """What finds the hands of rows, lists what reaches a bound from them, and ranks the lists."""
+    from kvcore.kernels.triton import topk_hopper as kernels
+
+    part = {"WARPS": TOP_WARPS, "DEEP": HOPPER_PART // (32 * TOP_WARPS), "WHOLE": whole}
+    listed = {**part, "HELD": held, "BINS": 2048, "ROOM": HOPPER_SLOTS}
+    last = {"WARPS": TOP_WARPS, "BINS": 2048, "GIVEN": HOPPER_SLOTS, "ROOM": HOPPER_ROOM, "WHOLE": whole}
+    return (
+        Kernel(kernels.hopper_hands_kernel, part, TOP_WARPS, writes=("hands", "counts"), fused=True),
+        Kernel(kernels.hopper_list_kernel, listed, TOP_WARPS, writes=("pairs", "counts"), fused=True),
+        Kernel(kernels.hopper_last_kernel, last, TOP_WARPS, writes=("indices",), fused=True),
+    )
+
+
+def _hopper_long_rows(
+    to: Framework, indices: Array, scores: Array, rows: int, space: tuple[Array, Array], k: int
+) -> None:
+    """The best k of so few long rows of scores -> indices; one list a row in ``space``."""
+    columns = scores.shape[1]
+    parts = ceil_div(columns, HOPPER_PART)
+    hands = (rows, parts, HOPPER_HANDS)
+    held = max(4, power_of_two(ceil_div(parts * HOPPER_HANDS, 32 * TOP_WARPS)))
+    find, gather, rank = _hopper_listed(held, columns % 4 == 0)
+    pairs, counts = to.part(space[0], 0, (rows, HOPPER_SLOTS), to.int64), to.part(space[1], 0, (rows,), to.int32)
+    best = to.part(space[1], aligned_to_four(rows), hands, to.int32)
+    to.run(find, (rows * parts,), (best, counts, scores), (columns, parts))
+    to.run(gather, (rows * parts,), (pairs, counts, best, scores), (columns, k, parts))
+    to.run(rank, (rows,), (indices, pairs, counts, scores), (columns, k, k + k // 4))
 
 
 def _hopper_rows(
@@ -118,6 +154,9 @@ def select_rows(to: Framework, scores: Array, pairs: Array, counts: Array, k: in
         some = min(most, tokens - start)
         rows, indices = to.part(scores, start, (some, columns), to.float32), to.part(out, start, (some, k), to.int32)
         lists = hopper_lists(props.multiprocessors, some, columns, k)
+        if k <= HOPPER_K and hopper_listed(some, columns, k) and to.gluon and hopper(props):
+            _hopper_long_rows(to, indices, rows, some, (pairs, counts), k)
+            continue
         if k <= HOPPER_K and lists.parts * lists.room <= HOPPER_SLOTS and to.gluon and hopper(props):
             _hopper_rows(to, indices, rows, some, (pairs, counts), k, lists)
             continue
