@@ -190,8 +190,8 @@ KERNELS: dict[str, Kernel] = {
     "gather_rows v4_584 selected": Kernel(
         gathered, "gather.", "128 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
     ),
-    "index_scores index_fp8_132": Kernel(scored("index_fp8_132"), "score.", "1,024 keys", _scored_bytes, quick=True),
-    "index_scores index_fp4_68_h": Kernel(scored("index_fp4_68_h"), "score.", "2,048 keys", _scored_bytes),
+    "index_scores index_fp8_132": Kernel(scored("index_fp8_132"), "score.", "2,048 keys", _scored_bytes, quick=True),
+    "index_scores index_fp4_68_h": Kernel(scored("index_fp4_68_h"), "score.", "4,096 keys", _scored_bytes),
     "flush v4_584.m128": Kernel(
         lambda: verbs.verb((verbs.hca(),), verbs.flush_hca, (512,), (512,), verbs.TURN), "kvcore.flush", "an entry"
     ),

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.backends.jax_pallas import JaxOps
 from kvcore.backends.reference import ReferenceBackend
-from kvcore.kernels.pallas import attend_kv, block_lines
+from kvcore.kernels.pallas import block_lines, walks
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
 from kvcore.step import StepRequest, build_index
@@ -46,7 +46,7 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         if layout == "packed":
             write = read_with = ReferenceBackend().create(plan)
         else:
-            assert attend_kv.supports(*plan.region(0, "kv"))
+            assert walks.supports(*plan.region(0, "kv"))
             write, read_with = JaxOps(plan, "cpu", None), JaxOps(plan, "cpu", None, "interpret")
         every = (write.asarray(np.arange(count, dtype=np.int32)) for count in (4, 10))
         pools = write.poison(write.allocate(), *every)
@@ -76,6 +76,8 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         pytest.param(KV(key_heads=4, key_dim=64, key_format="mxfp4"), 8, id="mxfp4"),
         pytest.param(KV(key_heads=3, key_dim=128, key_format="mxfp4"), 6, id="mxfp4, heads in two slots each"),
         pytest.param(KV(key_heads=2, key_dim=256, key_format="mxfp4"), 4, id="mxfp4, eight scales a row"),
+        pytest.param(KV(key_heads=2, key_dim=512, value_dim=512, key_format="mxfp4"), 2, id="mxfp4, two lines a row"),
+        pytest.param(KV(key_heads=2, key_dim=96, key_format="mxfp4"), 2, id="mxfp4, padded"),
         pytest.param(
             KV(key_heads=2, key_dim=96, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
         ),
@@ -103,7 +105,7 @@ def test_left_padding_is_not_seen(chunk, rng):
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4"])
 def test_a_large_block_is_taken_in_pieces(format, rng, monkeypatch):
-    monkeypatch.setattr(attend_kv, "PIECE_LINES", 128)
+    monkeypatch.setattr(walks, "PIECE_LINES", 128)
     kv = KV(key_heads=32, key_dim=128, key_format=format, window=11)
     (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=32)
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
@@ -135,9 +137,15 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
     np.testing.assert_array_equal(np.asarray(cast) * block_lines.factor(how, False), want)
 
 
-@pytest.mark.parametrize("dim", [pytest.param(128, id="a line each"), pytest.param(64, id="two heads in a line")])
-def test_what_is_not_finite_stays_with_its_head(dim, rng):
-    kv = KV(key_heads=4, key_dim=dim)
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param(KV(key_heads=4, key_dim=128), id="a line each"),
+        pytest.param(KV(key_heads=4, key_dim=64), id="two heads in a line"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="mxfp4"), id="scales that are no numbers"),
+    ],
+)
+def test_what_is_not_finite_stays_with_its_head(kv, rng):
     (out, lse), (got, got_lse) = beside_the_reference(kv, rng, heads=4, spoiled=True)
     assert not np.isfinite(out).all()
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
@@ -157,7 +165,7 @@ def test_what_is_not_finite_stays_with_its_head(dim, rng):
 )
 def test_what_the_kernel_does_not_take(kv):
     plan = plan_cache(CacheSpec(layers=[LayerSpec(kv=kv)]), max_requests=1, max_tokens=256, layout="tpu_tile")
-    assert not attend_kv.supports(*plan.region(0, "kv"))
+    assert not walks.supports(*plan.region(0, "kv"))
 
 
 def test_the_verb_is_one_kernel():

@@ -19,7 +19,7 @@ from kvcore.backends.reference import encoding as reference
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.specs import conformance_spec
 from kvcore.conformance.suite import checks_of
-from kvcore.kernels.pallas import codes, compact, rows_codec
+from kvcore.kernels.pallas import codes, compact, rings, rows_codec
 from kvcore.kernels.pallas.attend_rows import Source, attend_rows
 from kvcore.kernels.pallas.gather_rows import gather_rows
 from kvcore.kernels.pallas.store_rows import store_rows
@@ -51,14 +51,13 @@ CHECKS = (
     "index_scores/index_fp8_132.m4/tpu_tile/ragged",
     "index_scores/index_fp4_68_h.m2/tpu_tile/ragged",
     "gather_entries/v41_528.m4/tpu_tile/padded",
+    "attend/v4_584+v4_584.m2/tpu_tile/ragged",  # a ring, and entries one by one
 )
 
 
-def region(name: str) -> Region:
+def region(name: str, growth: str = "block", rows: int = ROWS) -> Region:
     format = FORMATS[name].for_dim(FORMATS[name].dim or 256)
-    return Region(
-        layer=0, role="entries", part="", format=format, heads=1, growth="block", rows=ROWS, layout="tpu_tile"
-    )
+    return Region(layer=0, role="entries", part="", format=format, heads=1, growth=growth, rows=rows, layout="tpu_tile")
 
 
 def noise(one: Region) -> list[np.ndarray]:
@@ -155,9 +154,22 @@ def test_codes_in_halves_of_words_are_those_of_the_casts() -> None:
     np.testing.assert_array_equal(converted(compact.from_e4m3), wanted)
     nibbles = codes_of[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(converted(compact.from_e2m1), np.tile(nibbles, 16))
-    scales = np.concatenate([[0], np.exp2(np.arange(1, 255) - 127.0), [-1]]).astype(np.float32)
-    np.testing.assert_array_equal(converted(compact.from_exponents), scales)
     np.testing.assert_array_equal(np.asarray(compact.bytes_again(converted(compact.from_bytes))), every)
+
+
+def test_exponents_are_powers_of_two_in_their_lanes_alone() -> None:
+    """Every byte of words of four rows; 255, which is no number, as -1."""
+    every = np.arange(8 * 4 * 128, dtype=np.int32).astype(np.uint8).reshape(32, 128)
+    words = every.reshape(8, 4, 128).swapaxes(1, 2).copy().view(np.int32)[:, :, 0]
+
+    def kernel(given, found):
+        found[...] = compact.exponents(given[...], 3, 110)
+
+    shape = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16)
+    found = np.asarray(pl.pallas_call(kernel, out_shape=shape, interpret=INTERPRETER)(words)).astype(np.float32)
+    powers = np.concatenate([[0], np.exp2(np.arange(1, 255) - 127.0), [-1]]).astype(np.float32)
+    lane = np.arange(128)
+    np.testing.assert_array_equal(found, np.where((lane >= 3) & (lane < 113), powers[every], 0))
 
 
 def test_chunks_without_a_row_are_passed_over(rng: np.random.Generator) -> None:
@@ -222,6 +234,36 @@ def test_one_softmax_over_two_sources_with_the_sink_once(rng: np.random.Generato
         np.testing.assert_allclose(out[token], wanted, rtol=1e-5, atol=1e-5)
     assert not out[2].any()
     assert np.isneginf(lse[2]).all()
+
+
+def test_a_ring_is_taken_whole_and_seen_in_part(rng: np.random.Generator) -> None:
+    """From its first row, in its middle, around its end, all of it, of one row and of none; NaN in rows not written."""
+    name, count = "v4_584", 37
+    one = region(name, growth="slot", rows=count)
+    assert rings.fits(one)
+    pools, values = noise(one), rng.standard_normal((2 * count, 512)).astype(np.float32)
+    slot = np.repeat(np.array([2, 0], np.int32), count)
+    at = np.tile(np.arange(count, dtype=np.int32), 2)
+    written = (slot == 2) | (at < 30)
+    stored = jax.jit(functools.partial(store_rows, one, interpret=INTERPRETER))
+    pools = stored(pools, np.where(written, slot, -1), at, values)
+    keys = np.asarray(reference.decode(name, reference.encode(name, values, 1.0), 512, 1.0)).astype(np.float64)
+    runs = [(2, 0, 9), (0, 5, 20), (2, 30, 16), (2, 11, count), (-1, 0, 0), (0, 29, 1)]
+    unit = np.full((len(runs), count), -1, np.int32)
+    row = np.zeros_like(unit)
+    for token, (mine, first, seen) in enumerate(runs):
+        unit[token, count - seen :], row[token, count - seen :] = mine, (first + np.arange(seen)) % count
+    q = rng.standard_normal((len(runs), 2, 512)).astype(np.float32) / 22
+    call = jax.jit(lambda pools, *rest: attend_rows(rest[0], [Source(one, pools, *rest[1:])], interpret=INTERPRETER))
+    out, lse = map(np.asarray, call(pools, q, unit, row))
+    for token, (mine, first, seen) in enumerate(runs):
+        some = keys[(0 if mine == 2 else count) + (first + np.arange(seen)) % count]
+        weights = np.exp(q[token].astype(np.float64) @ some.T)
+        total = weights.sum(axis=1)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[token], np.log(total), rtol=1e-5)
+        wanted = weights @ some / np.where(total == 0, 1, total)[:, None]
+        np.testing.assert_allclose(out[token], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "columns", "k"), [(0, 8, 4), (2, 0, 4), (2, 8, 0)])

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcore.backends.jax_pallas import JaxOps
+from kvcore.backends.jax_pallas import JaxOps, choice
 from kvcore.interop.jax import inspect_in_place
+from kvcore.interop.jax.views import init_views
 from kvcore.kernels.pallas.write_rows import write_rows
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
@@ -27,7 +28,8 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
-CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row")
+CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4")
+VIEW_FORMATS = ("bf16", "fp8_row", "mxfp4")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
 Case = tuple[Any, ...]
@@ -79,6 +81,14 @@ def verb(layers: tuple[LayerSpec, ...], fn: Callable[..., Any], *shapes: tuple[i
     index = build_index([StepRequest(i, 255 + i, 1, (i,)) for i in range(REQUESTS)], max_blocks=BLOCKS)
     inputs = [jax.ShapeDtypeStruct((REQUESTS, *shape), jnp.float32) for shape in shapes]
     return (lambda pools, index, *inputs: fn(ops, pools, index, *inputs)), pools, index, *inputs
+
+
+def view(format: str) -> Case:
+    """A layer view's decode step, append and attention: 8 requests of up to 4,096 tokens of Llama 3 8B."""
+    choice.word = lambda _: "tpu"  # of this process, which has nothing else to ask
+    views = jax.eval_shape(lambda: init_views(CacheSpec(layers=(llama(format),)), batch=REQUESTS, max_length=4096))
+    q, rows = (jax.ShapeDtypeStruct((REQUESTS, 1, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    return (lambda view, q, k, v: view.attend(q, k, v)[::-1]), views[0], q, rows, rows
 
 
 def picks(index: StepIndex) -> Any:
@@ -217,6 +227,9 @@ for _name in INDEX_FORMATS:
 
 for _name in CLASSIC_FORMATS:
     KERNELS[f"attend_kv/{_name}/tpu_tile/decode"] = lambda n=_name: verb((llama(n),), attend_kv, (32, 128), (32,))
+
+for _name in VIEW_FORMATS:
+    KERNELS[f"view.attend/{_name}/tpu_tile/decode"] = lambda n=_name: view(n)
 
 STEPS: dict[str, Callable[[], Case]] = {
     "step/v4_584.m4+index_fp4_68_h.m4/tpu_tile/decode": lambda: verb(

@@ -9,7 +9,7 @@ from kvcore.backends.jax_pallas.calls import INTERPRETER, ROWS_A_CALL, TILED, in
 from kvcore.backends.jax_pallas.encoding import DTYPES
 from kvcore.kernels.pallas import attend_kv as classic
 from kvcore.kernels.pallas import index_scores as scoring
-from kvcore.kernels.pallas import rows_codec
+from kvcore.kernels.pallas import rows_codec, walks
 from kvcore.kernels.pallas.attend_rows import Source, attend_rows
 from kvcore.kernels.pallas.flush import flush as flush_kernel
 from kvcore.kernels.pallas.gather_rows import gather_rows
@@ -159,7 +159,7 @@ def attends_kv(pools, regions, q, columns: int) -> bool:
     """True where classic attention over ``columns`` blocks a token is one kernel."""
     keys, values = regions
     fits = pools.kernels != "portable" and 0 < columns <= ROWS_A_CALL and len(q) > 0
-    return fits and classic.supports(keys, values)
+    return fits and walks.supports(keys, values)
 
 
 def attend_kv(pools, regions, blocks, first, last, q, scale, sink):

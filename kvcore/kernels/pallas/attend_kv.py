@@ -6,12 +6,13 @@ come under the arithmetic of these; blocks that a token does not see are not wal
 ever written out.
 
 Products are of bf16 and summed in fp32: codes are exact in it, and where queries are not, they and the weights are
-taken apart into terms that are. Scales multiply logits and weights, a lane a row.
+taken apart into terms that are. A row's one scale multiplies its logits and weights, a lane a row; where rows have
+several, powers of two, each multiplies its codes.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,99 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import block_lines, compact, softmax
+from kvcore.kernels.pallas import block_lines, compact, softmax, walks
 from kvcore.kernels.pallas.block_lines import Lie
 from kvcore.kernels.pallas.lines import buffers_of
+from kvcore.kernels.pallas.walks import Walk
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, TILE_BYTES
 
-CHUNK_BYTES = 1 << 19
-"""Of codes in one pool, that arrive together; two chunks of each pool are held at a time."""
-BLOCK_BYTES = 1 << 20
-"""Of a block in one pool that is taken at all."""
-PIECE_LINES = 2048
-"""Lines that are multiplied together; fewer by the scales of a row, each of which makes logits of its own."""
-CAREFUL_LINES = 256
-"""The same where rows may be no numbers, which is rare: less code."""
 HALVES = 2
 TERMS = 3
 """bf16 numbers that an fp32 number is the sum of."""
-FAR = 1 << 30
-"""A position that no token sees."""
 LOG2E = math.log2(math.e)
-
-
-class Lies(NamedTuple):
-    """Keys and values of a layer, as the kernel reads them.
-
-    Attributes:
-        regions: of keys, and of values.
-        how: how the rows of each lie.
-        count: blocks of a chunk.
-        pieces: of a chunk.
-        lines: of a piece.
-        positions: from a piece to the next.
-        native: the chip casts e4m3 itself.
-        terms: bf16 numbers that a query, or a weight, is the sum of.
-    """
-
-    regions: tuple[Region, Region]
-    how: tuple[Lie, Lie]
-    count: int
-    pieces: int
-    lines: int
-    positions: int
-    native: bool
-    terms: int
-
-
-def declined(keys: Region, values: Region) -> str:
-    """Why the kernel does not take a layer's keys and values; "" where it does."""
-    if (keys.heads, keys.rows, keys.growth) != (values.heads, values.rows, values.growth):
-        return "keys and values have not as many heads"
-    mine, theirs = block_lines.lie(keys), block_lines.lie(values)
-    if isinstance(mine, str):
-        return mine
-    if isinstance(theirs, str):
-        return theirs
-    if (mine.slots, mine.span) != (theirs.slots, theirs.span):
-        return "rows of keys and values take not as many lines"
-    if not np.array_equal(block_lines.rows_of(keys, mine), block_lines.rows_of(values, theirs)):
-        return "rows of keys and values come in another order"
-    if any(region.unit.nbytes > BLOCK_BYTES for region in (keys, values)):
-        return f"a block is more than {BLOCK_BYTES} bytes"
-    return ""
-
-
-def supports(keys: Region, values: Region) -> bool:
-    """True for blocks whose rows of keys and values lie alike."""
-    return not declined(keys, values)
-
-
-def lies(keys: Region, values: Region, blocks: int, *, native: bool, terms: int, careful: bool = False) -> Lies:
-    """How a token's ``blocks`` blocks are walked."""
-    how = _lie(keys), _lie(values)
-    rows = block_lines.rows_of(keys, how[0])
-    limit = CAREFUL_LINES if careful else max(LANES, PIECE_LINES // max(1, *(one.groups for one in how)))
-    unit, held = rows.shape[1], keys.rows * keys.heads
-    most = max(dict(region.unit.buffers)[region.unit.places[0].buffer] for region in (keys, values))
-    count = max(1, min(blocks, CHUNK_BYTES // most))
-    words = max(one.words for one in how)
-    whole = bool((rows >= 0).all()) and held * words % LANES == 0
-    for pieces in range(1, count * unit // LANES + 1) if whole else ():
-        lines, rest = divmod(count * unit, pieces)
-        some = lines * rows.shape[0] // how[0].span
-        fits = lines <= limit and lines % LANES == 0 and some % keys.heads == 0 and some * words % LANES == 0
-        if not rest and fits:
-            return Lies((keys, values), how, count, pieces, lines, some // keys.heads, native, terms)
-    return Lies((keys, values), how, count, count, unit, keys.rows, native, terms)
-
-
-def _lie(region: Region) -> Lie:
-    found = block_lines.lie(region)
-    if isinstance(found, str):
-        raise TypeError(found)
-    return found
 
 
 def attend_kv(
@@ -130,19 +49,21 @@ def attend_kv(
         sink: [H], one logit a head in the denominator alone, or None.
         interpret: as in ``pallas_call``.
     """
-    native = False if interpret else pltpu.get_tpu_info().generation not in block_lines.REBIASED
+    native = block_lines.casts_e4m3(interpret)
     options = {"native": native, "terms": 1 if q.dtype == jnp.bfloat16 else TERMS}
-    ways = [lies(keys, values, blocks.shape[1], careful=careful, **options) for careful in (False, True)]
+    ways = [
+        walks.walk(keys, values, blocks.shape[1], q.shape[1], careful=careful, **options) for careful in (False, True)
+    ]
     by = ways[0]
     how, tokens, heads = by.how, q.shape[0], q.shape[1]
     more = -blocks.shape[1] % by.count
     blocks = jnp.pad(blocks, ((0, 0), (0, more)), constant_values=-1)
-    copies = _copies(by)
+    copies = walks.copies_of(by)
     virtual = len(copies) * heads
     asked = _asked(by, q, copies)
-    moves = [[block_lines.moves_of(_rows(way), one.words) for one in how] for way in ways]
-    inputs = [asked, *(_positions(way, copies, heads) for way in ways)]
-    inputs += [jnp.asarray(one.patterns, jnp.bfloat16) for way in moves for one in way if len(one.patterns)]
+    moves = [walks.moves_of(way) for way in ways]
+    inputs = [asked, *(walks.positions_of(way, copies, heads) for way in ways)]
+    inputs += [jnp.asarray(array) for way in moves for one in walks.each_once(way) for array in one.arrays]
     factors = [block_lines.factor(one, native) for one in how]
     scale = (jnp.float32(scale) * jnp.float32(LOG2E * factors[0])).reshape(1)
     pools = [*key_pools, *value_pools]
@@ -187,14 +108,14 @@ def attend_kv(
     return _finished(by, out * factors[1], lse[:, :, 0], copies, heads, sink)
 
 
-def _vmem(by: Lies, virtual: int) -> int:
+def _vmem(by: Walk, virtual: int) -> int:
     """Bytes of VMEM that the kernel may take: chunks twice, and some arrays of a piece's logits."""
     chunks = sum(2 * HALVES * by.count * region.unit.nbytes for region in by.regions)
-    logits = 4 * virtual * by.lines * sum(one.span * max(1, one.groups) * by.terms for one in by.how)
+    logits = 4 * virtual * by.lines * sum(one.span * by.terms for one in by.how)
     return min(96 << 20, max(32 << 20, chunks + 4 * logits))
 
 
-def _cost(by: Lies, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
+def _cost(by: Walk, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
     """Of every block that a call could read."""
     keys, values = by.regions
     rows = tokens * blocks * keys.rows
@@ -206,77 +127,27 @@ def _cost(by: Lies, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
     )
 
 
-def _rows(by: Lies) -> np.ndarray:
-    """[slots, lines] rows of a piece, counted from its first one."""
-    keys, _ = by.regions
-    unit = block_lines.rows_of(keys, by.how[0])
-    units = np.arange(-(-by.lines // unit.shape[1])) * keys.rows * keys.heads
-    every = np.where(unit[:, None] >= 0, units[None, :, None] + unit[:, None], -1)
-    return every.reshape(len(unit), -1)[:, : by.lines]
-
-
-def _copies(by: Lies) -> np.ndarray:
-    """[copies, heads of keys] the slots that hold a head's rows: one, or several, each of which is asked by itself."""
-    (keys, _), rows = by.regions, _rows(by)
-    head = np.where(rows >= 0, rows % keys.heads, -1)
-    slots = [[slot for slot in range(len(rows)) if (head[slot] == number).any()] for number in range(keys.heads)]
-    most = max(map(len, slots))
-    return np.array([[some[min(copy, len(some) - 1)] for some in slots] for copy in range(most)])
-
-
-def _asked(by: Lies, q, copies):
-    """Queries as lines: [T, planes · span · groups · terms · copies · H, 128], channels where a row's lie."""
+def _asked(by: Walk, q, copies):
+    """Queries as lines: [T, span · terms · copies · H, planes · 128], channels where a row's lie."""
     region, how = by.regions[0], by.how[0]
     channels = block_lines.channels_of(region, how)
-    heads, groups = q.shape[1], max(1, how.groups)
-    slot_of = np.repeat(copies, heads // region.heads, axis=1)
-    values = q.astype(jnp.float32)
-    parts = compact.terms(values, 1 if how.code == "fp32" else by.terms)
-    parts = jnp.stack(parts, axis=1)
+    slot_of = np.repeat(copies, q.shape[1] // region.heads, axis=1)
+    parts = jnp.stack(compact.terms(q.astype(jnp.float32), 1 if how.code == "fp32" else by.terms), axis=1)
     found = []
-    for plane in range(how.planes):
-        for span in range(how.span):
+    for span in range(how.span):
+        planes = []
+        for plane in range(how.planes):
             channel = channels[plane, span]
-            taken = jnp.where(jnp.asarray(channel >= 0), parts[..., np.maximum(channel, 0)], 0)
-            for group in range(groups):
-                mine = (channel >= 0) & (channel // (how.width if how.groups else 1 << 30) == group)
-                row = jnp.where(jnp.asarray(mine), taken, 0)
-                # [T, terms, copies, H, slots, lanes of one]
-                slots = np.arange(how.slots)[None, None] == slot_of[:, :, None]
-                row = jnp.where(jnp.asarray(slots)[None, None, :, :, :, None], row[:, :, None, :, None], 0)
-                found.append(row.reshape(len(q), -1, LANES))
+            row = jnp.where(jnp.asarray(channel >= 0), parts[..., np.maximum(channel, 0)], 0)
+            # [T, terms, copies, H, slots, lanes of one]
+            slots = np.arange(how.slots)[None, None] == slot_of[:, :, None]
+            row = jnp.where(jnp.asarray(slots)[None, None, :, :, :, None], row[:, :, None, :, None], 0)
+            planes.append(row.reshape(len(q), -1, LANES))
+        found.append(jnp.concatenate(planes, axis=2))
     return jnp.concatenate(found, axis=1).astype(jnp.float32 if how.code == "fp32" else jnp.bfloat16)
 
 
-def _positions(by: Lies, copies, heads: int):
-    """[copies · H, lines] int32 positions from a piece's first one, biased by the smallest int32; far where not shared.
-
-    One 128 lines of them where all others are these and so many positions more.
-    """
-    keys = by.regions[0]
-    shared = np.arange(heads) * keys.heads // heads
-    row = _rows(by)[copies[:, shared].reshape(-1)]
-    mine = (row >= 0) & (row % keys.heads == np.tile(shared, len(copies))[:, None])
-    # Copies that are as many for all heads are one too many for some.
-    again = np.array([[copies[copy, head] in copies[:copy, head] for head in shared] for copy in range(len(copies))])
-    mine &= ~again.reshape(-1)[:, None]
-    position = np.where(mine, row // keys.heads, FAR)
-    step = _step(by)
-    if step:
-        several = position.reshape(len(position), -1, LANES)
-        shift = step * np.arange(several.shape[1])[None, :, None]
-        if np.array_equal(np.where(several < FAR, several - shift, FAR), several[:, :1] + np.zeros_like(several)):
-            position = position[:, :LANES]
-    return jnp.asarray(position + np.iinfo(np.int32).min, jnp.int32)
-
-
-def _step(by: Lies) -> int:
-    """Positions from 128 lines to the next 128, 0 where those are no whole number."""
-    step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
-    return 0 if rest or by.lines % LANES else step
-
-
-def _scratch(region: Region, by: Lies) -> list:
+def _scratch(region: Region, by: Walk) -> list:
     """Chunks of a region's pools, and their semaphores."""
     found = []
     for _, size in region.unit.buffers:
@@ -294,7 +165,7 @@ def _items(region: Region, size: int, words: bool):
     return (size // (tile[0] * LANES * jnp.dtype(buffer.dtype).itemsize), *tile), buffer.dtype
 
 
-def _finished(by: Lies, out, lse, copies, heads: int, sink):
+def _finished(by: Walk, out, lse, copies, heads: int, sink):
     """Out [T, H, d] and lse [T, H] of what every copy of a query found [T, planes · span · copies · H, 128]."""
     region, how = by.regions[1], by.how[1]
     channels = block_lines.channels_of(region, how)
@@ -325,10 +196,12 @@ def _finished(by: Lies, out, lse, copies, heads: int, sink):
 
 def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: int, interpret: bool):
     by, (positions, refs) = ways[0], (refs[: len(ways)], refs[len(ways) :])
-    patterns = []
-    for one in (one for way in moves for one in way):
-        patterns.append(refs[0] if len(one.patterns) else None)
-        refs = refs[len(one.patterns) > 0 :]
+    arrays = []
+    for way in moves:
+        held = {}
+        for one in walks.each_once(way):
+            held[id(one)], refs = refs[: len(one.arrays)], refs[len(one.arrays) :]
+        arrays += [held[id(one)] for one in way]
     buffers = [len(region.unit.buffers) for region in by.regions]
     pools, refs = refs[: sum(buffers)], refs[sum(buffers) :]
     out, lse, largest, total, turn, *held = refs
@@ -361,7 +234,7 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
 
     fold, carefully = (
         functools.partial(
-            _fold, by=way, sides=sides, moves=moves[n], patterns=patterns[2 * n : 2 * n + 2], q=q,
+            _fold, by=way, sides=sides, moves=moves[n], arrays=arrays[2 * n : 2 * n + 2], q=q,
             position=positions[n], scale=scale, copies=copies, heads=heads, state=state,
             careful=n > 0,
         )
@@ -418,7 +291,7 @@ def _attend(units, firsts, lasts, scale, q, *refs, ways, moves, copies, heads: i
 class _Side:
     """Keys or values: how their chunks come, and what a piece of one is."""
 
-    def __init__(self, region: Region, by: Lies, pools, held, units, interpret: bool) -> None:
+    def __init__(self, region: Region, by: Walk, pools, held, units, interpret: bool) -> None:
         self.region, self._by, self._pools, self._units, self._interpret = region, by, pools, units, interpret
         self.how: Lie = by.how[by.regions.index(region)]
         self._held, self._arrived = held[:-1], held[-1]
@@ -446,12 +319,12 @@ class _Side:
         for held in self._held:
             held[...] = jnp.zeros(held.shape, held.dtype)
 
-    def matrices(self, by: Lies, half, piece) -> list:
+    def planes(self, by: Walk, half, piece) -> list:
         """Every plane of a piece, [lines, 128]."""
         size = by.lines if self.how.code == "fp32" else by.lines // self.how.lines
         return block_lines.matrices(self.how, self._view(0, half, piece, size), by.native)
 
-    def words(self, by: Lies, half, piece):
+    def words(self, by: Walk, half, piece):
         """Words of scales of a piece [m, 128]."""
         return self._view(1, half, piece, self._held[1].shape[1] // by.pieces)
 
@@ -474,13 +347,13 @@ class _Side:
 
 
 def _fold(
-    half, piece, first, last, *, by: Lies, sides, moves, patterns, q, position, scale, copies, heads, state, careful
+    half, piece, first, last, *, by: Walk, sides, moves, arrays, q, position, scale, copies, heads, state, careful
 ):
     """Take a piece into the softmax, whose first row is position ``piece · positions``."""
     largest, total, weighted = state
     keys, values = sides
     shift = piece * by.positions
-    logits = _logits(by, keys, half, piece, q, scale, moves[0], patterns[0], copies, heads, careful)
+    logits = _logits(by, keys, half, piece, q, scale, moves[0], arrays[0], copies, heads, careful)
     exists = _exists(by, position, first - shift, last - shift, logits.shape)
     logits = jnp.where(exists, logits, -jnp.inf)
     before = largest[:, :1]
@@ -490,52 +363,45 @@ def _fold(
     kept = jnp.exp2(before - base)
     largest[...] = jnp.broadcast_to(higher, largest.shape)
     total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True) * np.float32(1 / by.how[1].span)
-    _weigh(by, values, half, piece, weights, exists, kept, weighted, moves[1], patterns[1], copies, heads,
+    _weigh(by, values, half, piece, weights, exists, kept, weighted, moves[1], arrays[1], copies, heads,
            (first - shift, last - shift) if careful else None)  # fmt: skip
 
 
-def _exists(by: Lies, position, first, last, shape):
+def _exists(by: Walk, position, first, last, shape):
     """[V, lines] whether a line's row is seen: one comparison of numbers without a sign."""
     count = jnp.maximum(last - first + 1, 0) + np.iinfo(np.int32).min
     if position.shape[1] == shape[1]:
         return position[...] - first < count
-    held, step = position[...], _step(by)
+    held, step = position[...], walks.step_of(by)
     return jnp.concatenate([held - (first - step * n) < count for n in range(shape[1] // LANES)], axis=1)
 
 
-def _logits(by: Lies, side: _Side, half, piece, q, scale, moves, patterns, copies, heads: int, careful: bool):
+def _logits(by: Walk, side: _Side, half, piece, q, scale, moves, arrays, copies, heads: int, careful: bool):
     """[V, lines] in powers of two, the same in all lines of a row."""
     how, virtual = side.how, len(copies) * heads
-    matrices = side.matrices(by, half, piece)
-    rows = q.shape[1] // how.planes
+    words, matrix = _taken(by, side, half, piece, moves, arrays, careful=careful)
     precision = lax.Precision.HIGHEST if how.code == "fp32" else lax.Precision.DEFAULT
     # A row of another slot is multiplied with 0, and may be no number: each slot by itself.
     slots = range(how.slots) if careful and how.slots > 1 else (-1,)
     slot_of = copies[:, np.arange(heads) * side.region.heads // heads].reshape(-1)
     products = None
-    for plane, matrix in enumerate(matrices):
-        for slot in slots:
-            one = lax.dot_general(
-                q[0, plane * rows : (plane + 1) * rows], _only(how, matrix, slot), (((1,), (1,)), ((), ())),
-                precision=precision, preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            if slot >= 0:
-                query = lax.rem(lax.broadcasted_iota(jnp.int32, one.shape, 0), jnp.int32(virtual))
-                one = jnp.where(_among(query, slot_of == slot), one, 0.0)
-            products = one if products is None else products + one
-    assert products is not None, "a tile is a plane at least"
-    count = rows // how.span // max(1, how.groups) // virtual
-    by_scale = _scales(by, side, half, piece, moves, patterns, copies, heads, products.shape[1], scale[0])
+    for slot in slots:
+        one = lax.dot_general(
+            q[0], _only(how, matrix, slot), (((1,), (1,)), ((), ())),
+            precision=precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        if slot >= 0:
+            query = lax.rem(lax.broadcasted_iota(jnp.int32, one.shape, 0), jnp.int32(virtual))
+            one = jnp.where(_among(query, slot_of == slot), one, 0.0)
+        products = one if products is None else products + one
+    assert products is not None, "a line has a slot at least"
+    count = len(products) // how.span // virtual
+    by_scale = _scales(side, words, copies, heads, scale[0])
     lane = lax.broadcasted_iota(jnp.int32, (virtual, products.shape[1]), 1)
-    found, number = None, 0
+    found = None
     for span in range(how.span):
-        line = None
-        for group in range(max(1, how.groups)):
-            terms = [products[virtual * (number + n) : virtual * (number + n + 1)] for n in range(count)]
-            number += count
-            one = functools.reduce(jnp.add, reversed(terms))
-            one = one * (scale[0] if by_scale is None else by_scale[group])
-            line = one if line is None else line + one
+        terms = [products[virtual * n : virtual * (n + 1)] for n in range(count * span, count * (span + 1))]
+        line = functools.reduce(jnp.add, reversed(terms)) * (scale[0] if by_scale is None else by_scale)
         found = line if found is None else jnp.where(lane & (how.span - 1) == span, line, found)
     step = 1
     while step < how.span:
@@ -550,7 +416,7 @@ def _only(how: Lie, matrix, slot: int):
     """A matrix with the rows of one slot, or of all where that is -1."""
     if slot < 0:
         return matrix
-    lane = lax.broadcasted_iota(jnp.int32, matrix.shape, 1)
+    lane = lax.broadcasted_iota(jnp.int32, matrix.shape, 1) & LANES - 1
     mine = lax.shift_right_logical(lane, how.slot.bit_length() - 1) == slot
     return jnp.where(mine, matrix.astype(jnp.float32), 0.0).astype(matrix.dtype)
 
@@ -562,43 +428,58 @@ def _rolled(values, lanes: int):
     return rolled[0] if len(rolled) == 1 else jnp.concatenate(rolled, axis=1)
 
 
-def _scales(by: Lies, side: _Side, half, piece, moves, patterns, copies, heads: int, lines: int, factor=None):
-    """What scales every group's logits or weights, [1 or V, lines] each; None without scales."""
-    how = side.how
-    if not how.groups:
-        return None
-    words = side.words(by, half, piece)
-    through = block_lines.moved(words, patterns, len(moves.patterns)) if patterns is not None else []
+def _taken(by: Walk, side: _Side, half, piece, moves, arrays, *, careful: bool):
+    """A piece's words of scales beside its lines, [1, lines] of every slot, and its planes side by side.
 
-    def held(slot: int, word: int):
+    Where rows have several scales each, every lane of the planes is scaled, and there are no words.
+    """
+    planes, words = side.planes(by, half, piece), None
+    if side.how.groups > 1:
+        scales = block_lines.spread(moves, side.words(by, half, piece), *arrays, careful=careful)
+        planes = [plane * scales for plane in planes]
+    elif side.how.groups:
+        words = _beside(by, side, half, piece, moves, arrays)
+    return words, planes[0] if len(planes) == 1 else jnp.concatenate(planes, axis=1)
+
+
+def _beside(by: Walk, side: _Side, half, piece, moves: block_lines.Moves, arrays) -> list:
+    """Words of rows that have one each, beside their lines: of every slot, [1, lines]."""
+    words = side.words(by, half, piece)
+    through = block_lines.moved(words, arrays[0], len(moves.patterns)) if arrays else []
+
+    def held(slot: int):
         pieces = []
-        for number in range(-(-lines // LANES)):
+        for number in range(-(-by.lines // LANES)):
             parts = [
                 (words if pattern < 0 else through[pattern])[source : source + 1]
-                for source, pattern in moves.of[slot, word, number]
+                for source, pattern in moves.of[slot, number]
             ]
             pieces.append(functools.reduce(jnp.bitwise_or, parts))
         whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        return whole[:, :lines]
+        return whole[:, : by.lines]
 
-    slots = [[held(slot, word) for word in range(how.words)] for slot in range(how.slots)]
+    return [held(slot) for slot in range(side.how.slots)]
+
+
+def _scales(side: _Side, words, copies, heads: int, factor=None):
+    """What scales logits or weights, [1 or V, lines]; None where rows have no scale, or several."""
+    how = side.how
+    if how.groups != 1:
+        return None
     code = side.region.format.fields[0].scale or ""
-    per_slot = [[block_lines.scales(how, code, mine, group) for mine in slots] for group in range(how.groups)]
+    per_slot = [block_lines.scales(code, mine) for mine in words]
     if factor is not None:
-        per_slot = [[one * factor for one in mine] for mine in per_slot]
+        per_slot = [one * factor for one in per_slot]
     if how.slots == 1:
-        return [mine[0] for mine in per_slot]
+        return per_slot[0]
     # Which slot a query asks: constants along its heads, in the order of copies.
     shared = np.arange(heads) * side.region.heads // heads
     slot_of = copies[:, shared].reshape(-1)
-    virtual = lax.broadcasted_iota(jnp.int32, (len(slot_of), lines), 0)
-    found = []
-    for mine in per_slot:
-        scales = jnp.broadcast_to(mine[0], virtual.shape)
-        for slot in range(1, how.slots):
-            scales = jnp.where(_among(virtual, slot_of == slot), jnp.broadcast_to(mine[slot], virtual.shape), scales)
-        found.append(scales)
-    return found
+    virtual = lax.broadcasted_iota(jnp.int32, (len(slot_of), per_slot[0].shape[1]), 0)
+    scales = jnp.broadcast_to(per_slot[0], virtual.shape)
+    for slot in range(1, how.slots):
+        scales = jnp.where(_among(virtual, slot_of == slot), jnp.broadcast_to(per_slot[slot], virtual.shape), scales)
+    return scales
 
 
 def _among(number, some: np.ndarray):
@@ -610,54 +491,42 @@ def _among(number, some: np.ndarray):
     return found
 
 
-def _weigh(by: Lies, side: _Side, half, piece, weights, exists, kept, weighted, moves, patterns, copies, heads, seen):
+def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, moves, arrays, copies, heads, seen):
     """Add values to the weighted sums; ``seen`` (first, last) where some of them may be no numbers."""
     how, virtual = side.how, len(weights)
-    matrices = side.matrices(by, half, piece)
-    by_scale = _scales(by, side, half, piece, moves, patterns, copies, heads, weights.shape[1])
+    words, matrix = _taken(by, side, half, piece, moves, arrays, careful=seen is not None)
+    by_scale = _scales(side, words, copies, heads)
     lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
     exact = how.code == "fp32" or seen is not None
     stacked, count = [], 1 if exact else by.terms
     for span in range(how.span):
         mine = weights if how.span == 1 else jnp.where(lane & (how.span - 1) == span, weights, 0.0)
-        for group in range(max(1, how.groups)):
-            one = mine if by_scale is None else mine * by_scale[group]
-            if seen is not None:
-                one = jnp.where(exists, one, 0.0)
-            stacked += compact.terms(one, count)
+        one = mine if by_scale is None else mine * by_scale
+        if seen is not None:
+            one = jnp.where(exists, one, 0.0)
+        stacked += compact.terms(one, count)
     stacked = [one if exact else one.astype(jnp.bfloat16) for one in stacked]
     left = stacked[0] if len(stacked) == 1 else jnp.concatenate(stacked, axis=0)
-    for plane, matrix in enumerate(matrices):
-        if seen is None:
-            precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-            found = lax.dot_general(
-                left, matrix, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-            )
-        else:
-            found = _apart(by, side, left, matrix.astype(jnp.float32), seen, virtual, heads)
-        number = 0
-        for span in range(how.span):
-            total = None
-            for group in range(max(1, how.groups)):
-                parts = [found[virtual * (number + n) : virtual * (number + n + 1)] for n in range(count)]
-                number += count
-                one = functools.reduce(jnp.add, reversed(parts))
-                total = one if total is None else jnp.where(_group_of(how, plane, span) == group, one, total)
+    if seen is None:
+        precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+        found = lax.dot_general(
+            left, matrix, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+    else:
+        found = _apart(by, side, left, matrix.astype(jnp.float32), seen, virtual, heads)
+    for span in range(how.span):
+        parts = [found[virtual * n : virtual * (n + 1)] for n in range(count * span, count * (span + 1))]
+        total = functools.reduce(jnp.add, reversed(parts))
+        for plane in range(how.planes):
             some = slice(virtual * (plane * how.span + span), virtual * (plane * how.span + span + 1))
-            weighted[some] = weighted[some] * kept + total
+            weighted[some] = weighted[some] * kept + total[:, LANES * plane : LANES * (plane + 1)]
 
 
-def _group_of(how: Lie, plane: int, span: int):
-    """[1, 128] the group of a lane's channel."""
-    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) & how.slot - 1
-    return lax.shift_right_logical((lane + LANES * span) * how.planes + plane, how.width.bit_length() - 1)
-
-
-def _apart(by: Lies, side: _Side, left, matrix, seen, virtual: int, heads: int):
+def _apart(by: Walk, side: _Side, left, matrix, seen, virtual: int, heads: int):
     """The same product with each head's rows by themselves, and only those that are seen: 0 times NaN is NaN."""
     how, region = side.how, side.region
     line, lane = (lax.broadcasted_iota(jnp.int32, matrix.shape, axis) for axis in (0, 1))
-    slot = lax.shift_right_logical(lane, how.slot.bit_length() - 1)
+    slot = lax.shift_right_logical(lane & LANES - 1, how.slot.bit_length() - 1)
     if how.code == "bf16" and how.slots == 2:
         row = lax.shift_right_logical(line, 1) * 4 + (line & 1) + 2 * slot
     else:
@@ -665,7 +534,7 @@ def _apart(by: Lies, side: _Side, left, matrix, seen, virtual: int, heads: int):
     position = jnp.floor((row.astype(jnp.float32) + 0.5) * np.float32(1 / region.heads)).astype(jnp.int32)
     head = row - position * region.heads
     held = (position >= seen[0]) & (position <= seen[1]) & (position < by.positions)
-    query = lax.broadcasted_iota(jnp.int32, (len(left), LANES), 0)
+    query = lax.broadcasted_iota(jnp.int32, (len(left), matrix.shape[1]), 0)
     query = lax.rem(query, jnp.int32(heads))
     group = heads // region.heads
 
@@ -674,4 +543,4 @@ def _apart(by: Lies, side: _Side, left, matrix, seen, virtual: int, heads: int):
         added = softmax.product(left, mine, contract=0)
         return jnp.where((query >= number * group) & (query < (number + 1) * group), added, found)
 
-    return lax.fori_loop(0, region.heads, one, jnp.zeros((len(left), LANES), jnp.float32))
+    return lax.fori_loop(0, region.heads, one, jnp.zeros((len(left), matrix.shape[1]), jnp.float32))

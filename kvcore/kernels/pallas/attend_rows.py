@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import compact, rows_codec, softmax
+from kvcore.kernels.pallas import compact, rings, rows_codec, softmax
 from kvcore.kernels.pallas.lines import buffers_of, column
 from kvcore.kernels.pallas.stream import Stream, scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
 ROWS_A_STEP = 128
+PARTS_OF_FP32 = 3
 
 
 class Source(NamedTuple):
@@ -27,7 +29,7 @@ class Source(NamedTuple):
     Attributes:
         region: of the rows.
         pools: its pools.
-        unit: [T, n] int32, -1 where there is no row.
+        unit: [T, n] int32, -1 where there is no row; of a ring, a token's are one slot's, row after row.
         row: [T, n] int32.
         global_scale: of formats that have one.
     """
@@ -45,37 +47,33 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
     The sink [H] is one logit a head in the denominator alone: it counts once, has no value, and is not part of lse.
     """
     tokens, heads, dim = q.shape
-    chunks = [-(-source.unit.shape[1] // ROWS_A_STEP) for source in sources]
-    scalars, inputs, specs, held = [], [q], [pl.BlockSpec((1, heads, dim), lambda t, *_: (t, 0, 0))], []
+    chunks = [1 if rings.fits(one.region) else -(-one.unit.shape[1] // ROWS_A_STEP) for one in sources]
+    narrow = [compact.narrow(source.region) for source in sources]
+    scalars, inputs, held = [], [], []
+    if not all(narrow):
+        inputs.append(q)
+    if any(narrow):
+        inputs.append(compact.exact_parts(q, PARTS_OF_FP32))
+    specs = [pl.BlockSpec((1, *array.shape[1:]), lambda t, *_: (t, 0, 0)) for array in inputs]
     if sink is not None:
         array, spec = softmax.sink_input(sink, heads)
         inputs.append(array)
         specs.append(spec)
     first = 0
     for source, count in zip(sources, chunks, strict=True):
-        more = ((0, 0), (0, count * ROWS_A_STEP - source.unit.shape[1]))
-        unit, row = jnp.pad(source.unit, more, constant_values=-1), jnp.pad(source.row, more)
-        numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
-        last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
-        needed = (last + ROWS_A_STEP - 1) // ROWS_A_STEP
-        chunk = functools.partial(_chunk, first=first, count=count)
-        pools, given, places = source.pools, [unit, row], [needed, unit.reshape(-1), row.reshape(-1)]
+        pools = source.pools
         if not interpret:
             pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
-        if compact.narrow(source.region):
-            given = [compact.in_pairs(unit, ROWS_A_STEP), compact.parts_of(source.region, unit, row)]
-            pools, places = compact.flat(source.region, pools, unit, row)
-            live = jnp.arange(count, dtype=jnp.int32)[None] < needed[:, None]
-            places = [*compact.order(live.reshape(-1)), *places]
+        pools, places, given, scratches = _streamed(source, pools, count)
+        chunk = functools.partial(_chunk, first=first, count=count)
         scalars += places
         inputs += [array.reshape(-1, 1, ROWS_A_STEP) for array in given]
-        specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * 2
+        specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * len(given)
         inputs += pools
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
-        held += (compact.rows_scratch if compact.narrow(source.region) else scratch)(source.region, ROWS_A_STEP)
+        held += scratches
         first += count
     regions = [(source.region, source.global_scale) for source in sources]
-    narrow = all(compact.narrow(source.region) for source in sources)
     rows = tokens * first * ROWS_A_STEP
     out, lse = pl.pallas_call(
         functools.partial(_attend, regions=regions, chunks=chunks, sunk=sink is not None, interpret=interpret),
@@ -93,13 +91,33 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
             ],
             scratch_shapes=[*softmax.state(heads, dim), *held],
         ),
-        compiler_params=compact.COMPILER if narrow else None,
+        compiler_params=compact.COMPILER if all(narrow) else None,
         cost_estimate=pl.CostEstimate(
             flops=4 * rows * heads * dim, bytes_accessed=rows * dim, transcendentals=rows * heads
         ),
         interpret=interpret,
     )(*scalars, *inputs)
     return out, lse[:, :, 0]
+
+
+def _streamed(source: Source, pools, count: int):
+    """How a source's rows come in ``count`` chunks a token: (pools, scalars, what comes with each chunk, scratch)."""
+    region = source.region
+    if rings.fits(region):
+        unit, first, rows = rings.seen(region, source.unit, source.row)
+        places = [*compact.order(unit >= 0), jnp.clip(unit, 0, len(pools[0]) - 1), first, rows]
+        return pools, places, [], rings.scratch(region)
+    more = ((0, 0), (0, count * ROWS_A_STEP - source.unit.shape[1]))
+    unit, row = jnp.pad(source.unit, more, constant_values=-1), jnp.pad(source.row, more)
+    numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
+    last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
+    needed = (last + ROWS_A_STEP - 1) // ROWS_A_STEP
+    if not compact.narrow(region):
+        return pools, [needed, unit.reshape(-1), row.reshape(-1)], [unit, row], scratch(region, ROWS_A_STEP)
+    given = [compact.in_fours(unit, ROWS_A_STEP), compact.parts_of(region, unit, row)]
+    pools, places = compact.flat(region, pools, unit, row)
+    live = jnp.arange(count, dtype=jnp.int32)[None] < needed[:, None]
+    return pools, [*compact.order(live.reshape(-1)), *places], given, compact.rows_scratch(region, ROWS_A_STEP)
 
 
 def _chunk(t, j, first: int, count: int):
@@ -110,25 +128,38 @@ def _chunk(t, j, first: int, count: int):
 def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     scalars = []
     for region, _ in regions:
-        size = 2 + len(buffers_of(region)) if compact.narrow(region) else 3
+        size = 5 if rings.fits(region) else 2 + len(buffers_of(region)) if compact.narrow(region) else 3
         scalars.append(refs[:size])
         refs = refs[size:]
-    q, refs = refs[0], refs[1:]
+    narrow = [compact.narrow(region) for region, _ in regions]
+    q, refs = (None, refs) if all(narrow) else (refs[0], refs[1:])
+    parts, refs = (refs[0], refs[1:]) if any(narrow) else (None, refs)
     sink, refs = (refs[0], refs[1:]) if sunk else (None, refs)
     given = []
     for region, _ in regions:
-        size = 2 + len(buffers_of(region))
+        size = len(buffers_of(region)) + (0 if rings.fits(region) else 2)
         given.append(refs[:size])
         refs = refs[size:]
     out, lse, largest, total, weighted, *refs = refs
     token, step = pl.program_id(0), pl.program_id(1)
+    state = largest, total, weighted
 
-    softmax.begin(step, largest, total, weighted)
+    softmax.begin(step, *state)
 
     first = 0
     for number, ((region, global_scale), count) in enumerate(zip(regions, chunks, strict=True)):
         size = len(buffers_of(region)) + 1
         held, refs = refs[:size], refs[size:]
+        if rings.fits(region):
+            numbers, following, units, *seen = scalars[number]
+            ring = rings.Ring(region, given[number], held, units, interpret)
+            order = numbers, following
+            pl.when((token == 0) & (step == 0))(lambda ring=ring, order=order: ring.start(0, order))
+            pl.when((step == first) & (numbers[token] >= 0))(
+                functools.partial(_in_ring, parts, ring, token, order, seen, state)
+            )
+            first += count
+            continue
         unit, row, *pools = given[number]
         if compact.narrow(region):
             numbers, following, *places = scalars[number]
@@ -137,7 +168,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
             pl.when((token == 0) & (step == 0))(lambda stream=stream, order=order: stream.start(0, order))
             chunk = token * count + jnp.clip(step - first, 0, count - 1)
             pl.when((step >= first) & (step < first + count) & (numbers[chunk] >= 0))(
-                functools.partial(_narrow, q, stream, chunk, order, unit, row, largest, total, weighted)
+                functools.partial(_narrow, parts, stream, chunk, order, unit, row, state)
             )
             first += count
             continue
@@ -174,19 +205,30 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     softmax.end(step, largest, total, weighted, sink, out, lse)
 
 
-def _narrow(q, stream, chunk, order, unit, parts, largest, total, weighted) -> None:
+def _in_ring(q, ring, token, order, seen, state) -> None:
+    """A token's step over its ring."""
+    first, count = (array[token] for array in seen)
+    lines = ring.lines(token, order, first, count)
+    exists = rings.among(ring.region, lax.broadcasted_iota(jnp.int32, (1, len(lines[0])), 1), first, count)
+    _weigh(q, lines, exists, state)
+
+
+def _narrow(q, stream, chunk, order, unit, parts, state) -> None:
     """A step over rows of narrow codes, some of which exist."""
-    lines = stream.lines(chunk, order, parts[0])
-    exists = jnp.broadcast_to(unit[0] >= 0, (q.shape[1], ROWS_A_STEP))
-    slices = [slice(LANES * number, LANES * (number + 1)) for number in range(len(lines))]
-    logits = sum(_in_parts(q[0, :, some], line, contract=1) for some, line in zip(slices, lines, strict=True))
-    kept, weights = softmax.weigh_logits(logits, exists, largest, total)
-    for some, line in zip(slices, lines, strict=True):
-        weighted[:, some] = weighted[:, some] * kept + _in_parts(weights, line, contract=0)
+    _weigh(q, stream.lines(chunk, order, parts[0]), unit[0] >= 0, state)
 
 
-def _in_parts(left, right, *, contract: int):
-    """Left [m, k] fp32 times right in bf16, without loss: the left one as a sum of three."""
-    heads = len(left)
-    products = compact.dot(compact.exact_parts(left, 3), right, contract=contract)
-    return sum(products[first : first + heads] for first in range(0, 3 * heads, heads))
+def _weigh(q, lines, exists, state) -> None:
+    """Take lines [K, 128] bf16 into the softmax where ``exists`` [1, K]; q as parts, one under the other."""
+    largest, total, weighted = state
+    rows = jnp.concatenate(lines, axis=1)
+    logits = _summed(compact.dot(q[0], rows))
+    kept, weights = softmax.weigh_logits(logits, jnp.broadcast_to(exists, logits.shape), largest, total)
+    found = _summed(compact.dot(compact.exact_parts(weights, PARTS_OF_FP32), rows, contract=0))
+    weighted[...] = weighted[...] * kept + found
+
+
+def _summed(products):
+    """Of a left side in parts, the sum over them."""
+    size = len(products) // PARTS_OF_FP32
+    return sum(products[first : first + size] for first in range(0, len(products), size))

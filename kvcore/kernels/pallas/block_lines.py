@@ -6,7 +6,7 @@ beside its logit.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +21,14 @@ CODES = ("bf16", "fp32", "e4m3", "int8", "e2m1")
 REBIASED = (5, 6)
 """Generations that cast an e4m3 of another bias at once, and the one that is stored in many operations; later ones cast
 that, and on earlier ones every cast is emulated."""
+E2M1_FACTOR = 2.0**14
+"""What numbers of ``from_e2m1`` must be multiplied by."""
 MOST_SPAN = 4
 """Lines of a row that are read as they lie."""
+
+
+SPREAD_LINES = 2048
+"""Lines whose scales are spread by one product, if a piece is a multiple of so many."""
 
 
 class Lie(NamedTuple):
@@ -79,9 +85,12 @@ def lie(region: Region) -> Lie | str:
     if span > MOST_SPAN or span & span - 1 or (bf16 and (span > 2 or lanes < LANES // 2)):
         return f"rows of {format.dim} channels are too long or too short a line"
     words = 0 if field.group is None else region.unit.places[-1].stride // 4
+    slots = max(1, LANES // lanes)
+    if field.groups > 1 and (words & words - 1 or slots * words % span):
+        return f"scales of {format.dim} channels are {words} words a row"
     lines = TILE_BYTES // size // LANES
     channels = -(-field.size // planes)
-    return Lie(field.code, planes, max(1, LANES // lanes), span, lines, field.groups, field.width, words, channels)
+    return Lie(field.code, planes, slots, span, lines, field.groups, field.width, words, channels)
 
 
 def rows_of(region: Region, how: Lie) -> np.ndarray:
@@ -117,13 +126,9 @@ def matrices(how: Lie, words, native: bool) -> list:
     if how.code == "int8":
         return [pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)]
     if how.code == "e4m3":
-        if native:
-            return [pltpu.bitcast(words, jnp.float8_e4m3fn).astype(jnp.bfloat16)]
-        return [pltpu.bitcast(_rebiased(words), jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)]
-    # Of e5m2 codes, which have room for a nibble's two bits of exponent and one of significand.
-    low = (words & 0x07070707) << 1 | (words & 0x08080808) << 4
+        return [from_e4m3(words, native)]
     high = lax.shift_right_logical(words, 3) & 0x0E0E0E0E | words & np.int32(-0x7F7F7F80)
-    return [pltpu.bitcast(half, jnp.float8_e5m2).astype(jnp.bfloat16) for half in (low, high)]
+    return [from_e2m1(words), pltpu.bitcast(high, jnp.float8_e5m2).astype(jnp.bfloat16)]
 
 
 def _filled(how: Lie, words):
@@ -143,7 +148,41 @@ def _filled(how: Lie, words):
 
 def factor(how: Lie, native: bool) -> float:
     """What a matrix must be multiplied by: casts that have another exponent's bias."""
-    return {"e4m3": 1.0 if native else 2.0**4, "e2m1": 2.0**14}.get(how.code, 1.0)
+    return {"e4m3": e4m3_factor(native), "e2m1": E2M1_FACTOR}.get(how.code, 1.0)
+
+
+def from_e2m1(words):
+    """Words [n, 128], of which the lower half of each byte is a code -> [4n, 128] bf16, 2^-14 of the numbers.
+
+    By codes of e5m2, which have room for two bits of exponent and one of significand.
+    """
+    low = (words & 0x07070707) << 1 | (words & 0x08080808) << 4
+    return pltpu.bitcast(low, jnp.float8_e5m2).astype(jnp.bfloat16)
+
+
+def casts_e4m3(interpret: Any) -> bool:
+    """True where the chip that a kernel is compiled for casts e4m3 as it is, or emulates every cast.
+
+    In a trace that says of no chip what it is for, False: every chip compiles the other cast.
+    """
+    if interpret:
+        return False
+    try:
+        return pltpu.get_tpu_info().generation not in REBIASED
+    except ValueError:
+        return False
+
+
+def from_e4m3(words, native: bool):
+    """Words [n, 128] of four codes -> [4n, 128] bf16, to be multiplied by ``e4m3_factor``."""
+    if native:
+        return pltpu.bitcast(words, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+    return pltpu.bitcast(_rebiased(words), jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)
+
+
+def e4m3_factor(native: bool) -> float:
+    """What numbers of ``from_e4m3`` must be multiplied by."""
+    return 1.0 if native else 2.0**4
 
 
 def _halves(how: Lie, words):
@@ -182,11 +221,11 @@ def _rebiased(words):
     return magnitude + lax.shift_right_logical(nan, 7) | some
 
 
-def scales(how: Lie, scale: str, words: list, group: int):
-    """Scales of a group [1, n] fp32, or of any shape, from a row's words, as many arrays."""
+def scales(scale: str, words):
+    """Scales fp32 of rows that have one each, from their words, of any shape."""
     if scale == "fp32":
-        return of_bits(words[0])
-    byte = lax.shift_right_logical(words[group // 4], 8 * (group % 4)) & 0xFF
+        return of_bits(words)
+    byte = words & 0xFF
     return jnp.where(byte == 0xFF, np.float32(np.nan), of_bits(byte << 23))
 
 
@@ -194,20 +233,24 @@ class Moves(NamedTuple):
     """Where the words of a piece's rows lie beside those of its lines; see ``moves_of``.
 
     Attributes:
-        patterns: [n, 128, 128] from lanes to lanes, one-hot.
-        of: (slot, word, line of 128 lines) -> ((row of words, pattern or -1 where lanes stay), ...).
+        patterns: [n, 128, 128] bf16, from lanes to lanes, one-hot.
+        of: (slot, line of 128 lines) -> ((row of words, pattern or -1 where lanes stay), ...).
     """
 
     patterns: np.ndarray
     of: dict
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What a kernel needs of it beside itself."""
+        return (self.patterns,) if len(self.patterns) else ()
 
-def moves_of(rows: np.ndarray, words: int) -> Moves:
-    """How words of rows, 128 in a line of lanes, come to lie beside the lines that hold the rows.
+
+def moves_of(rows: np.ndarray) -> Moves:
+    """How words of rows, one each and 128 in a line of lanes, come to lie beside the lines that hold the rows.
 
     Args:
         rows: [slots, lines] of a piece, numbered from its first row of words; -1 in pads.
-        words: of a row.
     """
     patterns: list[np.ndarray] = []
     known: dict[bytes, int] = {}
@@ -215,23 +258,21 @@ def moves_of(rows: np.ndarray, words: int) -> Moves:
     stay = np.arange(LANES)
     for slot, row in enumerate(rows):
         padded = np.pad(row, (0, -len(row) % LANES), constant_values=-1).reshape(-1, LANES)
-        for word in range(words):
-            for number, line in enumerate(padded):
-                at = np.where(line >= 0, line * words + word, -1)
-                found = []
-                for source in np.unique(at[at >= 0] // LANES):
-                    lane = np.where(at // LANES == source, at % LANES, -1)
-                    if np.all((lane == stay) | (lane < 0) & (at < 0)):
-                        found.append((int(source), -1))
-                        continue
-                    key = lane.tobytes()
-                    if key not in known:
-                        known[key] = len(patterns)
-                        patterns.append(lane[None] == stay[:, None])
-                    found.append((int(source), known[key]))
-                of[slot, word, number] = tuple(found)
+        for number, at in enumerate(padded):
+            found = []
+            for source in np.unique(at[at >= 0] // LANES):
+                lane = np.where(at // LANES == source, at % LANES, -1)
+                if np.all((lane == stay) | (lane < 0) & (at < 0)):
+                    found.append((int(source), -1))
+                    continue
+                key = lane.tobytes()
+                if key not in known:
+                    known[key] = len(patterns)
+                    patterns.append(lane[None] == stay[:, None])
+                found.append((int(source), known[key]))
+            of[slot, number] = tuple(found)
     empty = np.zeros((0, LANES, LANES), np.bool_)
-    return Moves(np.stack(patterns) if patterns else empty, of)
+    return Moves((np.stack(patterns) if patterns else empty).astype(jnp.bfloat16), of)
 
 
 def moved(words, patterns, count: int) -> list:
@@ -244,3 +285,91 @@ def moved(words, patterns, count: int) -> list:
         parts = [bytes_[byte * size : (byte + 1) * size] << 8 * byte for byte in range(4)]
         found.append(parts[0] | parts[1] | parts[2] | parts[3])
     return found
+
+
+class Spread(NamedTuple):
+    """How the scales of a piece's groups come to every lane of its lines, by two products; see ``spread``.
+
+    A row of words goes to as many lines as its 128 words are for, fewer than 128; ``folds`` rows of words far from each
+    other go to 128 lines at once, ``count`` times.
+
+    Attributes:
+        picks: [slots · words, lines of a row of words, 128] bf16, of each line the lane of its word.
+        places: [slots · words · bytes · count / 2, count · 128] int32, of each lane the byte that scales it: two rows
+            of bf16 to a word, as a register holds them.
+        folds, count, bytes: as above, and those of a word that are used.
+        lines: of a piece.
+    """
+
+    picks: np.ndarray
+    places: np.ndarray
+    folds: int
+    count: int
+    bytes: int
+    lines: int
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What a kernel needs of it beside itself."""
+        return self.picks, self.places
+
+
+def spread_of(how: Lie, lines: int) -> Spread:
+    """For pieces of so many lines."""
+    folds, wide = how.slots * how.words // how.span, how.width // how.planes
+    per_word, bytes_ = LANES // folds, 2 if how.groups == 2 else 4
+    count = -(-(lines if lines % SPREAD_LINES else SPREAD_LINES) // LANES)
+    line, lane = np.arange(per_word)[:, None], np.arange(LANES)[None]
+    slot, word = (array.reshape(-1, 1, 1) for array in np.divmod(np.arange(how.slots * how.words), how.words))
+    # The groups of a row are those of its lines, one after another, as many in each.
+    per_line = how.slot // wide
+    first = line % how.span * per_line
+    used = (4 * word < first + per_line) & (4 * word + 3 >= first)
+    picks = used & (lane == (line // how.span * how.slots + slot) * how.words + word)
+    byte = np.arange(bytes_)[:, None]
+    group = 4 * word + byte
+    held = (lane // how.slot == slot) & (lane % how.slot // wide == group % per_line) & (group < how.groups)
+    same = np.eye(count, dtype=bool)
+    places = (held[:, :, None, None, :] & same[None, None, :, :, None]).reshape(-1, 2, count * LANES)
+    one = int(np.float32(1).view(np.int32)) >> 16
+    pairs = (places * np.array([one, one << 16], np.int32)[:, None]).sum(axis=1, dtype=np.int32)
+    return Spread(picks.astype(jnp.bfloat16), pairs, folds, count, bytes_, lines)
+
+
+def spread(way: Spread, words, picks, places, *, careful: bool):
+    """Scales of groups [lines, 128] bf16, every lane its own: powers of two, with which codes are exact in bf16.
+
+    Args:
+        way: of ``spread_of``.
+        words: [m, 128] int32, each with as many exponents.
+        picks, places: of ``way``.
+        careful: a scale that is no number spoils nothing but its group; else all that comes with it.
+    """
+    size = way.folds * way.count
+    words = jnp.pad(words, ((0, -len(words) % size), (0, 0)))
+    each = []
+    for number in range(way.bytes):
+        byte = lax.shift_right_logical(words, 8 * number) & 0xFF
+        # A product with zeros and ones may not spread what is not finite.
+        each.append(jnp.where(byte == 0xFF, -1.0, of_bits(byte << 23)) if careful else of_bits(byte << 23))
+    places, per_word, found = pltpu.bitcast(places[...], jnp.bfloat16), LANES // way.folds, []
+    for first in range(0, len(words), size):
+        rows = []
+        for begin in range(first, first + size, way.count):
+            exponents = jnp.concatenate([one[begin : begin + way.count] for one in each], axis=0).astype(jnp.bfloat16)
+            of_lines = [
+                lax.dot_general(picks[n], exponents, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+                for n in range(len(way.picks))
+            ]
+            rows.append(jnp.concatenate(of_lines, axis=1))
+        rows = jnp.concatenate(rows, axis=0).astype(jnp.bfloat16)
+        lines = jnp.dot(rows, places, preferred_element_type=jnp.float32)
+        if careful:
+            lines = jnp.where(lines < 0, np.float32(np.nan), lines)
+        lines = lines.astype(jnp.bfloat16)
+        found += [
+            lines[begin : begin + per_word, lane : lane + LANES]
+            for begin in range(0, LANES, per_word)
+            for lane in range(0, LANES * way.count, LANES)
+        ]
+    return jnp.concatenate(found, axis=0)[: way.lines]

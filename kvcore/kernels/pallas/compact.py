@@ -15,13 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvcore.kernels.pallas import block_lines
+from kvcore.kernels.pallas.codes import of_bits
 from kvcore.kernels.pallas.lines import Buffer, buffers_of, column, lanes
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, TILE_BYTES
 
 HALVES = 2
 """Chunks in VMEM: one that is worked on and one that arrives."""
-ROWS_OF_A_WORD = 2
+ROWS_OF_A_WORD = 4
 BYTES = np.int32(0x00FF00FF)
 """The lower byte of both halves of a word."""
 BIASED_E4M3, BIASED_E2M1 = 120 << 7, 126 << 7
@@ -128,7 +130,7 @@ def narrow(region: Region) -> bool:
         if field is None:
             known = place.field == "scales" and coded
         elif field.code == "e4m3":
-            known = coded and place.base == 0 and field.scale == "e8m0" and field.width % ROWS_OF_A_WORD == 0
+            known = coded and place.base == 0 and field.scale == "e8m0" and field.width % 2 == 0
         else:
             known = field.code == "bf16" and buffer.parts == 4 and field.size == LANES // 2 and place.base == 0
         if not known:
@@ -153,7 +155,7 @@ class Rows:
     def __init__(self, region: Region, pools, held, places, count: int, interpret: Any) -> None:
         self._region, self._buffers, self._places = region, buffers_of(region), places
         self._pools, self._tiles, self._arrived = pools, held[:-1], held[-1]
-        self._count, self._interpret = count, interpret
+        self._count, self._interpret, self._native = count, interpret, block_lines.casts_e4m3(interpret)
 
     def start(self, chunk, order) -> None:
         """Let the chunk come that is next from ``chunk`` on, if there is one: a predicate of each copy, no branch."""
@@ -174,7 +176,7 @@ class Rows:
         lax.fori_loop(0, self._count, row, None, unroll=not self._interpret)
 
     def lines(self, chunk, order, parts) -> list:
-        """Wait for a chunk; its rows' lines [K, 128] bf16, in the order of ``in_pairs``, zeros where there is no row.
+        """Wait for a chunk; its rows' lines [K, 128] bf16, in the order of ``in_fours``, zeros where there is no row.
 
         The next chunk's copies are issued under this one's arithmetic.
 
@@ -192,29 +194,14 @@ class Rows:
             for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
         }
         self.start(chunk + 1, order)
-        places = {place.field: place for place in self._region.unit.places}
-        first, *more = [field for field in self._region.format.fields if field.is_value]
-        pairs = _pairs(words_of[places[first.name].buffer])
-        scale_line, scale_lane = divmod(places["scales"].base, LANES)
-        lane = lanes(pairs[0].shape)
-        own = (lane >= scale_lane) & (lane < scale_lane + first.groups)
-        few = from_exponents(jnp.where(own, pairs[scale_line], 0))
-        found = []
-        for number, pair in enumerate(pairs):
-            spread = dot(few, _groups(scale_lane, first.width, number, first.groups), contract=0).astype(jnp.bfloat16)
-            line = from_e4m3(pair) * spread
-            line = jnp.where(spread < 0, jnp.bfloat16(jnp.nan), line)
-            found.append(line)
-        for field in more:
-            # One byte of each word is this row's: high bytes in the lower lanes, low ones above them.
-            word = words_of[places[field.name].buffer]
-            mine = lax.shift_right_logical(word, jnp.maximum(part, 0) * 8) & 0xFF
-            few = self._count // ROWS_OF_A_WORD
-            both = mine[:few] | mine[few:] << 16
-            bits = pltpu.roll(both, LANES // 2, 1) << 8 | both
-            last = pltpu.bitcast(found[-1], jnp.int32)
-            found[-1] = bf16(jnp.where(lane < LANES // 2, last, bits))
-        return found
+        coded, rest = words_of[coded_buffer(self._region)], None
+        few = self._count // ROWS_OF_A_WORD
+        fours = [slice(few * number, few * (number + 1)) for number in range(ROWS_OF_A_WORD)]
+        for name, word in words_of.items():
+            if name != coded_buffer(self._region):
+                mine = lax.shift_right_logical(word, jnp.maximum(part, 0) * 8) & 0xFF
+                rest = sum((mine[some] << 8 * number for number, some in enumerate(fours)), jnp.int32(0))
+        return decoded(self._region, [coded[some] for some in fours], rest, native=self._native)
 
 
 def rows_scratch(region: Region, count: int) -> list:
@@ -223,16 +210,16 @@ def rows_scratch(region: Region, count: int) -> list:
     return [*tiles, pltpu.SemaphoreType.DMA((HALVES,))]
 
 
-def in_pairs(numbers, count: int):
-    """[..., n] of chunks of ``count`` rows, as their lines have them: of each half of the chunk in turn."""
-    halves = numbers.reshape(*numbers.shape[:-1], -1, ROWS_OF_A_WORD, count // ROWS_OF_A_WORD)
-    return halves.swapaxes(-1, -2).reshape(numbers.shape)
+def in_fours(numbers, count: int):
+    """[..., n] of chunks of ``count`` rows, as their lines have them: one of each quarter of the chunk in turn."""
+    quarters = numbers.reshape(*numbers.shape[:-1], -1, ROWS_OF_A_WORD, count // ROWS_OF_A_WORD)
+    return quarters.swapaxes(-1, -2).reshape(numbers.shape)
 
 
-def out_of_pairs(numbers, count: int):
-    """What ``in_pairs`` undoes."""
-    pairs = numbers.reshape(*numbers.shape[:-1], -1, count // ROWS_OF_A_WORD, ROWS_OF_A_WORD)
-    return pairs.swapaxes(-1, -2).reshape(numbers.shape)
+def out_of_fours(numbers, count: int):
+    """What ``in_fours`` undoes."""
+    fours = numbers.reshape(*numbers.shape[:-1], -1, count // ROWS_OF_A_WORD, ROWS_OF_A_WORD)
+    return fours.swapaxes(-1, -2).reshape(numbers.shape)
 
 
 def order(live):
@@ -262,22 +249,81 @@ def flat(region: Region, pools, unit, row):
     return [pool.reshape(-1, *pool.shape[2:]) for pool in pools], places
 
 
-def from_exponents(pairs):
-    """As ``from_e8m0``, but 255 is -1: a product with zeros and ones may not spread what is not finite."""
-    nan = (pairs & BYTES) + twice(1) & twice(0x100)
-    return bf16((pairs & BYTES) << 7 ^ (nan << 7 | nan << 6))
+def coded_buffer(region: Region) -> str:
+    """The buffer of a narrow row's codes and scales."""
+    return next(place.buffer for place in region.unit.places if place.field == "scales")
 
 
-def _pairs(word):
-    """Words [K, 128] of rows of a tile -> of each line, words [K / 2, 128] of a byte of two rows; see ``in_pairs``."""
-    few = word.shape[0] // ROWS_OF_A_WORD
-    low = word[:few] & 0xFFFF | word[few:] << 16
-    high = lax.shift_right_logical(word[:few], 16) | word[few:] & np.int32(-0x10000)
-    return [low, lax.shift_right_logical(low, 8), high, lax.shift_right_logical(high, 8)]
+def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
+    """Lines [4n, 128] bf16 of narrow rows, 4i to 4i + 3 from the words i of four arrays.
+
+    Args:
+        region: of the rows.
+        fours: [n, 128] words each, of a row's tile.
+        rest: [n, 128] words of which each byte is one of the four rows', of their 16-bit channels; or None.
+        native: the chip casts e4m3 itself.
+        kept: [n, 128] words, 0 in the bytes of rows that are to be zeros; None: none is.
+    """
+    places = {place.field: place for place in region.unit.places}
+    first = next(field for field in region.format.fields if field.is_value)
+    bytes_ = _transposed(*fours)
+    bytes_ = bytes_ if kept is None else [words & kept for words in bytes_]
+    scale_line, scale_lane = divmod(places["scales"].base, LANES)
+    few = exponents(bytes_[scale_line], scale_lane, first.groups)
+    spread = dot(few, _groups(scale_lane, first.width, len(bytes_), first.groups), contract=0).astype(jnp.bfloat16)
+    found = []
+    for number, words in enumerate(bytes_):
+        by = spread[:, LANES * number : LANES * (number + 1)]
+        line = block_lines.from_e4m3(words, native) * jnp.bfloat16(block_lines.e4m3_factor(native)) * by
+        found.append(jnp.where(by < 0, jnp.bfloat16(jnp.nan), line))
+    if rest is not None:
+        # High bytes lie in the lower lanes, low ones above them.
+        byte = pltpu.bitcast(rest, jnp.uint8).astype(jnp.int32)
+        bits = pltpu.bitcast(
+            of_bits(pltpu.roll(byte, LANES // 2, 1) << 24 | byte << 16).astype(jnp.bfloat16), jnp.int32
+        )
+        last = pltpu.bitcast(found[-1], jnp.int32)
+        found[-1] = bf16(jnp.where(lanes(last.shape) < LANES // 2, last, bits))
+    return found
 
 
-def _groups(first: int, width: int, line: int, groups: int):
-    """[128, 128] ones where a lane of a line belongs to the group whose scale lies in a lane from ``first`` on."""
-    scale, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    group = jnp.minimum(lax.div(lane + LANES * line, width), groups - 1)
+def exponents(words, first: int, count: int):
+    """[4n, 128] bf16 of ``count`` lanes of exponents from lane ``first`` on, a row a byte of words [n, 128].
+
+    255 is -1, and other lanes 0: a product with zeros and ones may not spread what is not finite.
+    """
+    words = in_lanes(words, first, count)
+    # A byte's highest bit becomes a sign, too, which is taken away from two numbers at once.
+    signed = of_bits(pltpu.bitcast(words, jnp.int8).astype(jnp.int32) << 23).astype(jnp.bfloat16)
+    power = bf16(pltpu.bitcast(signed, jnp.int32) & twice(0x7FFF))
+    return jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)
+
+
+def in_lanes(words, first: int, count: int):
+    """Words [n, 128], zeros outside of ``count`` lanes from ``first`` on."""
+    lane = lanes((1, LANES))
+    return words & jnp.where((lane >= first) & (lane < first + count), jnp.int32(-1), 0)
+
+
+def _transposed(one, two, three, four) -> list:
+    """Words of four rows -> of each of their bytes, words that hold it of all four."""
+    found = []
+    for low in (True, False):
+        even, odd = (_halves(some, other, low=low) for some, other in ((one, three), (two, four)))
+        found.append(even & BYTES | (odd & BYTES) << 8)
+        found.append(lax.shift_right_logical(even, 8) & BYTES | odd & ~BYTES)
+    return found
+
+
+def _halves(first, second, *, low: bool):
+    """The lower halves of two words, or their upper ones, as one."""
+    if low:
+        return first & 0xFFFF | second << 16
+    return lax.shift_right_logical(first, 16) | second & np.int32(-0x10000)
+
+
+def _groups(first: int, width: int, lines: int, groups: int):
+    """[128, lines · 128] ones where a channel belongs to the group whose scale lies in a lane from ``first`` on."""
+    scale, channel = (lax.broadcasted_iota(jnp.int32, (LANES, LANES * lines), axis) for axis in (0, 1))
+    group = jnp.minimum(lax.div(channel, width), groups - 1)
     return jnp.where(scale == first + group, 1.0, 0.0).astype(jnp.bfloat16)

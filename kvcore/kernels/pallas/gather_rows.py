@@ -31,7 +31,7 @@ def gather_rows(region: Region, pools, unit, row, *, global_scale: float = 1.0, 
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     shape, total = (-1, 1, size), len(unit)
     if narrow:
-        unit, row = compact.out_of_pairs(unit, size), compact.out_of_pairs(row, size)
+        unit, row = compact.out_of_fours(unit, size), compact.out_of_fours(row, size)
         given = [compact.parts_of(region, unit, row).reshape(shape)]
         order = compact.order(jnp.any(unit.reshape(shape) >= 0, axis=(1, 2)))
         pools, places = compact.flat(region, pools, unit, row)

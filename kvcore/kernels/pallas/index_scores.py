@@ -21,7 +21,7 @@ from kvcore.kernels.pallas.rows_codec import place_of
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
-TILES_A_STEP = 512
+TILES_A_STEP = 1024
 SUBLANE_TILE = 8
 PARTS_OF_FP32 = 3
 ROWS_OF_A_PAIR = 2

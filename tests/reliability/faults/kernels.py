@@ -377,14 +377,21 @@ PALLAS = {
     ],
     "compact.py": [
         (
-            "    return bf16((pairs & BYTES) << 7 ^ (nan << 7 | nan << 6))\n",
-            "    return bf16((pairs & BYTES) << 7)\n",
+            "    return jnp.where(power == jnp.bfloat16(jnp.inf), jnp.bfloat16(-1), power)\n",
+            "    return power\n",
             "a scale that is no number spoils the whole row",
         ),
         (
             "    return jnp.where(unit >= 0, row & (parts - 1), -1)\n",
             "    return row & (parts - 1)\n",
             "rows that do not exist are no zeros",
+        ),
+    ],
+    "rings.py": [
+        (
+            "    low, high = jnp.where(around, end - region.rows, first), jnp.where(around, first, end)\n",
+            "    low, high = jnp.where(around, end - region.rows, first), jnp.where(around, first + 1, end)\n",
+            "the first row of a ring that goes around its end is zeros",
         ),
     ],
     "gather_rows.py": [

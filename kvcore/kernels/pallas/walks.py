@@ -1,0 +1,164 @@
+"""How a token's blocks of keys and values are walked, and which query sees which line: all that a layer decides.
+
+A chunk of blocks arrives together and is multiplied in pieces of lines. Every head's rows lie in a piece, so that a
+query is laid out like them, and lines of other heads are far from it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvcore.kernels.pallas import block_lines
+from kvcore.kernels.pallas.block_lines import Lie
+from kvcore.plan import Region
+from kvcore.spec.layout import LANES
+
+CHUNK_BYTES = 1 << 19
+"""Of codes in one pool, that arrive together; two chunks of each pool are held at a time."""
+BLOCK_BYTES = 1 << 20
+"""Of a block in one pool that is taken at all."""
+PIECE_LINES = 4096
+"""Lines that are multiplied together, with queries of up to as many heads as follow; fewer where there are more."""
+PIECE_HEADS = 64
+CAREFUL_LINES = 256
+"""The same where rows may be no numbers, which is rare: less code."""
+FAR = 1 << 30
+"""A position that no token sees."""
+
+
+class Walk(NamedTuple):
+    """Keys and values of a layer, as the kernel reads them.
+
+    Attributes:
+        regions: of keys, and of values.
+        how: how the rows of each lie.
+        count: blocks of a chunk.
+        pieces: of a chunk.
+        lines: of a piece.
+        positions: from a piece to the next.
+        native: the chip casts e4m3 itself.
+        terms: bf16 numbers that a query, or a weight, is the sum of.
+    """
+
+    regions: tuple[Region, Region]
+    how: tuple[Lie, Lie]
+    count: int
+    pieces: int
+    lines: int
+    positions: int
+    native: bool
+    terms: int
+
+
+def declined(keys: Region, values: Region) -> str:
+    """Why the kernel does not take a layer's keys and values; "" where it does."""
+    if (keys.heads, keys.rows, keys.growth) != (values.heads, values.rows, values.growth):
+        return "keys and values have not as many heads"
+    mine, theirs = block_lines.lie(keys), block_lines.lie(values)
+    if isinstance(mine, str):
+        return mine
+    if isinstance(theirs, str):
+        return theirs
+    if (mine.slots, mine.span) != (theirs.slots, theirs.span):
+        return "rows of keys and values take not as many lines"
+    if not np.array_equal(block_lines.rows_of(keys, mine), block_lines.rows_of(values, theirs)):
+        return "rows of keys and values come in another order"
+    if any(region.unit.nbytes > BLOCK_BYTES for region in (keys, values)):
+        return f"a block is more than {BLOCK_BYTES} bytes"
+    return ""
+
+
+def supports(keys: Region, values: Region) -> bool:
+    """True for blocks whose rows of keys and values lie alike."""
+    return not declined(keys, values)
+
+
+def walk(
+    keys: Region, values: Region, blocks: int, heads: int, *, native: bool, terms: int, careful: bool = False
+) -> Walk:
+    """How a token's ``blocks`` blocks are walked for so many heads of queries."""
+    how = _lie(keys), _lie(values)
+    rows = block_lines.rows_of(keys, how[0])
+    limit = CAREFUL_LINES if careful else max(LANES, PIECE_LINES * PIECE_HEADS // max(PIECE_HEADS, heads))
+    unit, held = rows.shape[1], keys.rows * keys.heads
+    most = max(dict(region.unit.buffers)[region.unit.places[0].buffer] for region in (keys, values))
+    count = max(1, min(blocks, CHUNK_BYTES // most))
+    words = max(one.words for one in how)
+    whole = bool((rows >= 0).all()) and held * words % LANES == 0
+    for pieces in range(1, count * unit // LANES + 1) if whole else ():
+        lines, rest = divmod(count * unit, pieces)
+        some = lines * rows.shape[0] // how[0].span
+        fits = lines <= limit and lines % LANES == 0 and some % keys.heads == 0 and some * words % LANES == 0
+        if not rest and fits:
+            return Walk((keys, values), how, count, pieces, lines, some // keys.heads, native, terms)
+    return Walk((keys, values), how, count, count, unit, keys.rows, native, terms)
+
+
+def _lie(region: Region) -> Lie:
+    found = block_lines.lie(region)
+    if isinstance(found, str):
+        raise TypeError(found)
+    return found
+
+
+def rows_of(by: Walk) -> np.ndarray:
+    """[slots, lines] rows of a piece, counted from its first one."""
+    keys, _ = by.regions
+    unit = block_lines.rows_of(keys, by.how[0])
+    units = np.arange(-(-by.lines // unit.shape[1])) * keys.rows * keys.heads
+    every = np.where(unit[:, None] >= 0, units[None, :, None] + unit[:, None], -1)
+    return every.reshape(len(unit), -1)[:, : by.lines]
+
+
+def moves_of(by: Walk) -> list[block_lines.Moves | block_lines.Spread]:
+    """How the scales of a piece's keys and of its values come to where they scale: once, where that is the same."""
+
+    def one(how: Lie):
+        return block_lines.spread_of(how, by.lines) if how.groups > 1 else block_lines.moves_of(rows_of(by))
+
+    keys, values = by.how
+    found = one(keys)
+    return [found, found if keys == values else one(values)]
+
+
+def each_once(moves: list) -> list:
+    """Of ``moves_of``, what is the same for keys and values once."""
+    return list({id(one): one for one in moves}.values())
+
+
+def copies_of(by: Walk) -> np.ndarray:
+    """[copies, heads of keys] the slots that hold a head's rows: one, or several, each of which is asked by itself."""
+    (keys, _), rows = by.regions, rows_of(by)
+    head = np.where(rows >= 0, rows % keys.heads, -1)
+    slots = [[slot for slot in range(len(rows)) if (head[slot] == number).any()] for number in range(keys.heads)]
+    most = max(map(len, slots))
+    return np.array([[some[min(copy, len(some) - 1)] for some in slots] for copy in range(most)])
+
+
+def positions_of(by: Walk, copies, heads: int):
+    """[copies · H, lines] int32 positions from a piece's first one, biased by the smallest int32; far where not shared.
+
+    One 128 lines of them where all others are these and so many positions more.
+    """
+    keys = by.regions[0]
+    shared = np.arange(heads) * keys.heads // heads
+    row = rows_of(by)[copies[:, shared].reshape(-1)]
+    mine = (row >= 0) & (row % keys.heads == np.tile(shared, len(copies))[:, None])
+    # Copies that are as many for all heads are one too many for some.
+    again = np.array([[copies[copy, head] in copies[:copy, head] for head in shared] for copy in range(len(copies))])
+    mine &= ~again.reshape(-1)[:, None]
+    position = np.where(mine, row // keys.heads, FAR)
+    step = step_of(by)
+    if step:
+        several = position.reshape(len(position), -1, LANES)
+        shift = step * np.arange(several.shape[1])[None, :, None]
+        if np.array_equal(np.where(several < FAR, several - shift, FAR), several[:, :1] + np.zeros_like(several)):
+            position = position[:, :LANES]
+    return jnp.asarray(position + np.iinfo(np.int32).min, jnp.int32)
+
+
+def step_of(by: Walk) -> int:
+    """Positions from 128 lines to the next 128, 0 where those are no whole number."""
+    step, rest = divmod(LANES // by.how[0].span * by.how[0].slots, by.regions[0].heads)
+    return 0 if rest or by.lines % LANES else step
