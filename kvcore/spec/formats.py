@@ -481,6 +481,17 @@ FORMATS = Formats(
             planes=(("codes", "rope"), ("scales", "pad")),
             amax_floor=6 * 2.0**-9,
         ),
+        # FlashMLA pull 18 in vLLM's repository ("nvfp4.fp8rope"), for V3.2: rotary channels are e4m3 without a scale.
+        Format(
+            name="v32_nvfp4_352",
+            fields=(
+                _codes(512, "e2m1", 16, "e4m3", "e4m3"),
+                Field(name="rope", dims=64, code="e4m3"),
+                _scales(32, "e4m3"),
+            ),
+            planes=(("codes", "rope", "scales"),),
+            amax_floor=6 * 2.0**-9,
+        ),
     )
 )
 

@@ -19,7 +19,7 @@ import torch
 
 from kvcore import environment
 from kvcore.backends.torch_triton import flash
-from tests.device import check_attention, check_classic, check_indexer
+from tests.device import check_attention, check_classic, check_groups, check_indexer
 from tests.device.check_attention import layer_of
 from tests.device.check_indexer import keys_layer
 from tests.device.reading_scene import scene
@@ -134,7 +134,12 @@ def run(shard: int, shards: int, names: list[str], device: str, seed: int) -> li
     return found
 
 
-GROUPS = {"attention": attention_cases, "classic": check_classic.large, "indexer": indexer_cases}
+GROUPS = {
+    "attention": attention_cases,
+    "classic": check_classic.large,
+    "groups": check_groups.large,
+    "indexer": indexer_cases,
+}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton import knobs
 
-from tests.device import check_attention, check_classic, check_flush, check_indexer
+from tests.device import check_attention, check_classic, check_flush, check_groups, check_indexer
 from tests.device import checks_on_device as checks
 from tests.device.check_cuda import reference_rows
 
@@ -42,6 +42,7 @@ PARTS = {
     "merge": written(checks.check_merge),
     "attention": check_attention.small,
     "classic": check_classic.small,
+    "groups": check_groups.small,
     "indexer": check_indexer.small,
 }
 

@@ -1,7 +1,7 @@
-"""Gluon's language in NumPy, as far as ``attend_codes`` speaks it: layouts do nothing, copies end as they begin.
+"""Gluon's language in NumPy, as far as ``attend_codes`` and ``attend_packed`` speak it.
 
-Kernels in Gluon have no interpreter. What they compute does not depend on layouts, so it can be carried out with
-arrays; assembly is told by what it does to numbers.
+Layouts do nothing, and copies end as they begin. Kernels in Gluon have no interpreter. What they compute does not
+depend on layouts, so it can be carried out with arrays; assembly is told by what it does to numbers.
 """
 
 from types import SimpleNamespace
@@ -40,8 +40,8 @@ class Tensor(np.ndarray):
         del context, return_scalar
         return array.view(Tensor)
 
-    def to(self, dtype):
-        return self.astype(dtype)
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     def permute(self, order):
         return self.transpose(order)
@@ -58,6 +58,9 @@ class Shared:
 
     def index(self, number):
         return Shared(self.values[int(number)])
+
+    def permute(self, order):
+        return Shared(self.values.transpose(order))
 
     def load(self, layout):
         del layout
@@ -104,7 +107,7 @@ def language(number, assembly):
 
     def inline(text, constraints, given, dtype, is_pure, pack):
         del constraints, is_pure, pack
-        found = assembly[text.value](*np.broadcast_arrays(*given))
+        found = assembly[getattr(text, "value", text)](*np.broadcast_arrays(*given))
         assert (len(found) == len(dtype)) if isinstance(dtype, tuple) else True
         return tuple(map(tensor, found)) if isinstance(dtype, tuple) else tensor(found)
 
@@ -117,7 +120,9 @@ def language(number, assembly):
         program_id=lambda _: tensor(number),
         int64=np.int64,
         int16=np.dtype(np.int16),
+        int32=np.dtype(np.int32),
         bfloat16=BF16,
+        float16=np.dtype(np.float16),
         float32=np.dtype(np.float32),
         pointer_type=lambda dtype: dtype,
         constexpr=None,
@@ -132,7 +137,9 @@ def language(number, assembly):
         sum=lambda x, axis: tensor(np.sum(x, axis=axis, dtype=np.float32)),
         exp2=lambda x: tensor(np.exp2(x)),
         log2=lambda x: tensor(np.log2(x)),
+        abs=np.abs,
         join=lambda a, b: tensor(np.stack([a, b], axis=-1)),
+        split=lambda x: (tensor(x[..., 0]), tensor(x[..., 1])),
         permute=lambda x, order: x.transpose(order),
         convert_layout=lambda x, _: x,
         static_range=range,

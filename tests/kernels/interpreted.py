@@ -20,7 +20,7 @@ from kvcore.plan import plan_cache
 from kvcore.plugins import registry
 from kvcore.spec import CacheSpec, Entries, LayerSpec, Tail, Window
 from kvcore.step import StepRequest, build_index
-from tests.device import check_attention, check_classic, check_indexer
+from tests.device import check_attention, check_classic, check_groups, check_indexer
 from tests.device.check_cuda import OF_ONE_TOKEN, reference_rows
 from tests.device.check_flush import flush_problems
 from tests.device.checks_on_device import check_format, check_life, check_merge, check_pages, check_rotated
@@ -252,6 +252,7 @@ GROUPS = {
     "check words": check_words,
     "attention": lambda: check_attention.small("cpu"),
     "classic attention": lambda: check_classic.small("cpu"),
+    "groups": lambda: check_groups.small("cpu"),
     "indexer": lambda: check_indexer.small("cpu"),
     "flush of fp32": lambda: flushes("fp32", "packed"),
     "flush of bf16": lambda: flushes("bf16", "packed"),

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 
 from kvcore.kernels.triton import append_groups, attend_codes, attend_groups
 from kvcore.kernels.triton.groups import groups_fit, groups_recorded
+from kvcore.kernels.triton.launches.kv_groups import APPEND_WARPS, pieces_of
 from kvcore.kernels.triton.record import row_record
 from kvcore.plan import plan_cache
 from kvcore.spec import KV, CacheSpec, LayerSpec
@@ -53,8 +54,10 @@ def test_other_kernels_of_groups_compile(keys, values, arch, record):
     constants, case = constants_of(keys, values) | {"NATIVE": arch >= 89}, f"{keys} and {values}"
     more = {"LEFT": True, "GROUPS": 8, "HEADS": 16}
     check(record, case, attend_groups.attend_groups_kernel, arch, constants | more, shared=160 * 1024)
-    for kernel in (append_groups.append_groups_kernel, append_groups.close_groups_kernel):
-        check(record, case, kernel, arch, constants | {"REQUESTS": 64})
+    of_append = constants | {"REQUESTS": 64}
+    pieces = {"PIECES": min(map(pieces_of, (constants["K"], constants["V"])))}
+    check(record, case, append_groups.append_groups_kernel, arch, of_append | pieces, warps=APPEND_WARPS)
+    check(record, case, append_groups.close_groups_kernel, arch, of_append)
 
 
 def pair_of(first, second):

@@ -43,6 +43,7 @@ LAYERS = (
     LayerSpec(kv=KV(key_heads=8, key_dim=128)),
     LayerSpec(state=State(heads=4, key_dim=128, value_dim=128)),
     LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int4_ch32", value_format="int4_g32")),
+    LayerSpec(kv=KV(key_heads=8, key_dim=128, key_format="int8_row", value_format="nf4_b64")),
 )
 PLAN = plan_cache(CacheSpec(layers=LAYERS), max_requests=Q, max_tokens=4096, max_draft_tokens=3)
 
@@ -336,6 +337,23 @@ def test_attention_on_hopper_is_given_what_others_are():
     assert faults("attend_rows", launched) == ["attend_hopper_kernel: own_ptr is given positions"]  # instead of none
 
 
+def of_packed_rows(**given):
+    """Attention of a token of each request to rows that are taken as they are, without the step's own."""
+    records = [number_of("kv", 4), number_of("kv", 4, 1), -1, -1]
+    return recorded(
+        "attend_kv_rows", own_keys=None, own_values=None, records=records, slots=Named("slots", (T,)), **given
+    )
+
+
+@pytest.mark.parametrize("gluon", [True, False])
+def test_attention_from_packed_rows_is_given_what_others_are(gluon):
+    launched = of_packed_rows(gluon=gluon)
+    kernel = "attend_packed_kernel" if gluon else "attend_kv_kernel"
+    assert [kernel.kernel.fn.__name__ for kernel, _, _ in launched] == [kernel, "merge_kernel"]
+    absent = [] if gluon else [f"{kernel}: own_{part}_ptr is given positions" for part in ("keys", "values")]
+    assert faults("attend_kv_rows", launched) == absent  # instead of none
+
+
 @pytest.mark.parametrize("name", OF_HOPPER)
 def test_kernels_of_hopper_are_given_what_their_twins_are(name):
     for gluon in (True, False):
@@ -350,6 +368,7 @@ def test_every_kernel_is_launched():
         *of_few_rows(),
         *of_long_rows(),
         *of_pool_rows(),
+        *of_packed_rows(),
         *others,
         *(one for name in LAUNCHES for one in recorded(name)),
     ]

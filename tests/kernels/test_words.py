@@ -34,9 +34,17 @@ def multiplied(a, b, c):
     return int(bits[0] >> 16 | bits[1])
 
 
+def subtracted(a, b):
+    """PTX ``sub.rn.f16x2``."""
+    first, second = np.array([a, b], np.uint32).view(np.float16).reshape(2, 2)
+    return int((first - second).view(np.uint32)[0])
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "sub.rn.f16x2": subtracted,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "mov.b32": lambda a: a,

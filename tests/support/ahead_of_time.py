@@ -29,7 +29,7 @@ HOPPER = 90
 AMD = {"MI300": "gfx942", "MI350": "gfx950"}
 OTHERS = {80: tuple(AMD.values())}
 """By the GPU whose constants they take: AMD's, for which nothing is tuned."""
-FOR_NVIDIA = ("attend_codes_kernel",)
+FOR_NVIDIA = ("attend_codes_kernel", "attend_packed_kernel")
 """Kernels whose layouts of registers are one maker's."""
 RECORD = Path(__file__).parents[2] / "records" / "compile_triton.json"
 WRITES = "KVCORE_COMPILE_RECORD"

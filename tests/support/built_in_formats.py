@@ -11,6 +11,7 @@ FIXED_DIM = {
     "row_580": 512,
     "mxfp4_368": 512,
     "v4_nvfp4_384": 512,
+    "v32_nvfp4_352": 576,
     "index_fp8_132": 128,
     "index_fp8_132_h": 128,
     "index_fp8_132_fp32scale": 128,

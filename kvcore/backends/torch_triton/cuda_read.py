@@ -22,6 +22,7 @@ from kvcore.backends.torch_triton.cuda import (
 )
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
+from kvcore.kernels.triton import packed
 from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
 from kvcore.kernels.triton.groups import groups_fit
@@ -383,7 +384,7 @@ class AttendedKV(NamedTuple):
         own_numbers: of records of the step's own keys and values, -1 where the pools hold them.
         heads: of keys and of values; ``value_dim`` channels of a value.
         window, chunk: of the layer, 0 without.
-        config: how a call is cut into programs, for this device.
+        config: how a call is cut into programs, for this device; ``packed`` where each takes one token, None if alike.
         props: the device.
     """
 
@@ -394,6 +395,7 @@ class AttendedKV(NamedTuple):
     window: int
     chunk: int
     config: Any
+    packed: Any
     props: Any
 
 
@@ -489,7 +491,10 @@ def _attended_kv(ops, layer, case):
         return sides
     numbers = (-1, -1) if records is None else tuple(launch.bind(launch.Bound(one, 0, 0, 0)) for one in records)
     heads, seen = (keys.heads, values.heads), (component.window or 0, component.chunk or 0)
-    return AttendedKV(parts, numbers, heads, values.dim, *seen, kv_kernel.config_for(ops.props, sides), ops.props)
+    fits = launch.run_triton.gluon and case.bf16 and not case.own
+    taken = packed.packed_work(keys, values, ops.props) if fits else None
+    config = kv_kernel.config_for(ops.props, sides)
+    return AttendedKV(parts, numbers, heads, values.dim, *seen, config, taken and taken.config, ops.props)
 
 
 def attend_kv_covers(bound, index, q, k=None, v=None, **_):
@@ -520,7 +525,11 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     seen = min(columns, bound.window or bound.chunk or columns)
     tokens, heads, _ = q.shape
     work = kv_kernel.work_for(tokens, len(index.slots), heads, *bound.heads)
-    splits = kv_kernel.splits_for(bound.props, work.programs, seen + work.each - 1, bound.config)
+    most = seen + work.each - 1
+    if bound.packed is not None and work.each == 1:
+        splits = packed.splits_of(bound.props, packed.programs_of(tokens, heads, *bound.heads), most, bound.packed)
+    else:
+        splits = kv_kernel.splits_for(bound.props, work.programs, most, bound.config)
     room = splits * tokens * heads * (bound.value_dim + 1) if splits > 1 else 1
     out, lse = launch.calls().attend_kv_rows(
         q.contiguous(),

@@ -19,8 +19,8 @@ def _upper(values: np.ndarray) -> np.ndarray:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-def _table(bits: np.ndarray) -> tuple[int, ...]:
-    """Sixteen bf16 numbers as words: four of the upper bytes, then four of the lower ones."""
+def table_of(bits: np.ndarray) -> tuple[int, ...]:
+    """Sixteen numbers of 16 bits as words: four of the upper bytes, then four of the lower ones."""
     parts = (bits >> 8).astype(np.uint8), (bits & 0xFF).astype(np.uint8)
     return tuple(int(word) for part in parts for word in part.view("<u4"))
 
@@ -29,7 +29,7 @@ _LEVELS = np.array(NF4_LEVELS, np.float32)
 _NEAR = _upper(_LEVELS)
 _REST = _LEVELS - (_NEAR.astype(np.uint32) << 16).view(np.float32)
 
-TABLES = {"nf4": _table(_NEAR), "nf4_rest": _table(_upper(_REST))}
+TABLES = {"nf4": table_of(_NEAR), "nf4_rest": table_of(_upper(_REST))}
 
 _LOOK_UP = """
     and.b32 s, {word}, 0x7777;

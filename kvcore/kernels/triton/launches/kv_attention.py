@@ -1,6 +1,8 @@
 """The launch of classic attention: its kernel, and the merge of its parts."""
 
 from functools import cache, lru_cache
+from importlib import import_module
+from math import lcm
 from typing import Any
 
 from kvcore.kernels.triton import attend_kv
@@ -9,6 +11,7 @@ from kvcore.kernels.triton.attend_kv import Work, config_for, sides_of, span_of,
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.kernels.triton.launches.attention import merge, parts_for
 from kvcore.kernels.triton.launches.launching import BOUND, Array, Framework, Kernel, launch
+from kvcore.kernels.triton.packed import PackedWork, packed_work, programs_of
 
 
 def _outputs(to: Framework, q: Array, records: list[int]) -> tuple[Array, Array]:
@@ -38,21 +41,42 @@ def attend_kv_rows(
     if not tokens:
         return out, lse
     window, chunk, splits = sizes
-    native = to.native(q)
-    work, kernel = _attend(*records, to.props(q), bf16, tokens, slots.shape[0], heads, left_padding is not None, native)
+    native, has_left = to.native(q), left_padding is not None
     beside, parts = lse if sink is None else sink, parts_for(to, workspace, out, lse, splits)
-    to.run(
-        kernel,
-        (work.programs * splits,),
-        (
-            out, lse, *parts, q, beside, *BOUND[records[0]].given(keys), *BOUND[records[1]].given(values),
-            positions if own_keys is None else own_keys, positions if own_values is None else own_values,
-            positions, request_index, slots, starts, block_table, starts if left_padding is None else left_padding,
-        ),
-        (tokens, heads, work.each, window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E),
-    )  # fmt: skip
+    k, v, left = BOUND[records[0]], BOUND[records[1]], left_padding if has_left else starts
+    step = tokens, slots.shape[0], heads
+    packed = None
+    if to.gluon and bf16 and own_keys is None and work_for(*step, k.record.heads, v.record.heads).each == 1:
+        packed = packed_work(k.record, v.record, to.props(q))
+    seen: tuple[Any, ...] = window, chunk, sink is not None, block_table.shape[1], splits, scale * LOG2_E
+    if packed is not None:
+        kernel = _packed(*records[:2], packed, has_left)
+        programs = programs_of(tokens, heads, k.record.heads, v.record.heads)
+        arrays = *k.given(keys)[:2], *v.given(values)[:2], positions, request_index, block_table, left
+        numbers = heads, *seen
+    else:
+        work, kernel = _attend(*records, to.props(q), bf16, *step, has_left, native)
+        programs = work.programs
+        arrays = (
+            *k.given(keys), *v.given(values), positions if own_keys is None else own_keys,
+            positions if own_values is None else own_values, positions, request_index, slots, starts, block_table, left,
+        )  # fmt: skip
+        numbers = tokens, heads, work.each, *seen
+    to.run(kernel, (programs * splits,), (out, lse, *parts, q, beside, *arrays), numbers)
     merge(to, out, lse, parts, beside, positions, positions, splits, sunk=sink is not None, native=native)
     return out, lse
+
+
+@cache
+def _packed(keys: int, values: int, packed: PackedWork, left: bool) -> Kernel:
+    # Older releases of Triton lack Gluon, which is not asked for before it is known to be there.
+    kernel = import_module("kvcore.kernels.triton.attend_packed").attend_packed_kernel
+    k, v = BOUND[keys].record, BOUND[values].record
+    constants = {
+        "K": k, "V": v, "SK": packed.keys, "SV": packed.values, "LEFT": left, "GROUPS": lcm(k.heads, v.heads),
+        "KEYS": packed.config.keys, "DEPTH": packed.config.stages,
+    }  # fmt: skip
+    return Kernel(kernel, constants, 1, writes=("out", "lse", "partial", "partial_lse"), fused=True)
 
 
 @lru_cache(4096)

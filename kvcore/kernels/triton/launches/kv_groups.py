@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcore.kernels.triton import append_groups, attend_groups
 from kvcore.kernels.triton.attend import LOG2_E
+from kvcore.kernels.triton.groups import GroupsRecord
 from kvcore.kernels.triton.launches.attention import merge, parts_for
 from kvcore.kernels.triton.launches.launching import GROUPS, Array, Framework, Kernel, bound_record, launch
 from kvcore.kernels.triton.record import ceil_div
@@ -18,6 +19,8 @@ RESIDENT = 8
 START = 4
 """What a program costs before and after its groups, in groups."""
 MOST_SPLITS = 128
+PIECE, APPEND_WARPS = 64, 1
+"""Channels of a program that appends, and its warps: a group's smallest and largest are found within one."""
 
 
 def _outputs(to: Framework, q: Array, records: list[int]) -> tuple[Array, Array]:
@@ -118,9 +121,10 @@ def append_groups_rows(
         return
     some = 64 if requests <= 64 else 256
     keys_of, values_of = GROUPS[records[0]], GROUPS[records[1]]
+    pieces = 1 if most else min(pieces_of(keys_of.record), pieces_of(values_of.record))
     to.run(
-        _append(*records, some, most == 0, to.native(k)),
-        (most or requests, keys_of.record.heads + values_of.record.heads),
+        _append(*records, some, pieces, most == 0, to.native(k)),
+        (most or requests, (keys_of.record.heads + values_of.record.heads) * pieces),
         (
             k, v, *keys_of.given(keys), *values_of.given(values), *tails, starts, lengths, slots, stored, block_table,
         ),
@@ -129,12 +133,22 @@ def append_groups_rows(
 
 
 @cache
-def _append(keys: int, values: int, key_tail: int, tail: int, requests: int, short: bool, native: bool) -> Kernel:
+def pieces_of(record: GroupsRecord) -> int:
+    """Programs that share a row's channels in a short step: pieces are whole groups of channels."""
+    return max(1, record.dim // max(PIECE, record.width if not record.over else 0))
+
+
+@cache
+def _append(
+    keys: int, values: int, key_tail: int, tail: int, requests: int, pieces: int, short: bool, native: bool
+) -> Kernel:
     k, v = GROUPS[keys].record, GROUPS[values].record
     constants = {
         "K": k, "V": v, "TK": bound_record(key_tail), "TV": bound_record(tail), "REQUESTS": requests, "NATIVE": native,
     }  # fmt: skip
     writes = "key_codes", "key_scales", "key_plain", "codes", "scales", "plain"
     if short:
-        return Kernel(append_groups.append_groups_kernel, constants, 4, writes=(*writes, "key_tail", "tail"))
+        constants["PIECES"] = pieces
+        writes = *writes, "key_tail", "tail"
+        return Kernel(append_groups.append_groups_kernel, constants, APPEND_WARPS, writes=writes)
     return Kernel(append_groups.close_groups_kernel, constants, 4, writes=writes)
