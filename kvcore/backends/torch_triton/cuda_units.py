@@ -288,9 +288,10 @@ def move_strips(bound, ops, pools, pages, strips, units, *, store=False):
         if moving is not None:
             moving.wait()
         return moving is not None
-    units = _units(ops, units)
-    for width, table, _ in _of_move(ops, pools, strips, _grain(pages), store=store):
-        calls().move_strips(_words(pages, WORDS[width]), units, ops.asarray(table), 0, store)
+    tables = _of_move(ops, pools, strips, _grain(pages), store=store)
+    units, sent = _with_units(ops, units, [table for _, table, _ in tables])
+    for (width, *_), table in zip(tables, sent, strict=True):
+        calls().move_strips(_words(pages, WORDS[width]), units, table, 0, store)
     return True
 
 
@@ -331,10 +332,10 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
 
 def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
     page_bytes = buffers.pages.shape[1]
-    units = np.ascontiguousarray(units.cpu() if isinstance(units, torch.Tensor) else units, np.int32)
     tables = _of_move(ops, pools, strips, page_bytes, store=store)
     digests = None if digested is None else _of_digest(ops, digested, page_bytes)
-    units, *sent = _sent(ops, [units, *(table for _, table, _ in tables), *([] if digests is None else [digests])])
+    arrays = [*(table for _, table, _ in tables), *([] if digests is None else [digests])]
+    units, sent = _with_units(ops, units, arrays)
     digests = sent.pop() if digests is not None else None
     moves = [(WORDS[width], table) for (width, *_), table in zip(tables, sent, strict=True)]
     whole = _whole(strips, page_bytes)
@@ -347,21 +348,29 @@ def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
                 buffers.add(turn, some, part)
         for dtype, table in moves:
             calls().move_strips(_words(room, dtype), units[some], table, some.start, store)
-        if digests is not None:
-            buffers.keep(some, calls().digest_strips(_words(room, torch.int32), digests, some.start))
         if not store:
             buffers.send(turn, some)
+        if digests is not None:
+            buffers.keep(calls().digest_strips(_words(room, torch.int32), digests, some.start))
 
 
 def _rows_of_chunk(pages):
     return max(1, CHUNK // max(1, pages.shape[1]))
 
 
+def _with_units(ops, units, arrays):
+    """Numbers of units, which may be on the device already, and arrays of integers."""
+    if isinstance(units, torch.Tensor):
+        return _units(ops, units), _sent(ops, arrays)
+    units, *sent = _sent(ops, [np.ascontiguousarray(units, np.int32), *arrays])
+    return units, sent
+
+
 def _sent(ops, arrays):
     """Integers on the device, all in one copy, which nobody waits for."""
     sizes = [-(-array.nbytes // max(WORDS)) * max(WORDS) for array in arrays]
-    ends = np.cumsum(sizes).tolist()
-    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=ops.torch_device.type == "cuda")
+    ends = np.cumsum([0, *sizes]).tolist()[1:]
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=ops.torch_device.type == "cuda")
     host = staged.numpy()
     for array, size, end in zip(arrays, sizes, ends, strict=True):
         host[end - size : end - size + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -394,7 +403,7 @@ def digest_strips(bound, ops, pages, strips, first_page):
     table = _of_digest(ops, strips, _grain(pages))
     if table is None:
         return None
-    return _unsigned(calls().digest_strips(_words(pages, torch.int32), ops.asarray(table), first_page))
+    return _unsigned(calls().digest_strips(_words(pages, torch.int32), *_sent(ops, [table]), first_page))
 
 
 def component_lanes(ops, pools, strips, units):

@@ -2,7 +2,7 @@
 
 One is copied while kernels work on the other. Memory that a GPU can read by itself (pinned) is copied straight; any
 other goes through pinned buffers that torch keeps. What comes in is digested where it has arrived, so that what was
-verified is what is stored; what goes out is digested before it goes, and its digests go first.
+verified is what is stored; what goes out is digested where it waits to go, and the digests are here before all of it.
 """
 
 from collections.abc import Iterator
@@ -41,8 +41,7 @@ class Buffers:
         self._copied: list[Any] = [None] * BUFFERS
         self._used: list[Any] = [None] * BUFFERS
         self._leaving: list[tuple[int, slice]] = []
-        self._lanes: torch.Tensor | None = None
-        self._known: Any = None
+        self._lanes: list[torch.Tensor] = []
         if self._cuda:
             self._here = torch.cuda.current_stream(device)
             self._copies = torch.cuda.Stream(device)
@@ -115,21 +114,16 @@ class Buffers:
         if self._host is None:
             self._leaving.append((turn, some))
 
-    def keep(self, some: slice, lanes: torch.Tensor) -> None:
-        """Copy a chunk's lanes [pages, 2] int32 to the host; the chunk itself, if it is sent, goes behind them."""
-        if self._lanes is None:
-            self._lanes = torch.empty((len(self.pages), 2), dtype=torch.int32, pin_memory=self._cuda)
-        self._lanes[some].copy_(lanes, non_blocking=True)
-        if self._cuda:
-            self._known = self._here.record_event()
+    def keep(self, lanes: torch.Tensor) -> None:
+        """Keep the lanes [pages, 2] int32 of the next chunk."""
+        self._lanes.append(lanes)
 
     def lanes(self) -> np.ndarray[Any, Any] | None:
-        """The lanes that were kept, [pages, 2] uint32, as soon as those are here; None where none were to be."""
-        if self._lanes is None:
+        """The lanes that were kept, [pages, 2] uint32, as soon as those are here; None where none were."""
+        if not self._lanes:
             return None
-        if self._known is not None:
-            self._known.synchronize()
-        return self._lanes.numpy().view(np.uint32)
+        # All in one copy: any before a chunk's would make that wait.
+        return torch.cat(self._lanes).cpu().numpy().view(np.uint32)
 
     def wait(self) -> None:
         """Returns when nothing reads or writes the pages any more."""
