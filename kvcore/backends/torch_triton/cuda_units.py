@@ -315,7 +315,8 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
         ``Buffers``, for their lanes and for the end; None, and nothing is done, where there are no launches for such
         strips.
     """
-    unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *(digested or ())))
+    others = () if digested is None or digested is strips else digested
+    unlike = any(isinstance(strip.numbers, tuple) for strip in (*strips, *others))
     if unlike or not ops.movable or not pages.flags.c_contiguous:
         return None
     buffers = Buffers(ops.torch_device, pages, _rows_of_chunk(pages)) if begun is None else begun.of_first(len(pages))
@@ -333,12 +334,9 @@ def through_device(ops, pools, pages, strips, units, *, store, digested=None, bl
 def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
     page_bytes = buffers.pages.shape[1]
     tables = _of_move(ops, pools, strips, page_bytes, store=store)
-    digests = None if digested is None else _of_digest(ops, digested, page_bytes)
-    arrays = [*(table for _, table, _ in tables), *([] if digests is None else [digests])]
-    units, sent = _with_units(ops, units, arrays)
-    digests = sent.pop() if digests is not None else None
+    units, sent = _with_units(ops, units, [table for _, table, _ in tables])
     moves = [(WORDS[width], table) for (width, *_), table in zip(tables, sent, strict=True)]
-    whole = _whole(strips, page_bytes)
+    whole, digests = _whole(strips, page_bytes), None
     for turn, some, room in buffers.chunks(incoming=store):
         if not store and some.stop > whole:
             part = max(some.start, whole)
@@ -350,6 +348,10 @@ def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
             calls().move_strips(_words(room, dtype), units[some], table, some.start, store)
         if not store:
             buffers.send(turn, some)
+        if digested is not None and not some.start:
+            # Not before the first chunk is on its way.
+            table = _of_digest(ops, digested, page_bytes)
+            digests = None if table is None else _sent(ops, [table])[0]
         if digests is not None:
             buffers.keep(calls().digest_strips(_words(room, torch.int32), digests, some.start))
 
