@@ -119,7 +119,7 @@ class _Piece(NamedTuple):
         place: first byte of a unit at which they begin.
         apart: from one row, and one head, to the next in a unit.
         units: in which they lie.
-        cuts: where neighbouring units end; None where there are so many that units are taken one by one.
+        ends: where neighbouring units end; None where there are so many that units are taken one by one.
         half: bytes of the high halves, where those lie before the low ones; 0 elsewhere.
     """
 
@@ -131,7 +131,7 @@ class _Piece(NamedTuple):
     place: int
     apart: tuple[int, int]
     units: Array
-    cuts: list[int] | None
+    ends: list[int] | None
     half: int
 
 
@@ -154,7 +154,7 @@ def _pieces(pages: Array, strip: Strip, region: Region, at: Array, *, store: boo
         item = np.dtype((np.void, nbytes))
         steps = pages.strides[0], strip.row_bytes, whole
         for first, number, row, rows, units, place in _even(strip, region, at):
-            cuts = _cuts(units, split=line.split)
+            ends = _ends(units, split=line.split)
             for copy in range(region.copies if store else 1):
                 yield _Piece(
                     line.buffer,
@@ -165,7 +165,7 @@ def _pieces(pages: Array, strip: Strip, region: Region, at: Array, *, store: boo
                     line.base + (place + copy * region.rows) * row_step * line.stride,
                     (row_step * line.stride, head_step * line.stride),
                     units,
-                    cuts,
+                    ends,
                     line.nbytes // 2 if line.split else 0,
                 )
 
@@ -193,7 +193,7 @@ def _even(strip: Strip, region: Region, at: Array) -> Iterator[tuple[int, int, i
             yield 0, 1, first, end - first, at[:1], numbers[first] % region.rows
 
 
-def _cuts(units: Array, *, split: bool) -> list[int] | None:
+def _ends(units: Array, *, split: bool) -> list[int] | None:
     """Where neighbouring units end, from 0 to all of them; None where few are neighbours."""
     ends = (units[1:] - units[:-1] != 1).nonzero()[0] + 1 if len(units) > 1 else units[1:]
     if len(ends) > max(4, len(units) // 2) and units.min() >= 0 and not split:
@@ -223,7 +223,7 @@ def _copy(pages: Array, offset: int, pool: Array | None, piece: _Piece, *, store
         outside[...] = np.zeros((), outside.dtype)
         return
     inside = _items(pool, piece.place, (len(pool), rows, heads), (pool.strides[0], *piece.apart), piece.item)
-    if piece.cuts is None:
+    if piece.ends is None:
         step = max(1, AT_ONCE // max(1, rows * heads * piece.item.itemsize))
         for first in range(0, len(units), step):
             some = slice(first, first + step)
@@ -232,7 +232,7 @@ def _copy(pages: Array, offset: int, pool: Array | None, piece: _Piece, *, store
             else:
                 outside[some] = inside[units[some]]
         return
-    for first, end in pairwise(piece.cuts):
+    for first, end in pairwise(piece.ends):
         unit, part = int(units[first]), outside[first:end]
         if unit < 0:
             # Units -1 are neighbours of none but unit 0.
