@@ -7,13 +7,23 @@ Every command has ``--json``. Tables are drawn by rich where it is installed; no
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from kvcore.cli import bench, convert, describe, info, parity, plan
 from kvcore.errors import KvcoreError
 from kvcore.foreign import printable
-from kvcore.portable import checkfile
 
 AGREE, DISAGREE, USAGE = 0, 1, 2
+
+COMMANDS = {
+    "info": "kvcore.cli.info",
+    "plan": "kvcore.cli.plan",
+    "parity": "kvcore.cli.parity",
+    "bench": "kvcore.cli.bench",
+    "check": "kvcore.portable.checkfile",
+    "describe": "kvcore.cli.describe",
+    "convert": "kvcore.cli.convert",
+}
+"""Command -> its module. The one that is typed is imported alone: most of ``kvcore info`` would else be imports."""
 
 EXAMPLES = """\
 examples:
@@ -29,7 +39,8 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (None: the process's own) and return its exit code."""
-    options = _parser().parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    options = _parser(typed[0] if typed else "").parse_args(arguments)
     options.typed = arguments
     try:
         return options.run(options)
@@ -42,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return AGREE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Of one command; of all where there is none of that name, which then help or an error lists."""
     from kvcore import __version__
 
     parser = argparse.ArgumentParser(
@@ -53,6 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, plan, parity, bench, checkfile, describe, convert):
-        command.add_to(commands)
+    for module in [COMMANDS[command]] if command in COMMANDS else COMMANDS.values():
+        import_module(module).add_to(commands)
     return parser
