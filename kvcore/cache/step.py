@@ -164,7 +164,7 @@ class Step(Generic[C]):
         """The handle of layer ``number``; draft layers follow the main ones."""
         self._state.context.check_open()
         count = len(self.cache.spec.all_layers)
-        found = as_count(number)
+        found = number if type(number) is int and number >= 0 else as_count(number)
         if found is None or found >= count:
             raise ShapeError(got=number, where="step.layer", allowed=f"0 to {count - 1}")
         return self._state.layer(found)
@@ -294,6 +294,8 @@ class StepState:
         self.sealed = False
         self.table: Now | None = None
         self.pools_replaced = False
+        # All main layers got the step's rows.
+        self._is_whole = False
         self.context = StepContext(cache, opening, numbers, index)
         self._opening = opening
         self._numbers = numbers
@@ -394,7 +396,8 @@ class StepState:
                 grants = {request: self._needed(grant, places[request]) for request, grant in grants.items()}
             keys = self._new_keys(places) if prefix.on and places else {}
             for writes in self._layers.values():
-                writes.store_waiting()
+                if writes.waiting:
+                    writes.store_waiting()
             if cache.canary is not None:
                 self.sealed = True
                 cache.pools = cache.canary.ended(cache.pools, *self._looked_at, self._numbers)
@@ -533,9 +536,9 @@ class StepState:
     def _touched(self) -> Mapping[str, bool]:
         """``main`` and ``draft``, where such layers were used -> whether all of them got the step's rows."""
         used = self._layers
-        touched = {"main": True} if self.pools_replaced else {}
+        touched = {"main": True} if self.pools_replaced or self._is_whole else {}
         for group, numbers in self.cache.plan.groups.items() if used else ():
-            if any(number in used for number in numbers):
+            if group not in touched and any(number in used for number in numbers):
                 touched[group] = self.pools_replaced or all(
                     number in used and not used[number].missing() for number in numbers
                 )
@@ -551,7 +554,7 @@ class StepState:
         if not any(number in used for number in main) and any(number in used for number in drafts):
             return
         for number in main:
-            writes = self._writes(number)
+            writes = used.get(number) or RingWrites(self.context, number)
             missing = writes.missing()
             if missing:
                 raise StepError(
@@ -567,3 +570,5 @@ class StepState:
                     where=f"commit: {self.cache.spec.path(number)}",
                     allowed="flush or store_entries before the step ends (check=True)",
                 )
+        keeping = self.cache.plan.groups["main"]
+        self._is_whole = len(keeping) > 0 and all(map(used.__contains__, keeping))
