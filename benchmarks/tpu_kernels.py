@@ -177,7 +177,7 @@ KERNELS: dict[str, Kernel] = {
             "attend_kv",
             "a chunk of keys and values",
             inner=True,
-            quick=format == "bf16",
+            quick=format in ("bf16", "mxfp4"),
         )
         for format in ("bf16", "fp8_row", "int8_row", "mxfp4")
     },
@@ -185,7 +185,11 @@ KERNELS: dict[str, Kernel] = {
         attended("entries", TOPK), "attend.", "128 rows", row_bytes("entries", lambda: attend_rows.ROWS_A_STEP)
     ),
     "attend_rows v4_584 window": Kernel(
-        attended("window", WINDOW), "attend.", "128 rows", row_bytes("window", lambda: attend_rows.ROWS_A_STEP)
+        attended("window", WINDOW),
+        "attend.",
+        "128 rows",
+        row_bytes("window", lambda: attend_rows.ROWS_A_STEP),
+        quick=True,
     ),
     "gather_rows v4_584 selected": Kernel(
         gathered, "gather.", "128 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True

@@ -224,7 +224,7 @@ JAX_CHECKS = {
 PALLAS_CHECKS = {
     "store_rows": sampled("append_window or store_entries", "tpu_tile", "(ragged or padded)"),
     "compact": sampled("gather_entries or index_scores", "tpu_tile", "ragged"),
-    "rings": sampled("attend and not attend_kv", "tpu_tile", "(ragged or longer)"),
+    "rings": sampled("attend and not attend_kv", "tpu_tile", "padded"),
     "gather_rows": sampled("gather_window or gather_entries or gather_all", "tpu_tile", "ragged"),
     "flush": sampled("flush", "tpu_tile", "ragged"),
     "top_k": sampled("select and not index_select", "tpu_tile", "(ragged or one_over)"),
