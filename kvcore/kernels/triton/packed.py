@@ -18,7 +18,7 @@ LEVELS_TIMES = 317.97598
 it lacks, come to 2^-18 of every level."""
 BYTES, NIBBLES = TileConfig(32, 1, 3, 8), TileConfig(32, 1, 3, 12)
 """Programs for codes of a byte, and where there are some of four bits: a warp each."""
-UNEVEN = 1 / 8
+UNEVEN = 1 / 4
 """How much later than all others the last program ends, as a part of what one takes."""
 LEAST_CAPABILITY = 89
 """Of devices that take e4m3 to fp16."""
@@ -92,7 +92,7 @@ def splits_of(props: DeviceProps, programs: int, keys: int, config: TileConfig) 
     best, least = 1, 0.0
     for splits in range(1, min(MOST_SPLITS, tiles) + 1):
         turn = ceil_div(tiles, splits) * config.keys + START
-        time = max(1.0, programs * splits / slots) * turn + turn * UNEVEN + splits
+        time = ceil_div(programs * splits, slots) * turn + turn * UNEVEN + splits
         if splits == 1 or time < least:
             best, least = splits, time
     return best
