@@ -368,6 +368,8 @@ def best_scores_kernel(
     request, visible, weight, q = query_of(
         token, positions_ptr, request_ptr, q_ptr, weights_ptr, heads, R, S, RATIO, HEADS, TAKEN
     )
+    # Tables may be far wider than this request: its own entries are what the programs share.
+    run = tl.minimum(run, tl.maximum(tl.cdiv(tl.minimum(visible, columns), parts), ROUND))
     last = tl.minimum(tl.minimum(visible, columns), part * run + run)
     place = token.to(tl.int64) * parts + part
     list_ptr, scores_ptr = pairs_ptr + place * ROOM, scores_ptr + place * ROUND

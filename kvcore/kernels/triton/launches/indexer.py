@@ -22,6 +22,8 @@ from kvcore.kernels.triton.topk import workspace
 
 RUN, MOST_RUNS = 8192, 128
 """Most keys of a program that keeps its best, and most programs of a query: longer contexts make longer runs still."""
+FEWEST_RUNS = 8
+"""Programs that a long query may have at any rate."""
 RUNS_AT_ONCE = 2048
 """Runs whose lists are kept at a time: 40 MiB for 512 entries, and programs for some waves."""
 ROUND = 1024
@@ -156,9 +158,13 @@ class Runs(NamedTuple):
 
 
 def runs_of(props: DeviceProps, tokens: int, columns: int, run: int, k: int) -> Runs:
-    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs."""
+    """Runs of ``run`` keys: less where programs would be too few, more where a query would have too many runs.
+
+    As many queries go at a time as there are, where they keep the device busy without so many runs of each.
+    """
     keys = min(run, ceil_div(tokens * columns, 8 * props.multiprocessors))
-    runs = max(1, min(MOST_RUNS, ceil_div(columns, max(keys, 16))))
+    most = max(FEWEST_RUNS, min(MOST_RUNS, RUNS_AT_ONCE // tokens))
+    runs = max(1, min(most, ceil_div(columns, max(keys, 16))))
     room = max(2 * ROUND, 2 * power_of_two(k))
     return Runs(runs, ceil_div(columns, runs), min(tokens, max(1, RUNS_AT_ONCE // runs)), room)
 
