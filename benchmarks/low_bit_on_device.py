@@ -93,7 +93,7 @@ def main() -> None:
     if args.out:
         record = {
             "figure": "decode attention from low-bit codes, as a part of torch's attention on a dense copy, one run",
-            "command": environment.command(None),
+            "command": environment.of_script()["command"],
             "commit": environment.commit(),
             "device": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
