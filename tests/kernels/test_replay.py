@@ -308,7 +308,7 @@ def test_parts_of_arrays_are_replayed_where_they_begin_on_boundaries(monkeypatch
     world = World(V4, monkeypatch)
     layer = next(n for n, spec in enumerate(V4.all_layers) if spec.index_keys)
     index, dim = world.index((20, 11, 2)), V4.all_layers[layer].index_keys.dim
-    monkeypatch.setattr(indexer, "RUNS_AT_ONCE", 128 * at_once)
+    monkeypatch.setattr(indexer, "RUNS_AT_ONCE", indexer.FEWEST_RUNS * at_once)
     for _ in range(3):
         given = some(33, 4, dim, dtype=torch.bfloat16), some(33, 4), 4
         options = {"columns": 9000, "run": 64}
