@@ -52,9 +52,6 @@ ROOM = 128
 ROUNDS, IN_ROW = 5, 4
 """Steps in a row, and how often."""
 
-NAME = "what", "batch", "context", "cache"
-"""Of a row."""
-
 MOST_HELD = 72 << 30
 """Bytes of keys and values, uncoded, of caches whose steps alternate."""
 
@@ -218,7 +215,7 @@ class Bench:
 
     def guarded(self, measure: Any, contender: Contender, what: str, *sizes: int) -> Any:
         """What a measurement gives; None, and the reason noted, where there is no time for it, or it fails."""
-        if time.monotonic() > self.until - (25 if contender.compiled else 0):
+        if time.monotonic() > self.until - (12 if contender.compiled else 0):
             self.note(contender, what, *sizes[:2], left_out="out of time")
             return None
         try:
@@ -276,7 +273,7 @@ def compiled(bench: Bench) -> Iterator[Contender]:
     config = bench.config
     static = partial(StaticCache, config=config)
     yield Contender("StaticCache, compiled", lambda *sizes: static(max_cache_len=sizes[1]), compiled=True)
-    for attention in ("model", "cache"):
+    for attention in ("cache", "model"):
         make = kvcore_of(bench, "bf16", static=True, attention=attention)
         yield Contender(f"kvcore bf16, {attention}, compiled", make, compiled=True)
 
@@ -289,13 +286,19 @@ def scenes_of(given: Sequence[str] | None, otherwise: Sequence[tuple[int, int]])
 
 
 def added(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the rows of another one, each with the commit that it was taken at."""
-    rows = [{**row, "commit": record["commit"]} for row in record["rows"]]
+    """A record with the rows of another one, each with its commit; what was not measured takes no row's place."""
+    rows = [{"commit": record["commit"], **row} for row in record["rows"]]
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        names = {tuple(row[key] for key in NAME) for row in rows}
-        rows = [row for row in kept["rows"] if tuple(row[key] for key in NAME) not in names] + rows
-    return {**record, "rows": sorted(rows, key=lambda row: (row["what"], row["batch"] * row["context"]))}
+        before = json.loads(path.read_text(encoding="utf-8"))
+        kept = {name_of(row): {"commit": before["commit"], **row} for row in before["rows"]}
+        kept |= {name_of(row): row for row in rows if "left_out" not in row or name_of(row) not in kept}
+        rows = sorted(kept.values(), key=lambda row: (row["what"], row["batch"] * row["context"]))
+    return {**record, "rows": rows}
+
+
+def name_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is about."""
+    return row["what"], row["batch"], row["context"], row["cache"]
 
 
 def as_table(record: dict[str, Any]) -> str:
@@ -342,36 +345,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
             contender = Contender(f"kvcore {form}, {attention}", kvcore_of(bench, form, attention=attention))
             print(contender.name, bench.profile(contender, *scenes[0]), flush=True)
         return
+    measures: list[Callable[[], Any]] = []
     for batch, context in scenes:
         every = list(contenders(bench, chosen.formats, only=chosen.only))
-        size = bench.bytes_of(batch, context)
-        together = max(1, MOST_HELD // size)
-        for first in range(0, len(every), together):
-            bench.decode(every[first : first + together], batch, context, chosen.steps)
+        together = max(1, MOST_HELD // bench.bytes_of(batch, context))
+        groups = [every[first : first + together] for first in range(0, len(every), together)]
+        measures += [partial(bench.decode, some, batch, context, chosen.steps) for some in groups]
     for batch, context in scenes_of(chosen.prompts, PROMPTS):
-        for contender in contenders(bench, chosen.formats, only=chosen.only):
-            bench.guarded(bench.prompt, contender, "prompt", batch, context, chosen.steps)
+        sizes = "prompt", batch, context, chosen.steps
+        some = contenders(bench, chosen.formats, only=chosen.only)
+        measures += [partial(bench.guarded, bench.prompt, contender, *sizes) for contender in some]
     for batch, context in scenes_of(chosen.compiled, COMPILED):
-        for contender in compiled(bench):
-            if chosen.only in contender.name:
-                bench.decode([contender], batch, context, chosen.steps)
-    if chosen.out is not None:
-        config = bench.config
-        record = {
-            "model": f"Llama-like, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
-            f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}",
-            **environment.of_script(),
-            "device": torch.cuda.get_device_name() if bench.cuda else "cpu",
-            "weights": bench.weights,
-            "steps": chosen.steps,
-            "rows": bench.rows,
-        }
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        if chosen.add:
-            record = added(chosen.out / "beside_transformers_cuda.json", record)
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        (chosen.out / "beside_transformers_cuda.json").write_text(text, encoding="utf-8")
-        (chosen.out / "beside_transformers_cuda.md").write_text(as_table(record), encoding="utf-8")
+        some = [contender for contender in compiled(bench) if chosen.only in contender.name]
+        measures += [partial(bench.decode, [contender], batch, context, chosen.steps) for contender in some]
+    for measure in measures:
+        measure()
+        if chosen.out is not None:
+            write(bench, chosen)
+
+
+def write(bench: Bench, chosen: argparse.Namespace) -> None:
+    """The record so far."""
+    config = bench.config
+    record = {
+        "model": f"Llama-like, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}",
+        **environment.of_script(),
+        "device": torch.cuda.get_device_name() if bench.cuda else "cpu",
+        "weights": bench.weights,
+        "steps": chosen.steps,
+        "rows": bench.rows,
+    }
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    path = chosen.out / "beside_transformers_cuda.json"
+    if chosen.add:
+        record = added(path, record)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(as_table(record), encoding="utf-8")
 
 
 if __name__ == "__main__":
