@@ -307,17 +307,18 @@ def as_table(record: dict[str, Any]) -> str:
         f"{record['model']}, bf16; {record['device']}; {versions}. Milliseconds of a decode step, or of a whole "
         "prompt; the host's part of a step; bytes beyond the weights.",
         "",
-        "| | batch × context | cache | ms | host ms | GiB held | GiB at peak |",
-        "|---|---:|---|---:|---:|---:|---:|",
+        "| | batch × context | cache | ms | host ms | GiB held | GiB at peak | commit |",
+        "|---|---:|---|---:|---:|---:|---:|---|",
     ]
     for row in record["rows"]:
         start = f"| {row['what']} | {row['batch']} × {row['context']:,} | {row['cache']} |"
         if "left_out" in row:
-            lines.append(f"{start} left out: {row['left_out']} | | | |")
+            lines.append(f"{start} left out: {row['left_out']} | | | | |")
             continue
         host = f"{row['host_ms']:.1f}" if "host_ms" in row else ""
+        commit = (row.get("commit") or record["commit"] or "")[:7]
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-        lines.append(f"{start} {row['step_ms']:.2f} | {host} | {row['nbytes'] / 2**30:.2f} | {peak} |")
+        lines.append(f"{start} {row['step_ms']:.2f} | {host} | {row['nbytes'] / 2**30:.2f} | {peak} | {commit} |")
     return "\n".join(lines) + "\n"
 
 
