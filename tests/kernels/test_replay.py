@@ -269,6 +269,29 @@ def test_layers_alike_repeat_a_kind_of_call(monkeypatch):
         assert not world.launched
 
 
+def test_a_classic_layer_stores_and_attends_in_one_go(monkeypatch):
+    """Both verbs' launches in their order, once each verb has passed."""
+    world = World(CLASSIC, monkeypatch)
+    ops, pools, index = world.ops, world.pools, world.index()
+    whole, options = ops.known[1]["decode"], {"columns": 38, "sink": None, "scale": None}
+    k, v, q = (some(TOKENS, heads, 32, dtype=torch.bfloat16) for heads in (2, 2, 4))
+
+    def in_turn():
+        ops.append_kv(pools, 1, index, k, v)
+        return ops.attend_kv(pools, 1, index, q, **options)
+
+    in_turn()
+    assert whole.kind_of(index, (k, v, q), options) is None
+    whole.learn("decode", pools, index, (k, v, q), options)
+    kind, launched = whole.kind_of(index, (k, v, q), options), []
+    for run in (lambda: whole.repeat(kind, pools, (k, v, q)), in_turn):
+        world.launched.clear()
+        assert run() is not UNKNOWN
+        launched.append([(name, grid) for name, grid, _ in world.launched])
+    assert launched[0] == launched[1]
+    assert [name for name, _ in launched[0]][:2] == ["append_kernel"] * 2
+
+
 def test_a_history_that_grows_is_worked_out_now_and_then(monkeypatch):
     world, programs = World(CLASSIC, monkeypatch), set()
     q = some(TOKENS, 4, 32, dtype=torch.bfloat16)
