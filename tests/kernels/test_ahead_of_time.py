@@ -26,6 +26,8 @@ NAMES = [name for name, format in sorted(FORMATS.items()) if not any(field.has_o
 """Formats of the kernels: rows whose groups have offsets are torch's."""
 PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", *PER_HEAD)
+ALONE = {"AHEAD": False}
+"""Of kernels that wait for none before them, as all GPUs launch them."""
 FLUSHES = [
     pytest.param(count, requests, arch, id=f"{count} {gpu}")
     for gpu, arch in ARCHITECTURES.items()
@@ -73,13 +75,13 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
             case,
             append.store_entries_kernel,
             arch,
-            {"R": keys, "RATIO": 4, "REQUESTS": 64, "SPREAD": False, **common},
+            {"R": keys, "RATIO": 4, "REQUESTS": 64, "SPREAD": False, **ALONE, **common},
             **options,
         )
         check(record, case, gather.gather_all_kernel, arch, {"R": keys, "RATIO": 4, **common}, **options)
         if "window" in found:
             window, entries = row_record(found["window"])[0], row_record(found["entries"])[0]
-            check(record, case, append.append_kernel, arch, {"R": window, **common}, **options)
+            check(record, case, append.append_kernel, arch, {"R": window, **ALONE, **common}, **options)
             check(record, case, gather.gather_window_kernel, arch, {"R": window, "WINDOW": 128, **common}, **options)
             check(record, case, gather.gather_entries_kernel, arch, {"R": entries, "RATIO": 4, **common}, **options)
             whole = {"LAST": True, "RING": True, "WINDOW": 128, "CHUNK": 0}
@@ -87,11 +89,25 @@ def test_write_and_gather_kernels_compile(name, layout, arch, record):
         if "kv" in found:
             kv = row_record(found["kv"])[0]
             heads = f"{case}, three heads"
-            check(record, heads, append.append_kernel, arch, {"R": kv, **common}, given="fp32", **options)
+            check(record, heads, append.append_kernel, arch, {"R": kv, **ALONE, **common}, given="fp32", **options)
             ring = {"RING": True, "WINDOW": 7, "CHUNK": 0}
             check(record, case, gather.gather_kv_kernel, arch, {"R": kv, **ring, **common}, **options)
             own = {"LAST": False, **ring, **common}
             check(record, case, gather.own_rows_kernel, arch, {"R": kv, **own}, given="fp32", **options)
+
+
+def test_kernels_that_are_launched_ahead_wait_before_they_touch_memory():
+    found = regions("v4_584", "packed")
+    window, keys = row_record(found["window"])[0], row_record(found["entries"])[0]
+    rows = {"ROWS": 1, "NATIVE": True}
+    for kernel, constants in (
+        (append.append_kernel, {"R": window, **rows}),
+        (append.append_rotated_kernel, {"R": window, "NORM": True, "PAIRS": 32, **rows}),
+        (append.store_entries_kernel, {"R": keys, "RATIO": 4, "REQUESTS": 64, "SPREAD": True, **rows}),
+    ):
+        text = compiled(kernel, 90, {**constants, "AHEAD": True}).asm["ptx"]
+        first = min(text.find(word) for word in ("ld.global", "st.global", "atom.global") if word in text)
+        assert 0 <= text.find("griddepcontrol.launch_dependents") < text.find("griddepcontrol.wait") < first, kernel
 
 
 @pytest.mark.parametrize("name", PER_HEAD)
@@ -103,7 +119,7 @@ def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
     assert found.codes_stride == 68
     rows, warps = tile(found, 64)
     constants = {"R": found, "ROWS": rows, "NATIVE": True}
-    stored = compiled(append.append_kernel, 90, constants, given="fp32", warps=warps).asm["ptx"]
+    stored = compiled(append.append_kernel, 90, {**constants, **ALONE}, given="fp32", warps=warps).asm["ptx"]
     assert re.findall(r"st\.global\S*", stored)
     assert not re.findall(r"st\.global\.v\S*", stored)
     constants |= {"RING": False, "WINDOW": 0, "CHUNK": 0}
@@ -117,7 +133,7 @@ def test_rows_of_several_heads_are_moved_on_their_own_alignment(name):
 def test_rotating_append_compiles(name, arch, record):
     window = row_record(regions(name, "packed")["window"])[0]
     rows, warps = tile(window, 64)
-    constants = {"R": window, "NORM": True, "PAIRS": 32, "ROWS": rows, "NATIVE": arch >= 89}
+    constants = {"R": window, "NORM": True, "PAIRS": 32, "ROWS": rows, "NATIVE": arch >= 89, **ALONE}
     case = f"{name}, 64 rows"
     check(record, case, append.append_rotated_kernel, arch, constants, warps=warps)
 
@@ -160,7 +176,7 @@ def check_flush_and_tail(record, layout, count, requests, ratio, overlap, entrie
         "IR": index, "INDEX_NORM": True, "INDEX_ROWS": window_rows(it), "INDEX_CHUNK": min(window_rows(it), 32),
         "INDEX_BOUNDARY": 0, "INDEX_BOUNDARY_CHUNK": boundary_chunk(it, 128, 1),
         "INDEX": keys is not None, "PAIRS": 32, "TOKENS": shape.tokens, "APPEND": shape.tokens == 1,
-        "NATIVE": arch >= 89,
+        "NATIVE": arch >= 89, **ALONE,
     }  # fmt: skip
     case = f"ratio {ratio}, {entries}, {given}, {count} tokens" + (layout != "packed") * f", {layout}"
     check(record, case, flush.flush_kernel, arch, constants, warps=shape.warps, given=given)

@@ -70,6 +70,9 @@ class Recorder:
     def native(self, _):
         return True
 
+    def ahead(self, _):
+        return 1056
+
     def props(self, _):
         return self._props
 
@@ -410,3 +413,11 @@ def test_a_kernel_is_known_by_its_constants_and_what_it_writes():
             Kernel(topk.rank_kernel, wrong)
     with pytest.raises(TypeError, match="'k'"):
         Kernel(topk.rank_kernel, constants, writes=("k",))
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(1, True), (256, True), (8192, False)])
+def test_small_launches_alone_come_up_ahead(tokens, ahead):
+    positions = Named("positions", (tokens,))
+    ((kernel, _, _),) = recorded("append_rows", positions=positions, values=Named("values", (tokens, DIM)))
+    assert kernel.constants["AHEAD"] == ahead
+    assert kernel.options == ({"launch_pdl": True} if ahead else {})

@@ -62,7 +62,7 @@ ODD = {
 
 
 KERNELS = {
-    "append": (append.append_kernel, {}),
+    "append": (append.append_kernel, {"AHEAD": False}),
     "gather": (gather.gather_window_kernel, {"WINDOW": 4}),
     "own rows": (gather.own_rows_kernel, {"LAST": True, "RING": True, "WINDOW": 4, "CHUNK": 0}),
 }

@@ -213,3 +213,13 @@ def test_programs_of_a_pipeline_fill_the_gpu_and_are_traced(tokens: int, heads: 
     assert hopper_splits(H200, tokens, heads, keys) == splits
     traced = torch.compile(lambda x: x + hopper_splits(H200, tokens, heads, keys), fullgraph=True, backend="eager")
     assert traced(torch.zeros(())) == splits
+
+
+@pytest.mark.parametrize(
+    ("capability", "gluon", "warps"), [(90, True, 1056), (100, True, 1056), (80, True, 0), (90, False, 0)]
+)
+def test_launches_come_up_ahead_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, capability: int, gluon: bool, warps: int
+) -> None:
+    monkeypatch.setattr(device, "GLUON", gluon)
+    assert device.ahead(H200._replace(capability=capability)) == warps

@@ -54,6 +54,11 @@ def is_native(where: torch.device) -> bool:
     return device.native(props_of(where).capability)
 
 
+def ahead(array: Tensor) -> int:
+    """``device.ahead`` of the device of a tensor."""
+    return device.ahead(props_of(array.device))
+
+
 def props(array: Tensor) -> DeviceProps:
     """The device of a tensor, as the cuts know it."""
     return props_of(array.device)

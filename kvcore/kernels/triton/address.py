@@ -1,7 +1,19 @@
-"""From (request, position) or (request, entry) to a unit and a row in it, on the device."""
+"""How kernels begin, and from (request, position) or (request, entry) to a unit and a row in it, on the device."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def begin(AHEAD: tl.constexpr):
+    """What a kernel that is launched ahead does before all else.
+
+    It lets the next launch come up, which does the same, and waits for what those before it write: programs then start
+    while the last ones of the launch before still run, and no array is touched too soon.
+    """
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import closing, head_of, locate
+from kvcore.kernels.triton.address import begin, closing, head_of, locate
 from kvcore.kernels.triton.codes import load_float, round_bf16
 from kvcore.kernels.triton.latent import inverse_rms, rotate, turns
 from kvcore.kernels.triton.rows import channels, store_codes, store_plain, store_rows
@@ -12,13 +12,14 @@ from kvcore.kernels.triton.rows import channels, store_codes, store_plain, store
 @triton.jit(do_not_specialize=["count", "table_columns"])
 def append_kernel(
     values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, bound_ptr, table_ptr, count,
-    table_columns, R: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    table_columns, R: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Store values [count, dim] (tokens × heads) of the step's tokens.
 
     ``bound_ptr`` holds a number a request: in a ring the lengths, since only the last positions are written; in blocks
     the tokens that were taken over, which are not written again.
     """
+    begin(AHEAD)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     token = row // R.heads
@@ -47,9 +48,10 @@ def append_kernel(
 def append_rotated_kernel(
     values_ptr, codes_ptr, scales_ptr, plain_ptr, positions_ptr, request_ptr, slots_ptr, bound_ptr, table_ptr, norm_ptr,
     frequencies_ptr, count, table_columns, eps, NORM: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """``append_kernel`` for latents that are still to be normed (NORM) and rotated at their positions."""
+    begin(AHEAD)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     position = tl.load(positions_ptr + row, mask=inside, other=-1)
@@ -98,9 +100,10 @@ def append_rotated_kernel(
 def store_entries_kernel(
     values_ptr, codes_ptr, scales_ptr, plain_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, count, requests,
     table_columns, R: tl.constexpr, RATIO: tl.constexpr, REQUESTS: tl.constexpr, SPREAD: tl.constexpr,
-    ROWS: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Store values [count, dim] as the entries that the step completes, request by request."""
+    begin(AHEAD)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     channel = channels(R)

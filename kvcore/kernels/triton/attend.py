@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kvcore.kernels.triton.address import begin
 from kvcore.kernels.triton.chunks import (
     decode_chunk,
     load_row,
@@ -197,9 +198,8 @@ def attend_constants(
 
 def merge_constants(dim: int, splits: int) -> dict[str, Any]:
     """``constexpr`` arguments of the kernel that puts ``splits`` parts of a query together."""
-    return {
-        "DIM": dim, "WIDTH": power_of_two(dim), "PARTS": min(8, power_of_two(splits)), "SPLITS": power_of_two(splits),
-    }  # fmt: skip
+    width, splits = power_of_two(dim), power_of_two(splits)
+    return {"DIM": dim, "WIDTH": width, "PARTS": min(8, max(1, 2048 // width), splits), "SPLITS": splits}
 
 
 TURN_HEADS = 16
@@ -230,9 +230,11 @@ def inverse_rope(at, inside, position, frequencies_ptr, DIM: tl.constexpr, PAIRS
 @triton.jit
 def inverse_rope_kernel(
     out_ptr, lse_ptr, positions_ptr, frequencies_ptr, heads,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, LSE: tl.constexpr, NATIVE: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, LSE: tl.constexpr, AHEAD: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Out [tokens, heads, DIM], HEADS heads of one token. LSE: +inf in lse [tokens, heads] becomes -inf."""
+    begin(AHEAD)
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
@@ -553,10 +555,10 @@ def merge_kernel(
     """Parts [tokens, splits, heads, DIM] and base-2 sums [tokens, splits, heads] -> one query's out and lse of a head.
 
     The sink counts once, here, and PAIRS of the last channels are turned back. Parts are taken PARTS at a time in a
-    fixed order; those without a key are not read. AHEAD: it starts before the kernel that writes them ends.
+    fixed order; what lies where one has no key is anything, and is read not to wait for that. AHEAD: it starts before
+    the kernel that writes them ends.
     """
-    if AHEAD:
-        tl.extra.cuda.gdc_wait()
+    begin(AHEAD)
     token, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     every = tl.arange(0, SPLITS)
     sums = tl.load(partial_lse_ptr + (token * splits + every) * heads + head, mask=every < splits, other=float("-inf"))
@@ -570,9 +572,9 @@ def merge_kernel(
         line = (token * splits + part) * heads + head
         some = tl.load(partial_lse_ptr + line, mask=part < splits, other=float("-inf"))
         weight = tl.exp2(some - finite)
-        read = (some != float("-inf"))[:, None] & (channel < DIM)[None, :]
-        x = tl.load(partial_ptr + line[:, None] * DIM + channel[None, :], mask=read, other=0.0)
-        out += tl.sum(x * weight[:, None], axis=0)
+        inside = (part < splits)[:, None] & (channel < DIM)[None, :]
+        x = tl.load(partial_ptr + line[:, None] * DIM + channel[None, :], mask=inside, other=0.0)
+        out += tl.sum(tl.where(some[:, None] == float("-inf"), 0.0, x * weight[:, None]), axis=0)
     lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
     out = out / tl.where(total == 0.0, 1.0, total)
     if SINK:

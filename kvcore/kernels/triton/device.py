@@ -8,6 +8,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run under Triton's interpreter, on the CPU."""
 GLUON = not INTERPRETED and (*map(int, triton.__version__.split(".")[:2]),) >= (3, 6)
 """Kernels in Gluon can be launched."""
+MOST_WARPS = 8
+"""Of a launch that comes up ahead, for a multiprocessor."""
 LARGE = 160 << 10
 """Bytes of shared memory of a block, as large GPUs have."""
 
@@ -36,6 +38,14 @@ def native(capability: int) -> bool:
     ``capability`` is CUDA's, ten times the major number and the minor.
     """
     return capability >= 89
+
+
+def ahead(props: DeviceProps) -> int:
+    """Warps of a launch at most that comes up before the one before it ends, see ``begin``; 0: none does.
+
+    Larger ones take longer by it on an H200. It needs Triton 3.6 and compute capability 9.0.
+    """
+    return MOST_WARPS * props.multiprocessors if GLUON and props.capability >= 90 else 0
 
 
 def hopper(props: DeviceProps) -> bool:

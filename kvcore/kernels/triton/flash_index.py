@@ -3,17 +3,20 @@
 import triton
 import triton.language as tl
 
+from kvcore.kernels.triton.address import begin
+
 
 @triton.jit(do_not_specialize=["topk", "line", "table_columns"])
 def flash_index_kernel(
     window_ptr, entries_ptr, positions_ptr, request_ptr, slots_ptr, table_ptr, selected_ptr, topk, line, table_columns,
     WINDOW: tl.constexpr, LINE: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr,
-    ALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One query: ring rows of its window -> [tokens, LINE], block rows of entries -> [tokens, line], or -1.
 
     ALL: of every entry, else of those that are selected.
     """
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token)
     position = tl.where(request >= 0, tl.load(positions_ptr + token), -1)

@@ -22,7 +22,7 @@ Map:
 import triton
 import triton.language as tl
 
-from kvcore.kernels.triton.address import locate
+from kvcore.kernels.triton.address import begin, locate
 from kvcore.kernels.triton.codes import load_float, round_bf16, widened
 from kvcore.kernels.triton.latent import finish, turns
 from kvcore.kernels.triton.rows import store_rows
@@ -433,9 +433,10 @@ def flush_kernel(
     BOUNDARY: tl.constexpr, BOUNDARY_CHUNK: tl.constexpr, IT: tl.constexpr, IR: tl.constexpr, INDEX_NORM: tl.constexpr,
     INDEX_ROWS: tl.constexpr, INDEX_CHUNK: tl.constexpr, INDEX_BOUNDARY: tl.constexpr,
     INDEX_BOUNDARY_CHUNK: tl.constexpr, INDEX: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
-    APPEND: tl.constexpr, NATIVE: tl.constexpr,
+    APPEND: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Both streams of a layer; with INDEX the grid's second axis is the stream."""
+    begin(AHEAD)
     tokens = positions_ptr, request_ptr, count, requests
     step = slots_ptr, starts_ptr, lengths_ptr, stored_ptr, table_ptr, table_columns
     second = False

@@ -22,6 +22,17 @@ def tile(record: RowRecord, count: int) -> tuple[int, int]:
     return rows, max(1, min(4, rows * size // 1024))
 
 
+FEW = 256
+"""Rows that are written by a program each."""
+
+
+def written_tile(record: RowRecord, count: int) -> tuple[int, int]:
+    """``tile`` of rows that are written; few take one row each, and a warp for every 128 channels."""
+    if count <= FEW:
+        return 1, max(1, min(4, record.tiles * record.width // 128))
+    return tile(record, count)
+
+
 class FlushShape(NamedTuple):
     """How a flush is cut into programs: tokens and channel parts of a program, rows pooled at a time, warps.
 
@@ -62,9 +73,11 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
         return FlushShape(tokens if count < 8192 * ratio else 2 * tokens, 1, min(rows, max(1, 4096 // size)), warps, 1)
     # (parts, warps, rows that a thread takes at a time)
     if decode:
-        parts, warps, each = (8, 2, given_bytes) if count <= 128 else (2, 4, given_bytes // 2)
+        parts, warps, each = (8, 2, given_bytes) if count <= 128 else (1, 8, given_bytes // 2)
+    elif count < 256 * ratio:
+        parts, warps, each = 16, 1, 4
     else:
-        parts, warps, each = (16, 2, 1) if count < 256 * ratio else (1, given_bytes, 2)
+        parts, warps, each = 1, given_bytes, 8 // given_bytes
     parts = max(1, min(parts, size // 32))
     at_once = warps * 32 * (16 // given_bytes) // (size // parts)
     boundary = max(1, min(8, size // 32))

@@ -26,12 +26,12 @@ def _join(count: int, once: bool, sink: bool, dim: int) -> Kernel:
 
 
 @cache
-def _flash(span: int, aligned: int, ring: int, rows: int, ratio: int, every: bool, line: int) -> Kernel:
+def _flash(span: int, aligned: int, ring: int, rows: int, ratio: int, every: bool, line: int, ahead: bool) -> Kernel:
     constants = {
         "WINDOW": span, "LINE": aligned, "RING": ring, "ROWS": rows, "RATIO": ratio, "ALL": every,
         "WIDTH": power_of_two(aligned), "BLOCK": max(16, min(512, power_of_two(line))),
     }  # fmt: skip
-    return Kernel(flash_index.flash_index_kernel, constants, writes=("window", "entries"))
+    return Kernel(flash_index.flash_index_kernel, constants, writes=("window", "entries"), ahead=ahead)
 
 
 def _lanes(to: Framework, words: Array) -> Array:
@@ -127,7 +127,8 @@ def flash_rows(
     span, ring, rows, ratio, *_ = sizes
     tokens, line = entries.shape
     if tokens:
-        kernel = _flash(span, window.shape[1], ring, rows, ratio if line else 0, selected is None, line)
+        of_line = ratio if line else 0, selected is None, line
+        kernel = _flash(span, window.shape[1], ring, rows, *of_line, 4 * tokens <= to.ahead(positions))
         numbers = positions if selected is None else selected
         to.run(
             kernel,

@@ -134,14 +134,10 @@ def _on_hopper(window: int, entries: int, config: Pipeline, seen: dict[str, Any]
 
 
 @cache
-def _merged(dim: int, splits: int, sink: bool, pairs: int, native: bool, ahead: bool = False) -> Kernel:
-    """The kernel that puts ``splits`` parts of rows of ``dim`` channels together.
-
-    ``ahead``: it is launched while the one before it, which writes the parts, still runs, and waits for it by itself.
-    """
-    constants = {**merge_constants(dim, splits), "SINK": sink, "PAIRS": pairs, "NATIVE": native, "AHEAD": ahead}
-    options = {"launch_pdl": True} if ahead else {}
-    return Kernel(attend.merge_kernel, constants, writes=("out", "lse"), fused=True, **options)
+def _merged(dim: int, splits: int, sink: bool, pairs: int, ahead: bool, native: bool) -> Kernel:
+    """The kernel that puts ``splits`` parts of rows of ``dim`` channels together."""
+    constants = {**merge_constants(dim, splits), "SINK": sink, "PAIRS": pairs, "NATIVE": native}
+    return Kernel(attend.merge_kernel, constants, writes=("out", "lse"), fused=True, ahead=ahead)
 
 
 def parts_for(to: Framework, workspace: Array, out: Array, lse: Array, splits: int) -> tuple[Array, Array]:
@@ -162,7 +158,7 @@ def merge(
         return
     tokens, heads, dim = out.shape
     to.run(
-        _merged(dim, splits, sunk, pairs, native, ahead),
+        _merged(dim, splits, sunk, pairs, ahead, native),
         (tokens * heads,),
         (out, lse, *parts, beside, positions, frequencies),
         (heads, splits),
@@ -170,9 +166,9 @@ def merge(
 
 
 @cache
-def _inverse_rope(dim: int, pairs: int, lse: bool, native: bool) -> Kernel:
+def _inverse_rope(dim: int, pairs: int, lse: bool, ahead: bool, native: bool) -> Kernel:
     constants = {"DIM": dim, "PAIRS": pairs, "HEADS": attend.TURN_HEADS, "LSE": lse, "NATIVE": native}
-    return Kernel(attend.inverse_rope_kernel, constants, writes=("out", "lse"), fused=True)
+    return Kernel(attend.inverse_rope_kernel, constants, writes=("out", "lse"), fused=True, ahead=ahead)
 
 
 def _attend_out(to: Framework, q: Array) -> tuple[Array, Array]:
@@ -245,10 +241,10 @@ def _turned(to: Framework, out: Array, lse: Array | None, positions: Array, freq
     tokens, heads, dim = out.shape
     if tokens * heads * dim:
         pairs = 0 if frequencies is None else frequencies.shape[0]
-        given = out if lse is None else lse
+        given, programs = out if lse is None else lse, tokens * ceil_div(heads, attend.TURN_HEADS)
         to.run(
-            _inverse_rope(dim, pairs, lse is not None, to.native(out)),
-            (tokens * ceil_div(heads, attend.TURN_HEADS),),
+            _inverse_rope(dim, pairs, lse is not None, 4 * programs <= to.ahead(out), to.native(out)),
+            (programs,),
             (out, given, positions, given if frequencies is None else frequencies),
             (heads,),
         )

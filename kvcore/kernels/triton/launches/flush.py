@@ -14,7 +14,7 @@ TAIL = ("kv_tail", "score_tail")
 @lru_cache(4096)
 def _flush(
     records: tuple[int, ...], normed: tuple[bool, bool], count: int, requests: int, given_bytes: int, append: bool,
-    beside: bool, pairs: int, native: bool,
+    beside: bool, pairs: int, ahead: int, native: bool,
 ) -> tuple[FlushConfig, Kernel]:  # fmt: skip
     streams = [
         Stream(BOUND[record].record, TAILS[tail].record, norm)
@@ -22,16 +22,17 @@ def _flush(
     ]
     options = {"append": append, "beside": beside, "pairs": pairs, "native": native}
     config = flush_config(streams, count, requests, given_bytes, **options)
-    return config, _kernel(tuple(config.constants.items()), config.warps)
+    warps = config.grid[0] * config.grid[1] * config.warps
+    return config, _kernel(tuple(config.constants.items()), config.warps, warps <= ahead)
 
 
 @cache
-def _kernel(constants: tuple[tuple[str, Any], ...], warps: int) -> Kernel:
+def _kernel(constants: tuple[tuple[str, Any], ...], warps: int, ahead: bool) -> Kernel:
     """One for all steps that are cut alike."""
     named = dict(constants)
     first = (*POOLS, *(TAIL if named["APPEND"] else ()))
     writes = *first, *(f"index_{name}" for name in first), "scratch", "arrivals"
-    return Kernel(flush.flush_kernel, named, warps, writes=writes, zeroed=("arrivals",))
+    return Kernel(flush.flush_kernel, named, warps, writes=writes, zeroed=("arrivals",), ahead=ahead)
 
 
 @launch("buffers", "index_buffers", "tail_buffers", "index_tail_buffers", "scratch", "arrivals")
@@ -61,7 +62,7 @@ def flush_rows(
     config, kernel = _flush(
         tuple(records), (norm_weight is not None, index_norm_weight is not None), count, requests,
         4 if kv.dtype == to.float32 else 2, append, beside, 0 if frequencies is None else frequencies.shape[0],
-        to.native(kv),
+        to.ahead(kv), to.native(kv),
     )  # fmt: skip
     scratch = to.part(scratch, 0, (config.windows * power_of_two(bound.record.dim),), to.float32)
     # Without index keys the kernel is given the entries twice, and reads them once.

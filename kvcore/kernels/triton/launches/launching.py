@@ -55,6 +55,9 @@ class Framework(Protocol):
     def native(self, array: Array) -> bool:
         """True where the array's device rounds to fp8 and bf16 itself; see ``device.native``."""
 
+    def ahead(self, array: Array) -> int:
+        """Warps of a launch at most that comes up before the one before it ends; see ``device.ahead``."""
+
     def props(self, array: Array) -> DeviceProps:
         """The array's device, as launches are cut for it."""
 
@@ -96,6 +99,7 @@ class Kernel:
         writes: parameters whose arrays the kernel writes.
         zeroed: those of them that must hold zeros before.
         fused: products and sums may become one operation; never where bits are stored.
+        ahead: of kernels that say AHEAD: they are launched while the one before still runs, and wait for it themselves.
         options: what else the compiler is told.
 
     Attributes:
@@ -117,8 +121,12 @@ class Kernel:
         writes: Iterable[str] = (),
         zeroed: Iterable[str] = (),
         fused: bool = False,
+        ahead: bool | None = None,
         **options: Any,
     ) -> None:
+        if ahead is not None:
+            constants = {**constants, "AHEAD": ahead}
+            options |= {"launch_pdl": True} if ahead else {}
         parameters = inspect.signature(kernel.fn).parameters.values()
         every = [parameter.name for parameter in parameters]
         names = [parameter.name for parameter in parameters if parameter.annotation is tl.constexpr]

@@ -5,25 +5,30 @@ from functools import cache
 from kvcore.kernels.triton import append, flush, tail
 from kvcore.kernels.triton.launches.launching import BOUND, POOLS, TAILS, Array, Framework, Kernel, launch
 from kvcore.kernels.triton.record import ceil_div, power_of_two
-from kvcore.kernels.triton.shape import tile
+from kvcore.kernels.triton.shape import written_tile
 
 
 @cache
-def _append(record: int, rows: int, warps: int, native: bool) -> Kernel:
+def _append(record: int, rows: int, warps: int, ahead: bool, native: bool) -> Kernel:
     constants = {"R": BOUND[record].record, "ROWS": rows, "NATIVE": native}
-    return Kernel(append.append_kernel, constants, warps, writes=POOLS)
+    return Kernel(append.append_kernel, constants, warps, writes=POOLS, ahead=ahead)
 
 
 @cache
-def _append_rotated(record: int, rows: int, warps: int, norm: bool, pairs: int, native: bool) -> Kernel:
+def _append_rotated(
+    record: int, rows: int, warps: int, norm: bool, pairs: int, ahead: bool, native: bool
+) -> Kernel:  # fmt: skip
     constants = {"R": BOUND[record].record, "ROWS": rows, "NORM": norm, "PAIRS": pairs, "NATIVE": native}
-    return Kernel(append.append_rotated_kernel, constants, warps, writes=POOLS)
+    return Kernel(append.append_rotated_kernel, constants, warps, writes=POOLS, ahead=ahead)
 
 
 @cache
-def _store(record: int, rows: int, warps: int, ratio: int, requests: int, spread: bool, native: bool) -> Kernel:
+def _store(
+    record: int, rows: int, warps: int, ratio: int, requests: int, spread: bool, ahead: bool, native: bool
+) -> Kernel:  # fmt: skip
     constants = {"RATIO": ratio, "REQUESTS": requests, "SPREAD": spread, "ROWS": rows, "NATIVE": native}
-    return Kernel(append.store_entries_kernel, {"R": BOUND[record].record, **constants}, warps, writes=POOLS)
+    constants["R"] = BOUND[record].record
+    return Kernel(append.store_entries_kernel, constants, warps, writes=POOLS, ahead=ahead)
 
 
 @cache
@@ -54,10 +59,11 @@ def append_rows(
     count = positions.shape[0] * b.record.heads
     if count == 0:
         return
-    rows, warps = tile(b.record, count)
+    rows, warps = written_tile(b.record, count)
+    programs = ceil_div(count, rows)
     to.run(
-        _append(record, rows, warps, to.native(values)),
-        (ceil_div(count, rows),),
+        _append(record, rows, warps, programs * warps <= to.ahead(values), to.native(values)),
+        (programs,),
         (values, *b.given(buffers), positions, request_index, slots, bound, block_table),
         (count, block_table.shape[1]),
     )
@@ -73,11 +79,20 @@ def append_rotated_rows(
     count = positions.shape[0]
     if count == 0:
         return
-    rows, warps = tile(b.record, count)
+    rows, warps = written_tile(b.record, count)
+    programs = ceil_div(count, rows)
     norm = values if norm_weight is None else to.dense(norm_weight)
     to.run(
-        _append_rotated(record, rows, warps, norm_weight is not None, frequencies.shape[0], to.native(values)),
-        (ceil_div(count, rows),),
+        _append_rotated(
+            record,
+            rows,
+            warps,
+            norm_weight is not None,
+            frequencies.shape[0],
+            programs * warps <= to.ahead(values),
+            to.native(values),
+        ),
+        (programs,),
         (values, *b.given(buffers), positions, request_index, slots, bound, block_table, norm, frequencies),
         (count, block_table.shape[1], eps),
     )
@@ -93,12 +108,12 @@ def store_rows(
     count = values.shape[0]
     if count == 0:
         return
-    rows, warps = tile(bound.record, count)
-    requests = starts.shape[0]
+    rows, warps = written_tile(bound.record, count)
+    requests, programs = starts.shape[0], ceil_div(count, rows)
     some, spread = 64 if requests <= 64 else 256, count < 2 * requests
     to.run(
-        _store(record, rows, warps, ratio, some, spread, to.native(values)),
-        (ceil_div(count, rows),),
+        _store(record, rows, warps, ratio, some, spread, programs * warps <= to.ahead(values), to.native(values)),
+        (programs,),
         (values, *bound.given(buffers), starts, lengths, stored, block_table),
         (count, requests, block_table.shape[1]),
     )
