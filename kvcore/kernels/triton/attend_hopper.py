@@ -1,10 +1,11 @@
 """Attention from encoded rows on Hopper, in Gluon: some warps fetch and decode keys, others multiply what is ready.
 
 One program takes 64 heads of one query over some of its keys, tiles of 64 at a time. Four warps (``produce``) look
-entries up two tiles ahead, load rows half a tile ahead and put them, decoded to bf16, into shared memory, as both
-products take them from there. Eight warps (``consume``) multiply: logits, running softmax, sums of 512 channels in
-registers, the first four warps those of 256. Of a tile's logits each four warps have half of the keys, and
-tell each other of the largest. Two tiles fit beside the queries; ``full`` and ``free`` say whose turn it is.
+entries up two tiles ahead, have the L2 cache fetch rows one tile ahead, load them half a tile ahead and put them,
+decoded to bf16, into shared memory, as both products take them from there. Eight warps (``consume``) multiply: logits,
+running softmax, sums of 512 channels in registers, the first four warps those of 256. Of a tile's logits each four
+warps have half of the keys, and tell each other of the largest. Two tiles fit beside the queries; ``full`` and ``free``
+say whose turn it is.
 
 It computes what ``attend.attend_kernel`` does, which is its twin, for rows of 448 codes in e4m3 with a power of two for
 every 64 and 64 channels in bf16, queries in bf16, and rows that the pools hold. ``launches.attention`` chooses.
@@ -142,6 +143,47 @@ def field_at(
 
 
 @gluon.jit
+def ask_for_rows(
+    of_window, place, pools, entry_pools, W: gl.constexpr, E: gl.constexpr, KIND: gl.constexpr, L: gl.constexpr
+):
+    """Have the L2 cache fetch rows at places [n], which lie as a column of L, [n, 2], does.
+
+    A thread asks for three lines: half of a row's codes, or the rest of them, its channels in bf16 and its scales.
+    """
+    codes_ptr, scales_ptr, plain_ptr = pools
+    entry_codes_ptr, entry_scales_ptr, entry_plain_ptr = entry_pools
+    here = gl.maximum(place, 0)
+    unit, row = here >> 32, here & 0x7FFFFFFF
+    codes_at = field_at(of_window, unit, row, codes_ptr, entry_codes_ptr, W, E, "codes", KIND).to(gl.int64)[:, None]
+    scales_at = field_at(of_window, unit, row, scales_ptr, entry_scales_ptr, W, E, "scales", KIND).to(gl.int64)[:, None]
+    plain_at = field_at(of_window, unit, row, plain_ptr, entry_plain_ptr, W, E, "plain", KIND).to(gl.int64)[:, None]
+    first = (gl.arange(0, 2, layout=gl.SliceLayout(0, L)) == 0)[None, :]
+    valid = (place >= 0).to(gl.int32)[:, None]
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.ne.s32 p, $4, 0;
+        @p prefetch.global.L2 [$1];
+        @p prefetch.global.L2 [$2];
+        @p prefetch.global.L2 [$3];
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,l,l,r",
+        [
+            gl.where(first, codes_at, codes_at + 384),
+            gl.where(first, codes_at + 128, plain_at + 64),
+            gl.where(first, codes_at + 256, scales_at),
+            gl.where(first, valid, valid),
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def load_rows(
     of_window, place, pools, entry_pools, W: gl.constexpr, E: gl.constexpr, KIND: gl.constexpr, LC: gl.constexpr,
     LR: gl.constexpr,
@@ -186,7 +228,9 @@ def produce(
     LC: gl.constexpr = gl.BlockedLayout([1, 16 // SPREAD], [32 // SPREAD, SPREAD], [WARPS, 1], [1, 0])
     LR: gl.constexpr = gl.BlockedLayout([1, 64 // SPREAD], [32 // SPREAD, SPREAD], [WARPS, 1], [1, 0])
     L: gl.constexpr = gl.SliceLayout(1, LC)
-    LP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    # A key is two threads', which ask for its row together.
+    L2: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS // 2, 2], [0, 1])
+    LP: gl.constexpr = gl.SliceLayout(1, L2)
     PARTS: gl.constexpr = KEYS // ROWS
     GROUPS: gl.constexpr = W.quant // 64
     # Each of the loads that lead to a row is under way for as long as a tile takes.
@@ -195,13 +239,17 @@ def produce(
     entry = entries_of(first + 2, last, windows, query, selection, KEYS, ALL, LP)
     unit0, row0 = units_of(entry0, query, selection, E)
     unit, row = units_of(entry1, query, selection, E)
-    place_smem.index(0).store(places_of(first, last, windows, unit0, row0, query, W, KEYS, KIND, LP))
+    place = places_of(first, last, windows, unit0, row0, query, W, KEYS, KIND, LP)
+    place_smem.index(0).store(place)
+    ask_for_rows(first < windows, place, pools, entry_pools, W, E, KIND, L2)
     place = place_smem.index(0).slice(0, ROWS).load(L)
     raw, plain, scales, valid = load_rows(first < windows, place, pools, entry_pools, W, E, KIND, LC, LR)
     for tile in range(first, last):
         step = tile - first
         stage = step % STAGES
-        place_smem.index((step + 1) & 1).store(places_of(tile + 1, last, windows, unit, row, query, W, KEYS, KIND, LP))
+        place = places_of(tile + 1, last, windows, unit, row, query, W, KEYS, KIND, LP)
+        place_smem.index((step + 1) & 1).store(place)
+        ask_for_rows(tile + 1 < windows, place, pools, entry_pools, W, E, KIND, L2)
         unit, row = units_of(entry, query, selection, E)
         entry = entries_of(tile + 3, last, windows, query, selection, KEYS, ALL, LP)
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)

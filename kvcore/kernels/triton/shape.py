@@ -75,7 +75,7 @@ def flush_shape(record: RowRecord, tail_record: TailRecord, count: int, requests
     if decode:
         parts, warps, each = (8, 2, given_bytes) if count <= 128 else (1, 8, given_bytes // 2)
     elif count < 256 * ratio:
-        parts, warps, each = 16, 1, 4
+        parts, warps, each = (16, 1, 4) if given_bytes == 2 else (16, 2, 1)
     else:
         parts, warps, each = 1, given_bytes, 8 // given_bytes
     parts = max(1, min(parts, size // 32))
