@@ -283,8 +283,16 @@ def passing_pages(like: Any, pages: int, page_bytes: int) -> np.ndarray[Any, Any
 class Moving(Protocol):
     """Pages on their way between the host and a device; see ``under_way``."""
 
+    def ask(self) -> None:
+        """Have lanes of the pages come, before what is left of the pages."""
+        ...
+
+    def go_on(self) -> None:
+        """With what is left of the pages."""
+        ...
+
     def lanes(self) -> Array | None:
-        """Lanes of the pages as they are on the device, [n, 2]; None where nobody asked, or rows are no whole words."""
+        """Lanes of the pages as they are on the device, [n, 2]; None where rows are no whole words."""
         ...
 
     def wait(self) -> None:
@@ -305,6 +313,10 @@ class Moved(NamedTuple):
 
     def lanes(self) -> list[Array]:
         """Lanes of history's pages and of the record as they were on the device; none where not all are known."""
+        for part in self.parts:
+            part.ask()
+        for part in self.parts:
+            part.go_on()
         found = [part.lanes() for part in self.parts] if self.whole else []
         return [] if any(lanes is None for lanes in found) else found
 
@@ -316,6 +328,12 @@ class Moved(NamedTuple):
 
 class _Nothing:
     """The way of no pages."""
+
+    def ask(self) -> None:
+        """Nothing."""
+
+    def go_on(self) -> None:
+        """Nothing."""
 
     def lanes(self) -> Array | None:
         return np.zeros((0, 2), np.int64)

@@ -346,7 +346,9 @@ def _move_chunks(ops, pools, buffers, strips, units, *, store, digested, blank):
                 buffers.add(turn, some, part)
         for dtype, table in moves:
             calls().move_strips(_words(room, dtype), units[some], table, some.start, store)
-        if not store:
+        if not store and digested is not None and buffers.is_late(some):
+            buffers.hold(turn, some)
+        elif not store:
             buffers.send(turn, some)
         if digested is not None and not some.start:
             # Not before the first chunk is on its way.

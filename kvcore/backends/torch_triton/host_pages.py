@@ -42,6 +42,9 @@ class Buffers:
         self._used: list[Any] = [None] * BUFFERS
         self._leaving: list[tuple[int, slice]] = []
         self._lanes: list[torch.Tensor] = []
+        self._known: torch.Tensor | None = None
+        self._arrived: Any = None
+        self._held: tuple[int, slice] | None = None
         if self._cuda:
             self._here = torch.cuda.current_stream(device)
             self._copies = torch.cuda.Stream(device)
@@ -118,15 +121,39 @@ class Buffers:
         """Keep the lanes [pages, 2] int32 of the next chunk."""
         self._lanes.append(lanes)
 
+    def is_late(self, some: slice) -> bool:
+        """Whether a chunk is the last of many: long enough on its way for the host to work with lanes meanwhile."""
+        return some.stop == len(self.pages) and some.start >= BUFFERS * self.rows
+
+    def hold(self, turn: int, some: slice) -> None:
+        """Send a chunk later: with ``go_on``, behind lanes that were asked for."""
+        self._held = turn, some
+
+    def ask(self) -> None:
+        """Have the lanes that were kept copied to the host, all at once."""
+        if self._lanes and self._known is None:
+            whole = torch.cat(self._lanes)
+            self._known = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=self._cuda)
+            self._known.copy_(whole, non_blocking=True)
+            self._arrived = self._here.record_event() if self._cuda else None
+
+    def go_on(self) -> None:
+        """Send what was held."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.send(*held)
+
     def lanes(self) -> np.ndarray[Any, Any] | None:
-        """The lanes that were kept, [pages, 2] uint32, as soon as those are here; None where none were."""
-        if not self._lanes:
+        """The lanes that were asked for, [pages, 2] uint32, as soon as those are here; None where none were kept."""
+        if self._known is None:
             return None
-        # All in one copy: any before a chunk's would make that wait.
-        return torch.cat(self._lanes).cpu().numpy().view(np.uint32)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._known.numpy().view(np.uint32)
 
     def wait(self) -> None:
         """Returns when nothing reads or writes the pages any more."""
+        self.go_on()
         while self._leaving:
             self._land(self._leaving[0][0])
         for event in self._copied:
