@@ -170,8 +170,8 @@ TABLE = {
             "checkpoints are kept off the period",
         ),
         (
-            "        if key in self._states:\n            self._states.move_to_end(key)\n            return\n",
-            "",
+            "        if key in self._states and (self._states[key].exact or not place.exact):\n",
+            "        if key in self._states and self._states[key].exact and not place.exact:\n",
             "a checkpoint is kept twice",
             "the second has the same key and the same rows, and takes the first one's place",
         ),

@@ -102,8 +102,8 @@ TABLE = {
             "NaN is the best of all",
         ),
         (
-            "        indices_ptr += token * k\n",
-            "        indices_ptr += token * (k - 1)\n",
+            "        base, indices_ptr + token * k, pairs_ptr,",
+            "        base, indices_ptr + token * (k - 1), pairs_ptr,",
             "rows of picks overlap",
         ),
     ],

@@ -275,13 +275,13 @@ TRITON = {
             "states of before the step are written over",
         ),
         (
-            "tl.where(new, position, -1), back == 0,",
-            "tl.where(new, position, -1), back >= 0,",
+            "tl.where(new, position, -1), inside & (back == 0),",
+            "tl.where(new, position, -1), inside & (back >= 0),",
             "every length has the state of the last one",
         ),
         (
-            "    taken = tl.minimum(tl.load(taken_ptr + request), tl.load(lengths_ptr + request) - start)\n",
-            "    taken = tl.load(lengths_ptr + request) - start\n",
+            "    taken = tl.minimum(tl.load(taken_ptr + request), new)\n",
+            "    taken = new\n",
             "what was not taken is written",
         ),
         (

@@ -539,7 +539,7 @@ TABLE = {
             "tokens of one step see later ones",
         ),
         (
-            "    if (seen is not None or product.causal) and not bool(v.isfinite().all()):\n        return None\n",
+            "    if (seen is not None or product.causal) and not math.isfinite(v.sum().item()):\n        return None\n",
             "",
             "a row that no query sees spreads its NaN",
         ),
@@ -587,8 +587,8 @@ TABLE = {
             "rows that are not evenly spaced are one batch",
         ),
         (
-            "        q = q.reshape(key_heads, group, batch, count, dim).permute(2, 0, 1, 3, 4)\n",
-            "        q = q.reshape(key_heads, group, count, batch, dim).permute(3, 0, 1, 2, 4)\n",
+            "        q = q.reshape(batch, count, key_heads, group, dim).permute(0, 2, 3, 1, 4)\n",
+            "        q = q.reshape(count, batch, key_heads, group, dim).permute(1, 2, 3, 0, 4)\n",
             "queries of a batch look at other requests' rows",
         ),
         (
