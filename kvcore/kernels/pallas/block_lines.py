@@ -294,14 +294,14 @@ class Spread(NamedTuple):
     other go to 128 lines at once, ``count`` times.
 
     Attributes:
-        picks: [slots · words, lines of a row of words, 128] bf16, of each line the lane of its word.
+        chosen: [slots · words, lines of a row of words, 128] bf16, of each line the lane of its word.
         places: [slots · words · bytes · count / 2, count · 128] int32, of each lane the byte that scales it: two rows
             of bf16 to a word, as a register holds them.
         folds, count, bytes: as above, and those of a word that are used.
         lines: of a piece.
     """
 
-    picks: np.ndarray
+    chosen: np.ndarray
     places: np.ndarray
     folds: int
     count: int
@@ -311,7 +311,7 @@ class Spread(NamedTuple):
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What a kernel needs of it beside itself."""
-        return self.picks, self.places
+        return self.chosen, self.places
 
 
 def spread_of(how: Lie, lines: int) -> Spread:
@@ -325,7 +325,7 @@ def spread_of(how: Lie, lines: int) -> Spread:
     per_line = how.slot // wide
     first = line % how.span * per_line
     used = (4 * word < first + per_line) & (4 * word + 3 >= first)
-    picks = used & (lane == (line // how.span * how.slots + slot) * how.words + word)
+    chosen = used & (lane == (line // how.span * how.slots + slot) * how.words + word)
     byte = np.arange(bytes_)[:, None]
     group = 4 * word + byte
     held = (lane // how.slot == slot) & (lane % how.slot // wide == group % per_line) & (group < how.groups)
@@ -333,16 +333,16 @@ def spread_of(how: Lie, lines: int) -> Spread:
     places = (held[:, :, None, None, :] & same[None, None, :, :, None]).reshape(-1, 2, count * LANES)
     one = int(np.float32(1).view(np.int32)) >> 16
     pairs = (places * np.array([one, one << 16], np.int32)[:, None]).sum(axis=1, dtype=np.int32)
-    return Spread(picks.astype(jnp.bfloat16), pairs, folds, count, bytes_, lines)
+    return Spread(chosen.astype(jnp.bfloat16), pairs, folds, count, bytes_, lines)
 
 
-def spread(way: Spread, words, picks, places, *, careful: bool):
+def spread(way: Spread, words, chosen, places, *, careful: bool):
     """Scales of groups [lines, 128] bf16, every lane its own: powers of two, with which codes are exact in bf16.
 
     Args:
         way: of ``spread_of``.
         words: [m, 128] int32, each with as many exponents.
-        picks, places: of ``way``.
+        chosen, places: of ``way``.
         careful: a scale that is no number spoils nothing but its group; else all that comes with it.
     """
     size = way.folds * way.count
@@ -358,8 +358,8 @@ def spread(way: Spread, words, picks, places, *, careful: bool):
         for begin in range(first, first + size, way.count):
             exponents = jnp.concatenate([one[begin : begin + way.count] for one in each], axis=0).astype(jnp.bfloat16)
             of_lines = [
-                lax.dot_general(picks[n], exponents, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-                for n in range(len(way.picks))
+                lax.dot_general(chosen[n], exponents, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+                for n in range(len(way.chosen))
             ]
             rows.append(jnp.concatenate(of_lines, axis=1))
         rows = jnp.concatenate(rows, axis=0).astype(jnp.bfloat16)
