@@ -132,7 +132,7 @@ def score_tiles(multiprocessors: int, tokens: int, columns: int, keys: int) -> i
 
 @cache
 def hopper_takes(record: RowRecord, heads: int) -> str:
-    """What the kernel for Hopper takes of keys for queries in bf16, as it says it; "" where it does not cover them."""
+    """What the kernel for Hopper takes of keys for queries in bf16 or e4m3; "" where it does not cover them."""
     aligned = all(number % 16 == 0 for number in (record.codes_unit, record.codes_base, record.codes_stride))
     words = all(number % 4 == 0 for number in (record.scales_unit, record.scales_base, record.scales_stride))
     if record.dim != HOPPER_DIM or record.quant != HOPPER_DIM or heads > HOPPER_HEADS or not record.paged:
@@ -221,12 +221,14 @@ def load_nibbles(unit, row, valid, codes_ptr, scales_ptr, R: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Channels FIRST .. FIRST + WIDTH of queries at ``q_at`` [heads]: [heads, WIDTH], fp32 or as it is."""
+def load_queries(q_at, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, TAKEN: tl.constexpr):
+    """Channels FIRST .. FIRST + WIDTH of queries at ``q_at`` [heads]: [heads, WIDTH], as the products take them."""
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
     x = tl.load(q_at[:, None] + channel, mask=inside[:, None] & (channel < S.dim), other=0.0)
     if S.full:
         x = x.to(tl.float32)
+    elif TAKEN != "codes" and x.dtype == tl.float8e4nv:
+        x = x.to(tl.bfloat16)
     return x
 
 
@@ -261,12 +263,12 @@ def query_of(
     chunks: tl.constexpr = S.chunks
     q = ()
     if TAKEN == "nibbles":
-        whole = load_queries(q_at, inside, 0, R.dim, S)
+        whole = load_queries(q_at, inside, 0, R.dim, S, TAKEN)
         even, odd = tl.split(tl.reshape(whole, (HEADS, R.dim // 2, 2)))
         q = (even, odd)
     else:
         for c in tl.static_range(chunks):
-            q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S),)
+            q = q + (load_queries(q_at, inside, c * S.chunk, S.chunk, S, TAKEN),)
     return tl.maximum(request, 0), (position + 1) // RATIO, weight, q
 
 

@@ -5,8 +5,8 @@ may come in any order, so a thread takes 16 bytes of a key at a time as the prod
 exchange, no shared memory but for the queries, which are put there once, their channels in the same order. Keys of
 the next tiles are read while those of this one are multiplied.
 
-Nibbles become bf16 numbers, e4m3 codes fp16 numbers: both hold all of a key's. With these the queries are fp16 numbers
-too, each head's times a power of two of its own that its weight takes back.
+Nibbles become bf16 numbers, e4m3 codes fp16 numbers: both hold all of a key's. With these queries in bf16 or e4m3 are
+fp16 numbers too, each head's times a power of two of its own that its weight takes back.
 
 Which keys and calls it takes is said in ``scores``. Map: ``word_layout`` and the decoders tell the order of channels;
 the kernel is last.

@@ -90,6 +90,18 @@ def _rotated(to: Framework, q: Array, room: Array, number: int) -> Array:
     return rotated
 
 
+def _on_hopper(to: Framework, q: Array, record: int, scores: int, requests: int) -> str:
+    """What the kernel for Hopper takes of keys for these queries; "" where another one takes them.
+
+    Large calls with queries in e4m3, and those with several a request, take FP8 tensor cores: half the products' work
+    is worth more there than sums in fp32.
+    """
+    known = BOUND[record].record
+    small = size_of(scores) < 2 and q.shape[0] < 2 * requests
+    narrow = known.hadamard or q.dtype == to.bfloat16 or (q.dtype == to.e4m3 and small)
+    return hopper_takes(known, q.shape[1]) if narrow and to.gluon and hopper(to.props(q)) else ""
+
+
 def _scores_out(to: Framework, q: Array, columns: int) -> Array:
     return to.empty((q.shape[0], columns), to.float32, q)
 
@@ -110,9 +122,8 @@ def score_rows(
     tokens, heads, _ = q.shape
     if not tokens * columns:
         return out
-    known, size = BOUND[record].record, size_of(tokens * columns)
-    narrow = known.hadamard or q.dtype == to.bfloat16
-    taken = hopper_takes(known, heads) if narrow and to.gluon and hopper(to.props(q)) else ""
+    size = size_of(tokens * columns)
+    taken = _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
     if taken:
         # Tokens in a row are mostly one request's where there are more of them than requests.
         queries = 2 if tokens >= 2 * block_table.shape[0] else 1
@@ -195,7 +206,9 @@ def score_select_rows(
     if not tokens * k:
         return out
     runs = runs_of(to.props(q), tokens, columns, run, k)
-    how = to.native(q), q.dtype == to.e4m3, size_of(tokens * columns)
+    # As close as ``score_rows`` has them.
+    codes = q.dtype == to.e4m3 and not _on_hopper(to, q, record, tokens * columns, block_table.shape[0])
+    how = to.native(q), codes, size_of(tokens * columns)
     kernel = _best_scores(record, heads, how, ratio, runs.room)
     pools, most = BOUND[record].given(buffers), min(k + k // 4, runs.room - ROUND)
     q = _rotated(to, q, rotated, record)
