@@ -554,8 +554,7 @@ class Replayed:
         if taken is None or indexed.kind is None or self._seen.pools[0] is not pools:
             return
         program = self._program((indexed.kind, *taken[0]), (pools, self._layer, index), arguments, options)
-        lie = None if program is None else self._lie(pools, program)
-        if lie is not None:
+        if program is not None and (lie := self._lie(pools, program)) is not None:
             self._passed[*taken[0], door, indexed.kind] = program
             self._places[1].setdefault(program, lie)
 

@@ -140,11 +140,10 @@ def attend(
     if projection is None:
         return None
     rows = absorbed(query, projection)
-    if scale is None:
-        scale = query.shape[3] ** -0.5
+    factor = query.shape[3] ** -0.5 if scale is None else scale
     if attending.ends is not None:
-        return _latents_captured(noted, attending.ends, rows, projection, mask, sink, scale)
-    out = attended_latents(rows, noted.first, noted.second, mask, sink, noted.cache, noted.layer, scale)
+        return _latents_captured(noted, attending.ends, rows, projection, mask, sink, factor)
+    out = attended_latents(rows, noted.first, noted.second, mask, sink, noted.cache, noted.layer, factor)
     return valued(out, projection, query.shape[0])
 
 
