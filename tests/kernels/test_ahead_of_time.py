@@ -1,7 +1,7 @@
 """Every kernel that writes, gathers or moves bytes, in every format and layout, compiled for GPUs that are not there:
 nothing fails, and nothing spills more than ``records/compile_triton.json`` says. After a change that is meant to:
 
-    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels -k ahead_of_time
+    KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels -k "ahead_of_time or compile"
 """
 
 import re
