@@ -474,7 +474,9 @@ def bind_attend_kv(ops, layer):
     reasons = {case: found.reason for case, found in cases.items() if isinstance(found, Declined)}
     if len(reasons) == len(cases):
         return Declined("; ".join(dict.fromkeys(reasons.values())))
-    return Ready(cases, ("kv",), (*(f"{case.words}: {reason}" for case, reason in reasons.items()), ALONE.reason))
+    # Plain tuples: code that torch 2.11 compiles finds no named one in a table by its values.
+    table = {tuple(case): found for case, found in cases.items()}
+    return Ready(table, ("kv",), (*(f"{case.words}: {reason}" for case, reason in reasons.items()), ALONE.reason))
 
 
 def _attended_kv(ops, layer, case):
