@@ -5,8 +5,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import kvcore  # noqa: E402
 from kvcore.backends.torch_triton.device_index import DeviceIndex  # noqa: E402
 from kvcore.ops import StepIndex  # noqa: E402
+from kvcore.spec import KV, CacheSpec, LayerSpec  # noqa: E402
 from kvcore.step import BlockTables, StepNumbers, StepRequest, build_index, kept_index  # noqa: E402
 
 
@@ -17,6 +19,10 @@ def padded(start: int, *, tokens: int = 5, requests: int = 3, left_padding: int 
         StepRequest(slot=1, start=start + 3, new=0, blocks=[8]),
     ]
     return build_index(rows, max_blocks=4, pad_tokens=tokens, pad_requests=requests)
+
+
+def nothing():
+    """Nobody keeps what an index said."""
 
 
 def addresses(index):
@@ -33,7 +39,7 @@ def assert_holds(index, host):
 
 
 def test_steps_of_one_shape_share_a_place():
-    kept = DeviceIndex("cpu")
+    kept = DeviceIndex("cpu", nothing)
     first = kept.put(padded(0))
     where = addresses(first)
     assert_holds(first, padded(0))
@@ -45,19 +51,19 @@ def test_steps_of_one_shape_share_a_place():
 
 
 def test_every_array_starts_on_16_bytes():
-    for place in addresses(DeviceIndex("cpu").put(padded(3))):
+    for place in addresses(DeviceIndex("cpu", nothing).put(padded(3))):
         assert place % 16 == 0
 
 
 def test_other_shapes_have_places_of_their_own():
-    kept = DeviceIndex("cpu")
+    kept = DeviceIndex("cpu", nothing)
     small, large = kept.put(padded(1)), kept.put(padded(2, tokens=9, requests=4))
     assert_holds(small, padded(1))
     assert_holds(large, padded(2, tokens=9, requests=4))
 
 
 def test_left_padding_is_kept_like_the_rest():
-    kept = DeviceIndex("cpu")
+    kept = DeviceIndex("cpu", nothing)
     without, with_it = kept.put(padded(1)), kept.put(padded(1, left_padding=3))
     again = kept.put(padded(2, left_padding=1))
     assert addresses(again) == addresses(with_it)
@@ -67,7 +73,7 @@ def test_left_padding_is_kept_like_the_rest():
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["made inside", "made outside"])
 def test_inference_mode_may_come_and_go(first, second):
-    kept = DeviceIndex("cpu")
+    kept = DeviceIndex("cpu", nothing)
     with torch.inference_mode(first):
         kept.put(padded(1))
     with torch.inference_mode(second):
@@ -79,7 +85,7 @@ def test_kept_tables_are_those_of_the_step_whatever_was_there_before(device, mon
     """Requests that come, grow, shrink and go, in any order of a batch, padded and not."""
     # Few enough to be sent that rows of tables need several copies.
     monkeypatch.setattr("kvcore.backends.torch_triton.device_index.MOST_SENT", 60)
-    rng, tables, kept = np.random.default_rng(0), BlockTables(), DeviceIndex(device)
+    rng, tables, kept = np.random.default_rng(0), BlockTables(), DeviceIndex(device, nothing)
     held = {slot: (slot,) for slot in range(6)}
     for _ in range(200):
         for slot in rng.choice(6, 2, replace=False).tolist():
@@ -99,7 +105,7 @@ def test_kept_tables_are_those_of_the_step_whatever_was_there_before(device, mon
 
 
 def test_what_did_not_change_is_not_written_again():
-    tables, kept = BlockTables(), DeviceIndex("cpu")
+    tables, kept = BlockTables(), DeviceIndex("cpu", nothing)
     held = [(1, 2), (3, 4), ()]
 
     def send():
@@ -110,3 +116,20 @@ def test_what_did_not_change_is_not_written_again():
     send()[:, 0] = 77
     held[1] = (*held[1], 9)
     assert send()[:, :3].tolist() == [[77, 2, -1], [3, 4, 9], [77, -1, -1], [77, -1, -1]]
+
+
+@pytest.mark.parametrize("kv", [KV(key_heads=2, key_dim=8, storage="slot"), KV(key_heads=2, key_dim=8, window=3)])
+def test_verbs_that_know_a_steps_numbers_on_the_host_know_the_last_ones(kv):
+    """Steps of one shape get the same index; what is read of it for one of them is not the next one's."""
+    cache = kvcore.create_cache(CacheSpec(layers=(LayerSpec(kv=kv),)), backend="torch_triton", device="cpu",
+                                max_requests=2, max_tokens=512)  # fmt: skip
+    requests = [cache.admit(), cache.admit()]
+    for length in range(1, 9):
+        rows = torch.full((3, 2, 8), float(length))
+        with cache.step(dict.fromkeys(requests, 1), pad_tokens=3, pad_requests=2) as step:
+            step.layer(0).append_kv(rows, rows)
+            keys, _, positions = step.layer(0).gather_kv()
+        assert positions.max() == length - 1
+        assert (keys[:2, :, 0, 0][positions[:2] == length - 1] == length).all()
+        seen = positions[0] >= 0
+        assert keys[0, seen, 0, 0].tolist() == [float(1 + position) for position in positions[0, seen]]

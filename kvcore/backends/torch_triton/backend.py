@@ -79,12 +79,13 @@ class TorchOps(Decided, Ops):
         self.plan = plan
         self.layers = [Layer(plan, number, self) for number in range(len(plan.layers))]
         self.device = device
-        self.host = cpu_views.Memory().of
+        memory = cpu_views.Memory()
+        self.host = memory.of
         self.spare = cpu_views.Spare()
         # Region (its address) -> ``cpu_views.Kept``, its pool's rows as one array: every layer asks in every step.
         self.lines: dict[int, Any] = {}
         self.torch_device = torch.device(device)
-        self._index = DeviceIndex(device)
+        self._index = DeviceIndex(device, memory.forget)
         self.strict = strict()
 
     @property

@@ -83,10 +83,14 @@ class HostStep:
 
 
 class Memory:
-    """Remembers the last index's numbers: an index is not written to, another one is made of it."""
+    """Remembers the last index's numbers, until ``forget``: one that stays where it is was written anew."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, Any] = None, None
+
+    def forget(self) -> None:
+        """Read the next index, even if it is the last one."""
+        self._kept = None, None
 
     def of(self, index: StepIndex) -> HostStep:
         """The index's numbers on the host."""

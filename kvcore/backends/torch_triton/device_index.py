@@ -8,6 +8,7 @@ The block table, by far the largest of them, is on the device already but for th
 of the shape; what is sent are those, behind the rest. On the CPU everything is written where it lies.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -80,18 +81,24 @@ def on_device(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> StepIndex:
 
 
 class DeviceIndex:
-    """Persistent buffers for step indices, one set for every shape."""
+    """Persistent buffers for step indices, one set for every shape.
 
-    def __init__(self, device: str) -> None:
+    Steps of a shape are given the same index; ``written`` is called whenever it says something else.
+    """
+
+    def __init__(self, device: str, written: Callable[[], None]) -> None:
         self._device = torch.device(device)
+        self._written = written
         self._buffers: dict[IndexShape, _Buffer] = {}
 
     def put(self, host: StepIndex) -> StepIndex:
         """Copy an index of NumPy int32 arrays to the device, without waiting for the device."""
+        self._written()
         return self._of(shape_of(host)).put(host)
 
     def send(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
         """The same of a step's numbers, and of the rows of block tables that are others than in the step before."""
+        self._written()
         return self._of(shape).send(numbers, tables)
 
     def new(self, numbers: StepNumbers, shape: IndexShape, tables: BlockTables) -> StepIndex:
