@@ -15,15 +15,20 @@ from kvcore.kernels.triton import append, canary, checksum, flush, gather, rings
 from kvcore.kernels.triton import states as state_kernels  # noqa: E402
 from kvcore.kernels.triton.launches import canary as canary_launch  # noqa: E402
 from kvcore.kernels.triton.launches.states import state_tile  # noqa: E402
-from kvcore.kernels.triton.record import row_record  # noqa: E402
+from kvcore.kernels.triton.record import PLAIN_BYTES, row_record  # noqa: E402
 from kvcore.kernels.triton.shape import boundary_chunk, flush_shape, tile, window_rows  # noqa: E402
 from kvcore.kernels.triton.tail import tail_record  # noqa: E402
 from kvcore.plan import plan_cache  # noqa: E402
 from kvcore.spec import FORMATS, KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window  # noqa: E402
 from tests.support.ahead_of_time import ARCHITECTURES, check, compiled  # noqa: E402
 
-NAMES = [name for name, format in sorted(FORMATS.items()) if not any(field.has_offsets for field in format.fields)]
-"""Formats of the kernels: rows whose groups have offsets are torch's."""
+
+def is_for_kernels(field):
+    """Whether kernels take a row with the field: groups with offsets and codes of a byte without a scale are torch's."""
+    return not field.has_offsets and (field.group is not None or not field.is_value or field.code in PLAIN_BYTES)
+
+
+NAMES = [name for name, format in sorted(FORMATS.items()) if all(map(is_for_kernels, format.fields))]
 PER_HEAD = ("int8_per_token_head", "fp8_per_token_head")
 CLASSIC = ("bf16", "fp16", "fp32", "int8_row", "fp8_row", "nf4_b64", "mxfp4", *PER_HEAD)
 ALONE = {"AHEAD": False}
