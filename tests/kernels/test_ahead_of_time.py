@@ -24,7 +24,7 @@ from tests.support.ahead_of_time import ARCHITECTURES, check, compiled  # noqa: 
 
 
 def is_for_kernels(field):
-    """Whether kernels take a row with the field: groups with offsets and codes of a byte without a scale are torch's."""
+    """Whether kernels take rows with the field: groups with offsets and unscaled codes of a byte are torch's."""
     return not field.has_offsets and (field.group is not None or not field.is_value or field.code in PLAIN_BYTES)
 
 
