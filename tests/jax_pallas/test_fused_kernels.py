@@ -37,6 +37,7 @@ OUTSIDE = (
     "fp8_row",
     "nf4_b64",
     "mxfp4",
+    "v32_nvfp4_352",
     "int4_g32",
     "int4_g64",
     "int4_ch32",

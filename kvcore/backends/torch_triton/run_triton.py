@@ -56,7 +56,7 @@ def is_native(where: torch.device) -> bool:
 
 def ahead(array: Tensor) -> int:
     """``device.ahead`` of the device of a tensor."""
-    return device.ahead(props_of(array.device))
+    return device.ahead(props(array))
 
 
 def props(array: Tensor) -> DeviceProps:
