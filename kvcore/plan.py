@@ -14,7 +14,7 @@ import msgspec
 from kvcore.counts import check_count
 from kvcore.errors import OutOfBlocks, SpecError
 from kvcore.foreign import printable
-from kvcore.spec.components import Component, Growth
+from kvcore.spec.component import Component, Growth
 from kvcore.spec.formats import CHECK_WORD, Format
 from kvcore.spec.layout import BY_HEAD, LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import TAIL_OF, CacheSpec

@@ -18,7 +18,7 @@ from kvcore.ops import Ops
 from kvcore.plan import CachePlan, LayerPlan
 from kvcore.spec import ROLES, TAIL_OF, Rope
 from kvcore.spec.codes import CODES, RULES
-from kvcore.spec.components import Component
+from kvcore.spec.component import Component
 
 Array = Any
 FP32 = ("float32",)

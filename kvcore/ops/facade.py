@@ -17,7 +17,7 @@ from kvcore.ops.results import Array, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools, fresh_unit
 from kvcore.spec import Rope
-from kvcore.spec.components import Growth
+from kvcore.spec.component import Growth
 
 OF_A_ROLE = frozenset({"gather_rows", "store_rows", "read_ring", "restore_ring", "store_role"})
 """Verbs that take the role beside the layer; functions take it among their options."""

@@ -21,7 +21,7 @@ from kvcore.portable.record import MOST_CONVERSIONS, RequestRecord, difference_o
 from kvcore.portable.rows import Content, kept_positions, owned
 from kvcore.requests.request import Conversion
 from kvcore.spec import DERIVED, FORMATS, CacheSpec, Component, LayerSpec, from_json
-from kvcore.spec.components import Part
+from kvcore.spec.component import Part
 
 CHOSEN = ("format", "key_format", "value_format", "global_scale")
 """Fields of a spec in which source and target may differ."""

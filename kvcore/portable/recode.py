@@ -13,7 +13,7 @@ from kvcore.arrays import to_numpy
 from kvcore.ops import Ops
 from kvcore.portable.rows import HostRows
 from kvcore.spec import FORMATS, Component, Format
-from kvcore.spec.components import Part
+from kvcore.spec.component import Part
 
 Rows = np.ndarray[Any, Any]
 """Canonical rows [n, bytes] uint8, or values in fp32."""

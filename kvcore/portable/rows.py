@@ -15,7 +15,7 @@ from kvcore.ops import Array, Ops, RawRows
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, Component
-from kvcore.spec.components import Growth
+from kvcore.spec.component import Growth
 from kvcore.step import StepRequest, build_index
 
 LARGE_PAGE = 4096

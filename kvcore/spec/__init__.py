@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvcore.spec.codec import from_json, json_schema, to_json
-from kvcore.spec.components import KV, Component, Entries, IndexKeys, KVTail, Part, Tail, Window
+from kvcore.spec.component import Component, Part
+from kvcore.spec.components import Entries, IndexKeys, Tail, Window
 from kvcore.spec.formats import FORMATS, Field, Format, tail_format
+from kvcore.spec.kv import KV, KVTail
 from kvcore.spec.layout import LAYOUTS, BlockLayout, Place, address, block_layout
 from kvcore.spec.model import DERIVED, ROLES, TAIL_OF, CacheSpec, LayerSpec
 from kvcore.spec.recurrent import Conv, State

@@ -12,10 +12,11 @@ from typing import Any, cast
 import msgspec
 
 from kvcore.errors import SpecError
-from kvcore.spec.components import KV, Entries, IndexKeys
+from kvcore.spec.components import Entries, IndexKeys
 from kvcore.spec.config_fields import Fields
 from kvcore.spec.families import FAMILIES, LATENT, MISSING
 from kvcore.spec.formats import FORMATS
+from kvcore.spec.kv import KV
 from kvcore.spec.layer_schedules import CHUNK, CHUNKED, FULL, KINDS, SLIDING, WINDOW, WINDOWS, Family
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.presets import V4_FORMATS, V41_FORMATS, v4_layer, v41_layer

@@ -12,7 +12,9 @@ import msgspec
 
 from kvcore.counts import check_count
 from kvcore.errors import SpecError
-from kvcore.spec.components import KV, Component, Entries, IndexKeys, KVTail, Tail, Window
+from kvcore.spec.component import Component
+from kvcore.spec.components import Entries, IndexKeys, Tail, Window
+from kvcore.spec.kv import KV, KVTail
 from kvcore.spec.recurrent import Conv, State
 
 

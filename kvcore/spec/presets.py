@@ -7,7 +7,8 @@ config files). Only this file, the format table and tests may know them.
 from collections.abc import Mapping, Sequence
 
 from kvcore.errors import SpecError
-from kvcore.spec.components import KV, Entries, IndexKeys, Tail, Window
+from kvcore.spec.components import Entries, IndexKeys, Tail, Window
+from kvcore.spec.kv import KV
 from kvcore.spec.model import CacheSpec, LayerSpec
 from kvcore.spec.recurrent import Conv, State
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvcore.spec.components import Component, Maximum, Part, check_positive, plain_row_format
+from kvcore.spec.component import Component, Maximum, Part, check_positive, plain_row_format
 
 
 class State(Component, frozen=True, kw_only=True):

@@ -10,18 +10,34 @@ from typing import Any
 
 import torch
 
-from kvcore.backends.torch_triton import cuda, cuda_read, cuda_units, cuda_write, flash, launch
+from kvcore.backends.torch_triton import (
+    cuda,
+    cuda_attend,
+    cuda_gather,
+    cuda_index,
+    cuda_units,
+    cuda_write,
+    flash,
+    launch,
+)
 from kvcore.backends.torch_triton.backend import TorchOps, recording_nothing
 from kvcore.backends.torch_triton.canary import Watcher
 from kvcore.backends.torch_triton.device_index import laid_out, on_device
 from kvcore.backends.torch_triton.replay import Replayed, Seen
 from kvcore.backends.torch_triton.rings import Rings, move
 from kvcore.backends.torch_triton.whole import whole_layer
+from kvcore.backends.torch_triton.workspaces import Workspaces
 from kvcore.kernels.triton.device import DeviceProps
 from kvcore.ops import Ops, facade
 from kvcore.ops.choices import Decision, verbs_of
 
-KERNELS = {**cuda_write.KERNELS, **cuda_read.KERNELS, **cuda_units.KERNELS}
+KERNELS = {
+    **cuda_write.KERNELS,
+    **cuda_gather.KERNELS,
+    **cuda_attend.KERNELS,
+    **cuda_index.KERNELS,
+    **cuda_units.KERNELS,
+}
 """Verb, as ``explain`` names it -> its kernels."""
 
 NO_KERNEL = Decision("torch", "this verb has no kernel")
@@ -102,7 +118,7 @@ class TritonOps(TorchOps):
         super().__init__(plan, device)
         self._props = props
         self._fewest_visits = FEWEST_VISITS
-        self.workspaces = cuda_read.Workspaces(device)
+        self.workspaces = Workspaces(device)
         self.scratch = cuda_write.Scratch(device)
         self.fresh: dict[str, Any] = {}
         self.moves: dict[Any, Any] = {}

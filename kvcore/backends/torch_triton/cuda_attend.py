@@ -1,4 +1,4 @@
-"""The verbs that read on CUDA: gathers, attention, indexer scores and selection.
+"""The verbs that attend on CUDA: to latent rows, to keys and values, and to keys coded over groups of tokens.
 
 Outputs come from torch's allocator, which a CUDA graph gives a pool of its own; everything else that a call writes lies
 in workspaces that are kept.
@@ -17,9 +17,9 @@ from kvcore.backends.torch_triton.cuda import (
     bind_group_parts,
     declined,
     name_of_kernels,
-    of_states,
     why,
 )
+from kvcore.backends.torch_triton.cuda_gather import whole_window
 from kvcore.backends.torch_triton.tail import frequencies_of
 from kvcore.kernels.triton import attend_kv as kv_kernel
 from kvcore.kernels.triton import packed
@@ -27,17 +27,11 @@ from kvcore.kernels.triton.attend import attended, takes_whole
 from kvcore.kernels.triton.device import native as is_native
 from kvcore.kernels.triton.groups import groups_fit
 from kvcore.kernels.triton.launches.attention import config_of, on_hopper, pipelined
-from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.launches.kv_groups import programs_of, splits_of
 from kvcore.kernels.triton.launches.launching import Part
-from kvcore.kernels.triton.record import own_record, plain_record, power_of_two
-from kvcore.kernels.triton.scores import scored, takes_codes
-from kvcore.kernels.triton.topk import LARGEST_K, select_workspace
-from kvcore.ops import AllEntries, Attention, SelectedEntries, WindowRows, bounds
+from kvcore.kernels.triton.record import own_record, plain_record
+from kvcore.ops import Attention, bounds
 from kvcore.ops.choices import Decision, Declined
-
-MOST_SCORES = 1 << 26
-"""Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
 
 MOST_DECODED = 1 << 28
 """Bytes that decoded entries may take."""
@@ -45,159 +39,7 @@ MOST_DECODED = 1 << 28
 PLAIN: Any = TorchOps
 """The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
-LEFT_PADDING = Declined("the step has left padding")
-SHORTER = Declined("a window begins later than it does by itself")
-TOO_MANY = Declined(f"k > {LARGEST_K}")
 ALONE = Declined("k or v is given without the other")
-
-
-class Workspaces:
-    """Buffers by name, grown when a call needs more; outgrown ones are kept, since a captured graph may use them."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
-
-    def take(self, name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """At least ``elements`` elements, zero when new."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < elements:
-            if buffer is not None:
-                self._outgrown.append(buffer)
-            buffer = torch.zeros(power_of_two(max(elements, 1)), dtype=dtype, device=self._device)
-            self._buffers[name] = buffer
-        return buffer
-
-    def buffers(self) -> list[torch.Tensor]:
-        """All that are held."""
-        return [*self._buffers.values(), *self._outgrown]
-
-
-class Gathered(NamedTuple):
-    """Where rows are gathered from, and how many: the window's, or tokens of an entry."""
-
-    part: Part
-    count: int
-
-    @classmethod
-    def of(cls, role):
-        """A binding to a role's rows."""
-
-        def bind(ops, layer):
-            component = ops.component(layer, role)
-            count = component.window if role == "window" else component.ratio
-            return declined(ops, layer, role) or Ready(cls(ops.records[layer, role][0], count), (role,))
-
-        return bind
-
-
-def whole_window(bound, index, *_, **__):
-    """Windows that begin where they do by themselves: kernels know no other beginning."""
-    return bound if index.left_padding is None else SHORTER
-
-
-def gather_window(bound, ops, pools, layer, index, rows=None):
-    """The last min(length, W) positions of every request at the end of the step, ascending from row 0."""
-    (number, names, _), window = bound
-    buffers = [pools[name] for name in names]
-    found = WindowRows(*launch.calls().gather_window_rows(index.slots, index.lengths, buffers, number, window))
-    if rows is not None:
-        _put_own(found.values, rows, index, number, True, True, window, 0)
-    return found
-
-
-def _put_own(out, values, index, number, *seen):
-    """Replace gathered rows of the step's own positions by ``values``, as they read once they are stored."""
-    step = index.positions, index.request_index, index.starts, index.lengths
-    launch.calls().put_own_rows(out, values.contiguous(), *step, number, *seen)
-
-
-def gather_entries(bound, ops, pools, layer, index, indices):
-    """Entries by logical index, indices [T, k]; valid iff 0 <= i < the request's entries at the end of the step."""
-    (number, names, _), ratio = bound
-    found = launch.calls().gather_selected_rows(
-        indices.contiguous(),
-        index.request_index,
-        index.lengths,
-        index.block_table,
-        [pools[name] for name in names],
-        number,
-        ratio,
-    )
-    return SelectedEntries(*found)
-
-
-def gather_all_entries(bound, ops, pools, layer, index, *, columns=None, role="entries"):
-    """Every entry (``role`` entries or index_keys) of every request, as [Q, columns, d]."""
-    (number, names, _), ratio = bound
-    columns = bounds.columns(ops.plan, layer, role, index) if columns is None else columns
-    buffers = [pools[name] for name in names]
-    found = launch.calls().gather_all_rows(index.lengths, index.block_table, buffers, number, ratio, columns)
-    return AllEntries(*found)
-
-
-class Before(NamedTuple):
-    """Where rows before a step are read from, how many of a request, and the shape of what is read of it."""
-
-    part: Part
-    count: int
-    shape: list[int]
-
-    @classmethod
-    def of(cls, role):
-        """A binding to a role of a recurrent layer."""
-        bind_part = of_states(role)
-
-        def bind(ops, layer):
-            found, component = bind_part(ops, layer), ops.component(layer, role)
-            if isinstance(found, Declined):
-                return found
-            shape = component.shape if role == "state" else (component.span, component.channels)
-            return found._replace(given=cls(found.given, component.span, [*shape]))
-
-        return bind
-
-
-def read_before(bound, ops, pools, layer, index):
-    """What the step's tokens go on from: states [Q, heads, ...], or inputs [Q, width - 1, channels]; zeros before 0."""
-    (number, names, _), count, shape = bound
-    buffers = [pools[name] for name in names]
-    return launch.calls().read_before_rows(index.slots, index.starts, buffers, number, count, shape)
-
-
-class Rows(NamedTuple):
-    """Keys' and values' parts, and which of their rows a query sees: (in a ring, window or 0, chunk or 0)."""
-
-    parts: tuple[Part, ...]
-    seen: tuple[bool, int, int]
-
-
-def bind_gather_kv(ops, layer):
-    """Kernels' rings begin where the first query's window does, left padding or not: of a ring not with it."""
-    component = ops.component(layer, "kv")
-    seen = component.span is not None, component.window or 0, component.chunk or 0
-    ring, given = seen[0], Rows(ops.records[layer, "kv"], seen)
-    return declined(ops, layer, "kv") or Ready(given, ("kv",), (LEFT_PADDING.reason,) if ring else (), asks=ring)
-
-
-def gather_kv_covers(bound, index, k=None, v=None, *, columns=None):
-    """Of rings, all but a step with left padding."""
-    return bound if index.left_padding is None else LEFT_PADDING
-
-
-def gather_kv(bound, ops, pools, layer, index, k=None, v=None, *, columns=None):
-    """Every row that a query of the step may see: k, v [Q, columns, heads, dim], positions [Q, columns]."""
-    columns = bounds.columns(ops.plan, layer, "kv", index) if columns is None else columns
-    place = index.slots, index.starts, index.lengths, index.block_table
-    gathered, positions = [], None
-    for (number, names, _), own in zip(bound.parts, (k, v), strict=True):
-        buffers = [pools[name] for name in names]
-        rows, positions = launch.calls().gather_kv_rows(*place, buffers, number, columns, *bound.seen)
-        if own is not None:
-            _put_own(rows, own, index, number, False, *bound.seen)
-        gathered.append(rows)
-    return *gathered, positions
 
 
 class Attended(NamedTuple):
@@ -554,126 +396,8 @@ def attend_kv(bound, ops, pools, layer, index, q, k=None, v=None, *, columns=Non
     return Attention(out, lse)
 
 
-class Scored(NamedTuple):
-    """Where a layer's index keys lie, tokens of each, whether queries are rotated first, and may be e4m3."""
-
-    part: Part
-    ratio: int
-    rotated: bool
-    codes: bool
-
-    def queries(self, q):
-        """Queries as the kernels take them; bf16 holds what e4m3 does."""
-        return (q if self.codes or q.dtype != torch.float8_e4m3fn else q.to(torch.bfloat16)).contiguous()
-
-
-def bind_scores(*but):
-    """A binding to a layer's index keys."""
-
-    def bind(ops, layer):
-        without = declined(ops, layer, "index_keys")
-        if without is not None:
-            return without
-        (part,) = ops.records[layer, "index_keys"]
-        record = launch.BOUND[part.number].record
-        found = scored(record)
-        if isinstance(found, Declined):
-            return found
-        codes = takes_codes(record) and is_native(ops.props.capability) and not launch.INTERPRETED
-        given = Scored(part, ops.component(layer, "index_keys").ratio, record.hadamard, codes)
-        return Ready(given, ("index_keys",), but)
-
-    return bind
-
-
-def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
-    """``sum_h weights[t,h] · relu(q[t,h] · key[s])`` -> [T, columns] fp32; -inf unless s < (t + 1) div m."""
-    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
-    if not len(index.slots) or not q.numel() or not columns:  # there is nothing to launch
-        return PLAIN.index_scores(ops, pools, layer, index, q, weights, columns=columns)
-    number, names, _ = bound.part
-    return launch.calls().score_rows(
-        bound.queries(q),
-        weights.contiguous(),
-        index.positions,
-        index.request_index,
-        index.block_table,
-        [pools[name] for name in names],
-        ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
-        number,
-        bound.ratio,
-        columns,
-    )
-
-
-def bind_select(ops, layer):
-    """The same kernels for all layers."""
-    del layer
-    return Ready(None, decision=Decision(name_of_kernels(), f"kernels find the best k, else torch: {TOO_MANY.reason}"))
-
-
-def select_covers(bound, scores, k):
-    """All but long lists."""
-    return TOO_MANY if k > LARGEST_K else bound
-
-
-def select(bound, ops, scores, k):
-    """Top k of scores [T, n] -> [T, k] int32: highest first, ties to the lowest index, -1 where score is -inf."""
-    del bound
-    if not k or not scores.numel():  # there is nothing to launch
-        return PLAIN.select(ops, scores, k)
-    room = select_workspace(len(scores), scores.shape[1], k)
-    return launch.calls().select_rows(scores.to(torch.float32).contiguous(), *_pairs(ops, room), k)
-
-
-def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None, run=None):
-    """``select(index_scores(...), k)``; beyond MOST_SCORES in one go, each program keeping its run's best.
-
-    Args:
-        run: entries of a program, in one go whatever there are.
-    """
-    columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
-    whole = run is None and len(q) * columns <= MOST_SCORES
-    if whole or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
-        return ops.select(index_scores(bound, ops, pools, layer, index, q, weights, columns=columns), k)
-    number, names, _ = bound.part
-    run = run or RUN
-    *room, held = best_workspace(runs_of(ops.props, len(q), columns, run, k), k)
-    return launch.calls().score_select_rows(
-        bound.queries(q),
-        weights.contiguous(),
-        index.positions,
-        index.request_index,
-        index.block_table,
-        [pools[name] for name in names],
-        ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
-        *_pairs(ops, room),
-        ops.workspaces.take("scores", held),
-        number,
-        bound.ratio,
-        columns,
-        k,
-        run,
-    )
-
-
-def _pairs(ops, room):
-    pairs, counts = room
-    return ops.workspaces.take("pairs", pairs, torch.int64), ops.workspaces.take("counts", counts, torch.int32)
-
-
 KERNELS = {
-    "gather_window": Kernel(gather_window, Gathered.of("window"), whole_window, replayed=True),
-    "gather_entries": Kernel(gather_entries, Gathered.of("entries"), replayed=True),
-    "gather_all_entries": Kernel(gather_all_entries, Gathered.of("entries")),
-    "gather_all_entries(index_keys)": Kernel(gather_all_entries, Gathered.of("index_keys")),
-    "gather_kv": Kernel(gather_kv, bind_gather_kv, gather_kv_covers, replayed=True),
-    "read_state": Kernel(read_before, Before.of("state"), replayed=True),
-    "gather_conv": Kernel(read_before, Before.of("conv"), replayed=True),
     "attend": Kernel(attend, bind_attend, whole_window, replayed=True),
     "attend_kv": Kernel(attend_kv, bind_attend_kv, attend_kv_covers, replayed=True, bounds=("columns",)),
-    "index_scores": Kernel(index_scores, bind_scores(), replayed=True),
-    "select": Kernel(select, bind_select, select_covers, replayed=True),
-    "index_select": Kernel(index_select, bind_scores(TOO_MANY.reason), replayed=True),
 }
-"""Verbs that read."""
+"""Verbs that attend."""
