@@ -97,7 +97,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def tests_triton(session: nox.Session) -> None:
-    """The CUDA kernels without a GPU: interpreted, and compiled for three generations."""
+    """The CUDA kernels without a GPU: interpreted, and a sample of them compiled; all of them with -- --every."""
     install(session, "torch", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON)
     session.run("pytest", "-n", "2", "tests/kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})

@@ -14,6 +14,14 @@ settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every",
+        action="store_true",
+        help="compile every kernel in every case for every GPU and TPU, not a sample that shows each pair once",
+    )
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of the backend under test."""

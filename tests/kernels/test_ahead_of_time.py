@@ -1,5 +1,6 @@
 """Every kernel that writes, gathers or moves bytes, in every format and layout, compiled for GPUs that are not there:
-nothing fails, and nothing spills more than ``records/compile_triton.json`` says. After a change that is meant to:
+nothing fails, and nothing spills more than ``records/compile_triton.json`` says. Of that record a run compiles what
+``ahead_of_time.sample`` takes, and all of it, in an hour, with ``--every``. After a change that is meant to spill:
 
     KVCORE_COMPILE_RECORD=records/compile_triton.json pytest tests/kernels -k "ahead_of_time or compile"
 """
