@@ -159,7 +159,7 @@ def frameworks(session: nox.Session) -> None:
     session.install(JAX)
     install(session, "torch", "jax", "transformers", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON, *JAX_TRITON)
-    session.run("pytest", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
+    session.run("pytest", "-n", "2", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
 
 
 @nox.session(venv_backend="virtualenv")
@@ -180,6 +180,7 @@ def conformance(session: nox.Session, backend: str) -> None:
     if "jax" in extras:
         session.install(JAX)
     install(session, *extras, "conformance", torch=torch)
+    session.install("pytest-xdist>=3.6")
     run_kit(session, name, *["-k", checks] * bool(checks), *session.posargs)
     if not checks:
         # Formats over tokens need blocks of another size, and so a spec of their own.
@@ -191,7 +192,7 @@ def run_kit(session: nox.Session, backend: str, *arguments: str) -> None:
     """Into build/parity-BACKEND.json and build/junit-BACKEND.xml."""
     folder = Path("build").absolute()
     folder.mkdir(exist_ok=True)
-    line = ["pytest", "--pyargs", "kvcore.conformance", "-q", f"--kv-backend={backend}"]
+    line = ["pytest", "-n", "2", "--pyargs", "kvcore.conformance", "-q", f"--kv-backend={backend}"]
     line += [f"--kv-report={folder}/parity-{backend}.json", f"--junitxml={folder}/junit-{backend}.xml"]
     # Not in the checkout, whose pytest settings are those of its own tests.
     with session.chdir(session.create_tmp()):

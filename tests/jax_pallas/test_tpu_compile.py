@@ -1,6 +1,7 @@
 """Every kernel and a whole decode step, compiled by the TPU compiler for chips that are not here; nothing is run."""
 
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,20 +14,39 @@ from kvcore.parity.html import LADDER
 from tests.jax_pallas.compile_tpu import compiled, fault, record
 from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
+from tests.support.samples import covering
 
 RECORD = Path(__file__).parents[2] / "records" / "compile_tpu.json"
-CHIPS = ("v5e", "v5p", "v6e", "v7x")
+CHIPS = ("v6e", "v5e", "v5p", "v7x")
+"""The first compiles every case, the others one of each verb."""
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
 
 
+def sample() -> list[tuple[str, str]]:
+    """(chip, case): every verb on every chip, every case on some."""
+    return covering(product(CHIPS, (*KERNELS, *STEPS)), lambda point: {point[1], (point[0], verb_of(point[1]))})
+
+
+def verb_of(case: str) -> str:
+    return case.partition("/")[0]
+
+
 @needs_libtpu
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_kernel_and_a_step_compile_and_update_their_pools_in_place(chip: str) -> None:
-    found = compiled(chip, *KERNELS, *STEPS)
-    assert [one["case"] for one in found] == [*KERNELS, *STEPS]
+def test_kernels_and_a_step_compile_and_update_their_pools_in_place(chip: str, request: pytest.FixtureRequest) -> None:
+    every = request.config.getoption("every")
+    cases = [*KERNELS, *STEPS] if every else [case for other, case in sample() if other == chip]
+    found = compiled(chip, *cases)
+    assert [one["case"] for one in found] == cases
     assert not [(one["case"], fault(one)) for one in found if fault(one)]
     assert all(one["pool_bytes"] > 1 << 20 for one in found)
+
+
+def test_every_case_is_compiled_and_every_verb_for_every_chip() -> None:
+    chosen, cases = sample(), {*KERNELS, *STEPS}
+    assert {case for _, case in chosen} == cases
+    assert {(chip, verb_of(case)) for chip, case in chosen} == set(product(CHIPS, map(verb_of, cases)))
 
 
 @needs_libtpu
