@@ -43,7 +43,7 @@ BESIDE = {
         "kv": {"kv_view", "append_kv_view"},
     },
     "jax_pallas": {
-        "encoding": {"half_away", "large", "sylvester", "bytes_of"},
+        "encoding": {"large", "sylvester", "bytes_of"},
         # How kernels move rows, and arrays that are not written in place.
         "rows": {"load_in_order", "own_token", "origin", "read_fp32", "append_values", "store_values", "read_values"}
         | {"of", "visible", "numbered", "requests_like", "divided", "rest"},

@@ -13,7 +13,7 @@ from kvcore.kernels.pallas import states as states_of_tiles
 from kvcore.parity.run import run
 from kvcore.plan import plan_cache
 from kvcore.plugins import registry
-from kvcore.spec import CacheSpec, LayerSpec, State
+from kvcore.spec import CacheSpec, Conv, LayerSpec, State
 from kvcore.step import StepRequest, build_index
 from tests.support import recurrent
 
@@ -77,11 +77,13 @@ STATES = (
     State(heads=3, key_dim=2, value_dim=128), State(heads=4, key_dim=8, value_dim=128), State(heads=2, key_dim=256),
     State(heads=2, key_dim=4, value_dim=256), State(heads=4, key_dim=32, value_dim=128, format="bf16"),
     State(heads=2, key_dim=2048, format="bf16"), State(heads=3, key_dim=16, value_dim=256, format="bf16"),
+    State(heads=2, key_dim=4096, format="fp8_row"),
+    State(heads=3, key_dim=16, value_dim=256, format="int8_per_token_head"),
 )  # fmt: skip
 STEP = StepRequest(4, 3, 2, ()), StepRequest(0, 0, 3, ()), StepRequest(2, 5, 0, ()), StepRequest(5, 1, 5, ())
 
 
-@pytest.mark.parametrize("component", STATES, ids=lambda component: "x".join(map(str, component.shape)))
+@pytest.mark.parametrize("component", STATES, ids=lambda one: f"{'x'.join(map(str, one.shape))} {one.format}")
 def test_states_of_whole_tiles_are_moved_as_numbers(component, rng, monkeypatch):
     """By kernels of their own, interpreted: to the bit what the reference reads, writes, keeps and forgets."""
     if component.heads == 4:
@@ -91,9 +93,8 @@ def test_states_of_whole_tiles_are_moved_as_numbers(component, rng, monkeypatch)
     ours = JaxOps(plan_cache(spec, layout="tpu_tile", **sizes), "cpu", None, "interpret")
     theirs = ReferenceOps(plan_cache(spec, layout="packed", **sizes))
     made = {choice.verb: choice.implementation for choice in ours.explain()}
-    assert {made[verb] for verb in ("append_state", "write_state", "select_state", "read_state")} == {
-        "pallas, interpreted"
-    }
+    verbs = ("append_state", "write_state", "select_state", "read_state")
+    assert {made[verb] for verb in verbs} == {"pallas, interpreted"}
     host = build_index(STEP, max_blocks=1)
     states, last = (rng.standard_normal((n, *component.shape)).astype(np.float32) for n in (len(host.positions), 4))
     states[0].flat[3] = np.nan
@@ -111,3 +112,14 @@ def test_states_of_whole_tiles_are_moved_as_numbers(component, rng, monkeypatch)
             at = host._replace(starts=np.maximum(lengths - back, 0).astype(np.int32))
             ours_found, theirs_found = (np.asarray(ops.read_state(pools, 0, ops.index(at))) for ops, pools in after)
             np.testing.assert_array_equal(ours_found.view(np.int32), theirs_found.view(np.int32))
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8_row"])
+def test_inputs_of_a_convolution_of_whole_tiles_are_rows(format):
+    spec = CacheSpec(layers=[LayerSpec(conv=Conv(dim=4096, width=4, format=format))])
+    ops = JaxOps(plan_cache(spec, layout="tpu_tile", max_requests=6, max_tokens=64), "tpu", None, "tpu")
+    index = build_index(STEP, max_blocks=1)
+    pools = jax.eval_shape(ops.allocate)
+    rows = jax.ShapeDtypeStruct((len(index.positions), 4096), jnp.float32)
+    found = jax.eval_shape(lambda pools, index, rows: ops.append_conv(pools, 0, index, rows), pools, index, rows)
+    assert jax.tree.map(lambda one: one.shape, found) == jax.tree.map(lambda one: one.shape, pools)

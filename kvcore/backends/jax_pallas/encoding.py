@@ -20,6 +20,7 @@ from kvcore.kernels.pallas.arithmetic import (
     e2m1_codes,
     fp32_scale,
     from_bits,
+    half_away,
     over_power,
     rotated,
     times,
@@ -150,16 +151,6 @@ def ratios_of(groups: Array, scales: Array, field: Field) -> Array:
     return half_away(ratios) if field.code == "int8" else ratios
 
 
-def half_away(ratios: Array) -> Array:
-    """trunc(ratio ± 0.5), by what is left over of a magnitude's bits: no product is fused with the sum then."""
-    magnitude = from_bits(bits_of(ratios) & ~SIGN)
-    whole = jnp.floor(magnitude)
-    # The number just below a half is one in which fp32's sum rounds up.
-    up = (magnitude - whole >= 0.5) | (magnitude == np.nextafter(np.float32(0.5), np.float32(0)))
-    whole = jnp.where(up, whole + 1, whole)
-    return jnp.where(ratios < 0, -whole, whole)
-
-
 def quantise_range(channels: Array, field: Field, format: Format) -> tuple[Array, Array, Array]:
     """One field whose groups have offsets: channels [rows, dims] -> bytes of codes, of scales and of offsets."""
     rows, largest = len(channels), np.float32(field.element.largest)
@@ -189,10 +180,6 @@ def large(values):
 
 def scale_of(amax: Array, field: Field, format: Format, global_scale: float) -> tuple[Array, Array]:
     """The scales [rows, groups] as fp32, and as bits of the scale's code, by the field's rule."""
-    if field.rule == "quotient":
-        quotient = divide(amax, jnp.full_like(amax, np.float32(CODES[field.code].largest)))
-        scales = jnp.maximum(quotient, np.float32(format.scale_floor))
-        return scales, bits_of(scales)
     if field.rule != "e4m3":
         return fp32_scale(amax, field, format)
     product = amax * np.float32(1 / CODES[field.code].largest)

@@ -134,7 +134,9 @@ def _pallas(layer: Layer, verb: str, name: str) -> Decision:
     if verb in STATES:
         role = STATES[verb]
         declined = "" if tiles.keeps_states(layer, layer.regions[role][0]) else MOVED.reason
-        return kernel(name, "states are moved as numbers, a piece at a time", plain=BOTH, declined=declined)
+        format = layer.regions[role][0].format
+        way = "as numbers" if format.is_plain else f"in {format.name}, encoded and decoded on the way"
+        return kernel(name, f"states are moved {way}, a piece at a time", plain=BOTH, declined=declined)
     if verb in ROLES:
         role = ROLES[verb]
         but = ("rows of the step are given",) if verb == "gather_window" else ()

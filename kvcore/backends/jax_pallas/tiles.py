@@ -12,12 +12,12 @@ import numpy as np
 
 from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
+from kvcore.kernels.pallas import states
 from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.kernels.pallas.read_rows import read_rows
-from kvcore.kernels.pallas.states import read_states, write_states
 from kvcore.kernels.pallas.write_rows import write_parts, write_rows
 from kvcore.plan import Region
-from kvcore.spec.layout import LANES, TILE_BYTES
+from kvcore.spec.layout import LANES, TILE_BYTES, WORDS
 
 
 def load(pools, region: Region, unit, row):
@@ -96,32 +96,35 @@ def store(pools, region: Region, unit, row, rows):
 
 
 def keeps_states(pools, region: Region) -> bool:
-    """Whether states are moved as numbers: heads in plain fp32 or bf16, of whole tiles, side by side in their pool."""
-    if pools.kernels not in TILED or region.copies != 1 or region.steps[1] != 1 or not region.format.is_plain:
+    """Whether states are moved as numbers: heads of whole tiles side by side, in a format that the kernels know."""
+    if pools.kernels not in TILED or region.role != "state" or not states.supports(region.format):
         return False
-    (run, *more), (buffer, *others) = runs(region), buffers_of(region)
-    if more or others or run.base or run.stride != run.nbytes:
+    if region.copies != 1 or region.steps[1] != 1:
+        return False
+    place, *scales = region.unit.places
+    if place.base or place.stride != place.nbytes or any(other.buffer != WORDS for other in scales):
         return False
     # Four lines of bytes are read as one of words, in whole registers.
-    bf16 = region.format.value_code == "bf16" and run.split and run.nbytes % (8 * TILE_BYTES) == 0
-    return buffer.fp32 or bf16
+    return buffers_of(region)[0].fp32 or place.nbytes % (8 * TILE_BYTES) == 0
 
 
 def load_states(pools, region: Region, unit, row, shape: tuple[int, ...]):
     """States [n, *shape] at (unit, row) [n]; zeros where the unit is -1: no copy of them lies anywhere in between."""
-    ((name, _),) = region.buffers.values()
-    found = read_states(pools[name], unit, row, _in_lines(shape), interpret=interpreted(pools))
+    held = [pools[name] for name, _ in region.buffers.values()]
+    found = states.read_states(region.format, held, unit, row, _in_lines(shape), interpret=interpreted(pools))
     return found.reshape(len(unit), *shape)
 
 
-def store_states(pools, region: Region, states, source, unit, row, count):
-    """Pools with ``states[source]`` [m, heads, ...] at (unit, row) [n], and NaN in ``count`` - 1 rows before it."""
-    ((name, _),) = region.buffers.values()
-    states = states if states.dtype == jnp.bfloat16 else states.astype(jnp.float32)
-    states = states.reshape(len(states), *_in_lines(states.shape[1:]))
-    given = source, unit, row, count
-    written = write_states(pools[name], states, *given, rows=region.rows, interpret=interpreted(pools))
-    return pools.replace(name, written)
+def store_states(pools, region: Region, values, source, unit, row, count):
+    """Pools with states ``values[source]`` [m, heads, ...] at (unit, row) [n], and NaN in ``count`` - 1 rows before."""
+    names = [name for name, _ in region.buffers.values()]
+    values = values if values.dtype == jnp.bfloat16 else values.astype(jnp.float32)
+    values = values.reshape(len(values), *_in_lines(values.shape[1:]))
+    given = [pools[name] for name in names], values, source, unit, row, count
+    written = states.write_states(region.format, *given, rows=region.rows, interpret=interpreted(pools))
+    for name, pool in zip(names, written, strict=True):
+        pools = pools.replace(name, pool)
+    return pools
 
 
 def _in_lines(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -37,10 +37,24 @@ def fp32_scale(amax, field: Field, format: Format):
         exponent = (bits >> 23) + ((bits & MANTISSA) != 0).astype(jnp.uint32)
         scales = from_bits(exponent << 23)
         return scales, exponent if field.scale == "e8m0" else bits_of(scales)
+    if field.rule == "quotient":
+        quotient = divide(amax, jnp.full_like(amax, np.float32(CODES[field.code].largest)))
+        scales = jnp.maximum(quotient, np.float32(format.scale_floor))
+        return scales, bits_of(scales)
     if field.rule not in ("fp32", "absmax"):
         raise unknown("scale rule", field.rule, "encode")
     scales = amax if field.rule == "absmax" else product
     return scales, bits_of(scales)
+
+
+def half_away(ratios):
+    """trunc(ratio ± 0.5), by what is left over of a magnitude's bits: no product is fused with the sum then."""
+    magnitude = from_bits(bits_of(ratios) & ~SIGN)
+    whole = jnp.floor(magnitude)
+    # The number just below a half is one in which fp32's sum rounds up.
+    up = (magnitude - whole >= 0.5) | (magnitude == np.nextafter(np.float32(0.5), np.float32(0)))
+    whole = jnp.where(up, whole + 1, whole)
+    return jnp.where(ratios < 0, -whole, whole)
 
 
 def rotated(values, sylvester, to_bf16):

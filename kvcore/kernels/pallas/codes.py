@@ -53,6 +53,17 @@ def to_e4m3(values):
     return jnp.where(magnitude > INFINITY, CODES["e4m3"].nan or 0, code)
 
 
+def from_int8(codes):
+    """Bytes int32 -> fp32."""
+    return ((codes ^ 0x80) - 0x80).astype(jnp.float32)
+
+
+def to_int8(values):
+    """fp32 within ±127 -> bytes int32, to the nearest even."""
+    # 1.5 · 2^23 has steps of 1: the sum is rounded to a whole number, whose last bits are those of the code.
+    return int_bits(values + np.float32(1.5 * 2.0**23)) & 0xFF
+
+
 def from_e2m1(codes):
     """Nibbles int32 -> fp32."""
     magnitude = codes & 7

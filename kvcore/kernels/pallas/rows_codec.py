@@ -101,7 +101,7 @@ def _field_line(region: Region, field: Field, words, first: int, at, global_scal
     if field.code == "e4m3":
         values = codes.from_e4m3(at(place, first))
     elif field.code == "int8":
-        values = ((at(place, first) ^ 0x80) - 0x80).astype(jnp.float32)
+        values = codes.from_int8(at(place, first))
     elif field.code == "e2m1":
         values = codes.from_e2m1(codes.spread(at(place, first // 2)))
     else:
