@@ -314,11 +314,6 @@ def test_a_mask_of_the_callers_own():
     assert fallbacks(cache) == {"a mask that is not known to be causal with padding at the left"}
 
 
-def test_compressed_layers_say_why_the_model_attends():
-    cache = of(models.deepseek_v4(), "cache")
-    assert all(choice.implementation == "model" and "latents" in choice.reason for choice in cache.explain())
-
-
 def test_explain_says_who_attends():
     model = models.llama()
     assert {choice.implementation for choice in of(model, "cache").explain()} == {"cache"}

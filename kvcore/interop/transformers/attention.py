@@ -31,7 +31,7 @@ OURS = ("sdpa", "eager", NAME)
 
 KNOWN = frozenset(
     {"dropout", "scaling", "output_attentions", "output_hidden_states", "return_dict", "is_causal", "s_aux", "sinks"}
-    | {"sliding_window", "position_ids", "use_cache", "cache", "layer_idx", "indices"}
+    | {"sliding_window", "position_ids", "use_cache", "cache", "layer_idx", "indices", "output_router_logits"}
 )
 """Options of attention functions that are looked at elsewhere, or that say what the mask says."""
 
@@ -101,9 +101,10 @@ def _left(padding: torch.Tensor, batch: int, columns: int) -> tuple[int, ...] | 
     if padding.ndim != 2 or padding.shape[0] != batch or padding.shape[1] < columns:
         return "a padding mask of another shape"
     seen = padding[:, :columns].bool()
+    held = seen.sum(dim=1)
+    first = torch.where(held == 0, columns, seen.int().argmax(dim=1))  # a chunk of a prompt may be all padding
     # One answer for all rows: on a GPU the host waits for it.
-    first, holes = seen.int().argmax(dim=1), seen.sum(dim=1)
-    left, held = torch.stack([first, holes]).tolist()
+    left, held = torch.stack([first, held]).tolist()
     if any(skipped + count != columns for skipped, count in zip(left, held, strict=True)):
         return "padding that is not at the left alone"
     return tuple(left) if any(left) else ()
@@ -375,15 +376,14 @@ def mask(*, config: Any = None, allow_is_causal_skip: bool = True, **given: Any)
     key = "outline", batch, new, columns, dtype
     if key not in forward.memo:
         forward.memo[key] = outline((batch, 1, new, columns), dtype)
-    return deferred(
-        forward.memo[key], torch.device(given["device"]), partial(make, **given), Facts(left or None, window)
-    )
+    device, facts = torch.device(given["device"]), Facts(left or None, window)
+    return deferred(forward.memo[key], device, partial(make, **given), facts, joins=True)
 
 
 def facts_of(mask: Any, base: str, start: int) -> Facts | str:
     """What a mask says; else why that is not known."""
     if type(mask) is Deferred:
-        return mask.source
+        return mask.source if type(mask.source) is Facts else "a mask with another one behind it"
     if mask is not None:
         return "a mask that is not known to be causal with padding at the left"
     if base == "sdpa" and not start:

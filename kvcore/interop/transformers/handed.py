@@ -132,6 +132,16 @@ class HandedOut:
         """What ``update`` would have handed out."""
         raise NotImplementedError
 
+    def _index(self, index: Any, facts: Facts) -> Any:
+        """The step's index, with the columns at each row's left that nobody sees."""
+        if facts.left is None:
+            return index
+        memo, key = self._shared.forward.memo, ("index", facts.left)
+        if key not in memo:
+            left = torch.tensor(facts.left, dtype=torch.int32).numpy()
+            memo[key] = index._replace(left_padding=self._layer.owner.kv.asarray(left))
+        return memo[key]
+
     def _first(self) -> torch.Tensor:
         return self._read()[0]
 
@@ -141,6 +151,11 @@ class HandedOut:
     def _read(self) -> Pair:
         if self._rows is not None:
             return self._rows
+        self._check_under_way()
+        self._rows = rows = self._made_rows()
+        return rows
+
+    def _check_under_way(self) -> None:
         layer = self._layer
         if layer.owner.attending is not self._shared.forward:
             raise StepError(
@@ -149,8 +164,6 @@ class HandedOut:
                 allowed="their use in the forward, or layers[i].keys and .values",
                 hint="attention='model' hands out tensors that last.",
             )
-        self._rows = rows = self._made_rows()
-        return rows
 
     def _facts(
         self, module: Any, query: torch.Tensor, mask: Any, options: dict[str, Any], *, selected: bool = False
@@ -293,14 +306,3 @@ class Handed(HandedOut):
             again = self._shared.again[verb] = like, index, kind
         sink = options["sink"]
         return way.repeat(again[2], alike.pools, tensors if sink is None else (*tensors, sink))
-
-    def _index(self, index: Any, facts: Facts) -> Any:
-        return index if facts.left is None else self._padded(index, facts.left)
-
-    def _padded(self, index: Any, left: tuple[int, ...]) -> Any:
-        """The step's index with columns at each row's left that nobody sees."""
-        memo, key = self._shared.forward.memo, ("index", left)
-        if key not in memo:
-            owner = self._layer.owner
-            memo[key] = index._replace(left_padding=owner.kv.asarray(torch.tensor(left, dtype=torch.int32).numpy()))
-        return memo[key]

@@ -8,15 +8,30 @@ import torch
 
 from kvcore.interop.transformers.absorbed import Latents
 from kvcore.interop.transformers.compiled import notes, shown_by
+from kvcore.interop.transformers.compressed import WindowAndEntries
 from kvcore.interop.transformers.handed import Captured
 from kvcore.interop.transformers.layers import Layer, Pair, captured_step
 from kvcore.interop.transformers.owner import Owner
 from kvcore.interop.transformers.static import padded, stored_keys_and_values
 from kvcore.interop.transformers.tensors import check_inference, to_torch
 from kvcore.spec import Entries, LayerSpec, Tail, Window
+from kvcore.step import at_start
 
 
-class MlaLayer(Layer):
+class LatentRows(Layer):
+    """A layer of one row a token, to which the model attends or the cache itself."""
+
+    _attended = False
+
+    def _end(self) -> None:
+        """The layer has what it needs; what is attended to must last as long as the model's forward."""
+        if self._attended:
+            self.owner.hand_out(self.number)
+        else:
+            self.owner.finish(self.number)
+
+
+class MlaLayer(LatentRows):
     """Latent attention: one row a token for all heads, the compressed latent and the rotary key side by side.
 
     With an indexer (V3.2) the model asks for its keys after ``update``, and the forward's part ends there.
@@ -34,7 +49,6 @@ class MlaLayer(Layer):
         self._has_indexer = spec.index_keys is not None
         self._rank = rank
         self._rows: Any = None
-        self._attended = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store latents [B, 1, S, rank] and rotary keys [B, 1, S, rotary dim]; return all of both."""
@@ -58,13 +72,6 @@ class MlaLayer(Layer):
         """All latents and rotary keys [B, 1, n, dim]."""
         found = self.owner.take(handle.gather_all_entries().values, dtype).unsqueeze(1)
         return found[..., :rank], found[..., rank:]
-
-    def _end(self) -> None:
-        """The layer has what it needs; what is attended to must last as long as the model's forward."""
-        if self._attended:
-            self.owner.hand_out(self.number)
-        else:
-            self.owner.finish(self.number)
 
     def attends(self, new: int) -> bool:
         """Whether the cache attends itself to ``new`` tokens a row."""
@@ -189,28 +196,45 @@ class StaticMlaLayer(MlaLayer):
         return padded(rows, self.owner.max_length)
 
 
-class LatentLayer(Layer):
-    """A window of latent rows that serve as key and value: DeepSeek-V4's sliding layers."""
+class LatentLayer(LatentRows):
+    """A window of latent rows that serve as key and value: DeepSeek-V4's sliding layers.
+
+    Attributes:
+        ratio: tokens of an entry; None: the layer has none.
+    """
 
     component: Window
+    ratio: int | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store latent rows [B, 1, S, dim]; return the visible ones [B, 1, n, dim], twice."""
         check_inference(key_states)
         with self.owner.forward(self.number, key_states) as handle:
             rows = self._append(handle, key_states)
-            self.owner.finish(self.number)
+            self._end()
         return rows, rows
 
     def _append(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
-        owner, (batch, _, new, _) = self.owner, latents.shape
+        """Store rows; hand out the visible ones, as an outline if the cache attends itself."""
+        owner = self.owner
+        handle.append_window(owner.give(latents.flatten(0, 2)))
+        self._attended = owner.attending is not None and self.attends(latents.shape[2])
+        if self._attended and owner.attending is not None:
+            return WindowAndEntries.of(self, handle, owner.attending, latents).outlines()[0]
+        return self.visible_rows(handle, latents)
+
+    def visible_rows(self, handle: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Rows that a forward's queries see, [B, 1, n, dim]: those before it, and its latents as they are stored.
+
+        What these have overwritten none of the queries sees.
+        """
+        owner, (batch, _, new, _), context = self.owner, latents.shape, handle._context
         held = min(owner.length, self.component.window)  # the window's rows are those of the last `held` positions
         first = self._visible(new).start - (owner.length - held)
-        before = owner.take(handle.gather_window().values[:, first:held], latents.dtype)
-        rows = owner.give(latents.flatten(0, 2))
-        handle.append_window(rows)
-        ops, form = owner.kv.ops, self.component.parts[0].format
-        stored = owner.take(ops.decode(form, ops.encode(form, rows)), latents.dtype)
+        found = context.ops.gather_window(context.pools, self.number, at_start(context.index))
+        ops, form = context.ops, self.component.parts[0].format
+        stored = owner.take(ops.decode(form, ops.encode(form, owner.give(latents.flatten(0, 2)))), latents.dtype)
+        before = owner.take(found.values[:, first:held], latents.dtype)
         return torch.cat([before, stored.unflatten(0, (batch, new))], dim=1).unsqueeze(1)
 
     def _read(self, handle: Any) -> Pair:
@@ -240,6 +264,7 @@ class CompressedLayer(LatentLayer):
         }
         if spec.index_tail is not None:
             self.tails["indexer"] = ("index_tail", spec.index_tail, biases["indexer"])
+        self.ratio = spec.tail.ratio
         self._carry: dict[str, tuple[torch.Tensor, torch.Tensor] | tuple[None, None]] = {}
         self._entries: Any = None
 
@@ -256,16 +281,19 @@ class CompressedLayer(LatentLayer):
         """Add new projections [B, S, width]; return those of the windows that close, and the first one's position."""
         check_inference(kv, gate)
         role, tail, bias = self.tails[name]
-        start, ratio = self.owner.length, tail.ratio
+        start, ratio, live = self.owner.length, tail.ratio, None
+        waiting = start % ratio
         with self.owner.forward_part(self.number) as handle:
-            raw = self.owner.take(handle.gather_rows(role).rows)
-            live = raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
-            old_kv, old_score = live.split(tail.width, dim=-1)
+            if waiting + kv.shape[1] >= ratio:
+                raw = self.owner.take(handle.gather_rows(role).rows)
+                live = raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
             positions = torch.arange(start, start + kv.shape[1], device=kv.device)
             score = gate.float() + bias[positions % ratio]
             append = handle.append_tail if role == "tail" else handle.append_index_tail
             append(self.owner.give(kv.float().flatten(0, 1)), self.owner.give(score.flatten(0, 1)))
-        waiting = start % ratio
+        if live is None:  # no window closes
+            return kv[:, :0], gate[:, :0], start - waiting
+        old_kv, old_score = live.split(tail.width, dim=-1)
         carried = live.shape[1] - waiting
         self._carry[name] = (
             (old_kv[:, :carried, : tail.dim], old_score[:, :carried, : tail.dim]) if carried else (None, None)
@@ -284,16 +312,22 @@ class CompressedLayer(LatentLayer):
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
         """Store finished entries (or index keys) [B, closed, dim]; return all of them [B, n, dim]."""
         check_inference(compressed)
-        rows = self.owner.give(compressed.flatten(0, 1))
+        rows, closed = self.owner.give(compressed.flatten(0, 1)), compressed.shape[1]
         with self.owner.forward_part(self.number) as handle:
             if name == "compressor":
                 self._entries = rows
-                handle.store_entries(rows)
-                gathered = handle.gather_all_entries()
+                if closed:
+                    handle.store_entries(rows)
+                values = self._all_entries(handle, compressed.dtype)
             else:
-                handle.store_entries(self._entries, rows)
-                gathered = handle.gather_all_index_keys()
-            values = self.owner.take(gathered.values, compressed.dtype)
+                if closed:
+                    handle.store_entries(self._entries, rows)
+                values = self.owner.take(handle.gather_all_index_keys().values, compressed.dtype)
             if name == next(reversed(self.tails)):
-                self.owner.finish(self.number)
+                self._end()
         return values
+
+    def _all_entries(self, handle: Any, dtype: torch.dtype) -> torch.Tensor:
+        if self._attended and self.owner.attending is not None:
+            return WindowAndEntries.of_layer(self, self.owner.attending).entries()
+        return self.owner.take(handle.gather_all_entries().values, dtype)

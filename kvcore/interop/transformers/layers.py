@@ -31,12 +31,14 @@ class Layer(Owned, CacheLayerMixin):
     Attributes:
         cache_attends: whether the cache attends itself to one new token, and to several.
         kind: a number that layers of equal components share.
+        chunked: whether what the spec calls a window is the model's chunk.
     """
 
     is_compileable = False
     supports_early_init = False
     cache_attends: tuple[bool, bool] = (False, False)
     kind = 0
+    chunked = False
 
     def __init__(self, owner: Owner, number: int, component: KV | Window | Entries) -> None:
         # Not the base class's, which assigns keys and values: here they are looked up in the cache.
@@ -162,12 +164,10 @@ class KVLayer(Layer):
 
     Attributes:
         stored_as: the dtype whose numbers are stored as they are, in keys and values; None: they are coded.
-        chunked: whether what the spec calls a window is the model's chunk.
     """
 
     component: KV
     stored_as: torch.dtype | None = None
-    chunked = False
 
     def __init__(self, owner: Owner, number: int, component: KV) -> None:
         super().__init__(owner, number, component)

@@ -64,10 +64,7 @@ LATENT = (
     "of its expand_kv, which is called where somebody looks"
 )
 UNKNOWN = "rows are latents, which modules of this model expand elsewhere than in expand_kv"
-COMPRESSED = (
-    "rows are a window and compressed latents, which the model joins within its forward, where it makes the mask of "
-    "those that its indexer selected, too; its attention function is handed both as one"
-)
+COMPRESSED = "the window, and of the entries those that a query sees, are read as they lie, once for all query heads"
 
 
 class OfLatents(NamedTuple):
@@ -162,8 +159,11 @@ def _of_layer(
     if kv is None and layer.conv is None and layer.window is None and layer.entries is not None:
         assert choice is not None
         return _of_latents(choice, device, asked, latents)
+    if kv is None and layer.window is not None:
+        assert choice is not None
+        return _of_compressed(choice, device, asked)
     if kv is None or layer.conv is not None:
-        reason = "a recurrent state, or nothing" if layer.window is None else COMPRESSED
+        reason = "a recurrent state, or nothing"
         if kv is not None:
             reason = "a recurrent part beside attention, which ends the layer's forward"
         return Ways(Way("model", reason), Way("model", reason))
@@ -204,6 +204,16 @@ def _of_latents(choice: Choice, device: torch.device, asked: Asked, latents: OfL
         return Ways(Way("model", slow), Way("model", slow))
     few = "" if latents.most_new is None else f"up to {latents.most_new} tokens a row, more are the model's; "
     return Ways(Way("cache", LATENT), Way("cache", few + LATENT))
+
+
+def _of_compressed(choice: Choice, device: torch.device, asked: Asked) -> Ways:
+    if asked == "cache":
+        way = Way("cache", f"asked for: attention='cache'; {COMPRESSED}")
+        return Ways(way, way)
+    slow = _slow(choice, device)
+    if slow:
+        return Ways(Way("model", slow), Way("model", slow))
+    return Ways(Way("cache", COMPRESSED), Way("model", "over windows and entries that are handed out"))
 
 
 def _slow(choice: Choice, device: torch.device) -> str:
