@@ -81,7 +81,8 @@ def move(
                 view = host_view(pools[name])
                 if view is None:
                     return False
-                held[name] = view.reshape(len(view), -1).view(np.uint8) if view.size else view
+                plain = view.ndim == 2 and view.dtype == np.uint8
+                held[name] = view if plain or not view.size else view.reshape(len(view), -1).view(np.uint8)
     if store:
         written = list(held.values())
     if outside is None or not all(array is not None and array.flags.writeable for array in written):
@@ -119,7 +120,8 @@ class _Piece(NamedTuple):
         place: first byte of a unit at which they begin.
         apart: from one row, and one head, to the next in a unit.
         units: in which they lie.
-        ends: where neighbouring units end; None where there are so many that units are taken one by one.
+        runs: (first page, how many, first unit) of neighbouring units; None where there are so many that units are
+            taken one by one.
         half: bytes of the high halves, where those lie before the low ones; 0 elsewhere.
     """
 
@@ -131,7 +133,7 @@ class _Piece(NamedTuple):
     place: int
     apart: tuple[int, int]
     units: Array
-    ends: list[int] | None
+    runs: list[tuple[int, int, int]] | None
     half: int
 
 
@@ -154,7 +156,7 @@ def _pieces(pages: Array, strip: Strip, region: Region, at: Array, *, store: boo
         item = np.dtype((np.void, nbytes))
         steps = pages.strides[0], strip.row_bytes, whole
         for first, number, row, rows, units, place in _even(strip, region, at):
-            ends = _ends(units, split=line.split)
+            runs = _runs(units, split=line.split)
             for copy in range(region.copies if store else 1):
                 yield _Piece(
                     line.buffer,
@@ -165,7 +167,7 @@ def _pieces(pages: Array, strip: Strip, region: Region, at: Array, *, store: boo
                     line.base + (place + copy * region.rows) * row_step * line.stride,
                     (row_step * line.stride, head_step * line.stride),
                     units,
-                    ends,
+                    runs,
                     line.nbytes // 2 if line.split else 0,
                 )
 
@@ -193,19 +195,29 @@ def _even(strip: Strip, region: Region, at: Array) -> Iterator[tuple[int, int, i
             yield 0, 1, first, end - first, at[:1], numbers[first] % region.rows
 
 
-def _ends(units: Array, *, split: bool) -> list[int] | None:
-    """Where neighbouring units end, from 0 to all of them; None where few are neighbours."""
+def _runs(units: Array, *, split: bool) -> list[tuple[int, int, int]] | None:
+    """Neighbouring units; None where few are neighbours. Units -1 are neighbours of none but unit 0."""
     ends = (units[1:] - units[:-1] != 1).nonzero()[0] + 1 if len(units) > 1 else units[1:]
     if len(ends) > max(4, len(units) // 2) and units.min() >= 0 and not split:
         return None
-    return [0, *ends.tolist(), len(units)]
+    found: list[tuple[int, int, int]] = []
+    for first, end in pairwise([0, *ends.tolist(), len(units)]):
+        unit = int(units[first])
+        if unit < 0:
+            found.append((first, 1, -1))
+            first, unit = first + 1, unit + 1
+        if first < end:
+            found.append((first, end - first, unit))
+    return found
 
 
-def _items(array: Array, first: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: np.dtype[Any]) -> Array:
-    """Items of a kind, which are copied together; ``array`` [n, bytes] may have gaps between its rows."""
+def _items(
+    array: Array, unit: int, first: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: np.dtype[Any]
+) -> Array:
+    """Items of a kind, copied together, from a byte of a unit on; ``array`` [n, bytes] may have gaps between units."""
     if array.flags.c_contiguous:
-        return np.ndarray(shape, kind, array, first, steps)
-    there = array[0, first : first + kind.itemsize].view(kind)
+        return np.ndarray(shape, kind, array, unit * array.strides[0] + first, steps)
+    there = array[unit, first : first + kind.itemsize].view(kind)
     return as_strided(there, shape, steps, writeable=array.flags.writeable)
 
 
@@ -217,14 +229,14 @@ def _together(region: Region, line: Lines) -> tuple[int, bool]:
 
 def _copy(pages: Array, offset: int, pool: Array | None, piece: _Piece, *, store: bool) -> None:
     """Copy a piece between a strip at ``offset`` of pages and a pool, whole runs of neighbouring units at a time."""
-    units, (_, rows, heads) = piece.units, piece.shape
-    outside = _items(pages, offset + piece.first, piece.shape, piece.steps, piece.item)
-    if pool is None:
-        outside[...] = np.zeros((), outside.dtype)
-        return
-    inside = _items(pool, piece.place, (len(pool), rows, heads), (pool.strides[0], *piece.apart), piece.item)
-    if piece.ends is None:
-        step = max(1, AT_ONCE // max(1, rows * heads * piece.item.itemsize))
+    units, (_, rows, heads), item = piece.units, piece.shape, piece.item
+    if pool is None or piece.runs is None:
+        outside = _items(pages, 0, offset + piece.first, piece.shape, piece.steps, item)
+        if pool is None:
+            outside[...] = np.zeros((), outside.dtype)
+            return
+        inside = _items(pool, 0, piece.place, (len(pool), rows, heads), (pool.strides[0], *piece.apart), item)
+        step = max(1, AT_ONCE // max(1, rows * heads * item.itemsize))
         for first in range(0, len(units), step):
             some = slice(first, first + step)
             if store:
@@ -232,18 +244,21 @@ def _copy(pages: Array, offset: int, pool: Array | None, piece: _Piece, *, store
             else:
                 outside[some] = inside[units[some]]
         return
-    for first, end in pairwise(piece.ends):
-        unit, part = int(units[first]), outside[first:end]
+    apart = pool.strides[0], *piece.apart
+    for first, count, unit in piece.runs:
+        shape = count, rows, heads
+        part = _items(pages, first, offset + piece.first, shape, piece.steps, item)
         if unit < 0:
-            # Units -1 are neighbours of none but unit 0.
-            part, unit = part[1:], unit + 1
             if not store:
-                outside[first] = np.zeros((), outside.dtype)
-        stored = inside[unit : unit + len(part)]
-        if not piece.half:
-            np.copyto(*((stored, part) if store else (part, stored)))
-        elif part.size:
+                part[...] = np.zeros((), item)
+            continue
+        stored = _items(pool, unit, piece.place, shape, apart, item)
+        if piece.half:
             _turned(part, stored, piece.half, store=store)
+        elif store:
+            stored[...] = part
+        else:
+            part[...] = stored
 
 
 def _turned(outside: Array, inside: Array, half: int, *, store: bool) -> None:

@@ -5,6 +5,7 @@ leaves the cache as it was. Blobs of 0.1.0 are read too.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from kvcore.portable.manifest import (
 )
 from kvcore.portable.pages import Array, PageLayout, content_of, states_of, under_way
 from kvcore.portable.record import RequestRecord, check_length, check_spec
+from kvcore.portable.room import bytes_of_any_content
 from kvcore.portable.rows import Content, read_rows, write_rows
 from kvcore.requests.manager import Request
 from kvcore.spec import to_json
@@ -143,7 +145,7 @@ def export(cache: CacheInTurn, request: Request, *, checkpoints: bool = True, di
     size = blob_bytes(staging)
     try:
         # Nothing is copied twice: rows are put where they will lie in the blob, which this gives out as it is.
-        blob = BytesIO(bytes(size))
+        blob = BytesIO(bytes_of_any_content(size))
     except (MemoryError, OverflowError) as error:
         raise OutOfBlocks(
             got=f"a blob of {size} bytes", where="export_request", allowed="what there is memory for"
@@ -224,7 +226,9 @@ def take_in(
 
     keeps = cache.most_checkpoints and layout.checkpoints
     states = states_of(cache.ops, layout, pages, rows()) if keeps else []
-    return cache.restore(record, write, into, salt=salt, shares=shares, states=states)
+    # JAX's pools are not to be renewed for the slot that is cleared, and again for what comes into it.
+    with getattr(cache.ops, "alone", nullcontext)():
+        return cache.restore(record, write, into, salt=salt, shares=shares, states=states)
 
 
 class Leaving(NamedTuple):

@@ -159,6 +159,9 @@ def request_lanes(ops: Ops, pools: Pools, row: StepRequest) -> Sequence[tuple[in
     """
     if takes_chunks(ops):
         return _lanes_on_device(ops, pools, row)
+    # Hundreds of pools are looked at often: what that costs is paid once.
+    seen: Any = getattr(ops, "host_pools", None)
+    pools = cast("Pools", pools if seen is None else seen(pools))
     found: list[tuple[int, int]] = []
     nbytes = sum(len(one.live(row.length)) * row_bytes(one) for _, _, one in owned(ops.plan.spec))
     run = native(nbytes)

@@ -67,3 +67,16 @@ def test_a_slot_that_is_given_again_is_fresh():
         assert fresh == wanted
         stories.tell(cache, {one: list(range(9))})
         cache.release(one)
+
+
+def test_who_looks_at_a_slot_before_rows_come_keeps_what_it_saw(caches):
+    cache, one, blob = caches
+    request = cache.admit()
+    seen = {name: np.asarray(cache.pools[name]) for name in cache.ops._fresh if cache.pools[name].size}
+    kept = {name: array.copy() for name, array in seen.items()}
+    assert cache.digest([cache.import_request(blob, into=request)]) == cache.digest([one])
+    assert all((seen[name] == kept[name]).all() for name in seen)
+    # Another pool of a name is read as it is, whatever lay at its address.
+    for _ in range(2):
+        cache.pools = cache.pools.replace({name: jnp.flip(array) for name, array in cache.pools.items()})
+    assert cache.digest([request]) == cache.digest([one])

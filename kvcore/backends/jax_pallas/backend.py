@@ -48,6 +48,7 @@ from kvcore.spec.codes import check_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from jax import Array
 
@@ -88,6 +89,7 @@ class JaxOps(Decided, Ops):
         self.place = buckets.Place(target, here=device == "cpu", whole=kernels == "interpret")
         self.twins = buckets.Twins(self.place)
         self.plain_class = type(jax.device_put(np.int32(0), target))
+        self.memory = host_memory.Memory(self.plain_class)
         self.why_portable = choice.why_portable(plan.layout, device) if kernels == "portable" else ""
         # Built once: the bytes are a static argument, and equal objects are told equal without a look at them.
         self._fresh = facade.fresh_slots(plan)
@@ -220,8 +222,18 @@ class JaxOps(Decided, Ops):
     ) -> bool:
         """A request's rows between pools and pages that both lie in the host's memory."""
         if store:
-            return host_memory.store_strips(self.plan, pools, pages, strips, units)
-        return super().move_strips(pools, pages, strips, units)
+            return host_memory.store_strips(self.memory, self.plan, pools, pages, strips, units)
+        views = self.host_pools({name: pools[name] for name in host_memory.names_of(self.plan, strips)})
+        return super().move_strips(views, pages, strips, units)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Of verbs that write to a cache's pools with nobody seeing them in between; see ``host_memory.Memory``."""
+        return self.memory.alone()
+
+    def host_pools(self, pools: Any) -> Any:
+        """The pools as NumPy's arrays where they lie in the host's memory, to be read; elsewhere as they are."""
+        views = self.memory.read(pools)
+        return pools if views is None else views
 
     def digest_rows(self, raw: RawRows, salt: int) -> Array:
         """Two 32-bit lanes for every request over its rows and positions -> [Q, 2] uint32."""

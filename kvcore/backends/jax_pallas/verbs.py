@@ -318,7 +318,7 @@ def append_flush(
 
 def reset_slots(self: Any, pools: Pools, slots: Array) -> Pools:
     """Make slots [n] as if never used; -1 is ignored."""
-    if host_memory.reset(pools, slots, self._fresh):
+    if host_memory.reset(self.memory, pools, slots, self._fresh):
         return pools
     arrays = programs.written(pools, slots, [pools[name] for name in self._fresh])
     for name, fresh in self._fresh.items():
