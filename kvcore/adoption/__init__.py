@@ -5,7 +5,18 @@ lies, ``LAYOUTS`` knows the layouts that engines use, by name.
 """
 
 from kvcore.adoption.cache import AdoptedCache, adopt, describe
-from kvcore.adoption.descriptor import Descriptor, Lines, from_json, json_schema, to_json
+from kvcore.adoption.descriptor import Descriptor, IndexMap, Lines, from_json, json_schema, to_json
 from kvcore.adoption.tables import LAYOUTS
 
-__all__ = ["LAYOUTS", "AdoptedCache", "Descriptor", "Lines", "adopt", "describe", "from_json", "json_schema", "to_json"]
+__all__ = [
+    "LAYOUTS",
+    "AdoptedCache",
+    "Descriptor",
+    "IndexMap",
+    "Lines",
+    "adopt",
+    "describe",
+    "from_json",
+    "json_schema",
+    "to_json",
+]

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvcore.adoption.descriptor import Descriptor, check, region_plan
+from kvcore.adoption.descriptor import Descriptor, IndexMap, check, region_plan
 from kvcore.adoption.given import GivenManager
+from kvcore.adoption.maps import read_maps
 from kvcore.adoption.memory import device_of, framework, tensors_of
-from kvcore.adoption.pages import Pages
+from kvcore.adoption.pages import Held, Pages
 from kvcore.adoption.regions import Slots, foreign_plan, foreign_pools
 from kvcore.adoption.tables import describe as described
 from kvcore.arrays import to_numpy
@@ -32,21 +33,26 @@ from kvcore.step import build_index
 BACKENDS = {"numpy": "reference", "torch": "torch_triton"}
 
 
-def describe(spec: CacheSpec, tensors: Any, layout: str | Mapping[str, str] | None = None) -> Descriptor:
+def describe(
+    spec: CacheSpec, tensors: Any, layout: str | Mapping[str, str] | None = None, *, maps: Sequence[IndexMap] = ()
+) -> Descriptor:
     """Where the rows of a spec lie in somebody's tensors.
 
     Args:
         spec: what a layer holds.
         tensors: as the layout's name says: one for every component in order of layers (a sequence, or a mapping in that
             order), pairs of them where keys and values are apart, two lists, or one tensor for all layers.
-        layout: a name of ``LAYOUTS``, or one for each role, behind ``rings`` or ``pages`` for windows and tails; None:
-            the only one that has such shapes.
+        layout: a name of ``LAYOUTS``, or one for each role, or one layer's (``"3.kv"``), behind ``rings`` or ``pages``
+            for windows and tails, and the name of a map if they are looked up in one; None: the only one that has such
+            shapes.
+        maps: what the owner's maps are, which are given to ``adopt``.
 
     Raises:
-        SpecError: several layouts have such shapes, or none. ShapeError: the tensors are not of the layout.
+        SpecError: several layouts have such shapes, or none; a map that is none.
+        ShapeError: the tensors are not of the layout.
     """
     region_plan(spec, 1, 1)
-    return described(spec, tensors_of(tensors), layout)
+    return described(spec, tensors_of(tensors), layout, maps)
 
 
 def adopt(
@@ -54,6 +60,7 @@ def adopt(
     tensors: Any,
     *,
     layout: str | Mapping[str, str] | Descriptor | None = None,
+    maps: Mapping[str, Any] | None = None,
     backend: str = "auto",
     max_requests: int = 256,
     max_draft_tokens: int = 0,
@@ -69,6 +76,8 @@ def adopt(
         tensors: as for ``describe``; NumPy arrays, torch tensors on the CPU or a CUDA device, or JAX arrays on the
             CPU, which are read and not written.
         layout: a name of ``LAYOUTS``, one for each role, or a ``Descriptor``; None: the only one of such shapes.
+        maps: tensors of the descriptor's maps by name, which are read as they are whenever a request is admitted or
+            written to: int32 or int64 ``[count]``, NumPy's or torch's.
         backend: the reference for NumPy's, torch_triton for torch's.
         max_requests: requests that can be live at once, and no more than there are rings.
         max_draft_tokens: tokens that a rollback may undo after a ring has wrapped.
@@ -76,7 +85,8 @@ def adopt(
 
     Raises:
         SpecError: a layout that several readings have; places that overlap, or lie beyond the tensors; a component in
-            slots that is no ring. ShapeError: tensors of other shapes or dtypes. BackendError: tensors elsewhere.
+            slots that is no ring; a map that is not given.
+        ShapeError: tensors of other shapes or dtypes. BackendError: tensors elsewhere.
 
     Example:
         >>> import numpy as np
@@ -107,6 +117,7 @@ def adopt(
     requests = check_count(ShapeError, "adopt: max_requests", max_requests, 1)
     plan = region_plan(spec, blocks, requests, max_draft_tokens)
     stretches = check(plan, descriptor, {name: tensor.nbytes for name, tensor in named.items()})
+    arrays = read_maps(descriptor.maps or (), maps or {})
     plan = foreign_plan(plan, stretches)
     pools = foreign_pools(plan, stretches, named)
     chosen = choose_backend(wanted, device, Needs.of(spec))
@@ -114,7 +125,8 @@ def adopt(
     # The owner allocated them, and what lies between a slot's rows is not the slot's.
     slots = Slots(plan, stretches, named)
     ops.allocate, ops.reset_slots, ops.copy_slots = (lambda: pools), slots.reset, slots.copy
-    manager = GivenManager(plan, Pages(plan, stretches, named), sealed=any(tensor.sealed for tensor in named.values()))
+    pages = Pages(plan, stretches, named, descriptor.maps_by_name, arrays)
+    manager = GivenManager(plan, pages, sealed=any(tensor.sealed for tensor in named.values()))
     return AdoptedCache(plan, chosen, cast("Ops", ops), descriptor, manager, check=check_rows)
 
 
@@ -187,7 +199,8 @@ class AdoptedCache(Cache):
         salt = check_salt(salt, "admit: salt")
         held = self._manager.pages
         tables = held.read_tables(pages or {})
-        held.check(tables, 0, count, "admit: pages")
+        owned = Held(tables, given, wanted)
+        held.check(owned, 0, count, "admit: pages")
 
         def take(state: Any) -> Request:
             manager = self._manager
@@ -195,7 +208,7 @@ class AdoptedCache(Cache):
             record = RequestRecord(length=count, floor=state._floor(count), tokens=None, salt=None, checkpoints=[])
             manager.coming, manager.wanted, held.coming = given, wanted, tables
             try:
-                content = held.content(tables, count)
+                content = held.content(owned, count)
                 request: Request = state.restore(
                     record, lambda ops, pools, row: write_rows(ops, pools, row, content), salt=salt, shares=False
                 )
@@ -215,13 +228,15 @@ class AdoptedCache(Cache):
         tables = self._manager.pages.read_tables(pages or {})
         self.exclusive("give", lambda state: self._manager.give(state.manager.check(request), more, tables))
 
-    def compare(self, request: Request, read: Callable[[int, str, int, int], Any]) -> None:
+    def compare(self, request: Request, read: Callable[[int, str, int, int], Any], *, role: str | None = None) -> None:
         """Hold what is read here against what the owner reads: a wrong layout of the right shape shows in nothing else.
 
         Args:
             request: with rows that differ from each other.
             read: (layer, part, block, row of the block) -> the bytes of all heads of that row, an array of any dtype,
-                as the owner's own code finds them; ``part`` is ``key``, ``value``, or empty.
+                as the owner's own code finds them; ``part`` is ``key``, ``value``, or empty. Of what is looked up in a
+                map of tokens, the token's block and row.
+            role: the only one that is compared; None: all in blocks, or looked up by tokens.
 
         Raises:
             ShapeError: naming the first row that differs.
@@ -229,7 +244,12 @@ class AdoptedCache(Cache):
         state = self._state
         row = self.exclusive("compare", lambda held: held.row(request))
         for region in self.plan.regions:
+            rows_of_block = region.rows
             if region.growth != "block":
+                if not self._manager.pages.numbered(region.layer, region.role):
+                    continue
+                rows_of_block = self.plan.block_tokens
+            if role not in (None, region.role):
                 continue
             index = state.ops.index(build_index([row], max_blocks=self.plan.max_blocks))
             raw = state.ops.gather_rows(state.pools, region.layer, region.role, index)
@@ -237,10 +257,14 @@ class AdoptedCache(Cache):
             parts = self.plan.region(region.layer, region.role)
             first = sum(part.heads * part.format.row for part in parts[: parts.index(region)])
             size = region.heads * region.format.row
-            for number in range(int((positions >= 0).sum())):
-                block, place = row.blocks[number // region.rows], number % region.rows
+            step = self.plan.block_tokens // rows_of_block
+            for at, position in enumerate(positions.tolist()):
+                if position < 0:
+                    continue
+                number = position // step
+                block, place = row.blocks[number // rows_of_block], number % rows_of_block
                 theirs = np.ascontiguousarray(to_numpy(read(region.layer, region.part, block, place)))
-                ours = rows[number, first : first + size].tobytes()
+                ours = rows[at, first : first + size].tobytes()
                 if theirs.tobytes() != ours:
                     raise ShapeError(
                         got=f"other bytes of row {number}, block {block}",

@@ -1,8 +1,9 @@
 """Where every field of every row lies in memory that belongs to someone else, as a value that can be sent and kept.
 
 Nothing in it is worked out from shapes: a row's field is at ``offset + b · block + r · token + h · head`` of a tensor's
-bytes, for block b, row r in the block and head h. ``check`` refuses what cannot be right: rows that lie on one another
-or beyond the tensor, two components in one place, a component that is missing.
+bytes, for block b, row r in the block and head h. Where an engine looks b and r up in a tensor of its own, an index map
+says how. ``check`` refuses what cannot be right: rows that lie on one another or beyond the tensor, two components in
+one place, a component or a map that is missing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,34 @@ FORM, VERSION = "kvcore.descriptor", 1
 LARGEST = 1 << 62
 
 
+class IndexMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How places are read from a tensor of integers of the owner's, which changes as it gives out and takes back.
+
+    Place n of a map of tokens is in page ``n div page``, at row ``n mod page`` modulo the lines' ``rows``: pages of
+    fewer rows keep the newest ones, as rings do. A map of slots has numbers of rings.
+
+    Attributes:
+        name: which lines name it by, and under which the tensor is given.
+        of: what is looked up: ``token``, row r of block b as b · block_tokens + r; or ``slot``, a request's.
+        count: numbers that can be looked up.
+        page: places of a page; 1 of slots.
+        first: the least place. What is less says that there is none.
+        aligned: a token's place in its page is its row in the block, modulo ``page``.
+    """
+
+    name: str
+    of: Literal["token", "slot"]
+    count: int
+    page: int = 1
+    first: int = 0
+    aligned: bool = False
+
+
 class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where one field of one part of a component's rows lies. All numbers but ``units`` and ``rows`` are bytes.
 
     Rows lie in units: history in the descriptor's blocks; what grows with requests in a ring for each slot, position p
-    at row p mod ``rows``, or in pages that tables of its own list, position p in page p div ``rows``.
+    at row p mod ``rows``, or in pages, position p in page p div ``rows`` of a table of its own, or where a map says.
 
     Attributes:
         layer, role: the component.
@@ -40,6 +64,7 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kind: ``block``, ``ring`` or ``page``.
         units: rings or pages; 0 for blocks.
         rows: of a ring or page; 0 for blocks.
+        map: name of the map that pages (of tokens) or rings (of slots) are looked up in; empty without one.
     """
 
     layer: int
@@ -54,6 +79,12 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: Literal["block", "ring", "page"] = "block"
     units: int = 0
     rows: int = 0
+    map: str = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a slot or a block is where its rows lie, with nothing to look up."""
+        return self.kind != "page" and not self.map
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +95,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         block_tokens: tokens of a block, the spec's.
         blocks: how many there are.
         lines: one for every field of every part of every component that is not shared.
+        maps: that lines name; not written where there are none.
     """
 
     form: Literal["kvcore.descriptor"] = FORM
@@ -71,6 +103,12 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_tokens: int
     blocks: int
     lines: list[Lines]
+    maps: list[IndexMap] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def maps_by_name(self) -> dict[str, IndexMap]:
+        """The maps."""
+        return {one.name: one for one in self.maps or ()}
 
 
 def to_json(descriptor: Descriptor) -> str:
@@ -157,6 +195,7 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
             allowed=f"{plan.spec.block_tokens}, the spec's block_tokens",
             hint="Give the spec the engine's: msgspec.structs.replace(spec, block_tokens=...).",
         )
+    maps = _checked_maps(plan, descriptor)
     told: dict[tuple[Any, ...], Lines] = {}
     for lines in descriptor.lines:
         key = lines.layer, lines.role, lines.part, lines.field
@@ -170,7 +209,7 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
             raise SpecError(
                 got=f"no place of {key}", where="descriptor", allowed="a place for every field of every row"
             )
-        found[key] = _stretch(told[key], region, nbytes, plan)
+        found[key] = _stretch(told[key], region, nbytes, plan, maps)
     if len(told) != len(found):
         odd = next(key for key in told if key not in found)
         raise SpecError(got=f"a place of {odd}", where="descriptor", allowed="fields of the spec's rows")
@@ -185,20 +224,64 @@ def check(plan: CachePlan, descriptor: Descriptor, sizes: Mapping[str, int]) -> 
     return found
 
 
-def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan) -> Stretch:
+def _checked_maps(plan: CachePlan, descriptor: Descriptor) -> dict[str, IndexMap]:
+    """The maps by name, if all that may be looked up is in them.
+
+    Raises:
+        SpecError: two of a name, numbers that none can have, or fewer than there are tokens or slots.
+    """
+    maps = descriptor.maps_by_name
+    if len(maps) < len(descriptor.maps or ()):
+        raise SpecError(got=[one.name for one in descriptor.maps or ()], where="descriptor: maps", allowed="each once")
+    for one in maps.values():
+        where = f"descriptor: map {one.name!r}"
+        least = descriptor.blocks * descriptor.block_tokens if one.of == "token" else plan.slots
+        if not least <= one.count <= LARGEST:
+            raise SpecError(got=f"{one.count} numbers", where=where, allowed=f"{least} or more, one for each {one.of}")
+        if not 1 <= one.page <= (LARGEST if one.of == "token" else 1):
+            raise SpecError(got=f"pages of {one.page} places", where=where, allowed="1 or more; 1 of slots")
+        if not 0 <= one.first <= LARGEST:
+            raise SpecError(got=f"first place {one.first}", where=where, allowed="0 or more")
+        if one.aligned and descriptor.block_tokens % one.page:
+            allowed = f"pages of which {descriptor.block_tokens} tokens, a block, are a multiple"
+            raise SpecError(got=f"aligned pages of {one.page} places", where=where, allowed=allowed)
+        if one.of == "token" and not any(region.growth == "block" for region in plan.regions):
+            allowed = "history in blocks, by which tokens are numbered"
+            raise SpecError(got="a map of tokens", where=where, allowed=allowed)
+    return maps
+
+
+def _stretch(lines: Lines, region: Region, nbytes: int, plan: CachePlan, maps: Mapping[str, IndexMap]) -> Stretch:
     """A field's place with its numbers, which must go with how the region grows.
 
     Raises:
-        SpecError: a kind of place that the component does not have, or fewer units and rows than it needs.
+        SpecError: a kind of place that the component does not have, a map that is none or another's, or fewer units
+            and rows than it needs.
     """
     one = Stretch(lines, region, nbytes, region.rows, plan.blocks)
     if region.growth == "block":
-        if (lines.kind, lines.units, lines.rows) != ("block", 0, 0):
+        if (lines.kind, lines.units, lines.rows, lines.map) != ("block", 0, 0, ""):
             raise SpecError(got=f"{lines.kind}s", where=one.name, allowed="the descriptor's blocks")
         return one
     if lines.kind == "block":
         raise SpecError(got="blocks", where=one.name, allowed="rings or pages: it grows with requests")
     units, rows = (plan.slots, region.rows) if lines.kind == "ring" else (1, 1)
+    if lines.map:
+        units = 1
+        looked_up = {"page": "token", "ring": "slot"}[lines.kind]
+        index = maps.get(lines.map)
+        if index is None or index.of != looked_up:
+            raise SpecError(
+                got=f"map {lines.map!r}",
+                where=one.name,
+                allowed=f"a map of {looked_up}s: {[name for name, other in maps.items() if other.of == looked_up]}",
+                hint="A descriptor has an IndexMap for every name that its lines look places up by.",
+            )
+        if lines.kind == "page" and lines.rows != index.page:
+            rows = region.rows
+            if lines.rows < 1 or index.page % lines.rows or not index.aligned:
+                allowed = f"a divisor of {index.page}, a page of map {lines.map!r}, which is aligned"
+                raise SpecError(got=f"{lines.rows} rows of a page", where=one.name, allowed=allowed)
     if not (units <= lines.units <= LARGEST and rows <= lines.rows <= LARGEST):
         raise SpecError(
             got=f"{lines.units} {lines.kind}s of {lines.rows} rows",

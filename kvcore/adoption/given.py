@@ -139,7 +139,8 @@ class GivenManager(Manager):
         for request, place, count in zip(opening.requests, opening.places, opening.counts, strict=True):
             if count:
                 self.check_writable("step")
-                self.pages.check(self.pages.tables_of(request), place.length, place.length + count, "step")
+                held = self.pages.held(request, self.blocks_given(request), place.slot)
+                self.pages.check(held, place.length, place.length + count, "step")
                 self.pages.check_alone(request, place.length, place.length + count)
         taken: set[int] = set()
         for number, (request, place) in enumerate(zip(opening.requests, opening.places, strict=True)):
@@ -165,10 +166,10 @@ class GivenManager(Manager):
 
     def take_over(self, request: Request, place: RequestState, taken: TakenOver) -> None:
         """In the blocks that it was given."""
-        self.pages.check(self.pages.tables_of(request), 0, taken.length, "import_request")
+        given = self.given.get(request, self.coming)
+        self.pages.check(self.pages.held(request, given, place.slot), 0, taken.length, "import_request")
         if self.pages.coming is None:
             self.check_writable("import_request")
-        given = self.given.get(request, self.coming)
         coming = given[len(taken.blocks) :]
         if self.pages.coming is None:
             self._check_alone(request, coming[: self.plan.blocks_for(taken.length)], set(), "import_request")

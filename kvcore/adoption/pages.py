@@ -1,9 +1,10 @@
 """Windows and tails in pages of an engine: rings of the library's own that follow them.
 
 A table lists the pages that a request has of a component, the one of its first tokens first and -1 for those that are
-gone. Rows that later tokens need are copied into a ring as the request is admitted, and rows of a step or an import
-into the pages before the request is known to have them: an engine that looks no further than a request's length sees
-all of them or none. There are few: as many as a window has.
+gone; or the engine's map says where a token's rows lie, or a request's ring. Rows that later tokens need are copied
+into a ring as the request is admitted, and rows of a step or an import into the pages before the request is known to
+have them: an engine that looks no further than a request's length sees all of them or none. There are few: as many as a
+window has.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcore.adoption.descriptor import Stretch
+from kvcore.adoption.descriptor import IndexMap, Stretch
+from kvcore.adoption.maps import Index, Numbers
 from kvcore.adoption.memory import Tensor
 from kvcore.adoption.regions import field_view
 from kvcore.arrays import to_numpy
@@ -36,14 +38,23 @@ class Field(NamedTuple):
     view: Any
 
 
+class Held(NamedTuple):
+    """What a request has: tables by (layer, role), blocks in order of history, and a slot, once it is known."""
+
+    tables: Mapping[Key, Table]
+    blocks: Sequence[int]
+    slot: int | None
+
+
 class Paged(NamedTuple):
-    """A component in pages.
+    """A component in pages, or in rings that are looked up.
 
     Attributes:
         component: itself.
         rows, units: of a page, and how many there are.
         row_bytes: of a canonical row of all parts.
         fields: of all parts.
+        index: the map that places are looked up in; None: a table of pages.
     """
 
     component: Component
@@ -51,18 +62,38 @@ class Paged(NamedTuple):
     units: int
     row_bytes: int
     fields: tuple[Field, ...]
+    index: Index | None
 
     def needed(self, start: int, length: int) -> range:
-        """Columns of a table whose pages hold rows from ``start`` on that live at ``length``."""
+        """Positions from ``start`` on whose rows live at ``length``."""
         live = self.component.live(length)
-        first = max(start, live.start)
-        return range(first // self.rows, -(-live.stop // self.rows)) if live.stop > first else range(0)
+        return range(min(max(start, live.start), live.stop), live.stop)
 
-    def read(self, table: Table, positions: Sequence[int]) -> np.ndarray[Any, Any]:
+    def columns(self, start: int, length: int) -> range:
+        """Columns of a table whose pages hold those."""
+        needed = self.needed(start, length)
+        return range(needed.start // self.rows, -(-needed.stop // self.rows)) if needed else range(0)
+
+    def places(self, table: Table, held: Held, positions: Sequence[int] | range) -> Numbers:
+        """Where rows lie, page · rows of a page + row there; -1 where they have no place, or none that was checked."""
+        rows = self.rows
+        if self.index is None:
+            units = [table[at // rows] if at // rows < len(table) else -1 for at in positions]
+            pairs = zip(units, positions, strict=True)
+            return np.array([-1 if unit < 0 else unit * rows + at % rows for unit, at in pairs], np.int64)
+        at = np.array(positions, np.int64)
+        numbers = numbers_of(self.index, held, at)
+        found = self.index.places(numbers)
+        known = self.index.known(numbers, found)
+        page = self.index.said.page
+        inside = at % rows if self.index.said.of == "slot" else found % page % rows
+        return np.where(known, found // page * rows + inside, -1)
+
+    def read(self, places: Numbers) -> np.ndarray[Any, Any]:
         """Canonical rows [n, row_bytes]."""
-        found = np.zeros((len(positions), self.row_bytes), np.uint8)
-        if len(positions):
-            units, rows = self._places(table, positions)
+        found = np.zeros((len(places), self.row_bytes), np.uint8)
+        if len(places):
+            units, rows = self._split(places)
             for field in self.fields:
                 held = to_numpy(field.view[units, rows])
                 for head in range(held.shape[1]):
@@ -70,19 +101,38 @@ class Paged(NamedTuple):
                     found[:, begin : begin + field.nbytes] = held[:, head]
         return found
 
-    def write(self, table: Table, positions: Sequence[int], rows: np.ndarray[Any, Any]) -> None:
+    def write(self, places: Numbers, rows: np.ndarray[Any, Any]) -> None:
         """The inverse."""
-        if not len(positions):
+        if not len(places):
             return
-        places = self._places(table, positions)
+        at = self._split(places)
         for field in self.fields:
             begins = [field.first + head * field.row for head in range(field.view.shape[2])]
             given = np.stack([rows[:, begin : begin + field.nbytes] for begin in begins], axis=1)
             view: Any = field.view
-            view[places] = given if isinstance(view, np.ndarray) else view.new_tensor(given)
+            view[at] = given if isinstance(view, np.ndarray) else view.new_tensor(given)
 
-    def _places(self, table: Table, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        return [table[position // self.rows] for position in positions], [at % self.rows for at in positions]
+    def _split(self, places: Numbers) -> tuple[list[int], list[int]]:
+        return (places // self.rows).tolist(), (places % self.rows).tolist()
+
+
+def numbers_of(index: Index, held: Held, positions: Numbers) -> Numbers:
+    """The tokens of positions as a map numbers them, or as often the request's slot.
+
+    Raises:
+        ShapeError: its slot is not known. OutOfBlocks: it has no block of a token.
+    """
+    if index.said.of == "slot":
+        if held.slot is None:
+            allowed = f"the owner's number of the request, which is looked up in map {index.said.name!r}"
+            raise ShapeError(got="no slot", where="admit: slot", allowed=allowed)
+        return np.full(len(positions), held.slot, np.int64)
+    columns = positions // index.block_tokens
+    blocks = np.array(held.blocks, np.int64)
+    if len(columns) and int(columns[-1]) >= len(blocks):
+        allowed = f"a block for token {int(positions[-1])}, by which map {index.said.name!r} numbers it"
+        raise OutOfBlocks(got=f"{len(blocks)} blocks", where="maps", allowed=allowed)
+    return blocks[columns] * index.block_tokens + positions % index.block_tokens if len(columns) else positions
 
 
 class Pages:
@@ -94,15 +144,26 @@ class Pages:
         coming: those of a request that is being admitted.
     """
 
-    def __init__(self, plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        stretches: dict[tuple[Any, ...], Stretch],
+        tensors: dict[str, Tensor],
+        said: Mapping[str, IndexMap],
+        maps: Mapping[str, Any],
+    ) -> None:
         self.kinds: dict[Key, Paged] = {}
         self.tables: dict[Request, dict[Key, Table]] = {}
         self.coming: dict[Key, Table] | None = None
         self._holders: dict[Key, Counter[int]] = defaultdict(Counter)
         components = {(layer, role): component for layer, role, component in plan.spec.components()}
-        for stretch in stretches.values():
-            if stretch.lines.kind != "page":
-                continue
+        looked_up = [stretch for stretch in stretches.values() if not stretch.lines.in_place]
+        limits = {
+            name: min((one.units * said[name].page for one in looked_up if one.lines.map == name), default=0)
+            for name in said
+        }
+        indices = {name: Index(one, maps[name], plan.block_tokens, limits[name]) for name, one in said.items()}
+        for stretch in looked_up:
             region, key = stretch.region, (stretch.region.layer, stretch.region.role)
             parts = plan.region(*key)
             before = sum(part.heads * part.format.row for part in parts[: parts.index(region)])
@@ -112,14 +173,17 @@ class Pages:
             )
             one = self.kinds.get(key)
             size = sum(part.heads * part.format.row for part in parts)
-            if one is not None and (one.rows, one.units) != (stretch.rows, stretch.units):
+            index = indices.get(stretch.lines.map)
+            if one is not None and (one.rows, one.units, one.index) != (stretch.rows, stretch.units, index):
                 raise ShapeError(
                     got=f"pages of {one.rows} and of {stretch.rows} rows",
                     where=f"layers[{region.layer}].{region.role}",
-                    allowed="as many, and as large ones, for all fields of a row",
+                    allowed="as many, as large, and as they are looked up, for all fields of a row",
                 )
             fields = (field,) if one is None else (*one.fields, field)
-            self.kinds[key] = Paged(components[key], stretch.rows, stretch.units, size, fields)
+            self.kinds[key] = Paged(components[key], stretch.rows, stretch.units, size, fields, index)
+        self._tabled = {key: kind for key, kind in self.kinds.items() if kind.index is None}
+        self._mapped = {key: (kind, kind.index) for key, kind in self.kinds.items() if kind.index is not None}
 
     def read_tables(self, given: Mapping[str, Sequence[int]]) -> dict[Key, Table]:
         """Tables by (layer, role), of what was given for roles, or for one layer's as ``"L.role"``.
@@ -127,12 +191,12 @@ class Pages:
         Raises:
             ShapeError: a name of nothing in pages, or numbers of no pages.
         """
-        names = {f"{layer}.{role}" for layer, role in self.kinds} | {role for _, role in self.kinds}
+        names = {f"{layer}.{role}" for layer, role in self._tabled} | {role for _, role in self._tabled}
         for name in given:
             if name not in names:
                 raise ShapeError(got=f"pages of {name!r}", where="pages", allowed=", ".join(sorted(names)) or "none")
         found: dict[Key, Table] = {}
-        for (layer, role), kind in self.kinds.items():
+        for (layer, role), kind in self._tabled.items():
             pages = given.get(f"{layer}.{role}", given.get(role, ()))
             numbers = [as_integer(page) for page in pages]
             table = tuple(-1 if number is None else number for number in numbers)
@@ -164,17 +228,26 @@ class Pages:
         found = self.tables.get(request)
         if found is None:
             found = self.coming or {}
-        return {key: found.get(key, ()) for key in self.kinds}
+        return {key: found.get(key, ()) for key in self._tabled}
 
-    def check(self, tables: Mapping[Key, Table], start: int, length: int, where: str) -> None:
-        """Refuse tables without the pages of rows from ``start`` on that live at ``length``.
+    def held(self, request: Request, blocks: Sequence[int], slot: int | None) -> Held:
+        """What a live request has, or the one that is being admitted."""
+        return Held(self.tables_of(request), blocks, slot)
+
+    def numbered(self, layer: int, role: str) -> bool:
+        """Whether rows of a component are looked up by the number of their token."""
+        index = self.kinds[layer, role].index if (layer, role) in self.kinds else None
+        return index is not None and index.said.of == "token"
+
+    def check(self, held: Held, start: int, length: int, where: str) -> None:
+        """Refuse a request without places of the rows from ``start`` on that live at ``length``, or with others'.
 
         Raises:
-            OutOfBlocks: naming what is missing.
+            OutOfBlocks: naming what is missing. ShapeError: what a map says cannot be.
         """
-        for (layer, role), kind in self.kinds.items():
-            table = tables[layer, role]
-            for column in kind.needed(start, length):
+        for (layer, role), kind in self._tabled.items():
+            table = held.tables[layer, role]
+            for column in kind.columns(start, length):
                 if column >= len(table) or table[column] < 0:
                     raise OutOfBlocks(
                         got=f"no page {column} of layers[{layer}].{role}",
@@ -182,17 +255,34 @@ class Pages:
                         allowed=f"pages of {kind.rows} rows for tokens {start} to {length}",
                         hint="The engine allots pages: admit(pages=...), or cache.give(request, pages=...).",
                     )
+        # The same in all layers of a kind.
+        seen: set[tuple[str, range]] = set()
+        for (layer, role), (kind, index) in self._mapped.items():
+            needed = kind.needed(start, length)
+            if not needed or (index.said.name, needed) in seen:
+                continue
+            seen.add((index.said.name, needed))
+            numbers = numbers_of(index, held, np.array(needed, np.int64))
+            places = index.places(numbers)
+            if places.min() < 0:
+                raise OutOfBlocks(
+                    got=f"no place of {index.said.of} {numbers[places < 0][0]} in map {index.said.name!r}",
+                    where=where,
+                    allowed=f"places of layers[{layer}].{role} for tokens {needed.start} to {needed.stop}",
+                    hint="The engine gives places out, and says so in the map, before tokens are written or read.",
+                )
+            index.check(numbers, places)
 
     def check_alone(self, request: Request, start: int, length: int) -> None:
-        """Refuse to write into pages that another request has.
+        """Refuse to write into pages that another request has in its tables; of maps that is known.
 
         Raises:
             RequestError: naming the page.
         """
         own = self.tables_of(request)
-        for key, kind in self.kinds.items():
+        for key, kind in self._tabled.items():
             holders = self._holders[key]
-            wanted = {page for column in kind.needed(start, length) if holders[page := own[key][column]] > 1}
+            wanted = {page for column in kind.columns(start, length) if holders[page := own[key][column]] > 1}
             # Twice in a table of its own is nobody else's.
             for other, tables in self.tables.items() if wanted else ():
                 if other != request and (both := wanted.intersection(tables[key])):
@@ -203,12 +293,13 @@ class Pages:
                         allowed="pages of its own for what is written",
                     )
 
-    def content(self, tables: Mapping[Key, Table], length: int) -> dict[Key, HostRows]:
-        """The rows that live at a length, as they lie in pages."""
+    def content(self, held: Held, length: int) -> dict[Key, HostRows]:
+        """The rows that live at a length, as they lie there; ``check`` was called."""
         found: dict[Key, HostRows] = {}
         for key, kind in self.kinds.items():
-            positions = list(kind.component.live(length))
-            found[key] = HostRows(kind.read(tables[key], positions), positions)
+            live = kind.component.live(length)
+            places = kind.places(held.tables.get(key, ()), held, live)
+            found[key] = HostRows(kind.read(places), list(live))
         return found
 
     def follow(self, state: Any, request: Request, place: Any, start: int) -> None:
@@ -218,14 +309,10 @@ class Pages:
         row = state.row_of(place)
         # A rollback goes back no further in rings.
         floor = max(start, place.floor, place.length - state.plan.max_draft_tokens)
-        rows = read_rows(state.ops, state.pools, row, floor, growth="slot")
-        tables = self.tables_of(request)
+        content = read_rows(state.ops, state.pools, row, floor, growth="slot")
+        held = self.held(request, place.blocks, place.slot)
         for key, kind in self.kinds.items():
-            held, positions = rows[key]
-            table = tables[key]
-            kept = [
-                number
-                for number, position in enumerate(positions)
-                if position >= start and position // kind.rows < len(table) and table[position // kind.rows] >= 0
-            ]
-            kind.write(table, [positions[number] for number in kept], held[kept])
+            rows, positions = content[key]
+            places = kind.places(held.tables.get(key, ()), held, positions)
+            kept = (places >= 0) & (np.array(positions, np.int64) >= start)
+            kind.write(places[kept], rows[kept])

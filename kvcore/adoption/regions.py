@@ -1,6 +1,7 @@
 """Regions of a plan whose rows lie where a descriptor says, and their pools: views of somebody's bytes.
 
-Rows in pages with tables of their own have no region there: rings are the library's, see ``kvcore.adoption.pages``.
+What is looked up in tables of pages, or in maps, has no region there: rings are the library's, see
+``kvcore.adoption.pages``.
 """
 
 from functools import cached_property
@@ -63,7 +64,7 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
             for field in region.format.fields
             if field.name != "pad"
         ]
-        if own[0].lines.kind == "page":
+        if not own[0].lines.in_place:
             regions.append(region)
             continue
         stepping: set[tuple[int, int]] = set()
@@ -98,13 +99,13 @@ def foreign_plan(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch]) -> 
 
 
 def foreign_pools(plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> Pools:
-    """Views [units, bytes of a unit] of the tensors, for every buffer of a foreign plan; rings of our own for pages."""
+    """Views [units, bytes of a unit] of the tensors, of every buffer of a foreign plan; rings of our own else."""
     arrays: dict[str, Any] = {}
     for region, field, _ in fields_of(plan):
         stretch = stretches[region.layer, region.role, region.part, field]
         lines = stretch.lines
         tensor = tensors[lines.tensor]
-        if lines.kind == "page":
+        if not lines.in_place:
             for buffer, (name, size) in region.buffers.items():
                 arrays[name] = zeros_like(tensor, (plan.units(region), size))
                 _fill(arrays[name], fresh_unit(region, buffer))
@@ -139,7 +140,7 @@ class Slots:
     """
 
     def __init__(self, plan: CachePlan, stretches: dict[tuple[Any, ...], Stretch], tensors: dict[str, Tensor]) -> None:
-        rings = [stretch for stretch in stretches.values() if stretch.lines.kind == "ring"]
+        rings = [stretch for stretch in stretches.values() if stretch.lines.kind == "ring" and stretch.lines.in_place]
         self._fields = [field_view(stretch, tensors[stretch.lines.tensor]) for stretch in rings]
         own = [region for region in plan.regions if region.growth == "slot" and not isinstance(region, ForeignRegion)]
         self._own = {name: fresh_unit(region, buffer) for region in own for buffer, (name, _) in region.buffers.items()}

@@ -6,10 +6,12 @@ rows of a block, ``NBBS`` both in one, ``NH`` heads, ``HS`` channels of a head, 
 that a permuted view (HND memory behind an NHD shape) is what it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvcore.adoption.descriptor import Descriptor, Lines
+import msgspec
+
+from kvcore.adoption.descriptor import Descriptor, IndexMap, Lines
 from kvcore.adoption.memory import Tensor, takes
 from kvcore.errors import ShapeError, SpecError
 from kvcore.plan import Region, plan_cache
@@ -46,7 +48,7 @@ ONE_PART = "NL_X_NB_BS_NH_HS"
 
 KINDS = {"rings": "ring", "pages": "page"}
 """First word of the layout of what grows with requests: ``NB`` and ``BS`` are rings and their rows, or pages and
-theirs."""
+theirs. A second one is the name of the map that they are looked up in."""
 
 Lists = Mapping[str, Tensor]
 """Tensors by name: ``N``, ``N.0`` and ``N.1`` of pairs."""
@@ -59,68 +61,95 @@ class Fit(NamedTuple):
     steps: dict[str, int]
 
 
-def describe(spec: CacheSpec, tensors: Lists, layout: str | Mapping[str, str] | None) -> Descriptor:
+class Said(NamedTuple):
+    """A layout as it was said: ``block``, ``ring`` or ``page``, a map's name, and that of ``LAYOUTS``."""
+
+    kind: Any
+    map: str
+    name: str | None
+
+
+def describe(
+    spec: CacheSpec, tensors: Lists, layout: str | Mapping[str, str] | None, maps: Sequence[IndexMap] = ()
+) -> Descriptor:
     """The descriptor of tensors in layouts of the table; without one, in the only layout that they can have.
 
     Args:
-        layout: a name for all roles, or one for each role; behind ``rings`` or ``pages`` for what grows with requests.
+        layout: a name for all roles, or one for each role (``"kv"``), or for one layer's (``"3.kv"``); behind ``rings``
+            or ``pages`` for what grows with requests, and the name of a map.
+        maps: that layouts name.
 
     Raises:
-        SpecError: no layout of that name; tensors that no layout fits, or several do.
+        SpecError: no layout or map of that name; tensors that no layout fits, or several do.
         ShapeError: tensors of other shapes or dtypes than the layout has.
     """
     # Regions of one block: what a row is does not depend on how many there are.
     paged = any(component.growth == "block" for _, _, component in spec.components())
     regions = plan_cache(spec, max_requests=1, max_tokens=spec.block_tokens if paged else None).regions
     blocks: set[int] = set()
-    lines: dict[str, list[Lines]] = {}
-    for role in dict.fromkeys(region.role for region in regions):
-        said = layout if layout is None or isinstance(layout, str) else layout.get(role, "")
-        kind, name = _kind(regions, role, said)
-        if name is not None and name not in LAYOUTS:
-            got = f"layout {name!r} of {role}"
+    lines: list[Lines] = []
+    alike: dict[tuple[str, str | None], list[Region]] = {}
+    for region in regions:
+        text = layout
+        if text is not None and not isinstance(text, str):
+            text = text.get(f"{region.layer}.{region.role}", text.get(region.role, ""))
+        alike.setdefault((region.role, text), []).append(region)
+    for (role, text), some in alike.items():
+        said = _said(some, role, text)
+        if said.name is not None and said.name not in LAYOUTS:
+            got = f"layout {said.name!r} of {role}"
             raise SpecError(got=got, where="adopt: layout", allowed=f"a Descriptor, or one of {', '.join(LAYOUTS)}")
-        counts, lines[role] = (
-            _only(spec, regions, role, tensors) if name is None else _read(regions, role, tensors, name, kind)
+        if said.map and said.map not in [one.name for one in maps]:
+            raise SpecError(
+                got=f"layout {text!r} of {role}",
+                where="adopt: layout",
+                allowed=f"a map of {[one.name for one in maps]}",
+                hint="describe(spec, tensors, layout, maps=[IndexMap(...)]) makes the Descriptor of one.",
+            )
+        counts, found = (
+            _only(spec, regions, some, tensors) if said.name is None else _read(regions, some, tensors, said)
         )
-        blocks |= counts if kind == "block" else set()
+        lines += found
+        blocks |= counts if said.kind == "block" else set()
     if len(blocks) > 1:
         raise ShapeError(got=f"{sorted(blocks)} blocks", where="adopt: tensors", allowed="as many in all tensors")
-    return Descriptor(
-        block_tokens=spec.block_tokens,
-        blocks=blocks.pop() if blocks else 1,
-        lines=[one for some in lines.values() for one in some],
-    )
+    descriptor = Descriptor(block_tokens=spec.block_tokens, blocks=blocks.pop() if blocks else 1, lines=lines)
+    return msgspec.structs.replace(descriptor, maps=list(maps)) if maps else descriptor
 
 
-def _kind(regions: tuple[Region, ...], role: str, said: str | None) -> tuple[str, str | None]:
-    """(``block``, ``ring`` or ``page``, the layout's name) of a role.
+def _said(regions: Sequence[Region], role: str, said: str | None) -> Said:
+    """What the text of a layout says of a role's regions.
 
     Raises:
         SpecError: what grows with requests is said to be neither in rings nor in pages, or history is.
     """
-    word, _, name = (said or "").rpartition(" ")
-    slots = any(region.role == role and region.growth == "slot" for region in regions)
-    if slots != (word in KINDS):
+    *words, name = (said or "").split(" ")
+    slots = any(region.growth == "slot" for region in regions)
+    if slots != (bool(words) and words[0] in KINDS) or len(words) > 2:
         raise SpecError(
             got=f"layout {said!r} of {role}",
             where="adopt: layout",
-            allowed="'rings NAME' or 'pages NAME'" if slots else "a name: history lies in blocks",
+            allowed="'rings NAME' or 'pages NAME', or with a map 'pages MAP NAME'"
+            if slots
+            else "a name: history lies in blocks",
             hint="Windows and tails are a ring for each request, or pages that a table of theirs lists.",
         )
-    return KINDS.get(word, "block"), said if said is None else name
+    kind = KINDS[words[0]] if words else "block"
+    return Said(kind, words[1] if len(words) > 1 else "", said if said is None else name)
 
 
-def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: Lists) -> tuple[set[int], list[Lines]]:
+def _only(
+    spec: CacheSpec, regions: tuple[Region, ...], some: Sequence[Region], tensors: Lists
+) -> tuple[set[int], list[Lines]]:
     """What the only layout of such shapes says."""
     found: dict[str, tuple[set[int], list[Lines]]] = {}
     for name in LAYOUTS:
         try:
-            found[name] = _read(regions, role, tensors, name, "block")
+            found[name] = _read(regions, some, tensors, Said("block", "", name))
         except ShapeError:
             continue
     shapes = sorted({tensor.shape for tensor in tensors.values()})
-    got = f"tensors of shapes {shapes} for {role}, {spec.block_tokens} tokens a block"
+    got = f"tensors of shapes {shapes} for {some[0].role}, {spec.block_tokens} tokens a block"
     if not found:
         raise SpecError(got=got, where="adopt: layout", allowed=f"shapes of {', '.join(LAYOUTS)}")
     # Two names for the same places are one layout.
@@ -135,17 +164,17 @@ def _only(spec: CacheSpec, regions: tuple[Region, ...], role: str, tensors: List
 
 
 def _read(
-    regions: tuple[Region, ...], role: str, tensors: Lists, layout: str, kind: str
+    regions: tuple[Region, ...], some: Sequence[Region], tensors: Lists, said: Said
 ) -> tuple[set[int], list[Lines]]:
-    """(numbers of blocks, places) of a role's rows."""
+    """(numbers of blocks, places) of some regions' rows."""
     counts: set[int] = set()
     lines: list[Lines] = []
-    for region in regions:
-        if region.role == role:
-            name = _tensor_of(regions, region, tensors, layout)
-            fit = _fit(regions, region, tensors[name], layout, f"adopt: tensor {name!r} as {layout}")
-            counts.add(fit.counts["NB"])
-            lines += _lines(regions, region, name, fit, layout, kind)
+    layout = said.name or ""
+    for region in some:
+        name = _tensor_of(regions, region, tensors, layout)
+        fit = _fit(regions, region, tensors[name], layout, f"adopt: tensor {name!r} as {layout}")
+        counts.add(fit.counts["NB"])
+        lines += _lines(regions, region, name, fit, said)
     return counts, lines
 
 
@@ -217,7 +246,7 @@ def _fit(regions: tuple[Region, ...], region: Region, tensor: Tensor, layout: st
     return Fit(counts, steps)
 
 
-def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, layout: str, kind: Any) -> list[Lines]:
+def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, said: Said) -> list[Lines]:
     """Where the fields of a region lie in a tensor that fits."""
     steps = fit.steps
     layers = list(dict.fromkeys(one.layer for one in regions if one.role == region.role))
@@ -225,14 +254,14 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, lay
     if region.part == "value":
         keys = next(one for one in regions if (one.layer, one.role) == (region.layer, region.role))
         offset += keys.format.row if "CS" in steps else steps.get("TWO", 0)
-    units, rows = (0, 0) if kind == "block" else (fit.counts["NB"], fit.counts["BS"])
+    units, rows = (0, 0) if said.kind == "block" else (fit.counts["NB"], fit.counts["BS"])
     planes = {place.field: place for place in block_layout(region.format, fit.counts["BS"], "packed").places}
     found: list[Lines] = []
     for field in region.format.fields:
         if field.name == "pad":
             continue
         first, token = region.format.byte_range(field.name)[0], steps["BS"]
-        if layout == PLANES:
+        if said.name == PLANES:
             first, token = planes[field.name].base, planes[field.name].stride
         found.append(
             Lines(
@@ -246,9 +275,10 @@ def _lines(regions: tuple[Region, ...], region: Region, name: str, fit: Fit, lay
                 token=token,
                 # What is never stepped over makes no difference between two layouts.
                 head=steps["NH"] if region.heads > 1 else 0,
-                kind=kind,
+                kind=said.kind,
                 units=units,
                 rows=rows,
+                map=said.map,
             )
         )
     return found

@@ -4,17 +4,21 @@ SGLang is not imported: pools are known by their classes' names and read by thei
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvcore.errors import SpecError
 from kvcore.interop.vllm_config import CODES
-from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, Tail, Window
+from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
 
 LATENTS = {"v4": "v4_584", "v41": "v41_528", "v41_fp4": "v41_fp4_288"}
 """``KVLayout`` -> format of a row; those that interleave are no layouts of kvcore's pages."""
 
 STATES = {4: True, 128: False}
 """Ratios of SGLang's compressed pools -> whether their windows overlap."""
+
+ONLINE = "state"
+"""Role of what is left of a compressor's states where SGLang compresses them as they come: largest score, sum of
+weights, weighted values."""
 
 
 class Given(NamedTuple):
@@ -72,12 +76,11 @@ def spec_from(
     return CacheSpec(layers=tuple(READERS[kind](pool, given)), block_tokens=pool.page_size, name=name)
 
 
-def _kv(pool: Any, window: int | None = None) -> LayerSpec:
+def _kv(pool: Any, window: int | None = None, storage: Literal["paged", "ring"] = "paged") -> LayerSpec:
     code, values = _code(pool), getattr(pool, "v_head_dim", None)
     dim = None if values in (None, pool.head_dim) else values
-    return LayerSpec(
-        kv=KV(key_heads=pool.head_num, key_dim=pool.head_dim, value_dim=dim, key_format=code, window=window)
-    )
+    rows = {"key_heads": pool.head_num, "key_dim": pool.head_dim, "value_dim": dim, "key_format": code}
+    return LayerSpec(kv=KV(window=window, storage=storage, **rows))
 
 
 def _code(pool: Any) -> str:
@@ -95,7 +98,7 @@ def _hybrid(pool: Any, given: Given) -> list[LayerSpec]:
     if given.window is None:
         raise SpecError(got="no window", where="spec_from", allowed="window=, of the sliding layers")
     return [
-        _kv(pool.swa_kv_pool, given.window) if sliding else _kv(pool.full_kv_pool)
+        _kv(pool.swa_kv_pool, given.window, "ring") if sliding else _kv(pool.full_kv_pool)
         for _, (_, sliding) in sorted(pool.layers_mapping.items())
     ]
 
@@ -123,23 +126,33 @@ def _v4(pool: Any, given: Given) -> list[LayerSpec]:
     format = LATENTS[layout]
     window = Window(dim=dim, window=pool.sliding_window, format=format)
     found: list[LayerSpec] = []
-    for ratio in pool.compression_ratios:
+    for number, ratio in enumerate(pool.compression_ratios):
         if ratio == 0:
             found.append(LayerSpec(window=window))
             continue
         if ratio not in STATES:
             raise SpecError(got=f"ratio {ratio}", where="spec_from", allowed="0, 4 or 128")
-        overlap = STATES[ratio]
+        overlap, online = STATES[ratio], _online(pool, number, dim)
         found.append(
             LayerSpec(
                 window=window,
-                tail=Tail(dim=dim, ratio=ratio, overlap=overlap),
+                tail=None if online else Tail(dim=dim, ratio=ratio, overlap=overlap),
+                state=online,
                 entries=Entries(dim=dim, ratio=ratio, format=format),
                 index_tail=Tail(dim=keys, ratio=ratio, overlap=overlap) if overlap else None,
                 index_keys=given.keys(keys, ratio, None) if overlap else None,
             )
         )
     return found
+
+
+def _online(pool: Any, number: int, dim: int) -> State | None:
+    """What is left of a layer's states where they are compressed as they come: one row of a request."""
+    every = getattr(pool, "compress_state_pools", None)
+    states = None if every is None else every[number]
+    if states is None or not states.online:
+        return None
+    return State(heads=3, key_dim=dim, format=CODES[str(states.kv_score_buffer.kv_score.dtype).rpartition(".")[2]])
 
 
 READERS: dict[str, Callable[[Any, Given], list[LayerSpec]]] = {

@@ -1,15 +1,33 @@
 """The memory of SGLang's pools as ``kvcore.adopt`` takes it: views of their buffers, and the layout's name.
 
 SGLang is not imported; names and layouts are those of 0.5.23. A pool's page of latent rows is padded to a multiple of
-576 bytes, and has all rows' values before all rows' scales; states of a compressor are a ring for each request slot.
+576 bytes, and has all rows' values before all rows' scales. Rows of windows lie where ``full_to_swa_index_mapping``
+says, which the allocator writes as it gives slots out; states of an overlapping compressor are a ring in each page of
+windows, those of others a ring for each request slot, or one row where they are compressed as they come.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvcore.adoption.cache import describe
+from kvcore.adoption.descriptor import Descriptor, IndexMap
 from kvcore.errors import SpecError
+from kvcore.interop.sglang_pools import ONLINE
+from kvcore.spec import CacheSpec
 
 VALUES_AND_SCALES = {"DeepSeekV4SingleKVPool": "kv_buffer", "DeepSeekV4IndexerPool": "index_k_with_scale_buffer"}
 """Pools of pages -> the attribute with a tensor [pages, bytes] for every layer."""
+
+
+WINDOWS = "full_to_swa"
+"""Name of the map of tokens to slots of the windows' pool."""
+
+
+class Mapped(NamedTuple):
+    """What ``kvcore.adopt(spec, tensors, layout=descriptor, maps=maps)`` takes."""
+
+    tensors: list[Any]
+    descriptor: Descriptor
+    maps: dict[str, Any]
 
 
 def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
@@ -50,13 +68,95 @@ def tensors_from(pool: Any) -> tuple[list[Any], dict[str, str]]:
         layout = {"entries": "NL_X_NBBS_ONE_HS", "index_keys": "NL_X_NB_BSV_BSS"}
         return [one for pair in zip(pool.kv_buffer, keys, strict=True) for one in pair], layout
     reasons = {
-        "SWAKVPool": "rows of sliding layers lie where full_to_swa_index_mapping says, which changes with every step",
-        "DeepSeekV4TokenToKVPool": "its parts have tables of their own: pages_of and rings_of give those of each",
+        "SWAKVPool": "rows of sliding layers lie where full_to_swa_index_mapping says, which mapped_from gives too",
+        "DeepSeekV4TokenToKVPool": "windows lie where full_to_swa_index_mapping says, which mapped_from gives too",
         "HybridLinearKVPool": "states belong to slots of the request pool, not to it",
     }
     allowed = "MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool"
     hint = f"Refused: {reasons[kind]}." if kind in reasons else ""
     raise SpecError(got=kind, where="tensors_from", allowed=allowed, hint=hint)
+
+
+def mapped_from(pool: Any, spec: CacheSpec) -> Mapped:
+    """Tensors, descriptor and maps of a pool with sliding windows, for ``adopt``.
+
+    Args:
+        pool: ``SWAKVPool`` of keys and values, or ``DeepSeekV4TokenToKVPool``, with the mapping that an allocator
+            registered.
+        spec: ``spec_from(pool, ...)``.
+
+    Returns:
+        Views; blocks are pages of the full pool, and a request's ``slot`` is SGLang's ``req_pool_idx``.
+
+    Raises:
+        SpecError: another pool, one that keeps windows by request, or without a mapping.
+    """
+    kind = type(pool).__name__
+    if kind not in ("SWAKVPool", "DeepSeekV4TokenToKVPool"):
+        raise SpecError(got=kind, where="mapped_from", allowed="SWAKVPool, DeepSeekV4TokenToKVPool")
+    array = pool.full_to_swa_index_mapping
+    if array is None or pool.swa_kv_pool is None:
+        got = f"{kind} without {'full_to_swa_index_mapping' if array is None else 'pages of windows'}"
+        allowed = "a pool of paged windows whose allocator has registered its mapping"
+        raise SpecError(got=got, where="mapped_from", allowed=allowed)
+    tensors, layout = _of_heads(pool) if kind == "SWAKVPool" else _of_v4(pool, spec)
+    page = pool.page_size if kind == "SWAKVPool" else pool.swa_page_size
+    # Slot 0 is nobody's: what is mapped there has no row. Both pools page in step, from rows 0 on.
+    said = IndexMap(name=WINDOWS, of="token", count=len(array), page=page, first=page if page > 1 else 1, aligned=True)
+    descriptor = describe(spec, tensors, layout, maps=[said])
+    return Mapped(tensors, descriptor, {WINDOWS: array})
+
+
+def _of_heads(pool: Any) -> tuple[list[Any], dict[str, str]]:
+    """(keys and values of every layer, layouts) of a ``SWAKVPool``."""
+    tensors: list[Any] = []
+    layout: dict[str, str] = {}
+    for number, (place, sliding) in sorted(pool.layers_mapping.items()):
+        held = pool.swa_kv_pool if sliding else pool.full_kv_pool
+        (keys, values), _ = tensors_from(held)
+        pair = [keys[place], values[place]]
+        rows = held.kv_cache_layout == "nhd"
+        tensors.append([one.unflatten(0, (-1, held.page_size)) for one in pair] if rows else pair)
+        word = f"pages {WINDOWS} " if sliding else ""
+        layout[f"{number}.kv"] = f"{word}NL_X_TWO_X_NB_BS_NH_HS"
+    return tensors, layout
+
+
+def _of_v4(pool: Any, spec: CacheSpec) -> tuple[list[Any], dict[str, str]]:
+    """(tensors of every component, layouts) of a ``DeepSeekV4TokenToKVPool``.
+
+    Raises:
+        SpecError: windows in pages of another size than the allocator's.
+    """
+    if pool.swa_kv_pool.page_size != pool.swa_page_size:
+        got = f"pages of windows of {pool.swa_kv_pool.page_size} rows"
+        raise SpecError(got=got, where="mapped_from", allowed=f"{pool.swa_page_size}, as the allocator gives out")
+    tensors: list[Any] = []
+    layout = {
+        "window": f"pages {WINDOWS} NL_X_NB_BSV_BSS",
+        "entries": "NL_X_NB_BSV_BSS",
+        "index_keys": "NL_X_NB_BSV_BSS",
+        "state": "rings NL_X_NB_BS_NH_HS",
+    }
+    windows = pages_of(pool.swa_kv_pool)
+    # What compressed pools have more is a page of another size, for nobody.
+    blocks = (len(pool.full_to_swa_index_mapping) - 1) // pool.page_size
+    for number, layer in enumerate(spec.layers):
+        item = pool.layer_mapping[number]
+        for role in layer.roles:
+            if role == "window":
+                tensors.append(windows[number])
+            elif role in ("entries", "index_keys"):
+                held = pool.kv_pools if role == "entries" else pool.index_pools
+                tensors.append(pages_of(held[item.compress_ratio])[item.compress_layer_id][:blocks])
+            else:
+                indexers = role == "index_tail"
+                held = pool.indexer_compress_state_pools if indexers else pool.compress_state_pools
+                tensors.append(rings_of(held[number]))
+                if role != ONLINE:
+                    word = "rings" if held[number].request_scoped else f"pages {WINDOWS}"
+                    layout[f"{number}.{role}"] = f"{word} NL_X_NB_BS_HS"
+    return tensors, layout
 
 
 def pages_of(pool: Any) -> list[Any]:
@@ -76,18 +176,23 @@ def pages_of(pool: Any) -> list[Any]:
 
 
 def rings_of(pool: Any) -> Any:
-    """Rings [slots of requests, rows, width] of a ``CompressStatePool``, for ``"rings NL_X_NB_BS_HS"``.
+    """Rings [rings, rows, width] of a ``CompressStatePool``, for ``"rings NL_X_NB_BS_HS"``.
 
-    Row p of a request's ring is ``req_pool_idx * ring_size + p % ring_size``.
+    Row p of a request's ring is ``req_pool_idx * ring_size + p % ring_size``; where a pool is not of requests, that of
+    a page of windows ``page * ring_size + p % ring_size``. Of states that SGLang compresses as they come it is one row
+    of the largest score so far, the sum of weights, and the weighted values: [slots, 1, 3, width] for
+    ``"rings NL_X_NB_BS_NH_HS"``; those of drafts, behind them, are left out.
 
     Raises:
-        SpecError: another pool; states that SGLang compresses as they come, of which one row is left.
+        SpecError: another pool.
     """
-    if type(pool).__name__ != "CompressStatePool" or pool.online:
-        raise _other(f"{type(pool).__name__}, online {getattr(pool, 'online', None)}", "CompressStatePool with rings")
+    if type(pool).__name__ != "CompressStatePool":
+        raise _other(type(pool).__name__, "CompressStatePool")
     rows = pool.kv_score_buffer.kv_score
-    slots = (len(rows) - 1) // pool.ring_size
-    return rows[: slots * pool.ring_size].reshape(slots, pool.ring_size, rows.shape[1])
+    slots = (pool._logical_size if pool.online else len(rows)) - 1
+    slots //= pool.ring_size
+    shape = (slots, 1, 3, rows.shape[1] // 3) if pool.online else (slots, pool.ring_size, rows.shape[1])
+    return rows[: slots * pool.ring_size].reshape(shape)
 
 
 def _pages(buffers: Any, rows: int, size: int | None = None) -> list[Any]:

@@ -589,10 +589,25 @@ TABLE = {
             "files are written in place",
         ),
     ],
+    "adoption/maps.py": [
+        ("        wrong = places >= self.limit\n", "        wrong = places < 0\n", "places beyond the pool are taken"),
+        ("        if said.aligned:\n", "        if False:\n", "tokens may lie at another row of their page"),
+        (
+            "        if others.any():\n            # Places",
+            "        if False:\n            # Places",
+            "a place of two is taken",
+        ),
+        (
+            "        wrong = self._owners[places] != numbers\n",
+            "        wrong = places < 0\n",
+            "one place twice is taken",
+        ),
+        ("found < self.said.first", "found < 0", "a place that is none is taken"),
+    ],
     "adoption/pages.py": [
         (
-            "            kind.write(table,",
-            "            (lambda *_: None)(table,",
+            "            kind.write(places[kept],",
+            "            (lambda *_: None)(places[kept],",
             "rows of a step never reach the pages",
         ),
         ("table[column] < 0:", "False:", "rows go into pages that are gone"),
@@ -611,7 +626,11 @@ TABLE = {
         ("        offset = strip.start\n", "        offset = 0\n", "strips of pages lie on one another"),
         ("            offset += region.heads * region.format.row\n", "", "values lie where keys do"),
         ("range(region.copies if store else 1)", "range(1)", "one copy of a ring is stored"),
-        ("if unit < 0:", "if False:", "a block that is not there is read from the pool's end"),
+        (
+            "        if unit < 0:\n            if not store:\n",
+            "        if False:\n            if not store:\n",
+            "a block that is not there is read from the pool's end",
+        ),
         ("base = line.base + head * head_step * line.stride", "base = line.base", "every head is the first"),
         ("((1, 0), (0, half))", "((0, 0), (1, half))", "high and low bytes are exchanged"),
     ],
