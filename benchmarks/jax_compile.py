@@ -4,28 +4,34 @@
 
 Rows, formats and the order of layers are V4-Flash's, windows and ratios those of its tiny twin, projections 64 wide:
 two layers of a window, then pairs of CSA and HCA. Process CPU seconds of the trace and of the compilation, on the CPU,
-as XLA comes and without its fusion emitters; copies of pools in what was compiled, and milliseconds of a step.
+as XLA comes and without its fusion emitters; copies of pools in what was compiled, and milliseconds of a step. And what
+the verbs compile outside of ``jit`` while prompts of 1 to 512 tokens come, of which no two are alike.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, monitoring
 
+import kvcore
 from kvcore import environment
 from kvcore.interop.jax import inspect_in_place
 from kvcore.interop.jax.stack import init_stack
-from kvcore.spec import CacheSpec, Rope, presets
+from kvcore.spec import CacheSpec, LayerSpec, Rope, presets
 
 WINDOW, CSA, HCA = presets.deepseek_v4_flash_tiny(draft=False).layers[:3]
+V4 = CacheSpec(layers=(WINDOW, CSA, HCA), block_tokens=128)
+CLASSIC = presets.classic(layers=2, key_heads=2, key_dim=16)
+PROMPTS = (1, 2, 3, 9, 16, 17, 40, 64, 65, 100, 129, 255, 256, 257, 300, 511, 512)
 KINDS = {"window": (WINDOW, 2), "csa": (CSA, 21), "hca": (HCA, 20)}
 BATCH, LENGTH, WIDTH, HEADS, DIM, STEPS = 2, 1024, 64, 4, 512, 20
 ROPE = Rope(dim=64, theta=160000.0)
@@ -111,6 +117,55 @@ def cost(function: Callable[..., Any], options: dict[str, Any] | None) -> dict[s
     }
 
 
+def eager_compilations(spec: CacheSpec, prompts: Sequence[int]) -> Counter[str]:
+    """How often XLA compiles what, by name, for a cache and its prompts, each of which is a request's only step."""
+    found: Counter[str] = Counter()
+
+    def listen(event: str, duration_secs: float, **said: Any) -> None:  # noqa: ARG001 - JAX gives it
+        if "backend_compile" in event:
+            found[str(said.get("fun_name", event)).removeprefix("jit(").removesuffix(")")] += 1
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        cache = kvcore.create_cache(spec, backend="jax_pallas", max_requests=2, max_tokens=2 * LENGTH)
+        for tokens in prompts:
+            request = cache.admit()
+            with cache.step({request: tokens}) as step:
+                for number, layer in enumerate(spec.layers):
+                    run = eager_layer if layer.kv is None else classic_layer
+                    run(step.layer(number), layer, tokens)
+            cache.release(request)
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+    return found
+
+
+def floats(*shape: int) -> np.ndarray:
+    """Rows of a prompt."""
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def classic_layer(handle: Any, layer: LayerSpec, tokens: int) -> None:
+    """A layer of keys and values."""
+    rows = floats(tokens, layer.kv.key_heads, layer.kv.key_dim)
+    handle.append_kv(rows, rows)
+    handle.attend(np.concatenate([rows, rows], axis=1))
+
+
+def eager_layer(handle: Any, layer: LayerSpec, tokens: int) -> None:
+    """A layer of DeepSeek-V4, verb by verb."""
+    tails = [role for role in ("tail", "index_tail") if getattr(layer, role) is not None]
+    widths = {role: getattr(layer, role).width for role in tails}
+    rows = {role: (floats(tokens, width), floats(tokens, width)) for role, width in widths.items()}
+    handle.append(window=floats(tokens, DIM), **rows)
+    selected, keys = None, layer.index_keys
+    if tails:
+        handle.flush(norm_weight=np.ones(DIM, np.float32), rope=ROPE)
+    if keys is not None:
+        selected = handle.index_select(floats(tokens, keys.heads, keys.dim), floats(tokens, keys.heads))
+    handle.attend(floats(tokens, HEADS, DIM), selected)
+
+
 def main() -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,9 +183,16 @@ def main() -> None:
         "bytes_aliased": place.alias_bytes,
         "bytes_of_pools": place.pool_bytes,
         "costs": found,
+        "eager": {
+            "prompts": PROMPTS,
+            **{
+                name: dict(sorted(eager_compilations(spec, PROMPTS).items()))
+                for name, spec in {"a window, CSA and HCA": V4, "keys and values": CLASSIC}.items()
+            },
+        },
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record["costs"]), record["pools_moved"])
+    print(json.dumps(record["costs"]), record["pools_moved"], json.dumps(record["eager"]))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ BESIDE = {
         | {"of", "visible", "numbered", "requests_like", "divided", "rest"},
         "tail": {"flush_latents", "windows", "cos_sin", "frequencies_of"},
         "entries": {"untaken"},
+        "indexer": {"index_select"},  # in one program
         "attention": {"inverse_rope", "read", "by_tokens", "no_keys", "finish"},
         "kv": {"attend_in_place", "in_order", "seen_blocks"},
         "lifecycle": {"mix"},

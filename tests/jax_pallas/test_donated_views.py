@@ -2,15 +2,18 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvcore.interop.jax.views import CacheViews
+from kvcore.interop.jax import inspect_in_place
+from kvcore.interop.jax.views import CacheViews, init_views
+from kvcore.spec import CacheSpec
 from tests.jax_pallas import view_kinds
-from tests.jax_pallas.view_kinds import KINDS, appended, copied, given, made, step
+from tests.jax_pallas.view_kinds import BATCH, KINDS, appended, classic, copied, given, made, step
 
 RINGS = [kind for kind, layer in KINDS.items() if layer.kv is not None and layer.kv.storage == "ring"]
 STEPS = [(kind, 1) for kind in KINDS] + [(kind, 20) for kind in ("full, paged", *RINGS)]
@@ -94,6 +97,19 @@ def test_a_compiled_step_copies_no_pool(kind: str, new: int, steps: int) -> None
     compiled = jax.jit(run, donate_argnums=0).lower(views, given(kind, new)).compile()
     assert not copied(compiled, pools_of(views))
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(pool.nbytes for pool in pools_of(views))
+
+
+@pytest.mark.parametrize("new", [1, 2], ids=["a token", "more than the ring has to spare"])
+def test_an_append_whose_rows_nobody_asks_for_brings_none_together(new: int) -> None:
+    spec = CacheSpec(layers=(classic(storage="ring", window=1024),))
+    view = init_views(spec, batch=BATCH, max_length=4096)[0]
+    pool = min(pool.nbytes for pool in view.pools.values())
+
+    def temporaries(step: Any) -> int:
+        return inspect_in_place(step, view, *given("sliding", new)).temporary_bytes
+
+    assert temporaries(lambda view, *rows: view.append(*rows).view) < pool // 4
+    assert temporaries(lambda view, *rows: (view.append(*rows).view, jnp.sum(view.append(*rows).keys))) > pool
 
 
 def test_a_pool_that_is_read_as_it_was_is_seen_to_be_copied() -> None:

@@ -8,11 +8,10 @@ donates at the outermost ``jit``, the only place where donation counts.
 from __future__ import annotations
 
 import copy
-from functools import partial
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvcore.arrays import host_view
@@ -110,17 +109,20 @@ class JaxOps(Decided, Ops):
 
     def allocate(self) -> Pools:
         """Fresh pools for the plan."""
-        # Two primitives a pool cost more than one program, and a plan has hundreds of pools.
-        zeros = programs.zeros if self._target is None else partial(jnp.zeros, device=self._target)
+        blank: dict[str, Any] = {}
 
         def make(units, size, fresh, region, buffer):
             shape, dtype = pool_shape(region, buffer, units)
             if fresh is None:
-                return zeros(shape, dtype)
+                return blank.setdefault(region.buffers[buffer][0], (shape, dtype))
             unit = np.frombuffer(fresh, dtype).reshape(shape[1:])
             return jax.device_put(np.broadcast_to(unit, shape), self._target, may_alias=False)
 
-        return allocate(self.plan, make)
+        pools = allocate(self.plan, make)
+        # One program makes all of them: of hundreds, each would be compiled and launched by itself.
+        with nullcontext() if self._target is None else jax.default_device(self._target):
+            made = programs.zeros(tuple(blank.values()))
+        return pools.replace(dict(zip(blank, made, strict=True)))
 
     def asarray(self, array: Any) -> Array:
         """A NumPy array as JAX's, copied, int64 as int32; arrays of JAX pass through."""
@@ -244,8 +246,28 @@ class JaxOps(Decided, Ops):
         return programs.digest(raw, np.uint32(salt))
 
 
-def _made(plan: CachePlan, device: str, target: Any, named: str) -> JaxOps:
-    ops = JaxOps(plan, device, target, choice.kernels_of(plan, named))
+def made(plan: CachePlan, device: str, target: Any = None, named: str = "") -> JaxOps:
+    """The verbs for a kind of device, none of which need be here.
+
+    Args:
+        plan: what the pools are.
+        device: ``tpu``, ``cuda`` or ``cpu``.
+        target: a device of JAX, or None: wherever the arrays lie.
+        named: the word by which kernels are chosen, where that is another.
+
+    Raises:
+        BackendError: a slot is too large for 32-bit addresses, or an element code is not known to the encoders.
+    """
+    check_known((region.format for region in plan.regions), encoding.KNOWN, JaxBackend.name)
+    for region in plan.regions:
+        if region.unit.nbytes >= 2**31:
+            raise BackendError(
+                got=f"{region.unit.nbytes} bytes",
+                where=f"one {region.growth} of {region.layer}.{region.role}",
+                allowed="less than 2 GiB: JAX addresses are 32 bits wide here",
+                hint="Page the component, or lower max_tokens.",
+            )
+    ops = JaxOps(plan, device, target, choice.kernels_of(plan, named or device))
     if strict():
         ops.check_strict()
     return ops
@@ -263,18 +285,8 @@ class JaxBackend:
             BackendError: JAX has no such device, a slot is too large for 32-bit addresses, or an element code is not
                 known to the encoders.
         """
-        check_known((region.format for region in plan.regions), encoding.KNOWN, self.name)
-        for region in plan.regions:
-            if region.unit.nbytes >= 2**31:
-                raise BackendError(
-                    got=f"{region.unit.nbytes} bytes",
-                    where=f"one {region.growth} of {region.layer}.{region.role}",
-                    allowed="less than 2 GiB: JAX addresses are 32 bits wide here",
-                    hint="Page the component, or lower max_tokens.",
-                )
         if device is None:
-            word = choice.word(jax.devices()[0])
-            return _made(plan, word, None, word)
+            return made(plan, choice.word(jax.devices()[0]))
         if device not in (*DEVICES, INTERPRETED):
             allowed = f"None or one of {(*DEVICES, INTERPRETED)} for backend='jax_pallas'"
             raise BackendError(got=device, where="device", allowed=allowed)
@@ -282,7 +294,7 @@ class JaxBackend:
             target = jax.devices(device.split(":")[0])[0]
         except RuntimeError as error:
             raise BackendError(got=device, where="device", allowed=f"a device that JAX sees: {error}") from error
-        return _made(plan, device.split(":")[0], target, device)
+        return made(plan, device.split(":")[0], target, device)
 
     def default_layout(self, device: str | None) -> str:
         """Whole tiles on a TPU; packed, like the engines, where Triton kernels run; else one array a field."""

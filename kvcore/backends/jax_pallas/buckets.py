@@ -21,8 +21,8 @@ from jax.core import Tracer
 from kvcore.ops import StepIndex
 from kvcore.step import IndexShape
 
-SMALL = (1, 16, 64, 256)
-"""Sizes up to here, for four programs; from here on they double."""
+SMALL = (1, 64, 512)
+"""Sizes up to here, for three programs; from here on they double."""
 
 FEWEST_ROWS = 64
 """Rows of an output that a verb is compiled for at least, outside of the interpreter."""

@@ -34,8 +34,12 @@ def index_scores(layer: Layer, pools: Held, index: StepIndex, q: Array, weights:
 
     if not len(keys) or not columns:
         return jnp.full((len(q), columns), -jnp.inf, jnp.float32)
-    tokens = (index.request_index, index.positions, q, weights.astype(jnp.float32))
-    return by_tokens(score, tokens, columns * component.dim)
+
+    def nothing(count):
+        return jnp.full((count, columns), -jnp.inf, jnp.float32)
+
+    tokens = (index.positions, q, weights.astype(jnp.float32))
+    return by_tokens(score, index.request_index, tokens, columns * component.dim, nothing)
 
 
 def select(scores: Array, k: int, kernels: str = "portable") -> Array:
@@ -54,6 +58,13 @@ def select(scores: Array, k: int, kernels: str = "portable") -> Array:
     best, indices = lax.top_k(scores, min(k, columns))
     indices = jnp.where(best > -jnp.inf, indices.astype(jnp.int32), -1)
     return jnp.pad(indices, ((0, 0), (0, k - indices.shape[1])), constant_values=-1)
+
+
+def index_select(
+    layer: Layer, pools: Held, index: StepIndex, q: Array, weights: Array, *, count: int, columns: int
+) -> Array:
+    """``select`` of ``index_scores``, in one program: [T, count] int32."""
+    return select(index_scores(layer, pools, index, q, weights, columns=columns), count, pools.kernels)
 
 
 def _fused_scores(layer, pools, index, q, weights, *, columns):

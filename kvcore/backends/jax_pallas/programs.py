@@ -1,7 +1,7 @@
 """Compiled functions of the verbs: one for each, which JAX keeps a trace of for every kind of layer and every shape."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ DIFFERENTIABLE = {
     attention.attend: ("q", "sink", "scale", "rope"),
     kv.attend_kv: ("q", "sink", "scale"),
     indexer.index_scores: ("q", "weights"),
+    indexer.index_select: ("q", "weights"),
     tail.compress: ("norm_weight",),
 }
 """Verb -> the arguments that gradients go through in ``jax.numpy``, as through the same sums over what is stored.
@@ -101,13 +102,19 @@ def program(verb, writes=False):
             return found
         return {name: as_elements(found[name], pool.shape[1:], pool.dtype) for name, pool in written.items()}
 
+    run.__name__ = verb.__name__  # which logs and profiles of JAX say
     return jax.jit(run, static_argnums=(0, 1), donate_argnums=(2,))
 
 
 @cache
 def indexed(verb):
     """The same for verbs that need the index only."""
-    return jax.jit(lambda layer, index, options: verb(layer, index, **dict(options)), static_argnums=(0, 2))
+
+    def run(layer, index, options):
+        return verb(layer, index, **dict(options))
+
+    run.__name__ = verb.__name__
+    return jax.jit(run, static_argnums=(0, 2))
 
 
 @jax.jit
@@ -116,11 +123,16 @@ def digest(raw, salt):
     return lifecycle.digest_rows(raw, salt)
 
 
+@partial(jax.jit, static_argnums=0)
+def zeros(kinds):
+    """Arrays of zeros of some (shape, dtype)."""
+    return [jnp.zeros(shape, dtype) for shape, dtype in kinds]
+
+
 def _fresh(pool, fresh):
     return None if fresh is None else jnp.asarray(np.frombuffer(fresh, pool.dtype).reshape(pool.shape[1:]))
 
 
-zeros = jax.jit(jnp.zeros, static_argnums=(0, 1))
 reset = jax.jit(
     lambda pool, slots, fresh: lifecycle.reset_slots(pool, slots, _fresh(pool, fresh)),
     static_argnums=2,

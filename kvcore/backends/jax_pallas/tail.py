@@ -12,6 +12,7 @@ from kvcore.backends.jax_pallas import rows as place
 from kvcore.backends.jax_pallas.choice import verbs
 from kvcore.backends.jax_pallas.encoding import to_bf16
 from kvcore.backends.jax_pallas.layer import Layer
+from kvcore.backends.jax_pallas.order import read_first
 from kvcore.backends.jax_pallas.rows import Held
 from kvcore.kernels.pallas.arithmetic import pool
 from kvcore.ops import StepIndex
@@ -84,12 +85,14 @@ def flush(
     """Compress, rotate at position m·i, encode and store every entry that the step completes; then index keys.
 
     The ``rope`` is the fp32 inverse frequencies, or None. With ``append`` the step's own rows go to the tails, too,
-    where a launch does that.
+    where that is one launch, or one program of XLA.
     """
     triton, eps, rope = verbs(pools.kernels), compression.eps, compression.rope
     given = {role: stream for role, *stream in compression.each(streams)}
     if triton and triton.flushes(layer, given):
         return triton.flush(layer, pools, index, given, rope, eps=eps, append=append, newest=newest)
+    if append:
+        return _flush_and_append(layer, pools, index, given, rope, closed=closed, eps=eps)
     for role, (kv, score, weight) in given.items():
         if fused.flushes(layer, pools, role, rope):
             pools = _flush_fused(layer, pools, index, kv, score, weight, rope, closed=closed, role=role, eps=eps)
@@ -98,6 +101,28 @@ def flush(
             layer, pools, index, kv, score, closed=closed, role=role, norm_weight=weight, eps=eps, rope=rope
         )
         pools = paged.store_role(layer, pools, index, latents, role=role)
+    return pools
+
+
+def _flush_and_append(layer, pools, index, given, rope, *, closed, eps):
+    """``flush``, and the step's own rows to the tails, which are read first: beside the write, XLA would copy them."""
+    after = index
+    if closed:
+
+        def read(pools):
+            held = Held(pools, layer.kernels)
+            return [
+                flush_latents(
+                    layer, held, index, kv, score, closed=closed, role=role, norm_weight=weight, eps=eps, rope=rope
+                )
+                for role, (kv, score, weight) in given.items()
+            ]
+
+        latents, after = read_first(read, dict(pools), index)
+        for role, rows in zip(given, latents, strict=True):
+            pools = paged.store_role(layer, pools, index, rows, role=role)
+    for role, (kv, score, _) in given.items():
+        pools = append_tail(layer, pools, after, kv, score, role=layer.tail_of(role))
     return pools
 
 
@@ -130,8 +155,8 @@ def cos_sin(positions, frequencies):
 
 
 def frequencies_of(rope: Any) -> Any:
-    """Inverse frequencies as an fp32 array, from a Rope or an array; None stays None."""
-    return jnp.asarray(np.asarray(rope.inverse_frequencies, np.float32)) if isinstance(rope, Rope) else rope
+    """Inverse frequencies as an fp32 array, NumPy's from a Rope, or as they are given; None stays None."""
+    return np.asarray(rope.inverse_frequencies, np.float32) if isinstance(rope, Rope) else rope
 
 
 def flush_latents(layer, pools, index, kv, score, *, closed, role, norm_weight=None, eps=1e-6, rope=None):

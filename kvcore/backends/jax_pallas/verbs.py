@@ -6,9 +6,8 @@ from typing import Any
 from jax import Array
 from jax.core import Tracer
 
-from kvcore.backends.jax_pallas import attention, buckets, choice, host_memory, kv, programs, tail
+from kvcore.backends.jax_pallas import attention, buckets, choice, host_memory, indexer, kv, programs, tail
 from kvcore.backends.jax_pallas import entries as entry
-from kvcore.backends.jax_pallas.order import read_first
 from kvcore.ops import Ops, RawRows, StepIndex, bounds, facade
 from kvcore.ops.records import Compression, Streams
 from kvcore.pools import Pools
@@ -73,7 +72,8 @@ def _of_layer(
 ) -> Any:
     names, size = facade.parameters_of(function).names, facade.SIZES.get(function.__name__)
     counted = {name: buckets.AXES.get(name, "tokens") for name in names} | (axes or {})
-    trimmed = None if function is kv.attend_kv else size
+    # Columns that are read are none of what comes out.
+    trimmed = None if function in (kv.attend_kv, indexer.index_select) else size
 
     def call(self: Any, pools: Any, layer: int, index: StepIndex, given: Any, options: dict[str, Any]) -> Any:
         arrays, static = _sorted_out(self, function, {**dict(zip(names, given, strict=False)), **options})
@@ -124,8 +124,13 @@ def _roles(function: Any, role: str) -> tuple[str, ...]:
 def _bucketed(ops: Any, size: facade.Size, layer: int, index: StepIndex, options: dict[str, Any]) -> int:
     """The size that is asked for; the options get one that changes rarely."""
     size.fill(ops.plan, layer, index, options)
-    count = options[size.name]
-    options[size.name] = _bucket(ops, count, index)
+    count = least = options[size.name]
+    if size.role == "index_keys" and not (isinstance(index.lengths, Tracer) or ops.place.whole):
+        # A prompt's own keys are as many as its tokens have, so that their padded number says both.
+        fit, component = ops.twins.fit(index), ops.plan.layers[layer].component("index_keys")
+        tokens = len((index if fit is None else fit.index).positions)
+        least = max(1, count, tokens // component.tokens_per_row)
+    options[size.name] = _bucket(ops, least, index)
     return count
 
 
@@ -191,10 +196,15 @@ def index_select(
     *,
     columns: int | None = None,
 ) -> Array:
-    """``select`` of ``index_scores``."""
+    """``select`` of ``index_scores``, in one program where no kernels run."""
+    if self.kernels == "portable":
+        return _index_select(self, pools, layer, index, q, weights, count=k, columns=columns)
     options: dict[str, Any] = {"columns": columns}
     _bucketed(self, facade.SIZES["index_scores"], layer, index, options)
     return self.select(self.index_scores(pools, layer, index, q, weights, **options), k)
+
+
+_index_select = reader(indexer.index_select, "index_keys", by="tokens")
 
 
 def from_batch(self: Any, index: StepIndex, batch: Array) -> Array:
@@ -238,7 +248,7 @@ def flush(self: Any, pools, layer, index, streams, compression, *, closed=None):
     _, index, arrays = _fitted(self, pools, index, arrays, {"streams": "tokens", "compression": None})
     arrays["index"] = index
     # A launch finds on the device what closes: its trace needs no bound.
-    closed = 1 if _flushes(self, layer, writes) else _bucket(self, closed, index)
+    closed = 1 if _flushes(self, layer, writes) else _closing(self, layer, closed, index)
     return _write(self, tail.flush, pools, layer, writes, arrays, reads, closed=closed)
 
 
@@ -266,7 +276,7 @@ def append_flush(
     rope: Rope | Array | None = None,
     index_norm_weight: Array | None = None,
 ) -> Pools:
-    """``flush``, then ``append_tail`` and ``append_index_tail``; one launch where kernels are Triton's."""
+    """``flush``, then ``append_tail`` and ``append_index_tail``: one launch of Triton's, or one program of XLA."""
     roles = ("entries",) if index_kv is None else ("entries", "index_keys")
     tails = tuple(TAIL_OF[role] for role in roles)
     closed = bounds.closed(self.plan, layer, "entries", index) if closed is None else closed
@@ -281,39 +291,14 @@ def append_flush(
         arrays = {"index": index, "streams": streams, "compression": compression}
         options = {"closed": 1, "append": True, "newest": newest}
         return _write(self, tail.flush, pools, layer, (*roles, *tails), arrays, **options)
+    if self.kernels == "portable":
+        arrays = {"index": index, "streams": given["streams"]}
+        arrays["compression"] = turning(Compression(norm_weight, eps, rope, index_norm_weight))
+        options = {"closed": _closing(self, layer, closed, index), "append": True}
+        return _write(self, tail.flush, pools, layer, (*roles, *tails), arrays, **options)
     weights = {"norm_weight": norm_weight, "index_norm_weight": index_norm_weight}
-    if self.kernels != "portable" or not isinstance(next(iter(pools.values())), Tracer):
-        options = {"closed": closed, "eps": eps, "rope": rope, **weights}
-        return Ops.append_flush(self, pools, layer, index, kv, score, index_kv, index_score, **options)
-    # In one program the tails are read first: beside the write, XLA would read a copy of them.
-    streams = {"entries": (kv, score, norm_weight), "index_keys": (index_kv, index_score, index_norm_weight)}
-    if closed:
-        options, frequencies = {"closed": _bucket(self, closed, index), "eps": eps}, tail.frequencies_of(rope)
-
-        def read(pools):
-            names = "kv", "score", "norm_weight"
-            return [
-                _read(
-                    self,
-                    tail.flush_latents,
-                    pools,
-                    layer,
-                    (role, TAIL_OF[role]),
-                    {"index": index, "rope": frequencies, **dict(zip(names, streams[role], strict=True))},
-                    role=role,
-                    **options,
-                )
-                for role in roles
-            ]
-
-        latents, after = read_first(read, pools, index)
-        pools = store_entries(self, pools, layer, index, *latents)
-    else:
-        after = index
-    pools = self.append_tail(pools, layer, after, kv, score)
-    if index_kv is None or index_score is None:
-        return pools
-    return self.append_index_tail(pools, layer, after, index_kv, index_score)
+    options = {"closed": closed, "eps": eps, "rope": rope, **weights}
+    return Ops.append_flush(self, pools, layer, index, kv, score, index_kv, index_score, **options)
 
 
 def reset_slots(self: Any, pools: Pools, slots: Array) -> Pools:
@@ -348,6 +333,13 @@ def copier(growth):
         return programs.as_given(pools, arrays)
 
     return facade.as_verb(copy, copy, f"copy_{growth}s")
+
+
+def _closing(self: Any, layer: int, closed: int, index: StepIndex) -> int:
+    """Entries to compile a flush for: as many as a step of the padded sizes can close, so that these say it."""
+    if not closed or isinstance(index.lengths, Tracer) or self.place.whole:
+        return _bucket(self, closed, index)
+    return max(closed, bounds.closed(self.plan, layer, "entries", index))
 
 
 def _bucket(self, count: int, index: StepIndex) -> int:

@@ -569,15 +569,13 @@ def _append(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array) -> 
     step = append_latents if kind.latent_roles else append_kv
     each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
 
-    def local(pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, *given: Any) -> Seen:
-        # A stack lies on no mesh: there the number needs no partition.
-        return step(kind.local, State(pools, lengths, starts, floors, view.number), given, count)
+    def local(state: State, count: Any, *given: Any) -> Seen:
+        return step(kind.local, state, given, count)
 
-    lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]
-    outs = Seen((rows,) * len(given), each, each, lies)  # type: ignore[arg-type]
-    run = kind.on_shards(local, (kind.pools, each, each, each, each, *[rows] * len(given)), outs)
+    outs = Seen((rows,) * len(given), each, each, _lies(kind))
+    run = kind.on_shards(local, (_lies(kind), each, *[rows] * len(given)), outs)
     with jax.named_scope("kvcore.LayerView.append"):
-        seen = run(view.pools, view.lengths, view.starts, view.floors, count, *given)
+        seen = run(_state(view), count, *given)
     return seen._replace(state=view.replace(**seen.state._asdict()))
 
 
@@ -589,19 +587,14 @@ def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, ask
     each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
     heads = kind.partition("heads")
 
-    def local(
-        pools: Any, lengths: Any, starts: Any, floors: Any, count: Any, query: Any, scale: Any, sink: Any, *given: Any
-    ) -> Answer:
-        state = State(pools, lengths, starts, floors, view.number)
+    def local(state: State, count: Any, query: Any, scale: Any, sink: Any, *given: Any) -> Answer:
         return step(kind.local, state, given, count, Asked(query, scale, sink, asked.value_dim))
 
-    lies = State(kind.pools, each, each, each)  # type: ignore[arg-type]
-    outs = Answer(rows, rows, lies)  # type: ignore[arg-type]
-    inputs = kind.pools, each, each, each, each, rows, PartitionSpec(), heads, *[rows] * len(given)
+    outs = Answer(rows, rows, _lies(kind))
+    inputs = _lies(kind), each, rows, PartitionSpec(), heads, *[rows] * len(given)
     run = kind.on_shards(local, inputs, outs)
     with jax.named_scope("kvcore.LayerView.attend"):
-        arrays = view.lengths, view.starts, view.floors, count, asked.query, asked.scale, asked.sink, *given
-        found = run(view.pools, *arrays)
+        found = run(_state(view), count, asked.query, asked.scale, asked.sink, *given)
     return found._replace(state=view.replace(**found.state._asdict()))
 
 
@@ -611,14 +604,13 @@ def _attend_compressed(view: LayerView, streams: Any, weights: Any, count: jax.A
     kind = view.kind
     each, everywhere = kind.partition("requests"), PartitionSpec()
 
-    def local(pools: Any, lengths: Any, starts: Any, count: Any, streams: Any, weights: Any) -> Answer:
-        state = State(pools, lengths, starts, None, view.number)
+    def local(state: State, count: Any, streams: Any, weights: Any) -> Answer:
         return view_compressed.attend_compressed(kind.local, state, streams, weights, count, dict(options))
 
-    outs = Answer(each, each, State(kind.pools, each, each, None))  # type: ignore[arg-type]
-    run = kind.on_shards(local, (kind.pools, each, each, each, each, everywhere), outs)
+    outs = Answer(each, each, _lies(kind))
+    run = kind.on_shards(local, (_lies(kind), each, each, everywhere), outs)
     with jax.named_scope("kvcore.LayerView.attend_compressed"):
-        found = run(view.pools, view.lengths, view.starts, count, streams, weights)
+        found = run(_state(view), count, streams, weights)
     return found._replace(state=view.replace(**found.state._asdict()))
 
 
@@ -628,15 +620,12 @@ def _recall(view: LayerView, inputs: Any, count: jax.Array, columns: int) -> Any
     kind = view.kind
     each = kind.partition("requests")
 
-    def local(pools: Any, lengths: Any, starts: Any, count: Any, inputs: Any) -> Any:
-        return view_compressed.recall(
-            kind.local, State(pools, lengths, starts, None, view.number), inputs, count, columns
-        )
+    def local(state: State, count: Any, inputs: Any) -> Any:
+        return view_compressed.recall(kind.local, state, inputs, count, columns)
 
-    outs = each, each, State(kind.pools, each, each, None)  # type: ignore[arg-type]
-    run = kind.on_shards(local, (kind.pools, each, each, each, each), outs)
+    run = kind.on_shards(local, (_lies(kind), each, each), (each, each, _lies(kind)))
     with jax.named_scope("kvcore.LayerView.recall"):
-        found, states, state = run(view.pools, view.lengths, view.starts, count, inputs)
+        found, states, state = run(_state(view), count, inputs)
     return found, states, view.replace(**state._asdict())
 
 
@@ -646,12 +635,19 @@ def _store(view: LayerView, before: jax.Array, states: jax.Array) -> LayerView:
     kind = view.kind
     each = kind.partition("requests")
 
-    def local(pools: Any, lengths: Any, starts: Any, before: Any, states: Any) -> Any:
-        return view_compressed.store_states(
-            kind.local, State(pools, lengths, starts, None, view.number), before, states
-        )
+    def local(state: State, before: Any, states: Any) -> Any:
+        return view_compressed.store_states(kind.local, state, before, states)
 
-    outs = State(kind.pools, each, each, None)  # type: ignore[arg-type]
-    run = kind.on_shards(local, (kind.pools, each, each, each, each), outs)
+    run = kind.on_shards(local, (_lies(kind), each, each), _lies(kind))
     with jax.named_scope("kvcore.LayerView.store"):
-        return view.replace(**run(view.pools, view.lengths, view.starts, before, states)._asdict())
+        return view.replace(**run(_state(view), before, states)._asdict())
+
+
+def _state(view: LayerView) -> State:
+    return State(view.pools, view.lengths, view.starts, view.floors, view.number)
+
+
+def _lies(kind: Kind) -> Any:
+    """The partition of a view's arrays."""
+    each: Any = kind.partition("requests")
+    return State(kind.pools, each, each, each, PartitionSpec())  # type: ignore[arg-type]

@@ -16,9 +16,12 @@ from jax import lax
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SpecError
 from kvcore.interop.jax.layer_view import LayerView, first_columns, numbers
-from kvcore.interop.jax.view_kinds import Kind, held_by
+from kvcore.interop.jax.rules import RULES, Table
+from kvcore.interop.jax.view_kinds import Kind, held_by, rules_of
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from kvcore.spec import CacheSpec
 
 __all__ = ["LayerStack", "init_stack"]
@@ -29,7 +32,7 @@ class LayerStack:
     """Layers of one kind. Methods return new ones; nothing is changed in place.
 
     Attributes:
-        pools: the buffers of all layers by name.
+        pools: the buffers of all layers by name; over a mesh every shard has all layers of its sequences.
         numbers: ``lengths``, ``starts`` and, where layers are rings, ``floors``, [layers, B] each, as a view has them.
         kind: what the layers are; static.
     """
@@ -69,15 +72,23 @@ class LayerStack:
         return f"LayerStack({self.kind.layers} of {self.kind.batch} sequences of {self.kind.length})"
 
 
-def init_stack(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = None) -> LayerStack:
+def init_stack(
+    spec: CacheSpec,
+    *,
+    batch: int,
+    max_length: int,
+    starts: Any = None,
+    mesh: Mesh | None = None,
+    rules: Table = RULES,
+) -> LayerStack:
     """A fresh stack of a spec's layers, all of which must be of one kind; a model of several has a stack for each.
 
     Args:
         spec: as for ``init_views``.
-        batch: likewise, and so are ``max_length`` and ``starts``.
+        batch: likewise, and so are ``max_length``, ``starts``, ``mesh`` and ``rules``.
 
     Raises:
-        SpecError: layers of several kinds, or none; otherwise as ``init_views``. A stack lies on one device.
+        SpecError: layers of several kinds, or none; otherwise as ``init_views``.
     """
     batch = check_count(SpecError, "init_stack: batch", batch, 1)
     max_length = check_count(SpecError, "init_stack: max_length", max_length, 1)
@@ -88,10 +99,12 @@ def init_stack(spec: CacheSpec, *, batch: int, max_length: int, starts: Any = No
         raise SpecError(got=got, where="init_stack: spec", allowed="layers of one kind", hint=hint)
     (layer,) = kinds
     held_by(layer, spec.path(0))
-    kind = Kind(layer, batch, max_length, spec.block_tokens, layers=len(spec.layers))
+    table = rules_of(mesh, rules)
+    kind = Kind(layer, batch, max_length, spec.block_tokens, table, layers=len(spec.layers))
     first = first_columns("init_stack: starts", starts, batch, max_length, spec.layers)
     shape = len(spec.layers), batch
     own = {"lengths": jnp.zeros(shape, jnp.int32), "starts": jnp.tile(first[None], (shape[0], 1))}
     if kind.ring_rows is not None:
         own["floors"] = jnp.zeros(shape, jnp.int32)
+    own = {name: kind.put(array, kind.partition(None, "requests")) for name, array in own.items()}
     return LayerStack(kind.allocate(), own, kind)

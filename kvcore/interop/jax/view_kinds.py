@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvcore.backends.jax_pallas import choice
+from kvcore.backends.jax_pallas.backend import made
 from kvcore.errors import SpecError
 from kvcore.interop.jax.heads import divides, layer_with_heads
-from kvcore.interop.jax.rules import Rules
+from kvcore.interop.jax.rules import Rules, Table
 from kvcore.ops import StepIndex
 from kvcore.plan import plan_cache
 from kvcore.plugins import choose_backend
@@ -63,12 +65,27 @@ def held_by(layer: LayerSpec, where: str) -> str:
     return found
 
 
+def rules_of(mesh: Mesh | None, rules: Table) -> Rules | None:
+    """The table on a mesh that views lie on; None without one.
+
+    Raises:
+        SpecError: what ``Rules`` refuses, or a table that cuts ``blocks``.
+    """
+    table = None if mesh is None else Rules(mesh, rules)
+    if table is not None and table.shards("blocks") > 1:
+        hint = "Sharded (kvcore.interop.jax.sharding) cuts them."
+        allowed = "none: a view's columns are together"
+        raise SpecError(got=str(table.axes("blocks")), where="rules: blocks", allowed=allowed, hint=hint)
+    return table
+
+
 class Kind:
     """The verbs of a one-layer cache, shared by all layers of its spec; equal kinds share traces.
 
     Attributes:
         rules: of the mesh that the arrays lie on, or None. A batch or heads that do not divide are on every shard.
         layers: how many layers' sequences the pools hold, one layer's after another's; see ``LayerStack``.
+        device: what the verbs are for, in kvcore's words: the mesh's devices, which need not be here, or the default.
         local: the kind of one shard; itself without a mesh.
     """
 
@@ -80,8 +97,11 @@ class Kind:
         block_tokens: int,
         rules: Rules | None = None,
         layers: int = 1,
+        device: str | None = None,
     ) -> None:
         self.layers = layers
+        first = jax.devices()[0] if rules is None else rules.mesh.devices.flat[0]
+        self.device = choice.word(first) if device is None else device
         self.layer, self.batch, self.length, self.block_tokens = layer, batch, length, block_tokens
         self.rules = rules
         self.blocks = -(-length // block_tokens)
@@ -94,13 +114,14 @@ class Kind:
                 batch //= requests
             if layer.kv is not None and divides(layer.kv, heads):
                 self._over["heads"] = rules.axes("heads")
-            self.local = Kind(layer_with_heads(layer, heads), batch, length, block_tokens)
+            local = layer_with_heads(layer, heads)
+            self.local = Kind(local, batch, length, block_tokens, layers=layers, device=self.device)
             self.ops: Any = self.local.ops
             self.units: dict[str, int] = self.local.units
             return
         backend = choose_backend("jax_pallas", None)
         paged = any(component.growth == "block" for _, component in layer.components())
-        layout = backend.default_layout(None)
+        layout = backend.default_layout(self.device)
         if layout == "planar" and layer.kv is not None and layer.kv.span is None:
             # As attention reads them; a ring would lie twice, for views that JAX does not have.
             layout = "by_head"
@@ -112,7 +133,7 @@ class Kind:
             layout=layout,
             max_request_tokens=self.blocks * block_tokens,
         )
-        self.ops = backend.create(plan)
+        self.ops = made(plan, self.device)
         self.units = {
             name: self.blocks if region.growth == "block" else 1
             for region in plan.regions
@@ -142,7 +163,7 @@ class Kind:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.batch, self.length, self.block_tokens, self.rules, self.layers
+        return self.layer, self.batch, self.length, self.block_tokens, self.rules, self.layers, self.device
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kind) and self._key == other._key
@@ -169,19 +190,31 @@ class Kind:
         array = jnp.asarray(array)
         return array if self.rules is None else jax.device_put(array, NamedSharding(self.rules.mesh, partition))
 
+    def shape_of(self, array: Any, partition: PartitionSpec) -> Any:
+        """The shape of an array, and where it belongs."""
+        lies = None if self.rules is None else NamedSharding(self.rules.mesh, partition)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=lies)
+
     def allocate(self) -> dict[str, jax.Array]:
         """Fresh pools, each shard's made where they belong."""
         if self.rules is None:
             return dict(self.ops.allocate())
         return jax.jit(self.on_shards(lambda: dict(self.local.ops.allocate()), (), self.pools))()
 
-    def on_shards(self, fn: Callable[..., Any], inputs: tuple[PartitionSpec, ...], outs: Any) -> Callable[..., Any]:
-        """``fn`` of one shard, over all of them; inputs are brought to their partitions first."""
+    def on_shards(self, fn: Callable[..., Any], inputs: tuple[Any, ...], outs: Any) -> Callable[..., Any]:
+        """``fn`` of one shard, over all of them; inputs are brought to their partitions, pytrees of these, first."""
         rules = self.rules
         if rules is None:
             return fn
         run = jax.shard_map(fn, mesh=rules.mesh, in_specs=inputs, out_specs=outs, check_vma=False)
-        return lambda *arrays: run(*(rules.bring(one, lies) for one, lies in zip(arrays, inputs, strict=True)))
+
+        def brought(arrays: Any, lies: Any) -> Any:
+            def bring(partition: PartitionSpec, some: Any) -> Any:
+                return rules.bring(some, partition)
+
+            return jax.tree.map(bring, lies, arrays, is_leaf=lambda one: isinstance(one, PartitionSpec))
+
+        return lambda *arrays: run(*map(brought, arrays, inputs))
 
     def placed(self, pools: dict[str, jax.Array], others: dict[str, jax.Array], slot: Any) -> dict[str, jax.Array]:
         """Pools with the units of the sequences from ``slot`` on exchanged for those of others, all of which fit."""
@@ -196,7 +229,7 @@ class Kind:
     @cached_property
     def _whole(self) -> "Kind":
         """A shard's sequences with all of their heads."""
-        return Kind(self.layer, self.local.batch, self.length, self.block_tokens)
+        return Kind(self.layer, self.local.batch, self.length, self.block_tokens, device=self.device)
 
     def joined(self, pools: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Pools that hold every row's heads together: as without a mesh, whatever this one cuts."""

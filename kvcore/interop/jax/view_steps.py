@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvcore.backends.jax_pallas import blocks
 from kvcore.backends.jax_pallas import rows as place
@@ -72,10 +73,10 @@ def append_kv(kind: Kind, state: State, given: tuple[jax.Array, ...], count: jax
     span = kind.length if kind.layer.kv is None or kind.layer.kv.span is None else kind.layer.kv.span
     index, after = step_of(kind, state, new, count)
     rows = [ops.from_batch(index, array) for array in given]
-    most = min(kind.length, span + new)
-    if ring is None or min(span - 1 + new, kind.length) <= ring:
+    most = min(kind.length, span - 1 + new)
+    if ring is None or most <= ring:
         pools = ops.append_kv(state.pools, 0, index, *rows)
-        keys, values, positions = _in_order(kind, pools, index) or ops.gather_kv(pools, 0, index, columns=most)
+        keys, values, positions = _in_order(kind, pools, index, most) or ops.gather_kv(pools, 0, index, columns=most)
     else:
         found, after_reading = read_first(
             lambda pools: ops.gather_kv(pools, 0, index, *rows, columns=most), state.pools, index
@@ -199,18 +200,29 @@ def step_of(kind: Kind, state: State, new: int, count: jax.Array) -> tuple[StepI
     return index_of(kind, start, end, state.starts, new, state.number), state._replace(lengths=state.lengths + count)
 
 
-def _in_order(kind: Kind, pools: Pools, index: StepIndex) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """``gather_kv`` of every column, without a gather: a sequence's units lie one after another. None where that fails.
+def _in_order(kind: Kind, pools: Pools, index: StepIndex, most: int) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """``gather_kv`` of ``most`` columns, without a gather; None where that fails.
 
-    What was never written is zeros, as there.
+    What was never written is zeros, as there; of a ring, whatever lies there.
     """
-    if kind.ring_rows is not None or kind.layers != 1:
+    if kind.layers != 1:
         return None
-    layer = kind.ops.layers[0].only("kv")
-    found = in_order(layer, Held(pools, layer.kernels), requests=kind.batch, columns=kind.length)
+    layer, ring = kind.ops.layers[0].only("kv"), kind.ring_rows
+    found = in_order(layer, Held(pools, layer.kernels), requests=kind.batch, columns=ring or kind.length)
     if found is None:
         return None
-    column = jnp.arange(kind.length, dtype=jnp.int32)[None]
-    positions = jnp.where(column < index.lengths[:, None], column, -1)
+    if ring is not None:
+        first, end = place.visible(layer.component("kv"), index)
+        # On its own: XLA would decode every row anew for whatever order a product reads it in.
+        keys, values = lax.optimization_barrier([_turned(part, place.rest(first, ring), most) for part in found])
+        return keys, values, place.numbered((first, end), most)
+    positions = place.numbered((jnp.zeros_like(index.lengths), index.lengths), most)
     keys, values = (jnp.where((positions >= 0)[:, :, None, None], part, 0) for part in found)
     return keys, values, positions
+
+
+def _turned(rows: jax.Array, first: jax.Array, most: int) -> jax.Array:
+    """Of rings [B, n, ...] the rows from ``first`` [B] on, [B, most, ...]; beyond n anything."""
+    twice, columns = jnp.concatenate([rows, rows], axis=1), min(most, rows.shape[1])
+    turned = jax.vmap(lambda ring, row: lax.dynamic_slice_in_dim(ring, row, columns))(twice, first)
+    return jnp.pad(turned, ((0, 0), (0, most - columns), *((0, 0),) * (rows.ndim - 2)))

@@ -31,8 +31,8 @@ from kvcore.interop.jax.layer_view import (
     first_columns,
     numbers,
 )
-from kvcore.interop.jax.rules import RULES, Rules, Table
-from kvcore.interop.jax.view_kinds import Kind, held_by
+from kvcore.interop.jax.rules import RULES, Table
+from kvcore.interop.jax.view_kinds import Kind, held_by, rules_of
 from kvcore.spec import CacheSpec, LayerSpec, from_json, to_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-__all__ = ["Appended", "AppendedLatents", "Attended", "CacheViews", "LayerView", "init_views"]
+__all__ = ["Appended", "AppendedLatents", "Attended", "CacheViews", "LayerView", "init_views", "view_shapes"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["views"], meta_fields=["spec"])
@@ -232,13 +232,28 @@ def init_views(
     return CacheViews(views, spec)
 
 
+def view_shapes(
+    spec: CacheSpec, *, batch: int, max_length: int, mesh: Mesh | None = None, rules: Table = RULES
+) -> CacheViews:
+    """What ``init_views`` makes, as shapes that say where they lie: to compile a step for devices that are not here.
+
+    Args and errors are those of ``init_views``; the mesh may be one of ``kvcore.interop.jax.absent_mesh``.
+    """
+    views = jax.eval_shape(partial(init_views, spec, batch=batch, max_length=max_length, mesh=mesh, rules=rules))
+
+    def lies(view: LayerView) -> LayerView:
+        pools = {name: view.kind.shape_of(pool, view.kind.pools) for name, pool in view.pools.items()}
+        others = {
+            name: view.kind.shape_of(array, view.kind.partition("requests")) for name, array in numbers(view).items()
+        }
+        return view.replace(pools=pools, **others)
+
+    return CacheViews([lies(view) for view in views], spec)
+
+
 def _kinds(spec: CacheSpec, batch: int, max_length: int, mesh: Mesh | None, rules: Table) -> list[Kind]:
     """The kind of every layer; equal layers have the same."""
-    table = None if mesh is None else Rules(mesh, rules)
-    if table is not None and table.shards("blocks") > 1:
-        hint = "Sharded (kvcore.interop.jax.sharding) cuts them."
-        allowed = "none: a view's columns are together"
-        raise SpecError(got=str(table.axes("blocks")), where="rules: blocks", allowed=allowed, hint=hint)
+    table = rules_of(mesh, rules)
     kinds: dict[LayerSpec, Kind] = {}
     for number, layer in enumerate(spec.layers):
         held_by(layer, spec.path(number))
