@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="2,048 are 64 MiB of keys and values")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scenes", default=",".join(SCENES))
-    parser.add_argument("--restore", default="reference,torch_triton", help="backends that restore 100K tokens")
+    parser.add_argument("--restore", default="reference,torch_triton,jax_pallas", help="backends of 100K tokens")
     parser.add_argument("--before", type=Path, help="a record of an older commit, to be kept beside this one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -81,7 +81,7 @@ def _descriptor(text: bytes) -> dict[str, Any]:
             "field": " ".join(part for part in (line.part, line.field) if part),
             "tensor": line.tensor,
             "in": f"{line.units or found.blocks} {line.kind}s of {line.rows or found.block_tokens} "
-            f"{'rows' if line.rows else 'tokens'}",
+            f"{'rows' if line.rows else 'tokens'}" + (f", by map {line.map!r}" if line.map else ""),
             "offset": line.offset,
             "steps": {line.kind: line.block, "row": line.token, "head": line.head},
         }

@@ -9,12 +9,16 @@ from typing import Any, Literal, NamedTuple
 from kvcore.errors import SpecError
 from kvcore.interop.vllm_config import CODES
 from kvcore.spec import KV, CacheSpec, Entries, IndexKeys, LayerSpec, State, Tail, Window
+from kvcore.spec.presets import V41_FORMATS, v41_layer
 
 LATENTS = {"v4": "v4_584", "v41": "v41_528", "v41_fp4": "v41_fp4_288"}
 """``KVLayout`` -> format of a row; those that interleave are no layouts of kvcore's pages."""
 
 STATES = {4: True, 128: False}
 """Ratios of SGLang's compressed pools -> whether their windows overlap."""
+
+SHARED = (1, 2)
+"""Those of DeepSeek-V4.1, whose layers read the pools of the closest source before them."""
 
 ONLINE = "state"
 """Role of what is left of a compressor's states where SGLang compresses them as they come: largest score, sum of
@@ -121,17 +125,19 @@ def _sparse(pool: Any, given: Given) -> list[LayerSpec]:
 def _v4(pool: Any, given: Given) -> list[LayerSpec]:
     layout = getattr(pool.kv_layout, "value", pool.kv_layout)
     dim, keys = pool.qk_nope_head_dim + pool.qk_rope_head_dim, pool.indexer_head_dim
-    if layout not in LATENTS:
-        raise SpecError(got=layout, where="spec_from: kv_layout", allowed=", ".join(LATENTS))
-    format = LATENTS[layout]
+    format = _latent_format(layout)
     window = Window(dim=dim, window=pool.sliding_window, format=format)
     found: list[LayerSpec] = []
     for number, ratio in enumerate(pool.compression_ratios):
         if ratio == 0:
             found.append(LayerSpec(window=window))
             continue
+        if ratio in SHARED:
+            entries = _latent_format(pool.compressed_kv_layout(ratio))
+            found.append(_of_source(pool, given, number, {"window": format, "entries": entries}))
+            continue
         if ratio not in STATES:
-            raise SpecError(got=f"ratio {ratio}", where="spec_from", allowed="0, 4 or 128")
+            raise SpecError(got=f"ratio {ratio}", where="spec_from", allowed="0, 1, 2, 4 or 128")
         overlap, online = STATES[ratio], _online(pool, number, dim)
         found.append(
             LayerSpec(
@@ -144,6 +150,30 @@ def _v4(pool: Any, given: Given) -> list[LayerSpec]:
             )
         )
     return found
+
+
+def _latent_format(layout: Any) -> str:
+    layout = getattr(layout, "value", layout)
+    if layout not in LATENTS:
+        raise SpecError(got=layout, where="spec_from: kv_layout", allowed=", ".join(LATENTS))
+    return LATENTS[layout]
+
+
+def _of_source(pool: Any, given: Given, number: int, formats: Mapping[str, str]) -> LayerSpec:
+    """A layer that reads entries and index keys of a source, which may be itself."""
+    ratio, dim = pool.compression_ratios[number], pool.qk_nope_head_dim + pool.qk_rope_head_dim
+    keys = given.keys(pool.indexer_head_dim, ratio, V41_FORMATS["index_keys"])
+    return v41_layer(
+        ratio,
+        number,
+        pool.sources_by_ratio[ratio],
+        formats={**formats, "index_keys": keys.format},
+        dim=dim,
+        window=pool.sliding_window,
+        index_dim=keys.dim,
+        index_heads=keys.heads,
+        index_topk=keys.topk,
+    )
 
 
 def _online(pool: Any, number: int, dim: int) -> State | None:

@@ -143,12 +143,19 @@ def _of_v4(pool: Any, spec: CacheSpec) -> tuple[list[Any], dict[str, str]]:
     blocks = (len(pool.full_to_swa_index_mapping) - 1) // pool.page_size
     for number, layer in enumerate(spec.layers):
         item = pool.layer_mapping[number]
-        for role in layer.roles:
+        for role, component in layer.components():
+            if component.shared_from is not None:
+                continue
             if role == "window":
                 tensors.append(windows[number])
             elif role in ("entries", "index_keys"):
-                held = pool.kv_pools if role == "entries" else pool.index_pools
-                tensors.append(pages_of(held[item.compress_ratio])[item.compress_layer_id][:blocks])
+                held = (pool.kv_pools if role == "entries" else pool.index_pools)[item.compress_ratio]
+                rows = spec.block_tokens // component.tokens_per_row
+                if held.page_size != rows:
+                    got = f"layers[{number}].{role} in pages of {held.page_size} rows"
+                    allowed = f"{rows}, those of a page of the full pool: others do not follow one another evenly"
+                    raise SpecError(got=got, where="mapped_from", allowed=allowed)
+                tensors.append(pages_of(held)[item.compress_layer_id][:blocks])
             else:
                 indexers = role == "index_tail"
                 held = pool.indexer_compress_state_pools if indexers else pool.compress_state_pools

@@ -1,5 +1,8 @@
 """Windows and tails whose rows an engine looks up by the number of a token, or a ring by that of a request."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -355,3 +358,36 @@ def test_maps_that_are_not_given_or_are_none():
     # Without maps nothing is said of them, as before there were some.
     spec = CacheSpec(layers=[SPEC.layers[0]], block_tokens=PAGE)
     assert '"maps"' not in to_json(describe(spec, [np.zeros((8, 2, PAGE, 2, 4), np.float32)], LAYOUT["0.kv"]))
+
+
+def field_as_the_page_says(told, tensors, array, line, blocks, position):
+    """Bytes of a field of head 0, by nothing but docs/portable_format.md."""
+    tokens, rows = told["block_tokens"], line.get("rows", 0)
+    block, token = blocks[position // tokens], position % tokens
+    if line.get("kind", "block") == "block":
+        unit, row = block, token
+    else:
+        (said,) = (one for one in told["maps"] if one["name"] == line["map"])
+        place = int(array[block * tokens + token])
+        assert place >= said["first"]
+        unit, row = place // said["page"], place % said["page"] % rows
+    first = line["offset"] + unit * line["block"] + row * line["token"]
+    return tensors[int(line["tensor"])].view(np.uint8).reshape(-1)[first : first + 4]
+
+
+def test_a_reader_of_the_published_page_finds_the_same_rows():
+    engine, cache, request, _, _ = begun()
+    blocks = [4, 1, 6, 2]
+    # What a descriptor is in JSON does not change within its version.
+    golden = Path(__file__).with_name("golden_descriptor.json").read_text()
+    assert to_json(cache.descriptor) == golden.strip()
+    told = json.loads(golden)
+    with cache.step({request: 0}) as step:
+        for layer, role, part in ((0, "kv", "key"), (1, "kv", "key"), (1, "kv", "value"), (2, "tail", "")):
+            raw = step.layer(layer).gather_rows(role)
+            lines = [one for one in told["lines"] if (one["layer"], one["role"], one["part"]) == (layer, role, part)]
+            half = raw.rows.shape[2] // 2 if part == "value" else 0
+            for at, position in enumerate(raw.positions[0].tolist()):
+                if position >= 0:
+                    found = field_as_the_page_says(told, engine.tensors, engine.map, lines[0], blocks, position)
+                    assert found.tolist() == raw.rows[0, at, half : half + 4].tolist()

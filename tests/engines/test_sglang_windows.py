@@ -243,6 +243,24 @@ def deepseek(monkeypatch, *, online):
     return Owner(pool, page, 12 * page, 8 * page)
 
 
+def test_index_keys_in_pages_of_another_size_are_refused_by_name():
+    kind = type("DeepSeekV4TokenToKVPool", (SimpleNamespace,), {})
+    page = type("DeepSeekV4SingleKVPool", (SimpleNamespace,), {})
+    latents = page(
+        page_size=256, kv_buffer=[torch.zeros(5, 256 * 288, dtype=torch.uint8)] * 2, get_bytes_per_token=lambda: 288
+    )
+    pool = kind(
+        compression_ratios=[1], sources_by_ratio={1: [0]}, sliding_window=128, page_size=256, swa_page_size=256,
+        qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128, kv_layout=SimpleNamespace(value="v41"),
+        compressed_kv_layout=lambda _: SimpleNamespace(value="v41_fp4"), swa_kv_pool=latents, kv_pools={1: latents},
+        index_pools={1: SimpleNamespace(page_size=64)}, full_to_swa_index_mapping=torch.zeros(5 * 256 + 1),
+        layer_mapping=[SimpleNamespace(compress_ratio=1, compress_layer_id=0)],
+    )  # fmt: skip
+    spec = sglang.spec_from(pool, index={"heads": 32, "topk": 512})
+    with pytest.raises(SpecError, match=r"index_keys in pages of 64 rows; allowed: 256"):
+        mapped_from(pool, spec)
+
+
 @pytest.mark.parametrize("online", [False, True])
 def test_all_of_a_deepseek_v4_pool(monkeypatch, online):
     owner = deepseek(monkeypatch, online=online)

@@ -205,6 +205,15 @@ def test_pools_of_sglang_are_specs():
     assert [dict(layer.components()) for layer in found.layers] == [
         dict(layer.components()) for layer in (FLASH.layers[0], FLASH.layers[2], FLASH.layers[3])
     ]
+    v41 = pool(
+        "DeepSeekV4TokenToKVPool",
+        **{**vars(v4), "kv_layout": SimpleNamespace(value="v41")},
+        compressed_kv_layout=lambda ratio: SimpleNamespace(value={1: "v41_fp4", 2: "v41_fp4"}[ratio]),
+        sources_by_ratio={2: [2, 8, 14], 1: [20]},
+    )
+    v41.compression_ratios = [0, 0, *[2] * 18, *[1] * 20]
+    found = sglang.spec_from(v41, index={"heads": 32, "topk": 512})
+    assert found.digest == V41.digest
     for one, options, match in [
         (pool("MambaPool"), {}, "MHATokenToKVPool"),
         (hybrid, {}, "window="),
