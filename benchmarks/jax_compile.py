@@ -26,7 +26,7 @@ import kvcore
 from kvcore import environment
 from kvcore.interop.jax import inspect_in_place
 from kvcore.interop.jax.stack import init_stack
-from kvcore.spec import CacheSpec, LayerSpec, Rope, presets
+from kvcore.spec import KV, CacheSpec, LayerSpec, Rope, presets
 
 WINDOW, CSA, HCA = presets.deepseek_v4_flash_tiny(draft=False).layers[:3]
 V4 = CacheSpec(layers=(WINDOW, CSA, HCA), block_tokens=128)
@@ -132,8 +132,11 @@ def eager_compilations(spec: CacheSpec, prompts: Sequence[int]) -> Counter[str]:
             request = cache.admit()
             with cache.step({request: tokens}) as step:
                 for number, layer in enumerate(spec.layers):
-                    run = eager_layer if layer.kv is None else classic_layer
-                    run(step.layer(number), layer, tokens)
+                    handle = step.layer(number)
+                    if layer.kv is None:
+                        eager_layer(handle, layer, tokens)
+                    else:
+                        classic_layer(handle, layer.kv, tokens)
             cache.release(request)
     finally:
         monitoring.unregister_event_duration_listener(listen)
@@ -145,9 +148,9 @@ def floats(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def classic_layer(handle: Any, layer: LayerSpec, tokens: int) -> None:
+def classic_layer(handle: Any, kv: KV, tokens: int) -> None:
     """A layer of keys and values."""
-    rows = floats(tokens, layer.kv.key_heads, layer.kv.key_dim)
+    rows = floats(tokens, kv.key_heads, kv.key_dim)
     handle.append_kv(rows, rows)
     handle.attend(np.concatenate([rows, rows], axis=1))
 

@@ -11,7 +11,8 @@ KINDS = ("full", "sliding", "compressed", "stack")
 
 
 def test_steps_over_four_devices_update_every_pool_in_place() -> None:
-    *lines, spread = finished(start("mesh_in_place", "cpu")).splitlines()
+    stack, *lines, spread = finished(start("mesh_in_place", "cpu")).splitlines()
+    assert stack == "3 arrays of a stack are those of one device"
     assert lines == [f"{kind}, cpu: in place, 0 moves, 0 exchanges" for kind in KINDS]
     assert int(spread.split(", ")[-1].split()[0]) > 0, "a step that brings whole pools to every device is not seen"
 

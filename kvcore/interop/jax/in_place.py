@@ -87,7 +87,8 @@ def inspect_in_place(fn: Callable[..., Any], pools: Any, *args: Any, chip: str |
         compiled = jitted.lower(*arrays).compile()
     else:
         compiled = jitted.trace(*arrays).lower(lowering_platforms=(mesh.devices.flat[0].platform,)).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     parts = [_part(leaf) for leaf in leaves]
     return InPlace(
         device=chip or (jax.default_backend() if mesh is None else mesh.devices.flat[0].device_kind),

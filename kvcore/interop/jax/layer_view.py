@@ -567,7 +567,8 @@ def _append(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array) -> 
     """A step of every shard; the state that it leaves is a view."""
     kind = view.kind
     step = append_latents if kind.latent_roles else append_kv
-    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
+    each: Any = kind.partition("requests")
+    rows: Any = kind.partition("requests", None, "heads")
 
     def local(state: State, count: Any, *given: Any) -> Seen:
         return step(kind.local, state, given, count)
@@ -584,8 +585,8 @@ def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, ask
     """The same with attention."""
     kind = view.kind
     step = attend_latents if kind.latent_roles else attend_kv
-    each, rows = kind.partition("requests"), kind.partition("requests", None, "heads")
-    heads = kind.partition("heads")
+    each, heads = kind.partition("requests"), kind.partition("heads")
+    rows: Any = kind.partition("requests", None, "heads")
 
     def local(state: State, count: Any, query: Any, scale: Any, sink: Any, *given: Any) -> Answer:
         return step(kind.local, state, given, count, Asked(query, scale, sink, asked.value_dim))
@@ -602,13 +603,13 @@ def _attend(view: LayerView, given: tuple[jax.Array, ...], count: jax.Array, ask
 def _attend_compressed(view: LayerView, streams: Any, weights: Any, count: jax.Array, options: Any) -> Answer:
     """A step of a layer that compresses, of every shard."""
     kind = view.kind
-    each, everywhere = kind.partition("requests"), PartitionSpec()
+    each: Any = kind.partition("requests")
 
     def local(state: State, count: Any, streams: Any, weights: Any) -> Answer:
         return view_compressed.attend_compressed(kind.local, state, streams, weights, count, dict(options))
 
     outs = Answer(each, each, _lies(kind))
-    run = kind.on_shards(local, (_lies(kind), each, each, everywhere), outs)
+    run = kind.on_shards(local, (_lies(kind), each, each, PartitionSpec()), outs)
     with jax.named_scope("kvcore.LayerView.attend_compressed"):
         found = run(_state(view), count, streams, weights)
     return found._replace(state=view.replace(**found.state._asdict()))
@@ -649,5 +650,6 @@ def _state(view: LayerView) -> State:
 
 def _lies(kind: Kind) -> Any:
     """The partition of a view's arrays."""
-    each: Any = kind.partition("requests")
-    return State(kind.pools, each, each, each, PartitionSpec())  # type: ignore[arg-type]
+    pools, each, everywhere = kind.pools, kind.partition("requests"), PartitionSpec()
+    lies: Any = (pools, each, each, each, everywhere)
+    return State(*lies)
