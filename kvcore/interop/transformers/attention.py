@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from kvcore.interop.transformers import compiled
 from kvcore.interop.transformers.deferred import Deferred, deferred, made, outline
@@ -151,7 +152,20 @@ def base_of(config: Any) -> str:
         return compiled.ATTENDING[-1].base
     switched = SWITCHED.get(id(config))
     found = config._attn_implementation if switched is None else switched.base
-    return "sdpa" if found in (NAME, None) else found
+    return otherwise(type(config)) if found in (NAME, None) else found
+
+
+OTHERWISE: dict[type, str] = {}
+"""A configuration's class -> what its models do that are given our name."""
+
+
+def otherwise(kind: type) -> str:
+    """``sdpa``; ``eager`` where a model's class says that it has no other, since ``sdpa`` would leave its sinks out."""
+    if kind not in OTHERWISE and not torch.compiler.is_compiling():
+        found = MODEL_MAPPING.get(kind, None) or MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+        classes = found if isinstance(found, (tuple, list)) else (found,)
+        OTHERWISE[kind] = "sdpa" if all(getattr(each, "_supports_sdpa", True) for each in classes) else "eager"
+    return OTHERWISE.get(kind, "sdpa")
 
 
 def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -168,7 +182,7 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if cache.attends_compiled and base in OURS and not kwargs.get("output_attentions"):
             ids = args[0] if args else kwargs.get("input_ids")
             given = kwargs.get("inputs_embeds") if ids is None else ids
-            compiled.begin(config, cache, "sdpa" if base == NAME else base, NAME, given)
+            compiled.begin(config, cache, otherwise(type(config)) if base == NAME else base, NAME, given)
         return
     forward = begin(config, kwargs)
     if forward is None:
