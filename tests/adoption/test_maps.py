@@ -183,7 +183,7 @@ def one_twice(values):
 
 
 def beyond(values):
-    values[2 * PAGE + 1] = PAGES * PAGE
+    values[2 * PAGE] = PAGES * PAGE
 
 
 def far_beyond(values):
@@ -250,6 +250,27 @@ def test_a_wrong_map_is_refused_or_shows(change, kind):
         assert (one.view(np.uint8) == old.view(np.uint8)).all()
     engine.map[:] = right
     assert cache.digest([cache.admit(blocks=[4, 1, 6, 2], length=29)]) == digest
+
+
+@pytest.mark.parametrize("change", [twice, one_twice])
+def test_a_place_twice_is_refused_of_the_first_request_too(change):
+    engine, *_ = begun()
+    change(engine.map)
+    with pytest.raises(ShapeError, match="of its own, not that of token"):
+        engine.adopt().admit(blocks=[4, 1, 6, 2], length=29)
+
+
+def test_a_step_into_one_page_twice_is_refused():
+    engine = Engine("numpy")
+    engine.let(5, 3)
+    engine.let(7, 3)
+    cache = engine.adopt()
+    request = cache.admit(blocks=[5, 7])
+    with pytest.raises(ShapeError, match="of its own, not that of token"):
+        stories.tell(cache, {request: TOKENS[:10]})
+    assert request.length == 0
+    engine.let(7, 4)
+    stories.tell(cache, {request: TOKENS[:10]})
 
 
 def test_places_are_written_when_the_map_has_them_and_not_before():
