@@ -177,9 +177,9 @@ KERNELS: dict[str, Kernel] = {
             "attend_kv",
             "a chunk of keys and values",
             inner=True,
-            quick=format in ("bf16", "mxfp4"),
+            quick=format in ("bf16", "mxfp4", "nf4_b64"),
         )
-        for format in ("bf16", "fp8_row", "int8_row", "mxfp4")
+        for format in ("bf16", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
     },
     "attend_rows v4_584 selected": Kernel(
         attended("entries", TOPK), "attend.", "128 rows", row_bytes("entries", lambda: attend_rows.ROWS_A_STEP)

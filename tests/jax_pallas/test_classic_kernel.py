@@ -78,6 +78,8 @@ def beside_the_reference(kv, rng, *, heads, sink=None, spoiled=False, left_paddi
         pytest.param(KV(key_heads=2, key_dim=256, key_format="mxfp4"), 4, id="mxfp4, eight scales a row"),
         pytest.param(KV(key_heads=2, key_dim=512, value_dim=512, key_format="mxfp4"), 2, id="mxfp4, two lines a row"),
         pytest.param(KV(key_heads=2, key_dim=96, key_format="mxfp4"), 2, id="mxfp4, padded"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="nf4_b64"), 8, id="nf4_b64, two scales a row"),
+        pytest.param(KV(key_heads=2, key_dim=64, key_format="nf4_b64"), 2, id="nf4_b64, heads in two slots each"),
         pytest.param(
             KV(key_heads=2, key_dim=96, value_dim=128, key_format="fp8_row", value_format="bf16"), 4, id="dims differ"
         ),
@@ -103,7 +105,7 @@ def test_left_padding_is_not_seen(chunk, rng):
     assert np.isneginf(lse[1]).all()  # the query at position 3 of the second request, before its first token
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4", "nf4_b64"])
 def test_a_large_block_is_taken_in_pieces(format, rng, monkeypatch):
     monkeypatch.setattr(walks, "PIECE_LINES", 128)
     kv = KV(key_heads=32, key_dim=128, key_format=format, window=11)
@@ -143,6 +145,7 @@ def test_every_e4m3_code_is_cast_by_the_bias_of_another(rng):
         pytest.param(KV(key_heads=4, key_dim=128), id="a line each"),
         pytest.param(KV(key_heads=4, key_dim=64), id="two heads in a line"),
         pytest.param(KV(key_heads=4, key_dim=128, key_format="mxfp4"), id="scales that are no numbers"),
+        pytest.param(KV(key_heads=4, key_dim=128, key_format="nf4_b64"), id="scales apart that are no numbers"),
     ],
 )
 def test_what_is_not_finite_stays_with_its_head(kv, rng):
@@ -156,7 +159,7 @@ def test_what_is_not_finite_stays_with_its_head(kv, rng):
     "kv",
     [
         pytest.param(KV(key_heads=2, key_dim=128, storage="slot"), id="contiguous"),
-        pytest.param(KV(key_heads=2, key_dim=128, key_format="nf4_b64"), id="nf4_b64"),
+        pytest.param(KV(key_heads=2, key_dim=512, key_format="nf4_b64"), id="several fp32 scales in two lines a row"),
         pytest.param(KV(key_heads=2, key_dim=256, value_dim=128), id="lines differ"),
         pytest.param(KV(key_heads=2, key_dim=64, key_format="fp8_row", value_format="bf16"), id="order differs"),
         pytest.param(KV(key_heads=2, key_dim=1024, key_format="fp8_row"), id="long rows"),

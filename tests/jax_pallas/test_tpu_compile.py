@@ -16,7 +16,8 @@ from tests.jax_pallas.tpu_cases import CHIPS as EVERY_CHIP
 from tests.jax_pallas.tpu_cases import KERNELS, STEPS
 from tests.support.samples import covering
 
-RECORD = Path(__file__).parents[2] / "records" / "compile_tpu.json"
+RECORDS = [Path(__file__).parents[2] / "records" / f"compile_tpu{more}.json" for more in ("", "_coded")]
+"""The second is of formats in codes of four and eight bits that kernels were taught since."""
 CHIPS = ("v6e", "v5e", "v5p", "v7x")
 """The first compiles every case, the others one of each verb."""
 
@@ -57,15 +58,16 @@ def test_a_kernel_that_copies_its_pool_is_caught() -> None:
 
 
 def test_the_committed_record_speaks_of_every_kernel_and_chip() -> None:
-    """As a parity report: readable, mergeable, and on the rung of what was compiled and not run."""
-    report = parity.merge({"records/compile_tpu.json": parity.read(RECORD)})
-    assert report.agrees
+    """As parity reports: readable, mergeable, and on the rung of what was compiled and not run."""
     found: dict[str, set[str]] = {}
-    for one in report.checks:
-        assert [name for name, _, fits in LADDER if fits(one.how)] == ["compiled"], one.how
-        found.setdefault(one.how.split(",")[0], set()).add(one.check)
+    for path in RECORDS:
+        report = parity.merge({path.name: parity.read(path)})
+        assert report.agrees
+        for one in report.checks:
+            assert [name for name, _, fits in LADDER if fits(one.how)] == ["compiled"], one.how
+            found.setdefault(one.how.split(",")[0], set()).add(one.check)
+        assert all({"jax", "libtpu"} <= run.versions.keys() for run in report.runs)
     assert found == {f"TPU {chip}": {*KERNELS, *STEPS} for chip in EVERY_CHIP}
-    assert all({"jax", "libtpu"} <= run.versions.keys() for run in report.runs)
 
 
 def test_assert_in_place_passes_an_update_in_place() -> None:

@@ -28,7 +28,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "v7x")
 REQUESTS, BLOCKS = 8, 16
 HEADS, INDEX_HEADS, TOPK = 64, 64, 512
 LATENT_FORMATS = ("bf16", "v41_528", "v41_fp4_288", "v32_656", "row_580", "mxfp4_368")
-CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4")
+CLASSIC_FORMATS = ("bf16", "fp32", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
 VIEW_FORMATS = ("bf16", "fp8_row", "mxfp4")
 INDEX_FORMATS = ("index_fp8_132", "index_fp8_132_fp32scale", "index_nvfp4")
 
@@ -212,7 +212,7 @@ KERNELS: dict[str, Callable[[], Case]] = {
 }
 """Check id -> the case: a kernel as its verb calls it, at DeepSeek-V4's sizes."""
 
-for _name in ("fp32", "bf16"):
+for _name in ("fp32", "bf16", "int8_row", "fp8_row"):
     for _verb, _given in ((read_state, ()), (write_state, ((32, 128, 128),)), (select_state, ((32, 128, 128), ()))):
         KERNELS[f"{_verb.__name__}/state.{_name}.matrix/tpu_tile/decode"] = lambda n=_name, v=_verb, g=_given: verb(
             (delta_net(n),), v, *g

@@ -7,10 +7,11 @@ ever written out.
 
 Products are of bf16 and summed in fp32: codes are exact in it, and where queries are not, they and the weights are
 taken apart into terms that are. A row's one scale multiplies its logits and weights, a lane a row; where rows have
-several, powers of two, each multiplies its codes.
+several, powers of two each multiply their codes, and others what their group of channels comes to by itself.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -111,7 +112,7 @@ def attend_kv(
 def _vmem(by: Walk, virtual: int) -> int:
     """Bytes of VMEM that the kernel may take: chunks twice, and some arrays of a piece's logits."""
     chunks = sum(2 * HALVES * by.count * region.unit.nbytes for region in by.regions)
-    logits = 4 * virtual * by.lines * sum(one.span * by.terms for one in by.how)
+    logits = 4 * virtual * by.lines * sum(one.apart * one.span * by.terms for one in by.how)
     return min(96 << 20, max(32 << 20, chunks + 4 * logits))
 
 
@@ -128,22 +129,23 @@ def _cost(by: Walk, tokens: int, heads: int, blocks: int) -> pl.CostEstimate:
 
 
 def _asked(by: Walk, q, copies):
-    """Queries as lines: [T, span · terms · copies · H, planes · 128], channels where a row's lie."""
+    """Queries as lines: [T, apart · span · terms · copies · H, levels · planes · 128], channels where a row's lie."""
     region, how = by.regions[0], by.how[0]
     channels = block_lines.channels_of(region, how)
     slot_of = np.repeat(copies, q.shape[1] // region.heads, axis=1)
     parts = jnp.stack(compact.terms(q.astype(jnp.float32), 1 if how.code == "fp32" else by.terms), axis=1)
     found = []
-    for span in range(how.span):
+    for part, span in itertools.product(range(how.apart), range(how.span)):
         planes = []
         for plane in range(how.planes):
             channel = channels[plane, span]
+            channel = np.where(channel // how.width == part, channel, -1) if how.apart > 1 else channel
             row = jnp.where(jnp.asarray(channel >= 0), parts[..., np.maximum(channel, 0)], 0)
             # [T, terms, copies, H, slots, lanes of one]
             slots = np.arange(how.slots)[None, None] == slot_of[:, :, None]
             row = jnp.where(jnp.asarray(slots)[None, None, :, :, :, None], row[:, :, None, :, None], 0)
             planes.append(row.reshape(len(q), -1, LANES))
-        found.append(jnp.concatenate(planes, axis=2))
+        found.append(jnp.concatenate(planes * how.levels, axis=2))
     return jnp.concatenate(found, axis=1).astype(jnp.float32 if how.code == "fp32" else jnp.bfloat16)
 
 
@@ -395,14 +397,15 @@ def _logits(by: Walk, side: _Side, half, piece, q, scale, moves, arrays, copies,
             one = jnp.where(_among(query, slot_of == slot), one, 0.0)
         products = one if products is None else products + one
     assert products is not None, "a line has a slot at least"
-    count = len(products) // how.span // virtual
-    by_scale = _scales(side, words, copies, heads, scale[0])
     lane = lax.broadcasted_iota(jnp.int32, (virtual, products.shape[1]), 1)
     found = None
-    for span in range(how.span):
-        terms = [products[virtual * n : virtual * (n + 1)] for n in range(count * span, count * (span + 1))]
-        line = functools.reduce(jnp.add, reversed(terms)) * (scale[0] if by_scale is None else by_scale)
-        found = line if found is None else jnp.where(lane & (how.span - 1) == span, line, found)
+    for number, terms in enumerate(_blocks(products, virtual, how.apart * how.span)):
+        part, span = divmod(number, how.span)
+        by_scale = _scales(side, words, copies, heads, scale[0], part=part)
+        line = terms * (scale[0] if by_scale is None else by_scale)
+        if found is not None:
+            line = found + line if part else jnp.where(lane & (how.span - 1) == span, line, found)
+        found = line
     step = 1
     while step < how.span:
         # Every line of a row gets the sum of all.
@@ -410,6 +413,17 @@ def _logits(by: Walk, side: _Side, half, piece, q, scale, moves, arrays, copies,
         found = found + other
         step *= 2
     return found
+
+
+def _blocks(products, virtual: int, count: int) -> list:
+    """Products [count · terms · V, n] -> of each of ``count`` the sum of its terms [V, n], small ones first."""
+    size = len(products) // count
+    return [
+        functools.reduce(
+            jnp.add, [products[at : at + virtual] for at in range(end - virtual, end - size - 1, -virtual)]
+        )
+        for end in range(size, len(products) + 1, size)
+    ]
 
 
 def _only(how: Lie, matrix, slot: int):
@@ -434,7 +448,7 @@ def _taken(by: Walk, side: _Side, half, piece, moves, arrays, *, careful: bool):
     Where rows have several scales each, every lane of the planes is scaled, and there are no words.
     """
     planes, words = side.planes(by, half, piece), None
-    if side.how.groups > 1:
+    if side.how.spreads:
         scales = block_lines.spread(moves, side.words(by, half, piece), *arrays, careful=careful)
         planes = [plane * scales for plane in planes]
     elif side.how.groups:
@@ -443,9 +457,9 @@ def _taken(by: Walk, side: _Side, half, piece, moves, arrays, *, careful: bool):
 
 
 def _beside(by: Walk, side: _Side, half, piece, moves: block_lines.Moves, arrays) -> list:
-    """Words of rows that have one each, beside their lines: of every slot, [1, lines]."""
+    """Words of rows that have one each, or several apart, beside their lines: of every slot's, [1, lines]."""
     words = side.words(by, half, piece)
-    through = block_lines.moved(words, arrays[0], len(moves.patterns)) if arrays else []
+    through = block_lines.moved(words, arrays[0], len(moves.patterns), moves.fold) if arrays else []
 
     def held(slot: int):
         pieces = []
@@ -458,16 +472,16 @@ def _beside(by: Walk, side: _Side, half, piece, moves: block_lines.Moves, arrays
         whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
         return whole[:, : by.lines]
 
-    return [held(slot) for slot in range(side.how.slots)]
+    return [held(slot) for slot in range(side.how.slots * side.how.apart)]
 
 
-def _scales(side: _Side, words, copies, heads: int, factor=None):
-    """What scales logits or weights, [1 or V, lines]; None where rows have no scale, or several."""
+def _scales(side: _Side, words, copies, heads: int, factor=None, *, part: int):
+    """What scales logits or weights, [1 or V, lines]; None where rows have no scale, or those spread over lanes."""
     how = side.how
-    if how.groups != 1:
+    if not how.groups or how.spreads:
         return None
     code = side.region.format.fields[0].scale or ""
-    per_slot = [block_lines.scales(code, mine) for mine in words]
+    per_slot = [block_lines.scales(code, mine) for mine in words[part :: how.apart]]
     if factor is not None:
         per_slot = [one * factor for one in per_slot]
     if how.slots == 1:
@@ -495,11 +509,11 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
     """Add values to the weighted sums; ``seen`` (first, last) where some of them may be no numbers."""
     how, virtual = side.how, len(weights)
     words, matrix = _taken(by, side, half, piece, moves, arrays, careful=seen is not None)
-    by_scale = _scales(side, words, copies, heads)
     lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
     exact = how.code == "fp32" or seen is not None
     stacked, count = [], 1 if exact else by.terms
-    for span in range(how.span):
+    for part, span in itertools.product(range(how.apart), range(how.span)):
+        by_scale = _scales(side, words, copies, heads, part=part)
         mine = weights if how.span == 1 else jnp.where(lane & (how.span - 1) == span, weights, 0.0)
         one = mine if by_scale is None else mine * by_scale
         if seen is not None:
@@ -514,9 +528,13 @@ def _weigh(by: Walk, side: _Side, half, piece, weights, exists, kept, weighted, 
         )
     else:
         found = _apart(by, side, left, matrix.astype(jnp.float32), seen, virtual, heads)
-    for span in range(how.span):
-        parts = [found[virtual * n : virtual * (n + 1)] for n in range(count * span, count * (span + 1))]
-        total = functools.reduce(jnp.add, reversed(parts))
+    blocks, wide = _blocks(found, virtual, how.apart * how.span), LANES * how.planes
+    if how.levels > 1:
+        blocks = [block[:, :wide] + block[:, wide:] for block in blocks]
+    if how.apart > 1:
+        part = how.part_of(lax.broadcasted_iota(jnp.int32, blocks[0].shape, 1) & LANES - 1)
+        blocks = [functools.reduce(lambda one, n: jnp.where(part == n, blocks[n], one), range(1, how.apart), blocks[0])]
+    for span, total in enumerate(blocks):
         for plane in range(how.planes):
             some = slice(virtual * (plane * how.span + span), virtual * (plane * how.span + span + 1))
             weighted[some] = weighted[some] * kept + total[:, LANES * plane : LANES * (plane + 1)]

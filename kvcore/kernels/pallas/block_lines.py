@@ -15,14 +15,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas.codes import of_bits
 from kvcore.plan import Region
+from kvcore.spec.codes import NF4_LEVELS
 from kvcore.spec.layout import LANES, TILE_BYTES, WORDS
 
-CODES = ("bf16", "fp32", "e4m3", "int8", "e2m1")
+CODES = ("bf16", "fp32", "e4m3", "int8", "e2m1", "nf4")
 REBIASED = (5, 6)
 """Generations that cast an e4m3 of another bias at once, and the one that is stored in many operations; later ones cast
 that, and on earlier ones every cast is emulated."""
 E2M1_FACTOR = 2.0**14
 """What numbers of ``from_e2m1`` must be multiplied by."""
+NF4_FACTOR = 1 / 1.0044705867767334
+"""The same of nf4: over it every level is the sum of two bf16 numbers to 3e-7, and by itself to 3e-6."""
 MOST_SPAN = 4
 """Lines of a row that are read as they lie."""
 
@@ -41,6 +44,7 @@ class Lie(NamedTuple):
         span: lines of a row; 1 where there are several slots.
         lines: of a tile, in every plane.
         groups: scales of a row, 0 where it has none.
+        apart: of these that scale products of their own, since what they scale would not be exact in bf16; else 1.
         width: channels that share one.
         words: that hold a row's scales.
         channels: of a row in every plane.
@@ -52,6 +56,7 @@ class Lie(NamedTuple):
     span: int
     lines: int
     groups: int
+    apart: int
     width: int
     words: int
     channels: int
@@ -60,6 +65,20 @@ class Lie(NamedTuple):
     def slot(self) -> int:
         """Lanes of one."""
         return LANES // self.slots
+
+    @property
+    def levels(self) -> int:
+        """Matrices whose sum a plane is: numbers that are no bf16 ones are two."""
+        return 2 if self.code == "nf4" else 1
+
+    @property
+    def spreads(self) -> bool:
+        """True where scales are spread over lanes, which are scaled before they are multiplied."""
+        return self.groups > self.apart
+
+    def part_of(self, lane):
+        """Which of the scales that are apart is that of a lane, counted from the first lane of a plane."""
+        return (lane & self.slot - 1) // (self.width // self.planes)
 
 
 @cache
@@ -76,21 +95,22 @@ def lie(region: Region) -> Lie | str:
         return f"codes {field.code} have no cast"
     if field.group is not None and (field.scale not in ("fp32", "e8m0") or region.unit.places[-1].buffer != WORDS):
         return f"scales of {format.name} are not words of their own"
-    if field.scale == "fp32" and field.groups > 1:
-        return f"{format.name} has several fp32 scales a row"
     size = {"bf16": 2, "fp32": 4}.get(field.code, 1)
     lanes = place.stride // size
-    planes, span = 1 + (field.code == "e2m1"), max(1, lanes // LANES)
+    planes, span = 1 + (field.element.bits == 4), max(1, lanes // LANES)
+    apart = field.groups if field.scale == "fp32" and field.groups else 1
     bf16 = field.code == "bf16"
     if span > MOST_SPAN or span & span - 1 or (bf16 and (span > 2 or lanes < LANES // 2)):
         return f"rows of {format.dim} channels are too long or too short a line"
+    if apart > 1 and span > 1:
+        return f"{format.name} has several fp32 scales a row, and a row is more than a line"
     words = 0 if field.group is None else region.unit.places[-1].stride // 4
     slots = max(1, LANES // lanes)
-    if field.groups > 1 and (words & words - 1 or slots * words % span):
+    if field.groups > apart and (words & words - 1 or slots * words % span):
         return f"scales of {format.dim} channels are {words} words a row"
     lines = TILE_BYTES // size // LANES
     channels = -(-field.size // planes)
-    return Lie(field.code, planes, slots, span, lines, field.groups, field.width, words, channels)
+    return Lie(field.code, planes, slots, span, lines, field.groups, apart, field.width, words, channels)
 
 
 def rows_of(region: Region, how: Lie) -> np.ndarray:
@@ -114,7 +134,7 @@ def channels_of(region: Region, how: Lie) -> np.ndarray:
 
 
 def matrices(how: Lie, words, native: bool) -> list:
-    """Tiles as words [n, 128] int32, or fp32 lines, -> [n · lines, 128] of every plane, bf16 or fp32.
+    """Tiles as words [n, 128] int32, or fp32 lines, -> [n · lines, 128] of every plane, bf16 or fp32; of every level.
 
     ``native``: the chip casts e4m3 itself.
     """
@@ -127,6 +147,9 @@ def matrices(how: Lie, words, native: bool) -> list:
         return [pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)]
     if how.code == "e4m3":
         return [from_e4m3(words, native)]
+    if how.code == "nf4":
+        low, high = _nf4(words & 0x0F0F0F0F), _nf4(lax.shift_right_logical(words, 4) & 0x0F0F0F0F)
+        return [level for both in zip(low, high, strict=True) for level in both]
     high = lax.shift_right_logical(words, 3) & 0x0E0E0E0E | words & np.int32(-0x7F7F7F80)
     return [from_e2m1(words), pltpu.bitcast(high, jnp.float8_e5m2).astype(jnp.bfloat16)]
 
@@ -148,7 +171,7 @@ def _filled(how: Lie, words):
 
 def factor(how: Lie, native: bool) -> float:
     """What a matrix must be multiplied by: casts that have another exponent's bias."""
-    return {"e4m3": e4m3_factor(native), "e2m1": E2M1_FACTOR}.get(how.code, 1.0)
+    return {"e4m3": e4m3_factor(native), "e2m1": E2M1_FACTOR, "nf4": NF4_FACTOR}.get(how.code, 1.0)
 
 
 def from_e2m1(words):
@@ -158,6 +181,37 @@ def from_e2m1(words):
     """
     low = (words & 0x07070707) << 1 | (words & 0x08080808) << 4
     return pltpu.bitcast(low, jnp.float8_e5m2).astype(jnp.bfloat16)
+
+
+def _nf4(words):
+    """Words [n, 128] of four codes -> two of [4n, 128] bf16, which add up to the levels over ``NF4_FACTOR``."""
+    code = pltpu.bitcast(words, jnp.uint8).astype(jnp.int32)
+    rows = 8 if len(code) % 8 == 0 else len(code)
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    table = jnp.zeros(lane.shape, jnp.int32)
+    for number, bits in enumerate(NF4_BITS):
+        table = jnp.where(lane == number, bits, table)
+    table = jnp.concatenate([table] * (len(code) // rows), axis=0)
+    bits = jnp.take_along_axis(table, code, axis=1, mode="promise_in_bounds")
+    return of_bits(bits).astype(jnp.bfloat16), of_bits(bits << 16).astype(jnp.bfloat16)
+
+
+def _nf4_bits() -> list[np.int32]:
+    """Of every level over the factor the bits of the bf16 number next to it, and of what is left below them.
+
+    The upper half is what rounds to the former with the lower half below it: it needs no mask.
+    """
+    found = []
+    for level in np.array(NF4_LEVELS) / NF4_FACTOR:
+        first = level.astype(jnp.bfloat16)
+        rest = (level - first.astype(np.float64)).astype(jnp.bfloat16)
+        low = int(rest.view(np.uint16)) if rest else 0
+        high = int(first.view(np.uint16)) - (low >> 15)
+        found.append(np.uint32(high << 16 | low).view(np.int32))
+    return found
+
+
+NF4_BITS = _nf4_bits()
 
 
 def casts_e4m3(interpret: Any) -> bool:
@@ -233,12 +287,14 @@ class Moves(NamedTuple):
     """Where the words of a piece's rows lie beside those of its lines; see ``moves_of``.
 
     Attributes:
-        patterns: [n, 128, 128] bf16, from lanes to lanes, one-hot.
+        patterns: [n, fold · 128, 128] bf16, from lanes to lanes, one-hot.
         of: (slot, line of 128 lines) -> ((row of words, pattern or -1 where lanes stay), ...).
+        fold: rows of words side by side that are one such row.
     """
 
     patterns: np.ndarray
     of: dict
+    fold: int = 1
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -252,6 +308,9 @@ def moves_of(rows: np.ndarray) -> Moves:
     Args:
         rows: [slots, lines] of a piece, numbered from its first row of words; -1 in pads.
     """
+    folded = _folded(rows)
+    if folded is not None:
+        return folded
     patterns: list[np.ndarray] = []
     known: dict[bytes, int] = {}
     of = {}
@@ -275,8 +334,29 @@ def moves_of(rows: np.ndarray) -> Moves:
     return Moves((np.stack(patterns) if patterns else empty).astype(jnp.bfloat16), of)
 
 
-def moved(words, patterns, count: int) -> list:
-    """Words [m, 128] int32 through every pattern of ``patterns`` [count, 128, 128] bf16: bytes are exact in bf16."""
+def _folded(rows: np.ndarray) -> Moves | None:
+    """The same where every 128 lines have as many rows of words for themselves, several of them: a pattern a slot."""
+    slots, lines = rows.shape
+    blocks = lines // LANES
+    fold, rest = divmod(int(rows.max()) + 1, max(blocks, 1) * LANES)
+    if lines % LANES or rest or fold < 2:
+        return None
+    lane = rows.reshape(slots, blocks, LANES) - fold * LANES * np.arange(blocks)[:, None]
+    if (lane != lane[:, :1]).any() or (lane < 0).any() or (lane >= fold * LANES).any():
+        return None
+    patterns = lane[:, 0, None, :] == np.arange(fold * LANES)[None, :, None]
+    of = {(slot, number): ((number, slot),) for slot in range(slots) for number in range(blocks)}
+    return Moves(patterns.astype(jnp.bfloat16), of, fold)
+
+
+def moved(words, patterns, count: int, fold: int) -> list:
+    """Words [m, 128] int32, ``fold`` rows as one, through every pattern of ``patterns`` [count, fold · 128, 128] bf16.
+
+    Bytes are exact in bf16.
+    """
+    if fold > 1:
+        apart = words.reshape(len(words) // fold, fold, LANES)
+        words = jnp.concatenate([apart[:, number] for number in range(fold)], axis=1)
     planes = [(lax.shift_right_logical(words, 8 * byte) & 0xFF).astype(jnp.float32) for byte in range(4)]
     planes = jnp.concatenate(planes, axis=0).astype(jnp.bfloat16)
     found, size = [], len(words)

@@ -115,7 +115,11 @@ def moves_of(by: Walk) -> list[block_lines.Moves | block_lines.Spread]:
     """How the scales of a piece's keys and of its values come to where they scale: once, where that is the same."""
 
     def one(how: Lie):
-        return block_lines.spread_of(how, by.lines) if how.groups > 1 else block_lines.moves_of(rows_of(by))
+        if how.spreads:
+            return block_lines.spread_of(how, by.lines)
+        row = rows_of(by)[:, None]
+        words = np.where(row >= 0, row * how.apart + np.arange(how.apart)[None, :, None], -1)
+        return block_lines.moves_of(words.reshape(-1, by.lines))
 
     keys, values = by.how
     found = one(keys)
