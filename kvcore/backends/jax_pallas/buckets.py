@@ -184,6 +184,13 @@ class Twins:
                 return fits[0]
         return None
 
+    def tokens_of(self, count: int) -> int:
+        """Rows to compile for ``count`` rows of a step's tokens: as many as its index is padded to, if it is known."""
+        for noted, _, _ in self._known:
+            if len(noted.positions) == count:
+                return sizes_of(count, len(noted.slots))[0]
+        return doubled(count) if count < SMALL[1] else rounded(count)
+
     def _of(self, index: StepIndex, padded: StepIndex) -> Fit:
         sizes, given = ({"tokens": len(one.positions), "requests": len(one.slots)} for one in (padded, index))
         return Fit(padded, sizes, given, self._place)

@@ -180,8 +180,7 @@ def select(self: Any, scores: Array, k: int) -> Array:
     if not buckets.is_known(scores) or self.place.whole:
         return programs.select(scores, k, self.kernels)
     tokens, columns = scores.shape
-    rows = buckets.doubled(tokens) if tokens < buckets.SMALL[1] else buckets.rounded(tokens)
-    padded = self.place.lengthen(scores, rows, self.place.rows(columns), value=-math.inf)
+    padded = self.place.lengthen(scores, self.twins.tokens_of(tokens), self.place.rows(columns), value=-math.inf)
     return self.place.trimmed(programs.select(padded, k, self.kernels), tokens)
 
 
