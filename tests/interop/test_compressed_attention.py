@@ -205,6 +205,7 @@ def test_what_is_put_behind_an_outline_is_made_when_somebody_looks():
         assert torch.equal(ours + 0, wanted)
     for ours, wanted in (
         (torch.cat([more, lazy()], dim=-1), torch.cat([more, first], dim=-1)),
+        (torch.cat([lazy(), more], -1, out=torch.empty(0)), torch.cat([first, more], -1)),
         (torch.cat([lazy(), lazy(), more], dim=2), torch.cat([first, first, more], dim=2)),
         (torch.nn.functional.pad(lazy(), (1, 2)), torch.nn.functional.pad(first, (1, 2))),
         (torch.nn.functional.pad(lazy(), (0, 2), value=1.0), torch.nn.functional.pad(first, (0, 2), value=1.0)),

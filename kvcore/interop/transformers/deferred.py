@@ -107,10 +107,10 @@ class Joined(NamedTuple):
         return self.first.source.attend(module, query, mask, options, behind=self.behind)
 
 
-def _joined(tensors: Any, dim: int = 0) -> Deferred | None:
+def _joined(tensors: Any, dim: int = 0, *, out: Any = None) -> Deferred | None:
     """``torch.cat`` of two, the first of which joins; None: it is for torch to do."""
     first = tensors[0]
-    if len(tensors) != 2 or type(first) is not Deferred or not first.joins:
+    if len(tensors) != 2 or type(first) is not Deferred or not first.joins or out is not None:
         return None
     behind = tensors[1]
     sizes, more = list(first.shape), list(behind.shape)
