@@ -105,6 +105,13 @@ def alike_lanes(rows: Array, positions: Array, salts: Sequence[int]) -> Array:
     regions, columns, size = rows.shape
     words = -(-size // WORD)
     lanes = np.zeros((regions, 2), np.uint32)
+    fits = not size % WORD and rows.strides[2] == 1 and len(positions) == columns
+    run = native(0) if fits else None
+    if run is not None and columns:
+        offsets = cast("Array", np.arange(columns) * rows.strides[1])
+        for number, salt in enumerate(salts):
+            lanes_at(run, rows[number], offsets, positions[None], (1, 0), words, salt, lanes[number : number + 1])
+        return lanes.astype(np.int64)
     step = AT_ONCE // max(1, columns * words)
     if not step or not columns or not words:
         each = (row_lanes(one[None], positions[None], salt) for one, salt in zip(rows, salts, strict=True))

@@ -282,13 +282,13 @@ def _small_lanes(
         at = np.array(units, np.int32)
         step = len(room) // size
         for first in range(0, len(members), step):
-            some = members[first : first + step]
-            for place, (layer, role) in enumerate(some):
-                strip = Strip(layer, role, 0, rows, width, live, tokens_per_row)
-                part = room[place * size : (place + 1) * size].reshape(pages, -1)
-                if not ops.move_strips(pools, part, (strip,), at):
-                    return None
-            held = room[: len(some) * size].reshape(len(some), -1, width)[:, : len(live)]
+            some, page = members[first : first + step], rows * width
+            strips = [Strip(*one, place * page, rows, width, live, tokens_per_row) for place, one in enumerate(some)]
+            part = room[: len(some) * size].reshape(pages, len(some) * page)
+            if not ops.move_strips(pools, part, strips, at):
+                return None
+            # Blocks are outermost in pages; of a slot there is one.
+            held = part.reshape(pages, len(some), page).swapaxes(0, 1).reshape(len(some), -1, width)[:, : len(live)]
             lanes = alike_lanes(held, positions, [region_salt(*one) for one in some])
             found |= {one: (int(a) & MASK, int(b) & MASK) for one, (a, b) in zip(some, lanes, strict=True)}
     return found

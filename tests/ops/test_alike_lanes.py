@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvcore import digest
 from kvcore.digest import AT_ONCE, alike_lanes, row_lanes
 
 
@@ -19,11 +20,16 @@ from kvcore.digest import AT_ONCE, alike_lanes, row_lanes
         (3, 0, 16, 0, 1),
     ],
 )
-def test_regions_together_are_regions_alone(regions, columns, size, start, step, rng):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_regions_together_are_regions_alone(regions, columns, size, start, step, compiled, rng, monkeypatch):
+    run = digest.native.wait() if compiled else None
+    if compiled and run is None:
+        pytest.skip("no compiler")
     rows = rng.integers(0, 256, (regions, columns, size), np.uint8)
     positions = start + step * np.arange(columns)
     salts = [int(salt) for salt in rng.integers(0, 1 << 32, regions)]
     expected = [row_lanes(one[None], positions[None], salt)[0] for one, salt in zip(rows, salts, strict=True)]
+    monkeypatch.setattr(digest, "native", lambda _: run)
     found = alike_lanes(rows, positions, salts)
     assert found.shape == (regions, 2)
     assert np.array_equal(found, np.reshape(expected, (regions, 2)))
