@@ -61,7 +61,8 @@ def scene(
         taken = tuple(order.pop() for _ in range(blocks[number]))
         left = None if padding is None else padding[number]
         rows.append(StepRequest(len(lengths) - number, length - new, new, taken, left_padding=left))
-        write(ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
+        # Interpreted kernels would take longer to write what is read than to read it.
+        write(plain if device == "cpu" else ops, pools, layer, rows[-1], max(blocks, default=1) or 1, spread)
     columns = max(blocks, default=1) or 1
     host = build_index(rows, max_blocks=columns, pad_tokens=sum(news) + pad, pad_requests=len(rows) + (pad > 0))
     return Scene(ops, plain, pools, ops.index(host), host)
