@@ -117,7 +117,7 @@ def sample(known: Mapping[Row, Mapping[str, Any]]) -> frozenset[Row]:
 
     def shows(row: Row) -> set[Hashable]:
         kernel, arch, case = row
-        named = {(kernel, name) for name in case.split(", ")}
+        named = {(kernel, name) for name in re.findall(r"\w+", case)}
         return {(kernel, arch), *named, *((arch, format) for format in formats_of(case))}
 
     def demand(row: Row) -> tuple[bool, int, int]:
