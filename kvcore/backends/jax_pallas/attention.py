@@ -110,12 +110,8 @@ def attend(
         # One round holds all that there can be: those that are there are read beside the window.
         together = selected is None and pools.kernels == "portable" and size == index.block_table.shape[1] * region.rows
     columns = (window.window if window is not None else 0) + (size if selected is None else selected.shape[1])
-    tokens = (index.positions, q) + (() if selected is None else (selected,))
-
-    def nothing(count):
-        return no_keys(count, q.shape[1], dim)
-
-    state = by_tokens(chunk, index.request_index, tokens, max(columns, 64) * dim, nothing)
+    tokens = (index.request_index, index.positions, q) + (() if selected is None else (selected,))
+    state = by_tokens(chunk, tokens, max(columns, 64) * dim)
     return finished(finish(state, sink, q.dtype))
 
 
@@ -178,15 +174,12 @@ def read(layer, pools, index, role, request, numbers, own=None):
     return values.astype(jnp.float32), valid
 
 
-def by_tokens(function, request, tokens, values_each, nothing):
-    """``function(request, *tokens)`` over arrays [T, ...], in chunks of tokens where ``values_each`` would add up.
-
-    Of chunks in which no token has a request, a prompt's padding, it is ``nothing(tokens)``, and not computed.
-    """
-    count = len(request)
+def by_tokens(function, tokens, values_each):
+    """``function(*tokens)`` over arrays [T, ...], in chunks of tokens where ``values_each`` a token would add up."""
+    count = len(tokens[0])
     size = max(1, CHUNK_VALUES // max(values_each, 1))
     if count <= size:
-        return function(request, *tokens)
+        return function(*tokens)
     chunks = -(-count // size)
 
     def split(array):
@@ -194,10 +187,7 @@ def by_tokens(function, request, tokens, values_each, nothing):
         rows = jnp.arange(chunks * size, dtype=jnp.int32) % count
         return array[rows].reshape(chunks, size, *array.shape[1:])
 
-    def one(chunk):
-        return lax.cond(jnp.any(chunk[0] >= 0), lambda: function(*chunk), lambda: nothing(size))
-
-    found = lax.map(one, tuple(split(array) for array in (request, *tokens)))
+    found = lax.map(lambda chunk: function(*chunk), tuple(split(array) for array in tokens))
     return jax.tree.map(lambda array: array.reshape(chunks * size, *array.shape[2:])[:count], found)
 
 

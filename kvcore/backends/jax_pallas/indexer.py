@@ -35,11 +35,8 @@ def index_scores(layer: Layer, pools: Held, index: StepIndex, q: Array, weights:
     if not len(keys) or not columns:
         return jnp.full((len(q), columns), -jnp.inf, jnp.float32)
 
-    def nothing(count):
-        return jnp.full((count, columns), -jnp.inf, jnp.float32)
-
-    tokens = (index.positions, q, weights.astype(jnp.float32))
-    return by_tokens(score, index.request_index, tokens, columns * component.dim, nothing)
+    tokens = (index.request_index, index.positions, q, weights.astype(jnp.float32))
+    return by_tokens(score, tokens, columns * component.dim)
 
 
 def select(scores: Array, k: int, kernels: str = "portable") -> Array:

@@ -144,11 +144,8 @@ def _gathered(q, factor, sink, layer, columns, rest) -> Attention:
         logits_of = q.astype(jnp.float32)[:, None] * factor
         return softmax_sum(None, logits_of, keys[mine].astype(jnp.float32), values[mine].astype(jnp.float32), seen)
 
-    def nothing(tokens):
-        return no_keys(tokens, q.shape[1], value_dim)
-
     each = columns * max(keys.shape[2] * q.shape[2], values.shape[2] * value_dim)
-    return finish(by_tokens(chunk, index.request_index, (q, seen), each, nothing), sink, jnp.float32)
+    return finish(by_tokens(chunk, (index.request_index, q, seen), each), sink, jnp.float32)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4))
