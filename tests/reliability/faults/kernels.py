@@ -338,8 +338,8 @@ PALLAS = {
             "NaN of states are stored as they come",
         ),
         (
-            "places[i] * heads + lax.rem(number, jnp.int32(parts)) * some",
-            "places[i] * heads",
+            "] * heads + lax.rem(number, jnp.int32(parts)) * some",
+            "] * heads",
             "every piece of a state is its first one",
         ),
         (
@@ -480,6 +480,8 @@ REPLAY = {
             "        if known is None:\n",
             "rows go to pools that were replaced",
         ),
+    ],
+    "program.py": [
         (
             "            places += (places[place] + offset,)\n",
             "            places += (places[place],)\n",
