@@ -16,7 +16,7 @@ from kvcore.kernels.pallas import attend_rows, gather_rows, index_scores
 from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.plan import Region, plan_cache
 from kvcore.spec import FORMATS, CacheSpec, LayerSpec
-from kvcore.spec.layout import TILE_BYTES
+from kvcore.spec.layout import LANES, TILE_BYTES
 from tests.jax_pallas import tpu_cases as verbs
 
 HEADS, TOKENS, TOPK, WINDOW, BLOCKS = 64, 8, 512, 128, 64
@@ -68,7 +68,7 @@ def tile_bytes(layer: LayerSpec, role: str) -> int:
         .layers[0]
         .regions[role]
     )
-    return sum(buffer.tiles * TILE_BYTES // buffer.parts for buffer in buffers_of(region))
+    return sum(buffer.lines * LANES for buffer in buffers_of(region))
 
 
 def attended(role: str, rows: int) -> Callable[[], Case]:
@@ -182,7 +182,7 @@ KERNELS: dict[str, Kernel] = {
         for format in ("bf16", "fp8_row", "int8_row", "mxfp4", "nf4_b64")
     },
     "attend_rows v4_584 selected": Kernel(
-        attended("entries", TOPK), "attend.", "128 rows", row_bytes("entries", lambda: attend_rows.ROWS_A_STEP)
+        attended("entries", TOPK), "attend.", "256 rows", row_bytes("entries", lambda: attend_rows.NARROW_ROWS_A_STEP)
     ),
     "attend_rows v4_584 window": Kernel(
         attended("window", WINDOW),
@@ -192,7 +192,7 @@ KERNELS: dict[str, Kernel] = {
         quick=True,
     ),
     "gather_rows v4_584 selected": Kernel(
-        gathered, "gather.", "128 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
+        gathered, "gather.", "256 rows", row_bytes("entries", lambda: gather_rows.ROWS_A_STEP), quick=True
     ),
     "index_scores index_fp8_132": Kernel(scored("index_fp8_132"), "score.", "2,048 keys", _scored_bytes, quick=True),
     "index_scores index_fp4_68_h": Kernel(scored("index_fp4_68_h"), "score.", "4,096 keys", _scored_bytes),

@@ -29,6 +29,9 @@ TILE_BYTES = 512
 
 LANES = 128
 
+LINES_ACROSS = (5, 6)
+"""Lines of rows that begin anywhere in a tile and end in the next one, whichever row it is."""
+
 WORDS = "words"
 """Buffer of ``tpu_tile`` that holds the scales of rows whose codes lie in another: 32-bit words, a lane each."""
 
@@ -147,8 +150,8 @@ def _planar(format: Format, rows: int) -> _Placed:
 
 
 def _tpu_tile(format: Format, rows: int) -> _Placed:
-    """16-bit fields get a buffer of their own, split into byte planes; the others share tiles while they fit."""
-    return _scales_apart(format, rows) or _tiles(format, rows)
+    """16-bit fields get lines of their own, split into byte planes; where fields lie is one of three ways."""
+    return _scales_apart(format, rows) or _across_tiles(format, rows) or _tiles(format, rows)
 
 
 def _scales_apart(format: Format, rows: int) -> _Placed | None:
@@ -173,7 +176,31 @@ def _scales_apart(format: Format, rows: int) -> _Placed | None:
     return places, [(name, _round_up(size, TILE_BYTES)) for name, size in sizes.items()]
 
 
+def _across_tiles(format: Format, rows: int) -> _Placed | None:
+    """Coded rows of five or six lines, one after another: each lies in two neighbouring tiles, and one DMA reads it.
+
+    None for others.
+    """
+    if format.is_plain or format.tokens > 1:
+        return None
+    places: list[Place] = []
+    used = 0
+    for field in sorted(format.fields, key=lambda field: CODES[field.code].bits == 16):
+        if field.name == "pad":
+            continue
+        split = CODES[field.code].bits == 16
+        used = _round_up(used, LANES) if split else used
+        places.append(Place(field=field.name, buffer="tile0", base=used, stride=0, nbytes=field.nbytes, split=split))
+        used += field.nbytes
+    stride = _round_up(used, LANES)
+    if stride // LANES not in LINES_ACROSS:
+        return None
+    places = [msgspec.structs.replace(place, stride=stride) for place in places]
+    return places, [("tile0", _round_up(rows * stride, TILE_BYTES))]
+
+
 def _tiles(format: Format, rows: int) -> _Placed:
+    """16-bit fields in a buffer of their own; the others share tiles while they fit."""
     places: list[Place] = []
     bins: list[tuple[str, int]] = []
     for field in format.fields:

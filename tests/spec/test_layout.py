@@ -180,14 +180,15 @@ def test_planar_has_one_array_a_field_and_no_padding(name, dim, expected):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        pytest.param("v4_584", {"rope": 128, "tile0": 512}, id="V4: one tile of codes and scales, rope apart"),
-        pytest.param("v41_528", {"tile0": 512, "tile1": 128}, id="V4.1 window: codes fill a tile"),
+        pytest.param("v4_584", {"tile0": 640}, id="V4: four lines of codes and scales, one of rope"),
+        pytest.param("v32_656", {"tile0": 768}, id="V3.2: four lines of codes, one of scales, one of rope"),
+        pytest.param("v41_528", {"tile0": 640}, id="V4.1 window: codes fill four lines"),
         pytest.param("v41_fp4_288", {"tile0": 512}, id="V4.1 entries: one tile"),
         pytest.param("index_fp4_68", {"tile0": 128}, id="FP4 index keys: a quarter of a tile"),
         pytest.param("index_fp8_132", {"tile0": 256}, id="FP8 index keys: half a tile"),
     ],
 )
-def test_tpu_tiles_are_whole_tiles_or_lane_wide_parts(name, expected):
+def test_tpu_tiles_are_whole_tiles_lane_wide_parts_or_lines_across_two(name, expected):
     block = block_layout(FORMATS[name], 8, "tpu_tile")
     assert dict(block.buffers) == {buffer: 8 * size for buffer, size in expected.items()}
 
@@ -215,4 +216,15 @@ def test_what_scales_keys_and_values_has_words_of_its_own_in_tiles(name, dim, ex
 def test_tpu_tile_splits_rope_into_high_and_low_bytes():
     (rope,) = [place for place in block_layout(FORMATS["v4_584"], 2, "tpu_tile").places if place.field == "rope"]
     assert rope.split
-    assert byte_places(rope, 1)[:4] == [128 + 64, 128, 128 + 65, 128 + 1]
+    assert byte_places(rope, 1)[:4] == [640 + 512 + 64, 640 + 512, 640 + 512 + 65, 640 + 512 + 1]
+
+
+@pytest.mark.parametrize("name", ["v4_584", "v41_528", "v32_656", "row_580"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 145])
+def test_a_row_across_tiles_ends_in_the_tile_after_that_in_which_it_begins(name, rows):
+    block = block_layout(FORMATS[name], rows, "tpu_tile")
+    ((_, size),) = block.buffers
+    stride = block.places[0].stride
+    for row in range(rows):
+        first, last = row * stride // 512, ((row + 1) * stride - 1) // 512
+        assert last == first + 1 < size // 512

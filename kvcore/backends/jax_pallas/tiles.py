@@ -8,7 +8,6 @@ from functools import cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from kvcore.backends.jax_pallas.calls import ROWS_A_CALL, TILED, interpreted
 from kvcore.backends.jax_pallas.runs import from_bytes, join_bytes, runs, split_bytes, to_bytes
@@ -17,7 +16,7 @@ from kvcore.kernels.pallas.lines import buffers_of
 from kvcore.kernels.pallas.read_rows import read_rows
 from kvcore.kernels.pallas.write_rows import write_parts, write_rows
 from kvcore.plan import Region
-from kvcore.spec.layout import LANES, TILE_BYTES, WORDS
+from kvcore.spec.layout import LANES, LINES_ACROSS, TILE_BYTES, WORDS
 
 
 def load(pools, region: Region, unit, row):
@@ -29,15 +28,19 @@ def load(pools, region: Region, unit, row):
         moved = _moved(region, buffer)
         units, rows = _every(region, moved, unit, row)
         found = []
-        for first in range(0, len(units), ROWS_A_CALL // moved.tiles):
-            some = slice(first, first + ROWS_A_CALL // moved.tiles)
-            at = units[some], rows[some] // moved.parts * moved.tiles
+        at_once = ROWS_A_CALL // moved.step
+        for first in range(0, len(units), at_once):
+            some = slice(first, first + at_once)
+            at = units[some], rows[some] * moved.step // moved.parts
             found.append(read_rows(pools[name], *at, count=moved.tiles, interpret=interpret))
-        stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, moved.parts * moved.nbytes), jnp.uint8)
-        stored = stored.reshape(len(units), moved.parts, moved.nbytes)
-        mine = jnp.arange(moved.parts, dtype=jnp.int32)[None] == (rows % moved.parts)[:, None]
-        stored = jnp.max(jnp.where(mine[:, :, None], stored, np.uint8(0)), axis=1)
-        fields[buffer] = stored.reshape(unit.size * region.heads, moved.stride)
+        size = moved.tiles * moved.item
+        stored = to_bytes(jnp.concatenate(found)) if found else jnp.zeros((0, size), jnp.uint8)
+        stored = stored.reshape(len(units), size)
+        begin, piece = (rows * moved.step % moved.parts)[:, None], moved.item // moved.parts
+        mine = stored[:, : moved.nbytes]
+        for part in range(1, (size - moved.nbytes) // piece + 1):
+            mine = jnp.where(begin == part, stored[:, part * piece : part * piece + moved.nbytes], mine)
+        fields[buffer] = mine.reshape(unit.size * region.heads, moved.stride)
     pieces = []
     end = 0
     for run in runs(region):
@@ -82,14 +85,18 @@ def store(pools, region: Region, unit, row, rows):
         pool = pools[name]
         units, numbers = _every(region, moved, unit, row)
         stored = jnp.concatenate(pieces, axis=1).reshape(len(units), moved.nbytes)
-        for first in range(0, len(units), ROWS_A_CALL // moved.tiles):
-            some = slice(first, first + ROWS_A_CALL // moved.tiles)
+        at_once = ROWS_A_CALL // moved.step
+        for first in range(0, len(units), at_once):
+            some = slice(first, first + at_once)
             if moved.parts == 1:
                 tiles = from_bytes(stored[some], pool.dtype).reshape(-1, moved.tiles, *pool.shape[2:])
-                pool = write_rows(pool, units[some], numbers[some] * moved.tiles, tiles, interpret=interpret)
+                pool = write_rows(pool, units[some], numbers[some] * moved.step, tiles, interpret=interpret)
             else:
-                tile = from_bytes(jnp.tile(stored[some], (1, moved.parts)), pool.dtype).reshape(-1, *pool.shape[2:])
-                given = units[some], numbers[some], tile
+                # Rows across tiles are lines that share one, as shorter rows do.
+                every = stored[some].reshape(-1, moved.item // moved.parts)
+                number = (numbers[some, None] * moved.step + jnp.arange(moved.step, dtype=jnp.int32)).reshape(-1)
+                tile = from_bytes(jnp.tile(every, (1, moved.parts)), pool.dtype).reshape(-1, *pool.shape[2:])
+                given = jnp.repeat(units[some], moved.step), number, tile
                 pool = write_parts(pool, *given, parts=moved.parts, interpret=interpret)
         pools = pools.replace(name, pool)
     return pools
@@ -142,26 +149,33 @@ class _Moved(NamedTuple):
         heads: rows that move together, all of a position's or one.
         stride: bytes of a row.
         nbytes: bytes that move together.
-        tiles: items of the pool's second axis that those are; 1 where they are part of one.
-        parts: how many lie in a tile, 1 where they are one or more.
+        item: bytes of an item of the pool's second axis.
+        tiles: items that hold those.
+        parts: equal pieces of an item, 1 where what moves is whole items.
+        step: pieces that what moves takes.
     """
 
     heads: int
     stride: int
     nbytes: int
+    item: int
     tiles: int
     parts: int
+    step: int
 
 
 @cache
 def _moved(region: Region, buffer: str) -> _Moved:
     stride = next(place.stride for place in region.unit.places if place.buffer == buffer)
+    if stride // LANES in LINES_ACROSS:
+        return _Moved(1, stride, stride, TILE_BYTES, 2, TILE_BYTES // LANES, stride // LANES)
     # Rows of whole tiles are items of the pool, however many tiles they have.
     item = TILE_BYTES if stride % TILE_BYTES else stride
     together = region.heads * stride
     heads = region.heads if together % item == 0 or item % together == 0 else 1
     nbytes = heads * stride
-    return _Moved(heads, stride, nbytes, max(1, nbytes // item), max(1, item // nbytes))
+    tiles, parts = max(1, nbytes // item), max(1, item // nbytes)
+    return _Moved(heads, stride, nbytes, item, tiles, parts, tiles)
 
 
 def _every(region: Region, moved: _Moved, unit, row):

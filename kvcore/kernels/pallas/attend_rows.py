@@ -20,6 +20,9 @@ from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
 ROWS_A_STEP = 128
+NARROW_ROWS_A_STEP = 256
+LATER = 96
+"""Of those, whose copies are issued under the products and the softmax rather than under the decoding."""
 PARTS_OF_FP32 = 3
 
 
@@ -47,8 +50,12 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
     The sink [H] is one logit a head in the denominator alone: it counts once, has no value, and is not part of lse.
     """
     tokens, heads, dim = q.shape
-    chunks = [1 if rings.fits(one.region) else -(-one.unit.shape[1] // ROWS_A_STEP) for one in sources]
     narrow = [compact.narrow(source.region) for source in sources]
+    sizes, chunks = [], []
+    for source, coded in zip(sources, narrow, strict=True):
+        rows = source.unit.shape[1]
+        sizes.append(NARROW_ROWS_A_STEP if coded and rows > ROWS_A_STEP else ROWS_A_STEP)
+        chunks.append(1 if rings.fits(source.region) else -(-rows // sizes[-1]))
     scalars, inputs, held = [], [], []
     if not all(narrow):
         inputs.append(q)
@@ -60,21 +67,21 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
         inputs.append(array)
         specs.append(spec)
     first = 0
-    for source, count in zip(sources, chunks, strict=True):
+    for source, count, size in zip(sources, chunks, sizes, strict=True):
         pools = source.pools
         if not interpret:
             pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
-        pools, places, given, scratches = _streamed(source, pools, count)
+        pools, places, given, scratches = _streamed(source, pools, count, size)
         chunk = functools.partial(_chunk, first=first, count=count)
         scalars += places
-        inputs += [array.reshape(-1, 1, ROWS_A_STEP) for array in given]
-        specs += [pl.BlockSpec((1, 1, ROWS_A_STEP), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * len(given)
+        inputs += [array.reshape(-1, 1, size) for array in given]
+        specs += [pl.BlockSpec((1, 1, size), lambda t, j, *_, chunk=chunk: (chunk(t, j), 0, 0))] * len(given)
         inputs += pools
         specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
         held += scratches
         first += count
     regions = [(source.region, source.global_scale) for source in sources]
-    rows = tokens * first * ROWS_A_STEP
+    rows = tokens * sum(count * size for count, size in zip(chunks, sizes, strict=True))
     out, lse = pl.pallas_call(
         functools.partial(_attend, regions=regions, chunks=chunks, sunk=sink is not None, interpret=interpret),
         out_shape=[
@@ -100,24 +107,27 @@ def attend_rows(q, sources: list[Source], sink=None, *, interpret: Any):
     return out, lse[:, :, 0]
 
 
-def _streamed(source: Source, pools, count: int):
-    """How a source's rows come in ``count`` chunks a token: (pools, scalars, what comes with each chunk, scratch)."""
+def _streamed(source: Source, pools, count: int, size: int):
+    """How a source's rows come in ``count`` chunks of ``size`` a token.
+
+    Returns (pools, scalars, what comes with each chunk, scratch).
+    """
     region = source.region
     if rings.fits(region):
         unit, first, rows = rings.seen(region, source.unit, source.row)
         places = [*compact.order(unit >= 0), jnp.clip(unit, 0, len(pools[0]) - 1), first, rows]
         return pools, places, [], rings.scratch(region)
-    more = ((0, 0), (0, count * ROWS_A_STEP - source.unit.shape[1]))
+    more = ((0, 0), (0, count * size - source.unit.shape[1]))
     unit, row = jnp.pad(source.unit, more, constant_values=-1), jnp.pad(source.row, more)
     numbers = jnp.arange(1, unit.shape[1] + 1, dtype=jnp.int32)[None]
     last = jnp.max(jnp.where(unit >= 0, numbers, 0), axis=1)
-    needed = (last + ROWS_A_STEP - 1) // ROWS_A_STEP
+    needed = (last + size - 1) // size
     if not compact.narrow(region):
-        return pools, [needed, unit.reshape(-1), row.reshape(-1)], [unit, row], scratch(region, ROWS_A_STEP)
-    given = [compact.in_fours(unit, ROWS_A_STEP), compact.parts_of(region, unit, row)]
-    pools, places = compact.flat(region, pools, unit, row)
+        return pools, [needed, unit.reshape(-1), row.reshape(-1)], [unit, row], scratch(region, size)
+    given = [compact.in_fours(unit), compact.begins_of(region, unit, row)]
     live = jnp.arange(count, dtype=jnp.int32)[None] < needed[:, None]
-    return pools, [*compact.order(live.reshape(-1)), *places], given, compact.rows_scratch(region, ROWS_A_STEP)
+    pools = compact.flat(region, pools[0], unit, row, size)
+    return pools, [*compact.order(live.reshape(-1))], given, compact.rows_scratch(region, size)
 
 
 def _chunk(t, j, first: int, count: int):
@@ -128,7 +138,7 @@ def _chunk(t, j, first: int, count: int):
 def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     scalars = []
     for region, _ in regions:
-        size = 5 if rings.fits(region) else 2 + len(buffers_of(region)) if compact.narrow(region) else 3
+        size = 5 if rings.fits(region) else 2 if compact.narrow(region) else 3
         scalars.append(refs[:size])
         refs = refs[size:]
     narrow = [compact.narrow(region) for region, _ in regions]
@@ -137,7 +147,7 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
     sink, refs = (refs[0], refs[1:]) if sunk else (None, refs)
     given = []
     for region, _ in regions:
-        size = len(buffers_of(region)) + (0 if rings.fits(region) else 2)
+        size = len(buffers_of(region)) + (0 if rings.fits(region) else 3 if compact.narrow(region) else 2)
         given.append(refs[:size])
         refs = refs[size:]
     out, lse, largest, total, weighted, *refs = refs
@@ -148,11 +158,11 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
 
     first = 0
     for number, ((region, global_scale), count) in enumerate(zip(regions, chunks, strict=True)):
-        size = len(buffers_of(region)) + 1
+        size = 4 if compact.narrow(region) and not rings.fits(region) else len(buffers_of(region)) + 1
         held, refs = refs[:size], refs[size:]
         if rings.fits(region):
             numbers, following, units, *seen = scalars[number]
-            ring = rings.Ring(region, given[number], held, units, interpret)
+            ring = rings.Ring(region, given[number][0], held, units, interpret)
             order = numbers, following
             pl.when((token == 0) & (step == 0))(lambda ring=ring, order=order: ring.start(0, order))
             pl.when((step == first) & (numbers[token] >= 0))(
@@ -162,14 +172,15 @@ def _attend(*refs, regions, chunks, sunk: bool, interpret: Any):
             continue
         unit, row, *pools = given[number]
         if compact.narrow(region):
-            numbers, following, *places = scalars[number]
-            stream = compact.Rows(region, pools, held, places, ROWS_A_STEP, interpret)
-            order = numbers, following
-            pl.when((token == 0) & (step == 0))(lambda stream=stream, order=order: stream.start(0, order))
+            order = scalars[number]
+            stream = compact.Rows(region, *pools, order, held, interpret)
+            pl.when((token == 0) & (step == 0))(stream.begin)
             chunk = token * count + jnp.clip(step - first, 0, count - 1)
-            pl.when((step >= first) & (step < first + count) & (numbers[chunk] >= 0))(
-                functools.partial(_narrow, parts, stream, chunk, order, unit, row, state)
+            pl.when((step >= first) & (step < first + count) & (order[0][chunk] >= 0))(
+                functools.partial(_narrow, parts, stream, chunk, unit, row, state)
             )
+            last = (token == pl.num_programs(0) - 1) & (step == pl.num_programs(1) - 1)
+            pl.when(last)(stream.end)
             first += count
             continue
         needed, *places = scalars[number]
@@ -213,9 +224,9 @@ def _in_ring(q, ring, token, order, seen, state) -> None:
     _weigh(q, lines, exists, state)
 
 
-def _narrow(q, stream, chunk, order, unit, parts, state) -> None:
+def _narrow(q, stream, chunk, unit, begins, state) -> None:
     """A step over rows of narrow codes, some of which exist."""
-    _weigh(q, stream.lines(chunk, order, parts[0]), unit[0] >= 0, state)
+    _weigh(q, stream.lines(chunk, begins[0], later=unit.shape[2] * LATER // NARROW_ROWS_A_STEP), unit[0] >= 0, state)
 
 
 def _weigh(q, lines, exists, state) -> None:

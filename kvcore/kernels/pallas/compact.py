@@ -17,28 +17,32 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import block_lines
 from kvcore.kernels.pallas.codes import of_bits
-from kvcore.kernels.pallas.lines import Buffer, buffers_of, column, lanes
+from kvcore.kernels.pallas.lines import SUBLANES, Buffer, buffers_of, column, lanes
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES, TILE_BYTES
 
 HALVES = 2
 """Chunks in VMEM: one that is worked on and one that arrives."""
 ROWS_OF_A_WORD = 4
+TILES = 2
+"""That a narrow row lies in."""
+ROWS_AT_ONCE = 32
+"""Narrow rows that are decoded together."""
 BYTES = np.int32(0x00FF00FF)
 """The lower byte of both halves of a word."""
-BIASED_E4M3, BIASED_E2M1 = 120 << 7, 126 << 7
+BIASED_E4M3 = 120 << 7
 """What makes a code's exponent that of a bf16 number."""
 COMPILER = pltpu.CompilerParams(disable_bounds_checks=True)
 """Of kernels whose addresses were clamped before: a check takes as long as starting the copy does."""
 
 
-def words(tiles, half, *, interpret: Any):
-    """Words [K · tiles, 128] int32 of a chunk of byte tiles [HALVES, ..., K, 4 · tiles, 128], tile by tile."""
-    rows = math.prod(tiles.shape[1:-1])
+def words(tiles, *, interpret: Any):
+    """Words [K · tiles, 128] int32 of byte tiles [..., K, 4 · tiles, 128], tile by tile."""
+    rows = math.prod(tiles.shape[:-1])
     if interpret:
         # The interpreter knows no views of memory; this shuffles registers, which it has none of.
-        return pltpu.bitcast(tiles[half].reshape(rows, LANES), jnp.int32)
-    return tiles.at[half].bitcast(jnp.int32).reshape(rows // 4, LANES)[...]
+        return pltpu.bitcast(tiles[...].reshape(rows, LANES), jnp.int32)
+    return tiles.bitcast(jnp.int32).reshape(rows // SUBLANES, LANES)[...]
 
 
 def scratch(buffer: Buffer, *count: int) -> list:
@@ -67,21 +71,9 @@ def from_e4m3(pairs):
     return bf16(pltpu.bitcast(number, jnp.int32) | special)
 
 
-def from_e2m1(pairs):
-    """Words that hold a nibble in either half -> [2K, 128] bf16."""
-    number = bf16(((pairs & twice(7)) << 6) + twice(BIASED_E2M1))
-    number = jnp.minimum(number * jnp.bfloat16(2) - jnp.bfloat16(1), number)
-    return bf16(pltpu.bitcast(number, jnp.int32) | (pairs & twice(8)) << 12)
-
-
 def from_split(pairs):
     """Words that hold the high byte of a bf16 number in the lower byte of either half, the low one above it."""
     return bf16((pairs & BYTES) << 8 | lax.shift_right_logical(pairs, 8) & BYTES)
-
-
-def from_e8m0(pairs):
-    """Words that hold an exponent in the lower byte of either half -> [2K, 128] bf16; 255 is infinite, for a NaN."""
-    return bf16((pairs & BYTES) << 7)
 
 
 def from_bytes(pairs):
@@ -121,104 +113,150 @@ def dot(left, right, *, contract: int = 1):
 
 
 def narrow(region: Region) -> bool:
-    """True for rows of a tile of e4m3 codes with their e8m0 scales, and 64 channels of 16 bits in a part of a tile."""
-    buffers = {buffer.name: buffer for buffer in buffers_of(region)}
+    """True for rows across tiles: four lines of e4m3 codes and e8m0 scales, and one of 64 channels of 16 bits."""
+    buffer, *others = buffers_of(region)
     values = {field.name: field for field in region.format.fields if field.is_value}
+    if others or not buffer.across or buffer.lines != SUBLANES + 1 or region.heads > 1:
+        return False
     for place in region.unit.places:
-        buffer, field = buffers[place.buffer], values.get(place.field)
-        coded = buffer.parts == 1 and buffer.tiles == 1 and place.base < TILE_BYTES
+        field = values.get(place.field)
         if field is None:
-            known = place.field == "scales" and coded
+            known = place.field == "scales" and place.base + place.nbytes <= TILE_BYTES
         elif field.code == "e4m3":
-            known = coded and place.base == 0 and field.scale == "e8m0" and field.width % 2 == 0
+            known = place.base == 0 and field.scale == "e8m0" and field.width % 2 == 0
         else:
-            known = field.code == "bf16" and buffer.parts == 4 and field.size == LANES // 2 and place.base == 0
+            known = field.code == "bf16" and place.base == TILE_BYTES
         if not known:
             return False
-    # The 16-bit channels are the upper half of the last line, where a part of a tile has their low bytes.
-    sizes = [field.size for field in values.values()]
-    return region.heads == 1 and sizes in ([TILE_BYTES - LANES // 2, LANES // 2], [TILE_BYTES])
+    # The 16-bit channels are the upper half of the last line of values, where the fifth line has their low bytes.
+    return [field.size for field in values.values()] == [TILE_BYTES - LANES // 2, LANES // 2]
 
 
 class Rows:
-    """Chunks of narrow rows, a chunk ahead of the arithmetic: a DMA a row and buffer, whether the row exists or not.
+    """Chunks of narrow rows, a chunk ahead of the arithmetic: a DMA a row, whether the row exists or not.
+
+    A row of the next chunk takes the place of one that was loaded, so that all places are constants: of what the scalar
+    unit does for a copy, addresses that are none are most.
 
     Args:
         region: of the rows.
-        pools: a reference to each of its pools, in HBM, as ``flat`` makes them.
+        pool: a reference to its pool, in HBM, as ``flat`` makes it.
+        given: where the rows of every chunk begin, [chunks, count / 128, 128] int32 in HBM; as ``flat`` makes it.
+        order: two references, as ``order`` makes them.
         held: the references that ``rows_scratch`` asked for.
-        places: of each pool, where row i of the stream lies, [all] int32; as ``flat`` makes them.
-        count: rows of a chunk.
         interpret: as in ``pallas_call``.
     """
 
-    def __init__(self, region: Region, pools, held, places, count: int, interpret: Any) -> None:
-        self._region, self._buffers, self._places = region, buffers_of(region), places
-        self._pools, self._tiles, self._arrived = pools, held[:-1], held[-1]
-        self._count, self._interpret, self._native = count, interpret, block_lines.casts_e4m3(interpret)
+    def __init__(self, region: Region, pool, given, order, held, interpret: Any) -> None:
+        self._region, self._pool, self._given = region, pool, given
+        self._numbers, self._following = order
+        self._tiles, self._arrived, self._places, self._told = held
+        self._interpret, self._native = interpret, block_lines.casts_e4m3(interpret)
 
-    def start(self, chunk, order) -> None:
-        """Let the chunk come that is next from ``chunk`` on, if there is one: a predicate of each copy, no branch."""
-        numbers, following = order
-        chunk = following[chunk]
-        needed = chunk < numbers.shape[0]
-        chunk = jnp.minimum(chunk, numbers.shape[0] - 1)
-        half = numbers[chunk] & HALVES - 1
+    def begin(self) -> None:
+        """Let the first chunk come. Before anything else."""
+        self._tell(0)
+        self._telling(0).wait()
+        chunk = self._following[0]
+        self._start(chunk, 0, self._tiles.shape[0])
+        self._tell(chunk + 1)
+
+    def end(self) -> None:
+        """After everything else, since places were told that nobody asked for."""
+        self._telling(0).wait()
+
+    def lines(self, chunk, begins, *, later: int = 0) -> list:
+        """Wait for a chunk; its rows' lines [K, 128] bf16, in the order of ``in_fours``, zeros where there is no row.
+
+        Args:
+            chunk: that has rows, each after the one before.
+            begins: [1, K] int32, the bit of its first tile's words with which each row begins, -1 where there is none.
+            later: rows of the next chunk whose copies are issued after the others, under what follows.
+        """
+        # Ahead of what is waited for: whether there is a next chunk holds up all of its copies.
+        following = self._following[chunk + 1]
+        pltpu.make_async_copy(self._tiles, self._tiles, self._arrived).wait()
+        self._telling(0).wait()
+        bits = column(begins)
+        found, started, count = [], 0, self._tiles.shape[0]
+        for first in range(0, count, ROWS_AT_ONCE):
+            some = self._tiles.at[first : first + ROWS_AT_ONCE]
+            one, two = (every(some, n, ROWS_AT_ONCE, step=TILES, interpret=self._interpret) for n in range(TILES))
+            # Between loads: the compiler leaves a copy's start where it is among them.
+            last = (count - later) * (first + ROWS_AT_ONCE) // count
+            self._start(following, started, last)
+            started = last
+            found.append(self._decoded(one, two, bits[first : first + ROWS_AT_ONCE]))
+        self._start(following, started, count)
+        self._tell(following + 1)
+        return [jnp.concatenate(line, axis=0) for line in zip(*found, strict=True)]
+
+    def _decoded(self, first, second, bits):
+        """Lines of rows whose two tiles are words of these."""
+        bits = jnp.broadcast_to(bits, first.shape)
+        coded, rest = joined(first, second, bits), lax.shift_right_logical(second, bits)
+        coded, rest = jnp.where(bits >= 0, coded, 0), jnp.where(bits >= 0, rest & 0xFF, 0)
+        few = len(first) // ROWS_OF_A_WORD
+        fours = [slice(few * number, few * (number + 1)) for number in range(ROWS_OF_A_WORD)]
+        rest = sum((rest[some] << 8 * number for number, some in enumerate(fours)), jnp.int32(0))
+        return decoded(self._region, [coded[some] for some in fours], rest, native=self._native)
+
+    def _start(self, chunk, first: int, last: int) -> None:
+        """Let rows of a chunk come whose places are told, if there is one: a predicate of each copy, no branch."""
+        needed = chunk < self._numbers.shape[0]
 
         def row(i, _):
-            for places, pool, tiles in zip(self._places, self._pools, self._tiles, strict=True):
-                at = pool.at[places[chunk * self._count + i]]
-                copy = pltpu.make_async_copy(at, tiles.at[half, i], self._arrived.at[half])
-                pl.when(needed)(copy.start)
+            at = self._pool.at[pl.ds(self._places[lax.div(i, LANES), lax.rem(i, LANES)], TILES)]
+            pl.when(needed)(pltpu.make_async_copy(at, self._tiles.at[i], self._arrived).start)
             return _
 
         # The interpreter's programs grow with every copy that is written out, and compiling them is most of its time.
-        lax.fori_loop(0, self._count, row, None, unroll=not self._interpret)
+        lax.fori_loop(first, last, row, None, unroll=not self._interpret)
 
-    def lines(self, chunk, order, parts) -> list:
-        """Wait for a chunk; its rows' lines [K, 128] bf16, in the order of ``in_fours``, zeros where there is no row.
+    def _tell(self, chunk) -> None:
+        """Let the places come of the chunk that is next from ``chunk`` on, or of any."""
+        last = self._numbers.shape[0]
+        self._telling(jnp.minimum(self._following[jnp.minimum(chunk, last)], last - 1)).start()
 
-        The next chunk's copies are issued under this one's arithmetic.
-
-        Args:
-            chunk: that was started.
-            order: two references, as ``order`` makes them.
-            parts: [1, K] int32, each row's number within the tile that it shares, -1 where there is none.
-        """
-        half = order[0][chunk] & HALVES - 1
-        for tiles in self._tiles:
-            pltpu.make_async_copy(tiles.at[half], tiles.at[half], self._arrived.at[half]).wait()
-        part = jnp.broadcast_to(column(parts), (self._count, LANES))
-        words_of = {
-            buffer.name: jnp.where(part >= 0, words(tiles, half, interpret=self._interpret), 0)
-            for buffer, tiles in zip(self._buffers, self._tiles, strict=True)
-        }
-        self.start(chunk + 1, order)
-        coded, rest = words_of[coded_buffer(self._region)], None
-        few = self._count // ROWS_OF_A_WORD
-        fours = [slice(few * number, few * (number + 1)) for number in range(ROWS_OF_A_WORD)]
-        for name, word in words_of.items():
-            if name != coded_buffer(self._region):
-                mine = lax.shift_right_logical(word, jnp.maximum(part, 0) * 8) & 0xFF
-                rest = sum((mine[some] << 8 * number for number, some in enumerate(fours)), jnp.int32(0))
-        return decoded(self._region, [coded[some] for some in fours], rest, native=self._native)
+    def _telling(self, chunk):
+        return pltpu.make_async_copy(self._given.at[chunk], self._places, self._told)
 
 
 def rows_scratch(region: Region, count: int) -> list:
-    """Scratch of ``Rows``: tiles of every buffer, and a semaphore for either half."""
-    tiles = [pltpu.VMEM((HALVES, count, *buffer.tile), buffer.dtype) for buffer in buffers_of(region)]
-    return [*tiles, pltpu.SemaphoreType.DMA((HALVES,))]
+    """Scratch of ``Rows``: tiles of a chunk, places of the next one's rows, and a semaphore for each."""
+    (buffer,) = buffers_of(region)
+    return [
+        pltpu.VMEM((count, *buffer.tile), buffer.dtype),
+        pltpu.SemaphoreType.DMA(()),
+        pltpu.SMEM((count // LANES, LANES), jnp.int32),
+        pltpu.SemaphoreType.DMA(()),
+    ]
 
 
-def in_fours(numbers, count: int):
-    """[..., n] of chunks of ``count`` rows, as their lines have them: one of each quarter of the chunk in turn."""
-    quarters = numbers.reshape(*numbers.shape[:-1], -1, ROWS_OF_A_WORD, count // ROWS_OF_A_WORD)
+def every(tiles, number: int, count: int, *, step: int, interpret: Any):
+    """Words [count, 128] of every ``step``-th of tiles [..., 4, 128], from tile ``number`` on."""
+    rows = math.prod(tiles.shape[:-1]) // SUBLANES
+    if interpret:
+        # The interpreter knows no views of memory.
+        return pltpu.bitcast(tiles[...].reshape(-1, LANES), jnp.int32)[number::step][:count]
+    return tiles.bitcast(jnp.int32).reshape(rows, LANES)[pl.ds(number, count, stride=step)]
+
+
+def joined(first, second, bits):
+    """Words of the four lines that begin ``bits`` / 8 lines after those of ``first``, and go on in ``second``."""
+    # In two steps, since 32 bits are no shift.
+    return lax.shift_right_logical(first, bits) | second << 8 << 24 - bits
+
+
+def in_fours(numbers):
+    """[..., n] of narrow rows, as lines have them: of rows that are decoded together one of each quarter in turn."""
+    quarters = numbers.reshape(*numbers.shape[:-1], -1, ROWS_OF_A_WORD, ROWS_AT_ONCE // ROWS_OF_A_WORD)
     return quarters.swapaxes(-1, -2).reshape(numbers.shape)
 
 
-def out_of_fours(numbers, count: int):
+def out_of_fours(numbers):
     """What ``in_fours`` undoes."""
-    fours = numbers.reshape(*numbers.shape[:-1], -1, count // ROWS_OF_A_WORD, ROWS_OF_A_WORD)
+    fours = numbers.reshape(*numbers.shape[:-1], -1, ROWS_AT_ONCE // ROWS_OF_A_WORD, ROWS_OF_A_WORD)
     return fours.swapaxes(-1, -2).reshape(numbers.shape)
 
 
@@ -234,24 +272,17 @@ def order(live):
     return numbers, jnp.pad(following, (0, 1), constant_values=count)
 
 
-def parts_of(region: Region, unit, row):
-    """Of rows at (unit, row): their number within the tile that they share, -1 where the unit is."""
-    parts = max(buffer.parts for buffer in buffers_of(region))
-    return jnp.where(unit >= 0, row & (parts - 1), -1)
+def begins_of(region: Region, unit, row):
+    """Of rows at (unit, row): the bit of their first tile's words with which they begin, -1 where the unit is."""
+    (buffer,) = buffers_of(region)
+    return jnp.where(unit >= 0, 8 * buffer.line(row), -1)
 
 
-def flat(region: Region, pools, unit, row):
-    """(pools [tiles, 4, 128], of each the tile [n] int32 that has row (unit, row)); inside them, so no check looks."""
-    places = []
-    for buffer, pool in zip(buffers_of(region), pools, strict=True):
-        tile = jnp.maximum(row, 0) >> buffer.parts.bit_length() - 1
-        places.append((jnp.clip(unit, 0, pool.shape[0] - 1) * pool.shape[1] + tile).reshape(-1))
-    return [pool.reshape(-1, *pool.shape[2:]) for pool in pools], places
-
-
-def coded_buffer(region: Region) -> str:
-    """The buffer of a narrow row's codes and scales."""
-    return next(place.buffer for place in region.unit.places if place.field == "scales")
+def flat(region: Region, pool, unit, row, count: int):
+    """(pool [tiles, 4, 128], first tile of each row, [chunks, count / 128, 128] int32); inside it, so nothing looks."""
+    (buffer,) = buffers_of(region)
+    places = jnp.clip(unit, 0, pool.shape[0] - 1) * pool.shape[1] + buffer.first(jnp.maximum(row, 0))
+    return pool.reshape(-1, *pool.shape[2:]), places.reshape(-1, count // LANES, LANES)
 
 
 def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
@@ -260,7 +291,7 @@ def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
     Args:
         region: of the rows.
         fours: [n, 128] words each, of a row's tile.
-        rest: [n, 128] words of which each byte is one of the four rows', of their 16-bit channels; or None.
+        rest: [n, 128] words of which each byte is one of the four rows', of their 16-bit channels.
         native: the chip casts e4m3 itself.
         kept: [n, 128] words, 0 in the bytes of rows that are to be zeros; None: none is.
     """
@@ -276,14 +307,11 @@ def decoded(region: Region, fours, rest, *, native: bool, kept=None) -> list:
         by = spread[:, LANES * number : LANES * (number + 1)]
         line = block_lines.from_e4m3(words, native) * jnp.bfloat16(block_lines.e4m3_factor(native)) * by
         found.append(jnp.where(by < 0, jnp.bfloat16(jnp.nan), line))
-    if rest is not None:
-        # High bytes lie in the lower lanes, low ones above them.
-        byte = pltpu.bitcast(rest, jnp.uint8).astype(jnp.int32)
-        bits = pltpu.bitcast(
-            of_bits(pltpu.roll(byte, LANES // 2, 1) << 24 | byte << 16).astype(jnp.bfloat16), jnp.int32
-        )
-        last = pltpu.bitcast(found[-1], jnp.int32)
-        found[-1] = bf16(jnp.where(lanes(last.shape) < LANES // 2, last, bits))
+    # High bytes lie in the lower lanes, low ones above them.
+    byte = pltpu.bitcast(rest, jnp.uint8).astype(jnp.int32)
+    bits = pltpu.bitcast(of_bits(pltpu.roll(byte, LANES // 2, 1) << 24 | byte << 16).astype(jnp.bfloat16), jnp.int32)
+    last = pltpu.bitcast(found[-1], jnp.int32)
+    found[-1] = bf16(jnp.where(lanes(last.shape) < LANES // 2, last, bits))
     return found
 
 

@@ -14,7 +14,7 @@ from kvcore.kernels.pallas.stream import Stream, ahead, scratch
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
-ROWS_A_STEP = 128
+ROWS_A_STEP = 256
 ROWS_AT_ONCE = 32
 """Of formats that are decoded line by line in fp32."""
 
@@ -31,16 +31,15 @@ def gather_rows(region: Region, pools, unit, row, *, global_scale: float = 1.0, 
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     shape, total = (-1, 1, size), len(unit)
     if narrow:
-        unit, row = compact.out_of_fours(unit, size), compact.out_of_fours(row, size)
-        given = [compact.parts_of(region, unit, row).reshape(shape)]
+        unit, row = compact.out_of_fours(unit), compact.out_of_fours(row)
+        given = [compact.begins_of(region, unit, row).reshape(shape)]
         order = compact.order(jnp.any(unit.reshape(shape) >= 0, axis=(1, 2)))
-        pools, places = compact.flat(region, pools, unit, row)
-        scalars = [*order, *places]
+        pools, scalars = [*compact.flat(region, pools[0], unit, row, size)], [*order]
     else:
         given, scalars = [unit.reshape(shape), row.reshape(shape)], [unit, row]
     chunk = pl.BlockSpec((1, 1, size), lambda i, *_: (i, 0, 0))
     values = pl.pallas_call(
-        functools.partial(_gather_narrow, region=region, pools=len(pools), interpret=interpret)
+        functools.partial(_gather_narrow, region=region, interpret=interpret)
         if narrow
         else functools.partial(_gather, region=region, pools=len(pools), global_scale=global_scale),
         out_shape=jax.ShapeDtypeStruct((total, lines * LANES), dtype),
@@ -74,18 +73,18 @@ def _gather(units, rows, unit, row, *refs, region: Region, pools: int, global_sc
         values[:, LANES * number : LANES * (number + 1)] = kept.astype(values.dtype)
 
 
-def _gather_narrow(numbers, following, *refs, region: Region, pools: int, interpret: Any):
-    places, parts, refs = refs[:pools], refs[pools], refs[pools + 1 :]
-    held, values, pools = refs[pools + 1 :], refs[pools], refs[:pools]
-    step, order = pl.program_id(0), (numbers, following)
-    stream = compact.Rows(region, pools, held, places, ROWS_A_STEP, interpret)
-    pl.when(step == 0)(lambda: stream.start(0, order))
+def _gather_narrow(numbers, following, begins, pool, places, values, *held, region: Region, interpret: Any):
+    step = pl.program_id(0)
+    stream = compact.Rows(region, pool, places, (numbers, following), held, interpret)
+    pl.when(step == 0)(stream.begin)
 
     @pl.when(numbers[step] >= 0)
     def _():
-        for number, line in enumerate(stream.lines(step, order, parts[0])):
+        for number, line in enumerate(stream.lines(step, begins[0])):
             values[:, LANES * number : LANES * (number + 1)] = line.astype(values.dtype)
 
     @pl.when(numbers[step] < 0)
     def _():
         values[...] = jnp.zeros(values.shape, values.dtype)
+
+    pl.when(step == pl.num_programs(0) - 1)(stream.end)

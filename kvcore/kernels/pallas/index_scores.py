@@ -1,8 +1,8 @@
 """Lightning-indexer scores straight from blocks of keys (DeepSeek-V4 paper section 2.3.1): a DMA a block, products.
 
 Codes become bf16, which is exact, and queries are sums of bf16 numbers, so matrix units multiply without loss. A row's
-one fp32 scale is above 0 and multiplies its score; scales of groups are spread over their lanes by a product of zeros
-and ones. Nibbles stay where they are in their bytes: the queries' channels are put in their order instead.
+one fp32 scale is above 0 and multiplies its score; scales of groups are gathered along the lanes, those of four rows at
+once. Nibbles stay where they are in their bytes: the queries' channels are put in their order instead.
 """
 
 import functools
@@ -15,16 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvcore.kernels.pallas import compact, rows_codec
+from kvcore.kernels.pallas import block_lines, compact, rows_codec
 from kvcore.kernels.pallas.lines import SUBLANES, buffers_of, lanes
 from kvcore.kernels.pallas.rows_codec import place_of
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
 TILES_A_STEP = 1024
+TILES_AT_ONCE = 128
+"""Of a step's, that are decoded and multiplied together."""
 SUBLANE_TILE = 8
 PARTS_OF_FP32 = 3
-ROWS_OF_A_PAIR = 2
 
 
 def supports(region: Region) -> bool:
@@ -52,7 +53,7 @@ def index_scores(region: Region, pool, blocks, q, weights, *, global_scale: floa
     more = -columns % count
     blocks = jnp.pad(blocks, ((0, 0), (0, more)), constant_values=-1)
     steps = blocks.shape[1] // count
-    live = jnp.any(blocks.reshape(tokens * steps, count) >= 0, axis=1).astype(jnp.int32)
+    order = compact.order(jnp.any(blocks.reshape(tokens * steps, count) >= 0, axis=1))
     (field,) = [field for field in region.format.fields if field.is_value]
     if field.code == "e2m1":
         q = q.reshape(*q.shape[:2], LANES // 2, 2).swapaxes(2, 3).reshape(q.shape)
@@ -68,7 +69,7 @@ def index_scores(region: Region, pool, blocks, q, weights, *, global_scale: floa
         functools.partial(_scores, region=region, count=count, global_scale=global_scale, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((tokens, steps, 1, rows), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(tokens, steps),
             in_specs=[
                 pl.BlockSpec((1, *q.shape[1:]), lambda t, *_: (t, 0, 0)),
@@ -83,33 +84,39 @@ def index_scores(region: Region, pool, blocks, q, weights, *, global_scale: floa
             flops=2 * tokens * steps * rows * q.shape[1] * LANES, bytes_accessed=read, transcendentals=0
         ),
         interpret=interpret,
-    )(jnp.clip(blocks, 0, len(pool) - 1).reshape(-1), live, q, weights, pool)
-    # Keys of a tile are decoded two by two: [pairs, tiles, 2], where here they are rows of their own.
-    pairs = max(1, buffer.parts // ROWS_OF_A_PAIR)
-    scores = scores.reshape(tokens, steps, pairs, count * tiles, -1).transpose(0, 1, 3, 4, 2)
+    )(jnp.clip(blocks, 0, len(pool) - 1).reshape(-1), *order, q, weights, pool)
     scores = scores.reshape(tokens, columns + more, tiles * buffer.parts)
     return scores[:, :columns, : region.rows].reshape(tokens, columns * region.rows)
 
 
-def _scores(units, live, q, weights, pool, scores, tiles, arrived, *, region, count, global_scale, interpret):
-    step, steps = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), pl.num_programs(0) * pl.num_programs(1)
+def _scores(
+    units, numbers, following, q, weights, pool, scores, tiles, arrived, *, region, count, global_scale, interpret
+):
+    step, steps = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), numbers.shape[0]
 
-    def start(chunk):
-        half = lax.rem(chunk, compact.HALVES)
-        for i in range(count):
+    def start(chunk, blocks):
+        """Let some blocks of a chunk come, if there is one: a predicate of each copy, no branch."""
+        needed = chunk < steps
+        chunk = jnp.minimum(chunk, steps - 1)
+        half = numbers[chunk] & compact.HALVES - 1
+        for i in blocks:
             at = pool.at[units[chunk * count + i]]
-            pltpu.make_async_copy(at, tiles.at[half, i], arrived.at[half]).start()
+            pl.when(needed)(pltpu.make_async_copy(at, tiles.at[half, i], arrived.at[half]).start)
 
-    pl.when((step == 0) & (live[0] > 0))(lambda: start(0))
-    following = jnp.minimum(step + 1, steps - 1)
-    pl.when((step + 1 < steps) & (live[following] > 0))(lambda: start(following))
+    pl.when(step == 0)(lambda: start(following[0], range(count)))
 
-    @pl.when(live[step] > 0)
+    @pl.when(numbers[step] >= 0)
     def _():
-        half = lax.rem(step, compact.HALVES)
+        half, after = numbers[step] & compact.HALVES - 1, following[step + 1]
         pltpu.make_async_copy(tiles.at[half], tiles.at[half], arrived.at[half]).wait()
-        found = [_scored(q[0], weights[0], *keys) for keys in _keys(region, tiles, half, interpret)]
-        row = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+        rows, size = [], max(1, TILES_AT_ONCE // tiles.shape[2])
+        for first in range(0, count, size):
+            # Between loads: the compiler leaves a copy's start where it is among them.
+            last = min(first + size, count)
+            keys = _keys(region, tiles.at[half, first:last], interpret)
+            start(after, range(first, last))
+            rows.append(_scored(q[0], weights[0], *keys))
+        row = jnp.concatenate(rows, axis=1)
         scores[0, 0] = row if global_scale == 1 else row * np.float32(global_scale)
 
 
@@ -134,28 +141,31 @@ def _summed(products, weights):
     return jnp.sum(weighted, axis=0, keepdims=True)
 
 
-def _keys(region: Region, tiles, half, interpret):
-    """Keys of a chunk, pair after pair of the rows that share a tile: ([n, 128], scales of rows [1, n] or None)."""
+def _keys(region: Region, tiles, interpret):
+    """Keys of a chunk: ([n, 128], scales of rows [1, n] or None)."""
     (field,) = [field for field in region.format.fields if field.is_value]
     if field.code == "fp32":
-        return [(tiles[half].reshape(-1, LANES), None)]
-    word = compact.words(tiles, half, interpret=interpret)
+        return tiles[...].reshape(-1, LANES), None
+    word = compact.words(tiles, interpret=interpret)
     if field.code == "bf16":
-        return [(compact.from_split(word), None)]
-    scale = place_of(region, "scales")
+        return compact.from_split(word), None
+    scale, native = place_of(region, "scales"), block_lines.casts_e4m3(interpret)
     line, first = divmod(scale.base, LANES)
     if field.code == "e4m3":
-        return [(compact.from_e4m3(word), _row_scales(compact.shifted(word, 8 * line), first))]
+        return compact.from_e4m3(word), _row_scales(compact.shifted(word, 8 * line), first)
     lane = lanes(word.shape)
     nibbles = jnp.where(lane < LANES // 2, word, lax.shift_right_logical(pltpu.roll(word, LANES // 2, 1), 4))
-    scales = jnp.where((lane >= first) & (lane < first + field.groups), word, 0)
-    from_scale = compact.from_e8m0 if field.scale == "e8m0" else compact.from_e4m3
-    found = []
-    for number in range(ROWS_OF_A_PAIR):
-        keys = compact.from_e2m1(compact.shifted(nibbles, 8 * number))
-        few = from_scale(compact.shifted(scales, 8 * number))
-        found.append((keys * compact.dot(few, _groups(first, field.width), contract=0).astype(jnp.bfloat16), None))
-    return found
+    # A word's bytes are those of four rows, each with its own scale of the lane's group.
+    channel = 2 * (lane & LANES // 2 - 1) + lane // (LANES // 2)
+    scales = jnp.take_along_axis(word, first + channel // field.width, axis=1, mode="promise_in_bounds")
+    if field.scale == "e8m0":
+        # Shifted two by two: no exponent leaves its half.
+        pairs = pltpu.bitcast(pltpu.bitcast(scales, jnp.uint8).astype(jnp.uint16), jnp.int32)
+        by = compact.bf16(pairs << 7)
+        by = jnp.where(by == jnp.bfloat16(jnp.inf), jnp.bfloat16(jnp.nan), by)
+    else:
+        by = block_lines.from_e4m3(scales, native) * jnp.bfloat16(block_lines.e4m3_factor(native))
+    return block_lines.from_e2m1(nibbles) * jnp.bfloat16(block_lines.E2M1_FACTOR) * by, None
 
 
 def _row_scales(pairs, first: int):
@@ -165,10 +175,3 @@ def _row_scales(pairs, first: int):
     found = compact.bytes_again(compact.dot(chosen, compact.from_bytes(pairs)))
     bits = sum((found[byte : byte + 1] << 8 * byte for byte in range(1, 4)), found[:1])
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _groups(first: int, width: int):
-    """[128, 128] ones where a lane of nibbles belongs to the group whose scale lies in a lane from ``first`` on."""
-    scale, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    channel = 2 * (lane & LANES // 2 - 1) + lax.div(lane, LANES // 2)
-    return jnp.where(scale == first + lax.div(channel, width), 1.0, 0.0).astype(jnp.bfloat16)

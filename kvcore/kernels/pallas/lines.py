@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.plan import Region
-from kvcore.spec.layout import LANES, TILE_BYTES
+from kvcore.spec.layout import LANES, LINES_ACROSS, TILE_BYTES
 
 SUBLANES = TILE_BYTES // LANES
 """Byte lines of a tile."""
@@ -25,7 +26,7 @@ class Buffer(NamedTuple):
     Attributes:
         name: in the region's layout.
         lines: 128-byte lines of a row, pads included.
-        parts: rows that share a tile; 1 where a row is one tile or more.
+        parts: rows that share a tile; 1 where a row is one tile or more, whole ones or not.
         fp32: the pool holds fp32 elements, so that a word is a channel.
     """
 
@@ -35,14 +36,37 @@ class Buffer(NamedTuple):
     fp32: bool
 
     @property
-    def tiles(self) -> int:
-        """Tiles that move with one row."""
-        return max(1, self.lines // SUBLANES)
+    def across(self) -> bool:
+        """Rows begin anywhere in a tile, and end in the next."""
+        return not self.fp32 and self.lines in LINES_ACROSS
 
     @property
-    def tile(self) -> tuple[int, int]:
-        """Last two axes of the pool."""
+    def tiles(self) -> int:
+        """Tiles that move with one row."""
+        return max(1, -(-self.lines // SUBLANES))
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """What moves with one row: the last two axes of the pool, and some of the one before where rows are across."""
+        if self.across:
+            return self.tiles, SUBLANES, LANES
         return (self.tiles, LANES) if self.fp32 else (self.tiles * SUBLANES, LANES)
+
+    def first(self, row):
+        """Where in its unit of the pool a row begins, or the tile that it shares."""
+        return row * self.lines >> 2 if self.across else row >> self.parts.bit_length() - 1
+
+    def line(self, row):
+        """The line of the tile at ``first`` with which a row begins."""
+        return row * self.lines & 3 if self.across else (row & self.parts - 1) * (SUBLANES // self.parts)
+
+    def at(self, row) -> Any:
+        """Index of what moves with a row in its unit of the pool."""
+        return pl.ds(self.first(row), self.tiles) if self.across else self.first(row)
+
+    def rows(self, tiles: int) -> int:
+        """Rows that lie in so many items of the pool's second axis."""
+        return tiles * SUBLANES // self.lines if self.across else tiles * self.parts
 
     @property
     def dtype(self) -> Any:
@@ -63,12 +87,16 @@ def buffers_of(region: Region) -> tuple[Buffer, ...]:
 
 def words_of(tiles, buffer: Buffer):
     """Tiles [K, *tile] of a buffer -> words [K, tiles, 128] int32."""
-    return lax.bitcast_convert_type(tiles, jnp.int32) if buffer.fp32 else pltpu.bitcast(tiles, jnp.int32)
+    if buffer.fp32:
+        return lax.bitcast_convert_type(tiles, jnp.int32)
+    return pltpu.bitcast(tiles, jnp.int32).reshape(-1, buffer.tiles, LANES)
 
 
 def tiles_of(words, buffer: Buffer):
     """Words [K, tiles, 128] int32 -> tiles [K, *tile] as they are stored."""
-    return lax.bitcast_convert_type(words, jnp.float32) if buffer.fp32 else pltpu.bitcast(words, jnp.uint8)
+    if buffer.fp32:
+        return lax.bitcast_convert_type(words, jnp.float32)
+    return pltpu.bitcast(words[:, :, None] if buffer.across else words, jnp.uint8)
 
 
 def byte_line(words, buffer: Buffer, row, number: int):
@@ -80,11 +108,12 @@ def byte_line(words, buffer: Buffer, row, number: int):
         row: [K, 1] int32, each one's number in its unit: it tells rows that share a tile apart.
         number: of the line.
     """
-    if buffer.parts == 1:
+    if buffer.parts == 1 and not buffer.across:
         return lax.shift_right_logical(words[:, number // SUBLANES, :], jnp.int32(8 * (number % SUBLANES))) & 0xFF
-    shift = 8 * ((row & (buffer.parts - 1)) * (SUBLANES // buffer.parts) + number)
     word = words[:, 0, :]
-    return lax.shift_right_logical(word, jnp.broadcast_to(shift, word.shape)) & 0xFF
+    line = jnp.broadcast_to(buffer.line(row) + number, word.shape)
+    word = jnp.where(line < SUBLANES, word, words[:, 1, :]) if buffer.across else word
+    return lax.shift_right_logical(word, 8 * (line & SUBLANES - 1)) & 0xFF
 
 
 def window(line: Callable[[int], Any], count: int, first: int):
@@ -108,11 +137,17 @@ def at_lane(line, lane: int):
 
 
 def column(numbers):
-    """[1, K] int32 along lanes -> [K, 1] along sublanes. In HBM a column would take a whole tile line a row."""
+    """[1, K] int32 along lanes -> [K, 1] along sublanes. In HBM a column would take a whole tile line a row.
+
+    By sums in fp32, since those of integers are two: exact below 2^24, and beyond that the sign is.
+    """
+    if numbers.shape[1] > LANES:
+        pieces = range(0, numbers.shape[1], LANES)
+        return jnp.concatenate([column(numbers[:, first : first + LANES]) for first in pieces], axis=0)
     count = numbers.shape[1]
-    square = jnp.broadcast_to(numbers, (count, count))
+    square = jnp.broadcast_to(numbers.astype(jnp.float32), (count, count))
     diagonal = lanes((count, count)) == lax.broadcasted_iota(jnp.int32, (count, count), 0)
-    return jnp.sum(jnp.where(diagonal, square, 0), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(diagonal, square, 0.0), axis=1, keepdims=True).astype(jnp.int32)
 
 
 def lanes(shape: Sequence[int]):

@@ -1,4 +1,4 @@
-"""Whole rings as they lie: one DMA a buffer brings all rows of a slot, a token ahead; which are seen is arithmetic.
+"""Whole rings as they lie: one DMA brings all rows of a slot, a token ahead; which are seen is arithmetic.
 
 A row of its own for each copy would take the scalar unit longer than the memory takes for the ring.
 """
@@ -6,17 +6,18 @@ A row of its own for each copy would take the scalar unit longer than the memory
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvcore.kernels.pallas import block_lines, compact
-from kvcore.kernels.pallas.lines import buffers_of
+from kvcore.kernels.pallas.lines import SUBLANES, buffers_of
 from kvcore.plan import Region
 from kvcore.spec.layout import LANES
 
 MOST_ROWS = 2 * LANES
-ROWS_OF_A_TILE = 4
+ROWS_OF_FIVE_TILES = 4
 STEP = 32
 """Rows of which a register holds one byte each."""
 
@@ -43,12 +44,13 @@ def seen(region: Region, unit, row):
 
 
 def scratch(region: Region) -> list:
-    """Scratch of a ``Ring``: tiles of every buffer, and a semaphore for either half."""
-    rows = size(region)
-    tiles = [
-        pltpu.VMEM((compact.HALVES, rows // buffer.parts, *buffer.tile), buffer.dtype) for buffer in buffers_of(region)
+    """Scratch of a ``Ring``: tiles, and a semaphore for either half."""
+    (buffer,) = buffers_of(region)
+    tiles = size(region) * buffer.lines // SUBLANES
+    return [
+        pltpu.VMEM((compact.HALVES, tiles, SUBLANES, LANES), buffer.dtype),
+        pltpu.SemaphoreType.DMA((compact.HALVES,)),
     ]
-    return [*tiles, pltpu.SemaphoreType.DMA((compact.HALVES,))]
 
 
 class Ring:
@@ -56,14 +58,15 @@ class Ring:
 
     Args:
         region: of the rows.
-        pools: a reference to each of its pools, in HBM.
+        pool: a reference to its pool, in HBM.
         held: the references that ``scratch`` asked for.
         units: [T] int32, of each token, within the pools.
         interpret: as in ``pallas_call``.
     """
 
-    def __init__(self, region: Region, pools, held, units, interpret: Any) -> None:
-        self.region, self._pools, self._tiles, self._arrived = region, pools, held[:-1], held[-1]
+    def __init__(self, region: Region, pool, held, units, interpret: Any) -> None:
+        self.region, self._pool = region, pool
+        self._tiles, self._arrived = held
         self._units, self._interpret, self._native = units, interpret, block_lines.casts_e4m3(interpret)
 
     def start(self, token, order) -> None:
@@ -72,8 +75,7 @@ class Ring:
         token = following[token]
         needed = token < numbers.shape[0]
         token = jnp.minimum(token, numbers.shape[0] - 1)
-        for copy in self._copies(token, numbers[token] & compact.HALVES - 1):
-            pl.when(needed)(copy.start)
+        pl.when(needed)(self._copy(token, numbers[token] & compact.HALVES - 1).start)
 
     def lines(self, token, order, first, count) -> list:
         """Wait for a token's ring; lines [K, 128] bf16 of its rows in their order, zeros where a row is not seen.
@@ -81,33 +83,23 @@ class Ring:
         The next one's copies are issued under this one's arithmetic.
         """
         half = order[0][token] & compact.HALVES - 1
-        for copy in self._copies(token, half):
-            copy.wait()
-        few = size(self.region) // ROWS_OF_A_TILE
+        self._copy(token, half).wait()
+        few = size(self.region) // ROWS_OF_FIVE_TILES
         kept = _kept(self.region, few, first, count)
-        fours, rest = [], None
-        for buffer, tiles in zip(buffers_of(self.region), self._tiles, strict=True):
-            if buffer.parts == 1:
-                fours = [self._words(tiles, half, few, number) for number in range(ROWS_OF_A_TILE)]
-            else:
-                rest = self._words(tiles, half, few, None) & kept
-        self.start(token + 1, order)
-        return compact.decoded(self.region, fours, rest, native=self._native, kept=kept)
-
-    def _words(self, tiles, half, count: int, number: int | None):
-        """Words of every fourth tile from ``number`` on, or of all of them."""
-        if self._interpret:
-            # The interpreter knows no views of memory.
-            words = compact.words(tiles, half, interpret=True)
-            return words if number is None else words[number::ROWS_OF_A_TILE]
-        words = tiles.at[half].bitcast(jnp.int32).reshape(tiles.shape[1], LANES)
-        return words[...] if number is None else words[pl.ds(number, count, stride=ROWS_OF_A_TILE)]
-
-    def _copies(self, token, half) -> list:
-        return [
-            pltpu.make_async_copy(pool.at[self._units[token]], tiles.at[half, : pool.shape[1]], self._arrived.at[half])
-            for pool, tiles in zip(self._pools, self._tiles, strict=True)
+        tiles = [
+            compact.every(self._tiles.at[half], number, few, step=ROWS_OF_FIVE_TILES + 1, interpret=self._interpret)
+            for number in range(ROWS_OF_FIVE_TILES + 1)
         ]
+        self.start(token + 1, order)
+        # Row r of four begins with line r of tile r, and its fifth line is line r of the next tile.
+        fours = [tiles[0], *(compact.joined(tiles[row], tiles[row + 1], 8 * row) for row in range(1, len(tiles) - 1))]
+        mine = [tiles[row + 1] & np.uint32(0xFF << 8 * row).view(np.int32) for row in range(len(fours))]
+        rest = sum(mine, jnp.int32(0))
+        return compact.decoded(self.region, fours, rest & kept, native=self._native, kept=kept)
+
+    def _copy(self, token, half):
+        at = self._tiles.at[half, : self._pool.shape[1]]
+        return pltpu.make_async_copy(self._pool.at[self._units[token]], at, self._arrived.at[half])
 
 
 def among(region: Region, row, first, count):
@@ -119,11 +111,11 @@ def among(region: Region, row, first, count):
 
 def _kept(region: Region, count: int, first, rows):
     """[count, 128] int32: the bytes of words 4r to 4r + 3 whose rows are among ``rows`` from ``first`` on."""
-    begin = ROWS_OF_A_TILE * lax.broadcasted_iota(jnp.int32, (count, LANES), 0)
+    begin = compact.ROWS_OF_A_WORD * lax.broadcasted_iota(jnp.int32, (count, LANES), 0)
 
     def from_(row):
         past = row - begin
-        return jnp.where(past < ROWS_OF_A_TILE, jnp.int32(-1) << 8 * jnp.maximum(past, 0), 0)
+        return jnp.where(past < compact.ROWS_OF_A_WORD, jnp.int32(-1) << 8 * jnp.maximum(past, 0), 0)
 
     # What is not seen is a run, too, where what is goes around the ring's end.
     end = first + rows

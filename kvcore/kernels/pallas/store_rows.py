@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -36,8 +37,8 @@ def store_rows(region: Region, pools, unit, row, values, *, global_scale: float 
 
 def inside(region: Region, pools, unit, row):
     """(unit, row) of a region's pools, -1 where a pool has no such unit: nothing in the kernel looks for it."""
-    tiles = [pool.shape[1] * buffer.parts for buffer, pool in zip(buffers_of(region), pools, strict=True)]
-    exists = (unit < pools[0].shape[0]) & (row >= 0) & (row < min(tiles))
+    rows = [buffer.rows(pool.shape[1]) for buffer, pool in zip(buffers_of(region), pools, strict=True)]
+    exists = (unit < pools[0].shape[0]) & (row >= 0) & (row < min(rows))
     return jnp.where(exists, unit, -1), row
 
 
@@ -70,11 +71,12 @@ def in_place(kernel, region: Region, pools, scalars, inputs, specs, steps: int, 
 
 
 def target_scratch(region: Region, rows: int):
-    """Scratch of ``put``: words and tiles of every buffer, one old tile, a semaphore."""
+    """Scratch of ``put``: words and tiles of every buffer, the old tile or tiles of one row, a semaphore."""
     buffers = buffers_of(region)
     words = [pltpu.VMEM((rows, buffer.tiles, LANES), jnp.int32) for buffer in buffers]
     tiles = [pltpu.VMEM((rows, *buffer.tile), buffer.dtype) for buffer in buffers]
-    return [*words, *tiles, pltpu.VMEM((SUBLANES, LANES), jnp.uint8), pltpu.SemaphoreType.DMA(())]
+    shared = [buffer.tile for buffer in buffers if _shares(buffer)] or [(SUBLANES, LANES)]
+    return [*words, *tiles, pltpu.VMEM(shared[0], jnp.uint8), pltpu.SemaphoreType.DMA(())]
 
 
 def _store(units, rows, values, *refs, region: Region, pools: int, global_scale: float):
@@ -93,7 +95,7 @@ def put(region: Region, pools, held, lines, places, global_scale: float) -> None
     for buffer, pool, word, tile in zip(buffers, pools, words, tiles, strict=True):
         for number, line in enumerate(encoded[buffer.name]):
             word[:, number, :] = line
-        if buffer.parts > 1:
+        if _shares(buffer):
             for i, (unit, row) in enumerate(places):
                 _merge(buffer, pool, word[i], old, arrived, unit, row)
             continue
@@ -108,20 +110,35 @@ def put(region: Region, pools, held, lines, places, global_scale: float) -> None
             pl.when(unit >= 0)(lambda i=i, unit=unit, row=row: copy(i, unit, row).wait())
 
 
+def _shares(buffer: Buffer) -> bool:
+    return buffer.parts > 1 or buffer.across
+
+
 def _merge(buffer: Buffer, pool, word, old, arrived, unit, row) -> None:
-    """Exchange one row's bytes in the tile that it shares. One after another: the next row may lie in the same tile."""
+    """Exchange one row's bytes in tiles that it shares. One after another: the next row may lie in the same tile."""
 
     @pl.when(unit >= 0)
     def _():
-        at = pool.at[unit, lax.div(row, jnp.int32(buffer.parts))]
+        at = pool.at[unit, buffer.at(row)]
         fetch = pltpu.make_async_copy(at, old, arrived)
         fetch.start()
         fetch.wait()
-        shift = lax.rem(row, jnp.int32(buffer.parts)) * (8 * SUBLANES // buffer.parts)
-        mine = jnp.full(word.shape, (1 << 8 * SUBLANES // buffer.parts) - 1, jnp.int32)
-        shift = jnp.broadcast_to(shift, word.shape)
-        kept = words_of(old[...], buffer) & ~(mine << shift)
-        old[...] = tiles_of(kept | word << shift, buffer)
+        shift = jnp.broadcast_to(8 * buffer.line(row), (1, LANES))
+        held = [min(buffer.lines - SUBLANES * tile, SUBLANES) for tile in range(buffer.tiles)]
+        mine = [jnp.full((1, LANES), np.uint32((1 << 8 * lines) - 1).view(np.int32)) for lines in held]
+        mine, new = (_moved(one, shift) for one in (mine, [word[tile : tile + 1] for tile in range(buffer.tiles)]))
+        kept = words_of(old[...][None], buffer)[0] & ~mine
+        old[...] = tiles_of((kept | new)[None], buffer)[0]
         back = pltpu.make_async_copy(old, at, arrived)
         back.start()
         back.wait()
+
+
+def _moved(words, bits):
+    """A row's words [1, 128] of each of its tiles, as if it were the first -> [tiles, 128] where it begins."""
+    first, *rest = words
+    if not rest:
+        return first << bits
+    # In two steps, since 32 bits are no shift.
+    carried = lax.shift_right_logical(lax.shift_right_logical(first, 24 - bits), 8)
+    return jnp.concatenate([first << bits, rest[0] << bits | carried], axis=0)

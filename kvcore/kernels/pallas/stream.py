@@ -1,6 +1,5 @@
 """Rows of a pool streamed into VMEM, a chunk ahead of the arithmetic: one DMA a row and buffer, none for unit -1."""
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -69,8 +68,7 @@ class Stream:
             @pl.when(unit >= 0)
             def _():
                 for buffer, pool, tiles in zip(self._buffers, self._pools, self._tiles, strict=True):
-                    whole = self._rows is None
-                    source = pool.at[unit] if whole else pool.at[unit, lax.div(self._rows[at], jnp.int32(buffer.parts))]
+                    source = pool.at[unit] if self._rows is None else pool.at[unit, buffer.at(self._rows[at])]
                     act(pltpu.make_async_copy(source, tiles.at[half, i], self._arrived.at[half]))
 
             return _
