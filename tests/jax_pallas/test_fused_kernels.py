@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer
+from kvcore.backends.jax_pallas import JaxBackend, JaxOps, indexer, tiles
 from kvcore.backends.jax_pallas.backend import INTERPRETED
 from kvcore.backends.jax_pallas.calls import INTERPRETER
+from kvcore.backends.jax_pallas.rows import Held
 from kvcore.backends.jax_pallas.runs import pool_shape
 from kvcore.backends.reference import ReferenceBackend
 from kvcore.backends.reference import encoding as reference
@@ -116,6 +117,31 @@ def test_rows_are_encoded_into_place_and_decoded_out_of_it(name: str, rng: np.ra
     assert np.array_equal(canonical(one, pools), expected)
     decoded[unit < 0] = 0
     np.testing.assert_array_equal(np.asarray(found), decoded)
+
+
+@pytest.mark.parametrize("name", ["v4_584", "v32_656"])
+def test_canonical_rows_across_tiles_come_and_go_and_leave_their_neighbours_alone(name, rng) -> None:
+    """Five lines a row, and six; neighbours, one row alone, and one that is skipped."""
+    one = region(name)
+    pools = noise(one)
+    before = canonical(one, pools)
+    at = np.array([0, 1, 2, 9, 23, 14], np.int32)
+    unit, row = np.where(at == 9, -1, at // ROWS), at % ROWS
+    rows = rng.integers(0, 256, (len(at), 1, one.format.row), np.uint8)
+    for field in (field.name for field in one.format.fields if field.name == "pad"):
+        rows[..., slice(*one.format.byte_range(field))] = 0
+    names = [name for name, _ in one.buffers.values()]
+
+    @jax.jit
+    def there_and_back(pools, unit, row, rows):
+        held = tiles.store(Held(zip(names, pools, strict=True), "interpret"), one, unit, row, rows)
+        return [held[name] for name in names], tiles.load(held, one, unit, row)
+
+    pools, found = there_and_back(pools, unit, row, rows)
+    expected = before.copy()
+    expected[at[unit >= 0]] = rows[unit >= 0, 0]
+    assert np.array_equal(canonical(one, pools), expected)
+    assert np.array_equal(np.asarray(found), np.where(unit[:, None, None] >= 0, rows, 0))
 
 
 def test_codes_are_those_of_the_casts(rng: np.random.Generator) -> None:

@@ -94,7 +94,8 @@ def store(pools, region: Region, unit, row, rows):
             else:
                 # Rows across tiles are lines that share one, as shorter rows do.
                 every = stored[some].reshape(-1, moved.item // moved.parts)
-                number = (numbers[some, None] * moved.step + jnp.arange(moved.step, dtype=jnp.int32)).reshape(-1)
+                piece = jnp.arange(moved.step, dtype=jnp.int32)[None]
+                number = (numbers[some, None] * moved.step + piece).reshape(-1)
                 tile = from_bytes(jnp.tile(every, (1, moved.parts)), pool.dtype).reshape(-1, *pool.shape[2:])
                 given = jnp.repeat(units[some], moved.step), number, tile
                 pool = write_parts(pool, *given, parts=moved.parts, interpret=interpret)
