@@ -365,8 +365,8 @@ PALLAS = {
     ],
     "store_rows.py": [
         (
-            "        kept = words_of(old[...], buffer) & ~(mine << shift)\n",
-            "        kept = words_of(old[...], buffer)\n",
+            "        kept = words_of(old[...][None], buffer)[0] & ~mine\n",
+            "        kept = words_of(old[...][None], buffer)[0]\n",
             "a row's old bits stay",
         ),
         (
@@ -382,8 +382,8 @@ PALLAS = {
             "a scale that is no number spoils the whole row",
         ),
         (
-            "    return jnp.where(unit >= 0, row & (parts - 1), -1)\n",
-            "    return row & (parts - 1)\n",
+            "    return jnp.where(unit >= 0, 8 * buffer.line(row), -1)\n",
+            "    return 8 * buffer.line(row)\n",
             "rows that do not exist are no zeros",
         ),
     ],
