@@ -22,6 +22,7 @@ JAX = "jax==0.10.2"  # the last for Python 3.11
 FLAX = "flax>=0.12"  # for one example
 TPU_COMPILER = "libtpu==0.0.42.1"  # compiles for TPUs without one; pinned by that jax
 SHAPES = ("jaxtyping==0.3.11", "beartype==0.23.1")  # check shapes in signatures; nothing else needs them
+TWO_AT_ONCE = ("-n", "2", "--dist", "worksteal")  # a few tests take most of the time, and stand side by side
 # Compiling is most of what JAX sessions do, and what they check is exact: the optimiser's effort is not missed.
 QUICK_COMPILES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 TRITON = "triton==3.9.0"  # compiles and interprets kernels without a GPU; torch's CPU builds come without it
@@ -91,7 +92,7 @@ def tests(session: nox.Session) -> None:
     # and a waiting thread that spins starves the other worker
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
     others = ("jax_pallas", "kernels", "frameworks", "engines")
-    line = ["pytest", "-n", "2", *(f"--ignore=tests/{folder}" for folder in others)]
+    line = ["pytest", *TWO_AT_ONCE, *(f"--ignore=tests/{folder}" for folder in others)]
     session.run(*line, *session.posargs, env=threads)
 
 
@@ -100,7 +101,7 @@ def tests_triton(session: nox.Session) -> None:
     """The CUDA kernels without a GPU: interpreted, and a sample of them compiled; all of them with -- --every."""
     install(session, "torch", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON)
-    session.run("pytest", "-n", "2", "tests/kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", *TWO_AT_ONCE, "tests/kernels", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="virtualenv")
@@ -108,7 +109,7 @@ def tests_jax(session: nox.Session) -> None:
     """The JAX backend's suite: the CPU, the TPU interpreter, and the TPU compiler; nothing needs a TPU."""
     session.install(JAX, TPU_COMPILER, *SHAPES)
     install(session, "jax", "snapshot", "conformance", groups=("test",))
-    session.run("pytest", "-n", "2", "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
+    session.run("pytest", *TWO_AT_ONCE, "tests/jax_pallas", *session.posargs, env=QUICK_COMPILES)
 
 
 @nox.session(venv_backend="virtualenv")
@@ -159,7 +160,7 @@ def frameworks(session: nox.Session) -> None:
     session.install(JAX)
     install(session, "torch", "jax", "transformers", "conformance", groups=("test",), torch=True)
     session.install("--no-deps", TRITON, *JAX_TRITON)
-    session.run("pytest", "-n", "2", "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
+    session.run("pytest", *TWO_AT_ONCE, "tests/frameworks", *session.posargs, env=QUICK_COMPILES)
 
 
 @nox.session(venv_backend="virtualenv")
@@ -192,7 +193,7 @@ def run_kit(session: nox.Session, backend: str, *arguments: str) -> None:
     """Into build/parity-BACKEND.json and build/junit-BACKEND.xml."""
     folder = Path("build").absolute()
     folder.mkdir(exist_ok=True)
-    line = ["pytest", "-n", "2", "--pyargs", "kvcore.conformance", "-q", f"--kv-backend={backend}"]
+    line = ["pytest", *TWO_AT_ONCE, "--pyargs", "kvcore.conformance", "-q", f"--kv-backend={backend}"]
     line += [f"--kv-report={folder}/parity-{backend}.json", f"--junitxml={folder}/junit-{backend}.xml"]
     # Not in the checkout, whose pytest settings are those of its own tests.
     with session.chdir(session.create_tmp()):
