@@ -10,12 +10,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.backends.torch_triton import launch
+from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.replay import Replayed
 from kvcore.backends.torch_triton.symbols import CURRENT, Unbound
 from kvcore.kernels.triton.launches.launching import Part, bind_groups, bind_ring, bind_rows
 from kvcore.kernels.triton.launches.states import bind_states
 from kvcore.ops.choices import Decision, Declined, kernel
 from kvcore.spec import TAIL_OF
+
+PLAIN: Any = TorchOps
+"""The verbs for what is not launched: calls of no rows, and what is not the kernels'."""
 
 
 class Ready(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.backends.torch_triton import flash, launch
-from kvcore.backends.torch_triton.backend import TorchOps
 from kvcore.backends.torch_triton.cuda import (
+    PLAIN,
     GroupParts,
     Kernel,
     Ready,
@@ -35,9 +35,6 @@ from kvcore.ops.choices import Decision, Declined
 
 MOST_DECODED = 1 << 28
 """Bytes that decoded entries may take."""
-
-PLAIN: Any = TorchOps
-"""The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
 ALONE = Declined("k or v is given without the other")
 

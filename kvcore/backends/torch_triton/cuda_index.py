@@ -1,12 +1,11 @@
 """The indexer's verbs on CUDA: scores of the keys, and the selection of the best."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvcore.backends.torch_triton import launch
-from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, declined, name_of_kernels
+from kvcore.backends.torch_triton.cuda import PLAIN, Kernel, Ready, declined, name_of_kernels
 from kvcore.kernels.triton.device import native as is_native
 from kvcore.kernels.triton.launches.indexer import MOST_BEST, RUN, best_workspace, runs_of
 from kvcore.kernels.triton.launches.launching import Part
@@ -17,9 +16,6 @@ from kvcore.ops.choices import Decision, Declined
 
 MOST_SCORES = 1 << 26
 """Scores that ``index_select`` keeps whole: 256 MiB. Up to there lists of the best save little and take longer."""
-
-PLAIN: Any = TorchOps
-"""The verbs for what is not launched: calls of no rows, and lists that are not the kernels'."""
 
 TOO_MANY = Declined(f"k > {LARGEST_K}")
 
@@ -61,16 +57,9 @@ def index_scores(bound, ops, pools, layer, index, q, weights, *, columns=None):
     columns = bounds.columns(ops.plan, layer, "index_keys", index) if columns is None else columns
     if not len(index.slots) or not q.numel() or not columns:  # there is nothing to launch
         return PLAIN.index_scores(ops, pools, layer, index, q, weights, columns=columns)
-    number, names, _ = bound.part
     return launch.calls().score_rows(
-        bound.queries(q),
-        weights.contiguous(),
-        index.positions,
-        index.request_index,
-        index.block_table,
-        [pools[name] for name in names],
-        ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
-        number,
+        *_given(bound, ops, pools, index, q, weights),
+        bound.part.number,
         bound.ratio,
         columns,
     )
@@ -106,24 +95,30 @@ def index_select(bound, ops, pools, layer, index, q, weights, k, *, columns=None
     whole = run is None and len(q) * columns <= MOST_SCORES
     if whole or not len(index.slots) or not q.numel() or not 0 < k <= MOST_BEST:
         return ops.select(index_scores(bound, ops, pools, layer, index, q, weights, columns=columns), k)
-    number, names, _ = bound.part
     run = run or RUN
     *room, held = best_workspace(runs_of(ops.props, len(q), columns, run, k), k)
     return launch.calls().score_select_rows(
+        *_given(bound, ops, pools, index, q, weights),
+        *_pairs(ops, room),
+        ops.workspaces.take("scores", held),
+        bound.part.number,
+        bound.ratio,
+        columns,
+        k,
+        run,
+    )
+
+
+def _given(bound, ops, pools, index, q, weights):
+    """What launches of scores take first: what is scored, where the keys lie, and room for rotated queries."""
+    return (
         bound.queries(q),
         weights.contiguous(),
         index.positions,
         index.request_index,
         index.block_table,
-        [pools[name] for name in names],
+        [pools[name] for name in bound.part.names],
         ops.workspaces.take("queries", q.numel() if bound.rotated else 1, torch.bfloat16),
-        *_pairs(ops, room),
-        ops.workspaces.take("scores", held),
-        number,
-        bound.ratio,
-        columns,
-        k,
-        run,
     )
 
 

@@ -7,14 +7,13 @@ bytes, copied in the widest words that all its addresses are multiples of.
 from functools import cache
 from itertools import product
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcore.backends.torch_triton.backend import TorchOps
-from kvcore.backends.torch_triton.cuda import Kernel, Ready, name_of_kernels
+from kvcore.backends.torch_triton.cuda import PLAIN, Kernel, Ready, name_of_kernels
 from kvcore.backends.torch_triton.host_pages import CHUNK, Buffers
 from kvcore.backends.torch_triton.launch import calls
 from kvcore.digest import MASK, region_salt
@@ -26,9 +25,6 @@ from kvcore.pools import fresh_unit
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """What pages are copied in, by bytes."""
-
-PLAIN: Any = TorchOps
-"""The verbs for what is not launched: calls of no rows, and rows that are not the kernels'."""
 
 MOST_SLOTS = 8
 """Slots that are reset with launches of their own each; more of them pool by pool."""

@@ -65,6 +65,7 @@ LATENT = (
 )
 UNKNOWN = "rows are latents, which modules of this model expand elsewhere than in expand_kv"
 COMPRESSED = "the window, and of the entries those that a query sees, are read as they lie, once for all query heads"
+HANDED_OUT = Way("model", "over windows and entries that are handed out")
 
 
 class OfLatents(NamedTuple):
@@ -161,7 +162,7 @@ def _of_layer(
         return _of_latents(choice, device, asked, latents)
     if kv is None and layer.window is not None:
         assert choice is not None
-        return _of_compressed(choice, device, asked)
+        return _of_one_row_a_token(choice, device, asked, COMPRESSED, HANDED_OUT)
     if kv is None or layer.conv is not None:
         reason = "a recurrent state, or nothing"
         if kv is not None:
@@ -196,24 +197,19 @@ def _static(layer: LayerSpec, latents: OfLatents) -> Ways:
 def _of_latents(choice: Choice, device: torch.device, asked: Asked, latents: OfLatents) -> Ways:
     if not latents.count:
         return Ways(Way("model", UNKNOWN), Way("model", UNKNOWN))
-    if asked == "cache":
-        way = Way("cache", f"asked for: attention='cache'; {LATENT}")
-        return Ways(way, way)
-    slow = _slow(choice, device)
-    if slow:
-        return Ways(Way("model", slow), Way("model", slow))
     few = "" if latents.most_new is None else f"up to {latents.most_new} tokens a row, more are the model's; "
-    return Ways(Way("cache", LATENT), Way("cache", few + LATENT))
+    return _of_one_row_a_token(choice, device, asked, LATENT, Way("cache", few + LATENT))
 
 
-def _of_compressed(choice: Choice, device: torch.device, asked: Asked) -> Ways:
+def _of_one_row_a_token(choice: Choice, device: torch.device, asked: Asked, what: str, several: Way) -> Ways:
+    """``what`` the cache does where it attends; ``several``: who attends to more than one token unless asked."""
     if asked == "cache":
-        way = Way("cache", f"asked for: attention='cache'; {COMPRESSED}")
+        way = Way("cache", f"asked for: attention='cache'; {what}")
         return Ways(way, way)
     slow = _slow(choice, device)
     if slow:
         return Ways(Way("model", slow), Way("model", slow))
-    return Ways(Way("cache", COMPRESSED), Way("model", "over windows and entries that are handed out"))
+    return Ways(Way("cache", what), several)
 
 
 def _slow(choice: Choice, device: torch.device) -> str:
