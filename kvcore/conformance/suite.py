@@ -1,6 +1,6 @@
 """The checks of a spec: the table of verbs crossed with its roles, formats, layouts and the shape classes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -40,6 +40,22 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 def checks_of(spec: CacheSpec) -> tuple[Check, ...]:
     """Every check of a spec, formats first, then verb by verb."""
     return (*_format_checks(spec), *_verb_checks(spec))
+
+
+def sample_of(checks: Iterable[Check]) -> list[Check]:
+    """About a third of them: of every verb and formats each shape in one layout, the next shape in the next layout.
+
+    Which layout comes first goes round as well, so that the sample of many formats has each shape in each layout.
+    """
+    grids: dict[tuple[str, str], dict[str, list[Check]]] = {}
+    for check in checks:
+        verb, formats, _, shape = check.id.split("/")
+        grids.setdefault((verb, formats), {}).setdefault(shape, []).append(check)
+    return [
+        in_layouts[(first + number) % len(in_layouts)]
+        for first, shapes in enumerate(grids.values())
+        for number, in_layouts in enumerate(shapes.values())
+    ]
 
 
 def formats_of(spec: CacheSpec) -> list[Format]:

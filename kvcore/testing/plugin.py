@@ -66,15 +66,17 @@ class Kit:
         for subject in self.absent:
             if subject.info.name in names:
                 raise pytest.UsageError(f"--kv-backend={subject.info.name} cannot run here: {subject.reason}")
+        self._sampled: bool = config.getoption("--kv-sample")
         self._checks: tuple[Check, ...] | None = None
 
     @property
     def checks(self) -> "tuple[Check, ...]":
-        """The checks of the spec, made at first use."""
-        from kvcore.conformance.suite import checks_of
+        """The checks of the spec, or the sample of them that was asked for, made at first use."""
+        from kvcore.conformance.suite import checks_of, sample_of
 
         if self._checks is None:
-            self._checks = checks_of(self.spec)
+            every = checks_of(self.spec)
+            self._checks = tuple(sample_of(every)) if self._sampled else every
             for subject in self.subjects:
                 subject.introduce(self._checks[0].plan)
         return self._checks
@@ -118,6 +120,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="preset or JSON file whose roles and formats are checked (default: all there are)",
     )
     group.addoption("--kv-report", metavar="FILE", help="write a parity report, for kvcore parity merge and show")
+    group.addoption(
+        "--kv-sample",
+        action="store_true",
+        help="of every verb and formats, each shape in one layout only: a third of the checks",
+    )
     group.addoption(
         "--kv-shard",
         metavar="I/N",

@@ -78,6 +78,13 @@ def test_parts_make_up_the_whole(kit) -> None:
     assert len(checks) == len(set(checks)) == 22
 
 
+def test_a_sample_has_each_shape_in_one_layout(kit) -> None:
+    ran = kit("--kv-sample")
+    assert ran.code == 0, ran.text
+    checks = [record["check"].split("/") for record in ran.report()["checks"]]
+    assert len(checks) == len({(formats, shape) for _, formats, _, shape in checks}) == 8
+
+
 def test_the_reference_is_checked_unless_another_is_named(kit) -> None:
     ran = kit()
     assert ran.code == 0

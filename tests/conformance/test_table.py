@@ -8,7 +8,7 @@ from kvcore.backends.reference import ReferenceBackend
 from kvcore.conformance.agreement import compare
 from kvcore.conformance.checks import FORMAT_CHECKS, VERBS
 from kvcore.conformance.specs import conformance_spec
-from kvcore.conformance.suite import checks_of
+from kvcore.conformance.suite import checks_of, sample_of
 from kvcore.ops.fused import FUSED, REQUIRED
 from kvcore.spec import LAYOUTS, ROLES, presets
 
@@ -44,6 +44,20 @@ def test_ids_are_unique(name: str) -> None:
     spec = conformance_spec() if name == "conformance" else presets.PRESETS[name]()
     repeated = [id for id, count in Counter(check.id for check in checks_of(spec)).items() if count > 1]
     assert repeated == []
+
+
+def test_a_sample_has_every_shape_of_every_verb_and_formats_once() -> None:
+    every = checks_of(conformance_spec())
+    chosen = sample_of(every)
+    parts = [check.id.split("/") for check in chosen]
+    assert {check.id for check in chosen} <= {check.id for check in every}
+    assert len(chosen) < len(every) / 2
+    shapes = Counter((verb, formats, shape) for verb, formats, _, shape in parts)
+    assert shapes.keys() == {(verb, formats, shape) for verb, formats, _, shape in (c.id.split("/") for c in every)}
+    assert set(shapes.values()) == {1}
+    # No layout is forgotten where a verb has many formats.
+    appended = {(layout, shape) for verb, _, layout, shape in parts if verb == "append_kv"}
+    assert appended >= {(layout, shape) for layout in LAYOUTS for shape in SHAPES}
 
 
 def test_ids_are_stable() -> None:
