@@ -167,9 +167,11 @@ def one_by_one(requests: int, first: int, tokens: int) -> list[list[tuple[int, i
 def small(device: str) -> Iterator[Problem]:
     """Cases for the interpreter and the sanitizer."""
     for keys, values in (PAIRS[0], OTHERS[0]):
-        layer = layer_of(keys, values, dim=32)
+        layer = layer_of(keys, values, dim=64)
         yield from stored(f"{keys} and {values}, closing", layer, one_by_one(2, 30, 3), device, kind="ties")
         yield from check(f"{keys} and {values}", layer, [70, 33], [1, 1], device, heads=4)
+    long_then_short = [[(0, 50), (0, 40)], [(50, 15), (40, 1)]]
+    yield from stored("a prompt's groups, then one", layer_of(*PAIRS[0], dim=32), long_then_short, device, kind="ties")
 
 
 def large(device: str) -> Iterator[Iterator[Problem]]:

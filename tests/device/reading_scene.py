@@ -87,7 +87,7 @@ def write(ops: Any, pools: Any, layer: LayerSpec, row: StepRequest, columns: int
             length = min(row.length, start + ROWS_AT_ONCE)
             parts = [
                 values((length - start) * part.heads, part.format.dim).reshape(-1, part.heads, part.format.dim)
-                for part in layer.kv.parts
+                for part in layer.kv.given
             ]
             ops.append_kv(pools, 0, index(start, length), *parts)
     for role in ("entries", "index_keys"):

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from triton import knobs
 
-from tests.device import check_attention, check_classic, check_flush, check_groups, check_indexer
+from tests.device import check_attention, check_canary, check_classic, check_flush, check_groups, check_indexer
 from tests.device import checks_on_device as checks
 from tests.device.check_cuda import reference_rows
+from tests.device.check_kit import SMALL, kit
 
 FORMATS = {"v4_584": 17, "v32_656": 5, "v41_fp4_288": 5, "index_fp4_68_h": 33, "int8_row": 9, "nf4_b64": 3}
 """Rows by format: every way to code and to scale."""
@@ -44,6 +45,8 @@ PARTS = {
     "classic": check_classic.small,
     "groups": check_groups.small,
     "indexer": check_indexer.small,
+    "canary": check_canary.check_words,
+    "kit": lambda device: kit(*SMALL, device=device),
 }
 
 

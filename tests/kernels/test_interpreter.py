@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 GROUPS = [
     "attention",
     "classic attention",
+    "groups",
     "indexer",
     "flush of fp32",
     "flush of bf16",
@@ -25,6 +26,7 @@ GROUPS = [
     "check words",
     "turns of check words",
     "pages of exports",
+    "rows of rings in the kit",
     "recurrent layers in the kit",
     "strips in the kit",
     "groups of tokens in the kit",
