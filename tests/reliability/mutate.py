@@ -15,7 +15,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -594,8 +593,7 @@ def received(child: int, reading: int, progress: Any) -> bytes:
 MAIN = "snapshot,blob,manifest,spec,record"
 OLD = "snapshot of 0.1.0,blob of 0.1.0,manifest of 0.1.0"
 
-FIGURE = command.Figure("R10", "inputs", 5 * SEED_INPUTS, 500_000, tell, {"kinds": f"{MAIN}"})
+FIGURE = command.Figure("R10", "inputs", 5 * SEED_INPUTS, 500_000, tell, {"kinds": MAIN})
 
 if __name__ == "__main__":
     command.run_figure(__doc__, FIGURE)
-    sys.exit()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tests.reliability.faults import core, hopper, jax_cpu, kernels, torch_cpu
+from tests.reliability.faults import core, hopper, jax_cpu, kernels, moving, torch_cpu, torch_cpu_attention
 
 Rows = Sequence[tuple[str, str, str] | tuple[str, str, str, str]]
 """(old text, new text, what goes wrong), and for a change that nothing can notice the reason."""
@@ -33,7 +33,9 @@ def _faults(folder: str, table: Mapping[str, Rows]) -> list[Fault]:
 
 FAULTS: list[Fault] = [
     *_faults("kvcore", core.TABLE),
+    *_faults("kvcore", moving.TABLE),
     *_faults("kvcore/backends/torch_triton", torch_cpu.TABLE),
+    *_faults("kvcore/backends/torch_triton", torch_cpu_attention.TABLE),
     *_faults("kvcore/backends/torch_triton", kernels.REPLAY),
     *_faults("kvcore/kernels/triton", kernels.TRITON),
     *_faults("kvcore/kernels/triton/launches", kernels.LAUNCHES),
