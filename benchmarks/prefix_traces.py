@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import kvcore
 from kvcore import environment
 from kvcore.cache.reuse import PrefixCache
-from kvcore.plan import bytes_per_token, plan_cache, row_bytes
+from kvcore.plan import plan_cache
 from kvcore.portable.rows import HostRows, owned
 from kvcore.requests.manager import Manager, TakenOver
 from kvcore.requests.prefix import Policy
 from kvcore.spec import CacheSpec, presets
+from kvcore.spec.sizes import bytes_per_token, row_bytes
 
 POLICIES: dict[str, Policy] = {
     "full": "full",

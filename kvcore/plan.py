@@ -5,8 +5,7 @@ for every stream of rows that a layer owns; pools are allocated from the regions
 """
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +17,8 @@ from kvcore.spec.component import Component, Growth
 from kvcore.spec.formats import CHECK_WORD, Format
 from kvcore.spec.layout import BY_HEAD, LAYOUTS, BlockLayout, block_layout
 from kvcore.spec.model import TAIL_OF, CacheSpec
+from kvcore.spec.sizes import bytes_per_token as bytes_per_token  # of plans, too, as users see them
+from kvcore.spec.sizes import logical_bytes as logical_bytes
 
 MOST_SLOTS = (1 << 31) - 1
 """Numbers of slots are int32 in a step's index."""
@@ -430,57 +431,6 @@ def plan_cache(
     # What is not paged grows token by token.
     unit, name = (block_tokens, "block") if paged else (1, "token of each")
     return _largest(lambda count: plan(count, count * unit), budget_bytes, name)
-
-
-def logical_bytes(spec: CacheSpec, tokens: int) -> dict[str, int]:
-    """Bytes of the live rows of one request of ``tokens`` tokens, by role, no padding; a shared role adds nothing.
-
-    Example:
-        >>> from kvcore.plan import logical_bytes
-        >>> from kvcore.spec import presets
-        >>> logical_bytes(presets.llama_3_8b(), tokens=1000)
-        {'kv': 131072000}
-    """
-    tokens = check_count(SpecError, "tokens", tokens, 0)
-    totals: dict[str, int] = {}
-    for _, role, component in spec.components():
-        rows = 0 if component.shared_from is not None else len(component.live(tokens))
-        totals[role] = totals.get(role, 0) + rows * row_bytes(component)
-    return totals
-
-
-def bytes_per_token(spec: CacheSpec) -> Fraction:
-    """Logical bytes that every further token of history costs, exactly; what is bounded by a window costs nothing.
-
-    Example:
-        >>> from kvcore.plan import bytes_per_token
-        >>> from kvcore.spec import presets
-        >>> float(bytes_per_token(presets.deepseek_v4_flash(draft=False)))
-        3514.25
-    """
-    slope = Fraction(0)
-    for _, _, component in spec.components():
-        if component.shared_from is None and component.span is None:
-            slope += Fraction(row_bytes(component), component.tokens_per_row)
-    return slope
-
-
-def point_bytes(spec: CacheSpec) -> int:
-    """Bytes of one checkpoint of a long request, on the host: what prefix reuse keeps wherever a prompt may begin.
-
-    Rings and states are as large as they get. Rows of a block that is not full come on top, up to a block's.
-    """
-    total = 0
-    for _, _, component in spec.components():
-        if component.shared_from is None and component.in_checkpoint and component.span is not None:
-            total += component.span * row_bytes(component)
-    return total
-
-
-@lru_cache(maxsize=1024)
-def row_bytes(component: Component) -> int:
-    """Bytes of one row over all parts and heads, pads of the format included."""
-    return sum(part.heads * part.format.row for part in component.parts)
 
 
 def _largest(at: Callable[[int], CachePlan], budget: int, unit: str) -> CachePlan:

@@ -43,16 +43,6 @@ def _asked(verb: str, tokens: Tokens, new_tokens: SupportsIndex, salt: str | Non
     return ids or [], count, check_salt(salt, f"{verb}: salt")
 
 
-def _faults(state: CacheState, requests: Sequence[Request] | None) -> tuple[Fault, ...]:
-    if state.canary is None:
-        raise SpecError(got="canary=False", where="faults", allowed="a cache that was created with canary=True")
-    wanted = state.manager.chosen(requests, "faults")
-    chosen = [state.manager.check(request, lost=True) for request in wanted]
-    rows = {request: state.row_of(state.manager.place_of(request)) for request in chosen}
-    state.pools, found = state.canary.faults(state.pools, rows)
-    return found
-
-
 class Cache:
     """Key-value caches of many requests over all layers of a model.
 
@@ -577,7 +567,7 @@ class Cache:
             >>> print(*watched.faults())
             layer 0, kv, position 16 of request 0
         """
-        return self.exclusive("faults", functools.partial(_faults, requests=requests))
+        return self.exclusive("faults", lambda state: state.faults(requests))
 
     def exclusive(self, verb: str, act: Callable[[CacheState], R], *, in_step: bool = False) -> R:
         """Do something with what the cache holds, alone, as its own verbs do: for what moves requests in other ways.

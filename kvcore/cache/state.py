@@ -17,10 +17,10 @@ import numpy as np
 
 from kvcore import digest
 from kvcore.arrays import to_numpy
-from kvcore.cache.canary import Canary
+from kvcore.cache.canary import Canary, Fault
 from kvcore.cache.far import Far
 from kvcore.cache.reuse import Hit, PrefixCache
-from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, StepError
+from kvcore.errors import KvcoreError, OutOfBlocks, RequestError, SpecError, StepError
 from kvcore.ops import Ops, Paging, StepIndex
 from kvcore.plan import CachePlan
 from kvcore.pools import Pools
@@ -474,6 +474,19 @@ class CacheState:
             for request, pair in enumerate(pairs):
                 lanes[request].append(pair)
         return [(row.length, lane) for row, lane in zip(rows, lanes, strict=True)]
+
+    def faults(self, requests: Sequence[Request] | None) -> tuple[Fault, ...]:
+        """What is not as it was written, of some requests or of all.
+
+        Raises:
+            SpecError: nothing is watched. RequestError: stale or foreign.
+        """
+        if self.canary is None:
+            raise SpecError(got="canary=False", where="faults", allowed="a cache that was created with canary=True")
+        chosen = [self.manager.check(request, lost=True) for request in self.manager.chosen(requests, "faults")]
+        rows = {request: self.row_of(self.manager.place_of(request)) for request in chosen}
+        self.pools, found = self.canary.faults(self.pools, rows)
+        return found
 
     def prepare_blocks(self, grants: Mapping[Request, BlockGrant]) -> None:
         """Copy shared blocks into those that replaced them; under check, poison all others that are new."""

@@ -3,7 +3,8 @@
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvcore.plan import CachePlan, Region, bytes_per_token, logical_bytes, point_bytes
+from kvcore.plan import CachePlan, Region
+from kvcore.spec.sizes import bytes_per_token, logical_bytes, point_bytes
 
 if TYPE_CHECKING:
     from kvcore.spec import Component, LayerSpec

@@ -15,9 +15,9 @@ import msgspec
 
 from kvcore.errors import SpecError
 from kvcore.interop.vllm_config import CODES, component_of, names_from, spec_from
-from kvcore.plan import row_bytes
 from kvcore.requests.prefix import chain, seed_of
 from kvcore.spec import KV, CacheSpec, Component, Entries, LayerSpec
+from kvcore.spec.sizes import row_bytes
 
 WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of caches that keep all blocks of a request."""

@@ -18,10 +18,10 @@ from kvcore.digest import MASK, WORD, WORD_FACTOR, alike_lanes, lanes_at, native
 from kvcore.native import Lanes
 from kvcore.ops import Ops, Strip
 from kvcore.ops.host import fields_in_place, rows_in_place
-from kvcore.plan import row_bytes
 from kvcore.pools import Pools
 from kvcore.portable.pages import HISTORY, Array, PageLayout, positions_of, ranged, rows_of, takes_chunks
 from kvcore.portable.rows import digests_at, owned, page_places
+from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest
 
 HASHES: dict[str, Callable[[Any], bytes]] = {

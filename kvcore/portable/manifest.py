@@ -18,7 +18,6 @@ import numpy as np
 from kvcore.arrays import to_numpy
 from kvcore.errors import OutOfBlocks, SnapshotError
 from kvcore.foreign import UNREADABLE, shortened
-from kvcore.plan import row_bytes
 from kvcore.portable.caches import Buffers, CacheInTurn
 from kvcore.portable.digests import DEFAULT, SIZES, digests_of
 from kvcore.portable.pages import (
@@ -36,6 +35,7 @@ from kvcore.portable.record import Refusal, RequestRecord, is_coherent, spec_tex
 from kvcore.portable.rows import Content, owned, read_rows
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component
+from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest, build_index
 
 FORM, VERSION = "kvcore.request", 2

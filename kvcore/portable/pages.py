@@ -18,10 +18,10 @@ import numpy as np
 
 from kvcore.arrays import to_numpy
 from kvcore.ops import Ops, Strip
-from kvcore.plan import row_bytes
 from kvcore.pools import Pools
 from kvcore.portable.rows import Content, HostRows, kept_rows, least_kept, owned, rings, state_of
 from kvcore.spec import CacheSpec, Component
+from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest
 
 Array = Any

@@ -19,7 +19,6 @@ from kvcore.digest import region_salt
 from kvcore.errors import BackendError, KvcoreError, SnapshotError
 from kvcore.foreign import UNREADABLE, shortened
 from kvcore.ops import Ops
-from kvcore.plan import row_bytes
 from kvcore.portable.caches import CacheInTurn
 from kvcore.portable.manifest import Described
 from kvcore.portable.record import Refusal, RequestRecord, check_length, check_spec, is_coherent
@@ -36,6 +35,7 @@ from kvcore.portable.rows import (
 from kvcore.portable.saved import Damage, Sizes, check_sizes
 from kvcore.requests.manager import Request
 from kvcore.spec import CacheSpec, Component, from_json
+from kvcore.spec.sizes import row_bytes
 
 PLAIN, WITH_CHECKPOINTS = 1, 2
 """What blobs and snapshots of version 1 call themselves."""

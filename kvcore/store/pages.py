@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from kvcore.ops import Ops, Strip
-from kvcore.plan import row_bytes
 from kvcore.pools import Pools
 from kvcore.portable.pages import passing_pages, takes_chunks
 from kvcore.portable.rows import Content, HostRows, owned, read_rows, write_rows
 from kvcore.spec import CacheSpec
+from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest
 
 Key = tuple[int, str]

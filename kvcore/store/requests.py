@@ -17,13 +17,13 @@ from kvcore.cache.cache import Cache
 from kvcore.cache.far import Far
 from kvcore.counts import check_count
 from kvcore.errors import RequestError, ShapeError, SpecError
-from kvcore.plan import row_bytes
 from kvcore.portable.record import RequestRecord
 from kvcore.portable.rows import Content, HostRows, owned, read_rows, write_rows
 from kvcore.requests.manager import Request
 from kvcore.requests.prefix import chain, point_key, seed_of
 from kvcore.requests.tokens import check_salt, token_ids
 from kvcore.spec import CacheSpec, Component
+from kvcore.spec.sizes import row_bytes
 from kvcore.step import StepRequest
 from kvcore.store.pages import BlockPages, Key
 from kvcore.store.store import About, BlockStore

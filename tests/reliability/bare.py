@@ -7,9 +7,10 @@ import numpy as np
 
 from kvcore.cache import Cache
 from kvcore.ops import RawRows
-from kvcore.plan import CachePlan, plan_cache, row_bytes
+from kvcore.plan import CachePlan, plan_cache
 from kvcore.pools import Pools
 from kvcore.spec import CacheSpec, LayerSpec, Window
+from kvcore.spec.sizes import row_bytes
 from tests.support import scene
 
 

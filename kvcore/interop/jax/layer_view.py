@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from kvcore.backends.jax_pallas.gradients import constant
 from kvcore.backends.jax_pallas.tail import frequencies_of
 from kvcore.counts import check_count
-from kvcore.errors import OutOfBlocks, RollbackError, ShapeError, StepError
+from kvcore.errors import OutOfBlocks, ShapeError, StepError
 from kvcore.interop.jax import view_compressed
-from kvcore.interop.jax.view_kinds import VERBS, held_by
+from kvcore.interop.jax.view_kinds import VERBS
 from kvcore.interop.jax.view_steps import (
     Answer,
     Asked,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
     from kvcore.interop.jax.view_kinds import Kind
-    from kvcore.spec import Component, LayerSpec, Rope
+    from kvcore.spec import Component, Rope
 
 
 class Appended(NamedTuple):
@@ -493,73 +493,6 @@ def check_range(where: str, given: jax.Array, most: int) -> None:
     least, largest = (int(given.min()), int(given.max())) if given.size else (0, 0)
     if least < 0 or largest > most:
         raise ShapeError(got=f"{least} to {largest}", where=where, allowed=f"0 to {most}")
-
-
-def first_columns(where: str, starts: Any, batch: int, max_length: int, layers: Sequence[LayerSpec]) -> jax.Array:
-    """[B] int32 first column that is a token, 0 unless given; a range is looked at where it is known: not in ``jit``.
-
-    Raises:
-        ShapeError: another shape, a column that is not 0 to ``max_length``, or any where a layer compresses.
-    """
-    if starts is None:
-        return jnp.zeros(batch, jnp.int32)
-    check_unpadded(where, [held_by(layer, where) for layer in dict.fromkeys(layers)])
-    first = jnp.asarray(starts, jnp.int32)
-    if first.shape != (batch,):
-        raise ShapeError(got=list(first.shape), where=where, allowed=f"shape {[batch]}")
-    if not isinstance(first, Tracer):
-        check_range(where, first, max_length)
-    return first
-
-
-def check_unpadded(where: str, held: Sequence[str]) -> None:
-    """Whether sequences may begin with padding.
-
-    Raises:
-        ShapeError: one of the layers compresses: its windows are counted from column 0.
-    """
-    if "compressed" in held:
-        hint = "Pad on the right: new=[B] says how many tokens each sequence has."
-        raise ShapeError(got="left padding", where=where, allowed="none where a layer compresses", hint=hint)
-
-
-def check_lengths(view: LayerView, where: str, lengths: jax.Array) -> None:
-    """Whether a view's sequences may be so long [B], where that is known: not inside ``jit``.
-
-    Raises:
-        ShapeError: below 0, or beyond what was written. RollbackError: a ring no longer holds what is needed; or a
-            layer that compresses or has a state is to go back, inside ``jit`` too.
-    """
-    if not view.kind.goes_back:
-        known = not isinstance(lengths, Tracer) and not isinstance(view.lengths, Tracer)
-        if not known or bool(((lengths < view.lengths) & (lengths != 0)).any()):
-            raise RollbackError(
-                got="a shorter length" if known else "lengths inside jit",
-                where=where,
-                allowed=f"the present length, or 0: {view!r} keeps no rows that closed, and no states of before",
-                hint="Keep the views of before, which hold them.",
-            )
-    if isinstance(lengths, Tracer) or isinstance(view.lengths, Tracer):
-        return
-    beyond = int((lengths - view.lengths).max())
-    if beyond > 0:
-        got = f"a length {beyond} beyond the present one"
-        raise ShapeError(got=got, where=where, allowed="the present length or less: no other columns were written")
-    if int(lengths.min()) < 0:
-        raise ShapeError(got=int(lengths.min()), where=where, allowed="0 or more")
-    if view.floors is None:
-        return
-    # Where the next query has nothing before it, nothing is needed.
-    needed = view.component.first_visible(lengths, view.starts, jnp.maximum)
-    lost = jnp.minimum(view.floors, lengths) - needed
-    if int(jnp.where(lengths < view.lengths, lost, 0).max()) > 0:
-        back = int((view.lengths - lengths).max())
-        raise RollbackError(
-            got=f"{back} columns back",
-            where=where,
-            allowed=f"a length that needs no row that a ring of {view.kind.ring_rows} no longer holds",
-            hint="Keep the views of before, which hold them, or append those columns anew.",
-        )
 
 
 @jax.jit

@@ -15,9 +15,10 @@ from jax import lax
 
 from kvcore.counts import check_count
 from kvcore.errors import ShapeError, SpecError
-from kvcore.interop.jax.layer_view import LayerView, first_columns, numbers
+from kvcore.interop.jax.layer_view import LayerView, numbers
 from kvcore.interop.jax.rules import RULES, Table
 from kvcore.interop.jax.view_kinds import Kind, held_by, rules_of
+from kvcore.interop.jax.view_lengths import first_columns
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -25,14 +25,12 @@ from kvcore.interop.jax.layer_view import (
     AppendedLatents,
     Attended,
     LayerView,
-    check_lengths,
     check_range,
-    check_unpadded,
-    first_columns,
     numbers,
 )
 from kvcore.interop.jax.rules import RULES, Table
 from kvcore.interop.jax.view_kinds import Kind, held_by, rules_of
+from kvcore.interop.jax.view_lengths import check_lengths, check_unpadded, first_columns
 from kvcore.spec import CacheSpec, LayerSpec, from_json, to_json
 
 if TYPE_CHECKING:
