@@ -149,6 +149,8 @@ def test_what_no_tier_has_comes_from_a_peer_and_stays():
     assert world.other.get(key(0)) == page(0)
     assert world.other.longest(wanted[:2]) == 2
     assert len(world.questions) == count, "nobody is asked for what is here"
+    assert world.other.longest([key(0), key(9)]) == 1
+    assert world.questions[-1].keys == [key(9)]
 
 
 def test_a_fetch_is_one_question_as_far_as_one_export_goes():
