@@ -275,7 +275,7 @@ def test_an_answer_that_no_exporter_gives_is_a_miss(wrong):
 
 
 LISTINGS = [
-    pytest.param(lambda blocks: [*blocks, Listed(key(1), 1)], id="a key twice"),
+    pytest.param(lambda blocks: [Listed(blocks[1].key, blocks[0].nbytes), *blocks[1:]], id="a key twice"),
     pytest.param(lambda blocks: [Listed(key(7), blocks[0].nbytes), *blocks[1:]], id="a key that nobody asked for"),
     pytest.param(lambda blocks: blocks[:-1], id="pages of no block"),
     pytest.param(lambda blocks: [Listed(blocks[0].key, 1 << 60), *blocks[1:]], id="more bytes than pages"),
