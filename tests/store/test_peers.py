@@ -169,7 +169,14 @@ def test_a_fetch_is_one_question_as_far_as_one_export_goes():
     assert world.other.fetch([]) == 0
 
 
-def test_pages_of_all_sizes_go_together():
+def test_what_others_read_is_no_use_of_a_page():
+    world = World()
+    assert world.other.get(key(0)) == page(0)
+    assert world.tier.held() == [key(0), key(1), key(2)]
+
+
+def test_pages_of_all_sizes_go_together(monkeypatch):
+    monkeypatch.setattr("kvcore.store.exports.np.empty", lambda shape, dtype: np.full(shape, 0xEE, dtype))
     world = World(pages=0)
     sizes = [0, 1, 700, 700, 700, 699, 701, 5000, 64]
     for number, size in enumerate(sizes):
@@ -178,6 +185,12 @@ def test_pages_of_all_sizes_go_together():
     assert [world.other.get(key(number)) for number in range(len(sizes))] == [
         bytes([number + 1]) * size for number, size in enumerate(sizes)
     ]
+    handle = world.exporter.export([key(2), key(3), key(5), key(7)])
+    pages = world.exporter.pages(handle.exporter, handle.number, handle.generation, 0, handle.pages)
+    size = HEAD.size + 700
+    assert pages.shape == (1 + 1 + 1 + 7, size)
+    rest = pages[-1, HEAD.size + 5000 - 6 * size :]
+    assert (pages[0, -1], pages[2, -2], pages[2, -1], len(rest), rest.any()) == (3, 6, 0, 284, False)
 
 
 @pytest.mark.parametrize("where", ["manifest", "pages"])
@@ -248,7 +261,7 @@ ANSWERS = [
     pytest.param(lambda answer: msgspec.structs.replace(answer, number=answer.number + 1), id="of another question"),
     pytest.param(lambda answer: msgspec.structs.replace(answer, handle=b"no handle"), id="no handle"),
     pytest.param(lambda answer: msgspec.structs.replace(answer, reason="because\x1b[2J"), id="a reason of its own"),
-    pytest.param(lambda answer: changed(answer, pages=1 << 40), id="more than there is memory for"),
+    pytest.param(lambda answer: changed(answer, pages=1 << 40), id="more pages than blocks have"),
     pytest.param(lambda answer: changed(answer, root=bytes(32)), id="another root"),
 ]
 
@@ -301,6 +314,12 @@ def test_a_manifest_that_does_not_fit_is_a_miss(wrong):
     world.answered, world.transport.manifested = answered, made
     assert world.other.fetch([key(0), key(1), key(2)]) == 0
     assert (world.reason(), world.near.held()) == ("damaged", [])
+
+
+def test_an_export_is_no_larger_than_is_wanted():
+    world = World(peer={"most_bytes": HEAD.size + 106})
+    assert (world.other.get(key(1)), world.reason(), world.free()) == (None, "damaged", True)
+    assert world.other.get(key(0)) == page(0)
 
 
 def test_held_is_one_flag_a_key():
