@@ -9,6 +9,7 @@ from hypothesis import settings
 
 import kvcore
 from tests.support.backends_under_test import BACKENDS, Codec, seed_of
+from tests.support.samples import quick
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.load_profile("ci")
@@ -18,8 +19,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every",
         action="store_true",
-        help="compile every kernel in every case for every GPU and TPU, not a sample that shows each pair once",
+        help="compile every kernel in every case for every GPU and TPU, and run every case of what is marked sampled, "
+        "not a sample that shows each pair or each word once",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    rule = "of its cases those are run that show a word of an id, on a backend, which none before does"
+    config.addinivalue_line("markers", f"sampled: {rule}; --every and -k take all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave cases of marked tests out, unless all were asked for, or some by name."""
+    if config.getoption("every") or config.option.keyword:
+        return
+    tests: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    left = {id for ids in tests.values() for id in set(ids) - set(quick(ids))}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -168,6 +168,7 @@ def test_what_is_lent_after_an_abort_is_what_was_there_before():
         assert (kvcore.to_numpy(got)[0] == -want).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["by_head", "packed"])
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])

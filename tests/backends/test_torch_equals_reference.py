@@ -80,6 +80,7 @@ def assert_agrees(seen: Seen) -> None:
     assert_near(seen, tolerances.computed(operation, precision))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("spec", "layout"),
     [

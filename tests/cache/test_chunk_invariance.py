@@ -197,6 +197,7 @@ def test_random_splits(backend, schedule):
     equal(observe(cache, requests), at_once(backend, lengths, drafts))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_calls(backend, size):
     lengths = [130, 64, 101]

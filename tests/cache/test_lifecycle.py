@@ -250,6 +250,7 @@ def test_lifecycle(name: str) -> None:
     scene_machine().runTest()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("written", [4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 21, 30])
 def test_every_truncation_is_exact_or_beyond_the_bound(backend, drafts, written):

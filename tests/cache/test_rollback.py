@@ -46,6 +46,7 @@ def test_the_bound_by_brute_force(component):
             assert missed, f"a row less would do for {drafts} drafts"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 def test_every_truncation_is_exact_or_refused(backend, spec, drafts):
@@ -80,6 +81,7 @@ def test_before_any_ring_has_wrapped_a_request_may_go_back_to_nothing(backend):
     assert cache.digest([request]) == stories.retell(backend, MIXED, TOKENS[20:40])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("drafts", [1, 2, 5])
 @pytest.mark.parametrize("prefix", ["off", "full"])

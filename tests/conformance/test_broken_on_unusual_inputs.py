@@ -66,6 +66,7 @@ def disagreeing(mistake: str, only: str, spec: CacheSpec = SPEC) -> list[parity.
     return [record for record in records.checks if record.status != "agree"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mistake", "only", "checks", "output", "where", "cause"),
     [pytest.param(*row, id=f"{row[0]} in {row[1]}") for row in MISTAKES],

@@ -134,6 +134,7 @@ def recurrent_step(view: LayerView, inputs: jax.Array) -> tuple[LayerView, jax.A
     return found.store(states), states
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("new", [1, 20])
 @pytest.mark.parametrize("kind", [*LAYERS, *RECURRENT])
 def test_a_compiled_loop_of_steps_copies_no_pool(kind: str, new: int) -> None:

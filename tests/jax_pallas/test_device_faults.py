@@ -5,6 +5,7 @@ import pytest
 from tests.support import faulty
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("verb", faulty.VERBS)
 def test_a_verb_of_the_backend_that_fails_once(verb: str, late: bool) -> None:

@@ -88,6 +88,7 @@ def test_the_callers_starts_are_not_donated_with_the_views() -> None:
     assert starts.tolist() == [0, 1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [1, 3], ids=["a step", "scan"])
 @pytest.mark.parametrize(("kind", "new"), STEPS)
 def test_a_compiled_step_copies_no_pool(kind: str, new: int, steps: int) -> None:

@@ -120,6 +120,7 @@ def cases(ops: Any) -> dict[str, tuple[LayerSpec, Case]]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["planar", "packed"])
 @pytest.mark.parametrize("name", cases(None))
 def test_no_verb_makes_xla_copy_a_pool(name: str, layout: str) -> None:

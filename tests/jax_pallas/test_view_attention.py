@@ -65,6 +65,7 @@ def appended_with(view: LayerView, rows: tuple[jax.Array, ...], new: Any) -> Any
     return view.append(*rows, new=new) if view.kind.layer.kv is not None else view.append_latents(*rows, new=new)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "new"), [(kind, 1) for kind in KINDS] + [(kind, 20) for kind in RINGS])
 def test_a_compiled_loop_of_steps_copies_no_pool(kind: str, new: int) -> None:
     views = made(kind)

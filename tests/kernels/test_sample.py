@@ -9,7 +9,8 @@ pytest.importorskip("torch")
 
 from tests.support import ahead_of_time  # noqa: E402
 from tests.support.ahead_of_time import Record, Resources, check, formats_of, sample  # noqa: E402
-from tests.support.samples import covering  # noqa: E402
+from tests.support.backends_under_test import BACKENDS  # noqa: E402
+from tests.support.samples import covering, quick  # noqa: E402
 
 COMPILED, RECORDED = Resources(64, 0, 0, 512, 4), Resources(32, 0, 0, 256, 4)
 
@@ -57,3 +58,20 @@ def test_what_is_left_out_is_what_the_record_says(known, compiles, found, monkey
 def test_a_sample_takes_what_shows_something_new():
     assert covering(["ab", "b", "bc", "ca"], set) == ["ab", "bc"]
     assert covering([], set) == []
+
+
+@pytest.mark.parametrize(
+    ("cases", "chosen"),
+    [
+        pytest.param([""], [""], id="no parameters"),
+        pytest.param(["a", "b"], ["a", "b"], id="one parameter"),
+        pytest.param(["a-1", "a-2", "b-1", "b-2", "c-1", "c-2"], ["a-1", "b-2", "c-1"], id="a grid"),
+        pytest.param(["a-1", "a-2", "b-1"], ["a-1", "a-2", "b-1"], id="a grid with a hole"),
+        pytest.param(["a-1-x", "a-2-x", "a-1-y", "a-2-y"], ["a-1-x", "a-2-y"], id="three parameters"),
+        pytest.param(["a, b", "a", "b"], ["a, b", "a", "b"], id="words of several"),
+    ],
+)
+def test_a_quick_run_of_a_test_shows_each_word_of_its_ids_on_each_backend(cases, chosen):
+    assert sorted(quick(f"test_rows[{case}]" for case in cases)) == sorted(f"test_rows[{case}]" for case in chosen)
+    both = [f"test_rows[{name}-{case}]" for name in BACKENDS for case in cases]
+    assert sorted(quick(both)) == sorted(f"test_rows[{name}-{case}]" for name in BACKENDS for case in chosen)

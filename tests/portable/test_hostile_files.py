@@ -165,6 +165,7 @@ RINGS = CacheSpec(layers=[scene.ring(6, format="bf16"), scene.ring(4, format="fp
 """No plan bounds what a request of it can be."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", LIES)
 @pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("into", [False, True], ids=["fresh", "into"])
@@ -215,6 +216,7 @@ MANIFEST_LIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", MANIFEST_LIES)
 @pytest.mark.parametrize("spec", [LATENT, MIXED, RINGS], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("version", [1, 2])
@@ -313,6 +315,7 @@ SNAPSHOT_LIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", SNAPSHOT_LIES)
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_snapshot_that_lies_is_refused_before_any_work(backend, tmp_path, change, version):

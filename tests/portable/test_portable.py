@@ -27,6 +27,7 @@ def exported(spec, backend, count=41, **sizes):
     return cache, request, cache.export_request(request)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED, STORED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("target", BACKENDS)
@@ -88,6 +89,7 @@ def test_requests_of_every_length_move(backend, count):
     assert other.digest([moved]) == stories.retell(backend, LATENT, TOKENS[: count + 9])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED], ids=lambda spec: spec.name)
 def test_an_import_can_be_rolled_back_as_far_as_the_original(backend, spec):
     for high, length in ((41, 41), (41, 39), (44, 44), (48, 48), (49, 48), (20, 18)):

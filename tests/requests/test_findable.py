@@ -89,6 +89,7 @@ def test_what_is_not_the_prompt_is_not_published(backend, how):
         assert cache.restorable(tokens).length == 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("prompt", range(13, 26))
 def test_a_number_beyond_the_prompt_publishes_what_lies_within(backend, spec, prompt):

@@ -51,6 +51,7 @@ def test_where_a_latent_prefix_can_be_resumed(backend, name):
     assert cache.digest([first]) == stories.retell(backend, LATENT, PROMPT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", [LATENT, MIXED, PAGED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("prefix", ["full", kvcore.Periodic(4), "zero"], ids=str)
 def test_a_hit_equals_an_uninterrupted_run_however_tokens_were_split(backend, spec, prefix, rng):
